@@ -33,13 +33,13 @@ from bench.speed.table import rows as table
 from bench.speed.workloads import HOME
 from bench.zoo import FIRST, NAMES
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.format import milliseconds
+from hotloop.core.format import format_milliseconds
 from hotloop.core.hardware import machine
 from hotloop.core.records.race import MARGIN, Verdict
 from hotloop.errors import HotloopError
 from hotloop.plan import BASELINE, Plan
-from hotloop.report.progress import duration
-from hotloop.tuning.races.statistics import LEAST_PAIRS
+from hotloop.report.progress import format_duration
+from hotloop.tuning.races.statistics import MIN_PAIRS
 
 STEPS = 50_000
 """Of the run that plans are chosen for."""
@@ -64,13 +64,13 @@ def searched(name: str, seconds: float) -> Verdict:
 def raced(name: str, seconds: float, plan: Plan) -> Verdict:
     """The baseline, what `auto` takes for itself, and the plan that was found; among its notes is what `auto` says."""
     from bench.zoo import task
-    from hotloop.task_file import Loaded
-    from hotloop.tuning import race as contests
+    from hotloop.task_file import LoadedTask
+    from hotloop.tuning import race as tuning_race
 
     rivals: list[Any] = ["baseline", RULES, *([plan] if plan != BASELINE else [])]
-    contest, said = contests.Contest(rivals, "baseline", ["cpu"]), list[str]()
-    loaded = Loaded(task(name, _epochs()), None, {})
-    verdict = contests.raced(loaded, contest, prove=None, say=said.append, racing_s=seconds)
+    contest, said = tuning_race.RaceSpec(rivals, "baseline", ["cpu"]), list[str]()
+    loaded = LoadedTask(task(name, _epochs()), None, {})
+    verdict = tuning_race.race_loaded(loaded, contest, prove=None, say=said.append, racing_s=seconds)
     return verdict.model_copy(update={"notes": [*verdict.notes, *said]})
 
 
@@ -115,7 +115,7 @@ def until_measured(race: Callable[[float], Verdict], seconds: float, until: floa
         verdict = race(seconds)
         took_s = time.monotonic() - began
         short = [one.windows for one in verdict.plans if one.failure is None and one.ratio_low is None]
-        longer_s = seconds * max(2.0, _SPARE * LEAST_PAIRS / max(1, min(short))) if short else seconds
+        longer_s = seconds * max(2.0, _SPARE * MIN_PAIRS / max(1, min(short))) if short else seconds
         if not short or time.monotonic() + took_s + longer_s - seconds > until:
             return verdict
         seconds = longer_s
@@ -175,7 +175,7 @@ def markdown(measured: Sequence[Row]) -> str:
     for row in done:
         base = row["verdict"]["plans"][0]
         each = (cell for which in ways for cell in _cells(row, which))
-        cells.append([row["model"], milliseconds(base["step_ms"]), _run(base), *each])
+        cells.append([row["model"], format_milliseconds(base["step_ms"]), _run(base), *each])
     means = ["**geometric mean**", "", ""]
     means += [cell for which in ways for cell in (_mean_text(measured, which), "", "")]
     head = ("network", "baseline's step", "run", *(cell for way in ways.values() for cell in (way, "run", "plan")))
@@ -199,7 +199,7 @@ def _cells(row: Row, which: str) -> list[str]:
 
 
 def _run(one: Row) -> str:
-    return "-" if one["run_s"] is None else duration(one["run_s"])
+    return "-" if one["run_s"] is None else format_duration(one["run_s"])
 
 
 def failures(measured: Sequence[Row]) -> list[str]:
@@ -303,7 +303,11 @@ def main() -> int:
     try:
         now = circumstances()
         setup = {"seconds": options.seconds, "searched": not options.no_search}
-        setup |= {"cores": machine.processor().allowed_cores, "versions": now["versions"], "threads": now["threads"]}
+        setup |= {
+            "cores": machine.read_processor().allowed_cores,
+            "versions": now["versions"],
+            "threads": now["threads"],
+        }
         spoken = " ".join(["python -m bench.auto_models", *sys.argv[1:]])
         measured = {"command": spoken, **now}
         path = options.journal or HOME / f"auto-models{'-alone' if options.no_search else ''}.jsonl"

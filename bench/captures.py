@@ -33,8 +33,8 @@ from bench.without_torchvision import imported_timm
 from bench.zoo import CLASSES, adamw, of_logits, of_text
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.hardware import machine
-from hotloop.core.processes.signals import at_most
-from hotloop.errors import HotloopError, blame
+from hotloop.core.processes.signals import time_limit
+from hotloop.errors import HotloopError, describe_error
 from hotloop.plan import Plan
 
 Row = dict[str, Any]
@@ -149,7 +149,7 @@ def tried(family: str, name: str, make: Callable[[], nn.Module]) -> Row:
     """Whether the step of one network is captured, or why not; `eager` where it doesn't train without, either."""
     row: Row = {"family": family, "network": name}
     try:
-        with at_most(LIMIT_S, lambda: TimeoutError(f"{LIMIT_S} s weren't enough")):
+        with time_limit(LIMIT_S, lambda: TimeoutError(f"{LIMIT_S} s weren't enough")):
             torch.manual_seed(0)
             model = make()
             data, step = _data(family, model), of_logits if family == "timm" else of_text
@@ -158,22 +158,22 @@ def tried(family: str, name: str, make: Callable[[], nn.Module]) -> Row:
     except (TooLarge, TimeoutError) as error:
         return row | {"outcome": "not tried", "why": str(error)}
     except Exception as error:
-        return row | {"outcome": "eager", "why": blame(error)[:200]}
+        return row | {"outcome": "eager", "why": describe_error(error)[:200]}
     model.zero_grad(set_to_none=True)
     row["parameters"] = sum(value.numel() for value in model.parameters())
     try:
-        with at_most(LIMIT_S, lambda: TimeoutError(f"{LIMIT_S} s weren't enough")):
+        with time_limit(LIMIT_S, lambda: TimeoutError(f"{LIMIT_S} s weren't enough")):
             _capture(model, data, step)
     except HotloopError as error:
         return row | {"outcome": "refused", "why": str(error.given)[:300]}
     except Exception as error:
-        return row | {"outcome": "failed", "why": blame(error)[:300]}
+        return row | {"outcome": "failed", "why": describe_error(error)[:300]}
     return row | {"outcome": "captured", "why": ""}
 
 
 def _capture(model: nn.Module, data: Any, step: Any) -> None:
     import hotloop
-    from hotloop.lowering.compile.capture import capture
+    from hotloop.lowering.compile.capture import capture_step
 
     batch_size = _SAMPLES // 2
     task = hotloop.Task(model=lambda: model, step=step, optimizer=adamw, data=data, batch_size=batch_size, epochs=1)
@@ -181,7 +181,7 @@ def _capture(model: nn.Module, data: Any, step: Any) -> None:
     program.advance(1)
     batch = tuple(value[:batch_size] for value in data)
     program.model.train()
-    capture(program._step, batch, batch_size, {}, whole=True)
+    capture_step(program._step, batch, batch_size, {}, whole=True)
 
 
 def share(family: str, part: int, parts: int, begun: int) -> Iterator[Row]:
@@ -246,7 +246,7 @@ def main() -> int:
     found: list[Row] = []
     try:
         for family in options.families or FAMILIES:
-            found += in_processes(family, machine.processor().allowed_cores)
+            found += in_processes(family, machine.read_processor().allowed_cores)
             print(f"{family}: {len(found)} networks so far", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("stopped; nothing is kept", file=sys.stderr)

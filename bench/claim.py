@@ -13,8 +13,8 @@ from typing import Any
 import hotloop
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.hardware import machine
-from hotloop.core.hardware.devices import devices
-from hotloop.core.hardware.limits import told
+from hotloop.core.hardware.devices import device_names
+from hotloop.core.hardware.limits import program_output
 from hotloop.plan import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -39,23 +39,23 @@ def digest_of(*folders: Path) -> str:
 
 def commit() -> str | None:
     """The commit that is checked out; None where there is no git. `sources` says whether something was changed since."""
-    return told("git", "-C", str(ROOT), "rev-parse", "HEAD") if (ROOT / ".git").exists() else None
+    return program_output("git", "-C", str(ROOT), "rev-parse", "HEAD") if (ROOT / ".git").exists() else None
 
 
 def circumstances() -> dict[str, Any]:
     """When, on what machine, with which hotloop, versions and threads something is measured now."""
-    processor = machine.processor()
-    names = [name for name in devices() if name != "cpu"]
-    driver = machine.nvidia()[1] if any(name.startswith("cuda") for name in names) else None
+    processor = machine.read_processor()
+    names = [name for name in device_names() if name != "cpu"]
+    driver = machine.nvidia_gpus()[1] if any(name.startswith("cuda") for name in names) else None
     return {
-        "taken": machine.now(),
+        "taken": machine.current_time(),
         "machine": {
-            "system": machine.system(),
+            "system": machine.operating_system(),
             "processor": asdict(processor),
-            "accelerators": [machine.describe(name, processor.vectors).model or name for name in names],
+            "accelerators": [machine.describe_device(name, processor.vectors).model or name for name in names],
         },
         "commit": commit(),
-        "versions": {**machine.versions(driver), "hotloop_sources": sources()},
+        "versions": {**machine.library_versions(driver), "hotloop_sources": sources()},
         "threads": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}",
     }
 

@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 
 from hotloop.core.random.rng import generator_for
 from hotloop.lowering.build import lower
-from hotloop.lowering.compile.capture import Captured
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.compile.capture import CapturedStep
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
@@ -50,7 +50,7 @@ class Graphs:
     task: Task
     how: str
     accumulation: int = 1
-    _captured: Captured | None = field(default=None, init=False)
+    _captured: CapturedStep | None = field(default=None, init=False)
 
     def mutant(self, draws: random.Random) -> tuple[Program, Mutation]:
         """A Program whose graph is mutated at random."""
@@ -65,19 +65,19 @@ class Graphs:
 
     def program(self, change: Callable[[GraphModule], GraphModule] = lambda graph: graph) -> Program:
         """A Program whose graph is changed, or the honest one."""
-        real = compiled_step.Capture.twice
+        real = compiled_step.StepCapture.trace_twice
 
-        def capture_once(capture: compiled_step.Capture, batch: Any) -> Captured:
+        def capture_once(capture: compiled_step.StepCapture, batch: Any) -> CapturedStep:
             self._captured = self._captured or real(capture, batch)
             return self._captured
 
-        def built(captured: Captured, parts: Ingredients) -> compiled_step.Runner:
+        def built(captured: CapturedStep, parts: LoweringContext) -> compiled_step.Runner:
             graph = change(copy.deepcopy(captured.graph))
             return lambda flat: graph(*flat)
 
         with (
-            mock.patch.object(compiled_step.Capture, "twice", capture_once),
-            mock.patch.object(compiled_step, "built", built),
+            mock.patch.object(compiled_step.StepCapture, "trace_twice", capture_once),
+            mock.patch.object(compiled_step, "build_program", built),
         ):
             return lower(self.task, Plan(compile=self.how, accumulation=self.accumulation))
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.claim import CLAIMS, write_claim
-from hotloop.core.format import milliseconds
+from hotloop.core.format import format_milliseconds
 from hotloop.plan import BASELINE
 from hotloop.scripts.script_process import GRACE_S
 
@@ -211,7 +211,7 @@ def _line(one: dict[str, Any]) -> str:
     )
     lines = [
         f"{one['name']}: {'; '.join(wrong(one)) or 'right'}",
-        f"  {one['steps']} steps of {milliseconds(one['step_ms'] or float('nan'))}, ending at {one['step_where']}; {overhead}",
+        f"  {one['steps']} steps of {format_milliseconds(one['step_ms'] or float('nan'))}, ending at {one['step_where']}; {overhead}",
         f"  {phases}",
         f"  attributed {one['attributed']}, bound by {one['bound']}; same {one['same']}",
         *(f"  {each['gain']:.0%} {each['cause']} @ {each['where']}: {each['evidence']}" for each in one["remedies"]),

@@ -26,12 +26,12 @@ from bench.claim import write_claim
 from bench.graph_mutations import Graphs, Mutation
 from bench.step_faults import planted
 from bench.yardstick import Effect, Yardstick
-from hotloop.core.records.race import TRUSTED, Parity
+from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import BASELINE, Plan
-from hotloop.report.html import styled
+from hotloop.report.html import style_figure
 from tests.support.tasks.parity_families import MORE_FAMILIES, another_family
 
 WAYS = {"eager": 12, "accumulated": 2, "forward": 5, "step": 6}
@@ -176,7 +176,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         "by_kind": {kind: rate(found) for kind, found in sorted(grouped(real, "kind").items())},
         "by_way": {way: rate(found) for way, found in grouped(real, "way").items()},
-        "missed": [row for row in real if row["parity"] in TRUSTED],
+        "missed": [row for row in real if row["parity"] in TRUSTED_CLASSES],
     }
 
 
@@ -223,7 +223,7 @@ def binned(rows: list[dict[str, Any]], key: str, edges: Any) -> list[dict[str, A
 
 def rate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The share that isn't trusted."""
-    return rate_of(sum(row["parity"] not in TRUSTED for row in rows), len(rows))
+    return rate_of(sum(row["parity"] not in TRUSTED_CLASSES for row in rows), len(rows))
 
 
 def rate_of(hits: int, count: int) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def write_picture(figures: dict[str, Any], folder: Path) -> None:
     title = "Planted faults that parity sees"
     note = f"{figures['n_mutants']} mutants of {figures['n_families']} architectures, without those that do nothing"
     # Without the 5 MB of plotly itself, which a page of a claim needn't carry.
-    styled(picture, title, note).write_html(folder / "detection.html", include_plotlyjs="cdn")
+    style_figure(picture, title, note).write_html(folder / "detection.html", include_plotlyjs="cdn")
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ from unittest import mock
 import torch
 
 from bench.claim import write_claim
-from hotloop.core.records.race import TRUSTED, Parity
+from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.errors import PlanError
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.parity import proof
 from hotloop.parity import verdict as judging
-from hotloop.parity.evidence import Account, Evidence
-from hotloop.parity.free_run import Freely
-from hotloop.parity.shared_rng import Pieces
-from hotloop.parity.step_collector import ratio
+from hotloop.parity.evidence import Evidence, StepErrors
+from hotloop.parity.free_run import FreeRunResult
+from hotloop.parity.shared_rng import PieceDraws
+from hotloop.parity.step_collector import floor_ratio
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
 from tests.support.tasks.parity_families import FIXED_ON, MORE_FAMILIES, another_family
@@ -103,14 +103,14 @@ def proofs(name: str, seed: int, plans: list[dict[str, Any]]) -> Iterator[dict[s
     task = another_family(name, seed=seed)
     programs = list(lowered(task, [Plan(**axes) for axes in plans if "accumulation" not in axes or name not in DRAWS]))
     seen: dict[str, dict[str, float]] = {}
-    judged = judging.judged
+    judged = judging.classify
 
-    def noting(account: Account, evidence: Evidence, free: Freely | None, **options: Any) -> dict[str, Any]:
+    def noting(account: StepErrors, evidence: Evidence, free: FreeRunResult | None, **options: Any) -> dict[str, Any]:
         seen[account.name] = ratios(account, evidence, free)
         return judged(account, evidence, free, **options)
 
     began = time.monotonic()
-    with mock.patch.object(proof, "judged", noting), mock.patch.object(proof, "_proven", beside_all):
+    with mock.patch.object(proof, "classify", noting), mock.patch.object(proof, "_prove_group", beside_all):
         verdicts: list[Parity] = proof.prove_programs(task, programs)
     for program in programs:
         program.close()
@@ -123,10 +123,10 @@ def proofs(name: str, seed: int, plans: list[dict[str, Any]]) -> Iterator[dict[s
 
 
 def beside_all(
-    task: Task, programs: Sequence[Program], pieces: Pieces | None, progress: proof.Progress
+    task: Task, programs: Sequence[Program], pieces: PieceDraws | None, progress: proof.ProofProgress
 ) -> list[Parity]:
     """The limits are about all harmless baselines; a proof first tries whether a plan passes beside one."""
-    return proof._compared(task, programs, pieces, progress, brief=False)
+    return proof._compare_programs(task, programs, pieces, progress, brief=False)
 
 
 def lowered(task: Task, plans: list[Plan]) -> Iterator[Program]:
@@ -138,31 +138,33 @@ def lowered(task: Task, plans: list[Plan]) -> Iterator[Program]:
             print(f"{plan.brief()} refused: {error}", flush=True)
 
 
-def ratios(account: Account, evidence: Evidence, free: Freely | None) -> dict[str, Any]:
+def ratios(account: StepErrors, evidence: Evidence, free: FreeRunResult | None) -> dict[str, Any]:
     """The largest of each of the three that there are limits of."""
     if evidence.unproven or free is None:
         return {}
     anywhere = [
-        ratio(error, floor.get(key))
-        for errors, floor in zip(account.errors, judging.floors(evidence.rounding, evidence.closer), strict=True)
+        floor_ratio(error, floor.get(key))
+        for errors, floor in zip(
+            account.errors, judging.noise_floors(evidence.rounding, evidence.has_closer_look), strict=True
+        )
         for key, error in errors.items()
     ]
     return {
-        "typical": max(one.ratio for one in judging.typical(account, evidence.judges, evidence.rounding)),
+        "typical": max(one.ratio for one in judging.typical_errors(account, evidence.judges, evidence.rounding)),
         "anywhere": max(anywhere),
-        "freely": free.furthest.times,
-        "furthest": free.furthest.what,
+        "freely": free.largest_drift.times,
+        "furthest": free.largest_drift.what,
     }
 
 
-LIMITS = {"typical": judging.TYPICAL, "anywhere": judging.ANYWHERE, "freely": judging.FREELY}
+LIMITS = {"typical": judging.TYPICAL_LIMIT, "anywhere": judging.WORST_LIMIT, "freely": judging.FREE_RUN_LIMIT}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the limits follow from, and whether any honest plan of the other families exceeds them."""
     fixed = [row for row in rows if row["family"] in FIXED_ON]
     tried = [row for row in rows if row["family"] not in FIXED_ON]
-    alarms = [row for row in rows if row["parity"] not in TRUSTED]
+    alarms = [row for row in rows if row["parity"] not in TRUSTED_CLASSES]
     return {
         "n_proofs": len(rows),
         "fixed_on": sorted({row["family"] for row in fixed}),

@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bench.claim import write_claim
 from hotloop.plan import BASELINE
-from hotloop.profiler.base.call_sites import Sites
-from hotloop.profiler.base.light_mode import warm
+from hotloop.profiler.base.call_sites import CallSites
+from hotloop.profiler.base.light_mode import without_cold_steps
 from hotloop.profiler.base.phases import HostClock, Instant
-from hotloop.profiler.session.observers import observers
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.trace.inductor_kernels import Compilations
+from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.trace.inductor_kernels import CompilationRecorder
 from hotloop.tuning.races.statistics import ratio_of
 
 LIMIT = 1.05
@@ -105,8 +105,12 @@ CLOCKS = {"wall": (HostClock, time.perf_counter), "cpu": (ThreadClock, time.thre
 
 def one_round(loop: Loop, clock: HostClock) -> tuple[float, float, float]:
     """Median milliseconds of the clean steps under a watch, and of steps without; and what the whole watch took beyond."""
-    watch = Watch(
-        MEASURED, Sites(), lambda facts: None, lambda watch: observers(watch, None), compilations=Compilations()
+    watch = ProfilerSession(
+        MEASURED,
+        CallSites(),
+        lambda facts: None,
+        lambda watch: make_observers(watch, None),
+        compilations=CompilationRecorder(),
     )
     watch.timeline.clock = clock
     first = len(loop.ended)
@@ -118,7 +122,7 @@ def one_round(loop: Loop, clock: HostClock) -> tuple[float, float, float]:
     for _ in range(steps):
         loop.step()
     of_watch = [step for step in watch.facts.steps if step.kind in ("clean", "instrumented")]
-    under = [step.ms for step in warm(of_watch) if step.kind == "clean"]
+    under = [step.ms for step in without_cold_steps(of_watch) if step.kind == "clean"]
     took = [(later - earlier) * 1e3 for earlier, later in pairwise(loop.ended[first - 1 :])]
     return statistics.median(under), statistics.median(took[steps:]), sum(took[:steps]) - sum(took[steps:])
 

@@ -41,7 +41,7 @@ import psutil
 import hotloop
 from bench.claim import write_claim
 from hotloop.errors import HotloopError
-from hotloop.lowering.parameter_server.workers.process_pool import ProcessCrew
+from hotloop.lowering.parameter_server.workers.process_pool import ProcessPool
 from hotloop.training.run import Run
 from tests.multi.distributed import test_rank_failures as ranks
 from tests.multi.lowering import test_parameter_server as workers
@@ -170,7 +170,7 @@ def of_workers(fault: str, draws: random.Random) -> dict[str, Any]:
     problems = []
     with workers.trained_by(3, workers.task(step_s=0.02), lines.append) as program:
         crew = program.feed.crew
-        assert isinstance(crew, ProcessCrew)
+        assert isinstance(crew, ProcessPool)
         program.advance(updates)
         os.kill(crew.pids()[victim], SIGNALS[fault])
         for _ in range(2):

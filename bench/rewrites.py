@@ -26,10 +26,10 @@ from hotloop.core.hardware.devices import check_device
 from hotloop.core.records.race import Timing
 from hotloop.errors import DeviceError
 from hotloop.lowering.build import lower
-from hotloop.lowering.rewrites import ALL, ON_GPU, REWRITES
+from hotloop.lowering.rewrites import GPU_REWRITES, REWRITE_FUNCTIONS, REWRITES
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.tuning.races.measure import Entrant, measure
+from hotloop.tuning.races.measure import Contender, measure
 
 _CLASSES = 10
 PLANS = {
@@ -228,7 +228,7 @@ class Network:
     def asked(self, which: Sequence[str], device: str = "cpu") -> list[str]:
         """Those of `which` to try here; all together where some of them are for it."""
         able = [one for one in self.rewrites if one not in NOT_ON[device]]
-        together = not (ALL if device == "cpu" else ON_GPU).keys().isdisjoint(able)
+        together = not (REWRITE_FUNCTIONS if device == "cpu" else GPU_REWRITES).keys().isdisjoint(able)
         return [one for one in which if one in able or (one == "all" and together)]
 
 
@@ -274,7 +274,7 @@ def measured(name: str, which: Sequence[str], seconds: float, device: str = "cpu
     """Each rewrite of one network: how many times as fast as without it, with the 99 % interval, and its parity."""
     plans = {rewrites: PLANS[device].with_axes(rewrites=rewrites) for rewrites in ["none", *which]}
     task = task_of(name)
-    entrants = [Entrant(key, lambda plan=plan: lower(task, plan), plan) for key, plan in plans.items()]  # type: ignore[misc]
+    entrants = [Contender(key, lambda plan=plan: lower(task, plan), plan) for key, plan in plans.items()]  # type: ignore[misc]
     found = measure(entrants, "none", steps=100_000, time_limit_s=seconds)
     return [_row(task, name, one, plans[one.name]) for one in found.plans]
 

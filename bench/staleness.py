@@ -32,22 +32,22 @@ import hotloop
 from bench.claim import CLAIMS, write_claim
 from hotloop.errors import NonFiniteError
 from hotloop.lowering.evaluation import evaluate
-from hotloop.lowering.parameter_server.server import Policy
-from hotloop.lowering.parameter_server.server_program import ServedProgram
-from hotloop.lowering.parameter_server.workers.simulation import Uneven, crew_of, simulated
+from hotloop.lowering.parameter_server.server import StalenessPolicy
+from hotloop.lowering.parameter_server.server_program import ParameterServerProgram
+from hotloop.lowering.parameter_server.workers.simulation import UniformTimes, simulate_training, simulated_workers
 from hotloop.plan import BASELINE
-from hotloop.report.html import styled
-from hotloop.training.checkpoint import Checkpoint, Checkpoints
+from hotloop.report.html import style_figure
+from hotloop.training.checkpoint import Checkpoint, CheckpointFolder
 
 WORKERS = 30
 RATE, MOMENTUM, BATCH = 0.02, 0.9, 16
 CHANCE = 0.1
 """Accuracy of a guess among ten classes of the same size."""
 
-ARMS: dict[str, tuple[int, Policy]] = {
-    "one worker": (1, Policy()),
-    "30 workers, fixed step size": (WORKERS, Policy(divide=False)),
-    "30 workers, step size divided by the staleness": (WORKERS, Policy()),
+ARMS: dict[str, tuple[int, StalenessPolicy]] = {
+    "one worker": (1, StalenessPolicy()),
+    "30 workers, fixed step size": (WORKERS, StalenessPolicy(divide=False)),
+    "30 workers, step size divided by the staleness": (WORKERS, StalenessPolicy()),
 }
 COLOURS = ("#616e7c", "#d9622b", "#3566b8")
 
@@ -103,12 +103,12 @@ def epochs(arm: str, seed: int, count: int, work: Path) -> Iterator[dict[str, An
     if len(rows) >= count or (rows and rows[-1]["diverged"]):
         return
     workers, policy = ARMS[arm]
-    kept = Checkpoints(folder_of(work, arm, seed), keep=1)
-    program = simulated(task(seed), workers=workers, policy=policy)
+    kept = CheckpointFolder(folder_of(work, arm, seed), keep=1)
+    program = simulate_training(task(seed), workers=workers, policy=policy)
     if (found := kept.newest()) is not None:
         program.restore(found[0].state)
     for epoch in range(len(rows), count):
-        program.employ(crew_of(task(seed), workers, Uneven(seed=seed * 1000 + epoch)))
+        program.set_workers(simulated_workers(task(seed), workers, UniformTimes(seed=seed * 1000 + epoch)))
         row = one_epoch(program, epoch)
         kept.save(Checkpoint(program.state()))
         with (kept.folder / "rows.jsonl").open("a") as file:
@@ -118,7 +118,7 @@ def epochs(arm: str, seed: int, count: int, work: Path) -> Iterator[dict[str, An
             return
 
 
-def one_epoch(program: ServedProgram, epoch: int) -> dict[str, Any]:
+def one_epoch(program: ParameterServerProgram, epoch: int) -> dict[str, Any]:
     before = program.staleness
     diverged = False
     try:
@@ -126,7 +126,7 @@ def one_epoch(program: ServedProgram, epoch: int) -> dict[str, Any]:
             pass
     except NonFiniteError:
         diverged = True
-    validation = program.parts.roles.validation
+    validation = program.parts.splits.validation
     assert validation is not None
     accuracy = CHANCE if diverged else evaluate(program, validation).values["accuracy"]
     counts = {late: n - before.get(late, 0) for late, n in program.staleness.items()}
@@ -188,7 +188,7 @@ def picture(figures: dict[str, list[list[dict[str, Any]]]], count: int) -> go.Fi
     figure.update_xaxes(title_text="epoch", dtick=1)
     figure.update_yaxes(title_text="accuracy on held-out images", range=[0, 1])
     note = f"a small CNN on Fashion-MNIST, virtual time, SGD {RATE} with momentum {MOMENTUM}, a line per seed"
-    styled(figure, "30 asynchronous workers, with and without dividing the step size by the staleness", note)
+    style_figure(figure, "30 asynchronous workers, with and without dividing the step size by the staleness", note)
     return figure.update_layout(height=520, legend={"orientation": "h", "y": -0.2})
 
 

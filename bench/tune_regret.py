@@ -27,9 +27,9 @@ from typing import Any
 import hotloop
 from bench.claim import write_claim
 from hotloop.plan import BASELINE, Plan
-from hotloop.task_file import Loaded, load_task
+from hotloop.task_file import LoadedTask, load_task
 from hotloop.tuning import race
-from hotloop.tuning.contenders import Contest
+from hotloop.tuning.contenders import RaceSpec
 
 TASKS = Path(__file__).with_name("regret_tasks.py")
 WORKLOADS = ("cnn", "mlp", "rows")
@@ -138,7 +138,7 @@ def best_fixed(workload: str, epochs: int, seconds: float) -> list[dict[str, Any
     """The two that finish this run first, compilation included."""
     task = load_task(f"{TASKS}:{workload}", {"epochs": epochs}).task
     plans = [Plan(device="cpu", **axes) for axes in FIXED]
-    verdict = race.raced(Loaded(task, None, {}), Contest(["baseline", *plans]), prove=None, racing_s=seconds)
+    verdict = race.race_loaded(LoadedTask(task, None, {}), RaceSpec(["baseline", *plans]), prove=None, racing_s=seconds)
     raced = [timing for timing in verdict.plans if timing.run_s is not None and timing.name != verdict.baseline]
     raced.sort(key=lambda timing: timing.run_s or 0.0)
     for timing in raced:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.state import State, leaves
+from hotloop.core.state import State, tree_leaves
 from hotloop.lowering.program import Program
 
 Key = tuple[str, str]
@@ -152,7 +152,7 @@ def _off(ended: State, before: State, after: State, start: State) -> dict[Key, f
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    return {path.strip("/"): value for path, value in leaves(tree) if isinstance(value, Tensor | int | float)}
+    return {path.strip("/"): value for path, value in tree_leaves(tree) if isinstance(value, Tensor | int | float)}
 
 
 def _plain(state: State) -> dict[str, Any]:

@@ -44,9 +44,9 @@ def any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     from hotloop.lowering.rewrites import mm_by_onednn
     from hotloop.tuning.search import candidates
 
-    monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
-    monkeypatch.setattr(candidates, "mkl_is_slow", lambda processor: False)
-    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
+    monkeypatch.setattr(mm_by_onednn, "is_mkl_slow_here", lambda: False)
+    monkeypatch.setattr(candidates, "is_mkl_slow", lambda processor: False)
+    monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 import hotloop
 from hotloop.core.records.race import Timing
-from hotloop.errors import HotloopError, PlanError, TaskError, meant
+from hotloop.errors import HotloopError, PlanError, TaskError, did_you_mean
 from hotloop.plan import Plan
 from hotloop.report.html import CONFIG, write_page
 from hotloop.training.run import Run
@@ -71,14 +71,14 @@ def test_typos_name_what_is_meant() -> None:
     ):
         with pytest.raises((TaskError, PlanError), match=f"Did you mean '{near}'"):
             make()
-    assert meant("qqqq", ["epochs"]) == ""
+    assert did_you_mean("qqqq", ["epochs"]) == ""
 
 
 def test_a_verdict_without_an_interval_is_not_remembered() -> None:
     dropped = Timing(name="fused", plan={"optimizer": "fused"}, ratio=0.4, verdict="slower", left_out=True)
-    assert not race_cache._tells(race_cache._with_interval(dropped))
+    assert not race_cache._is_worth_caching(race_cache._with_interval(dropped))
     known = dropped.model_copy(update={"ratio_low": 0.3, "ratio_high": 0.5})
-    assert race_cache._tells(race_cache._with_interval(known))
+    assert race_cache._is_worth_caching(race_cache._with_interval(known))
     assert race_cache._with_interval(known).verdict == "slower"
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.errors import HotloopError, PlanError
 from hotloop.plan import BASELINE, Placement, Plan, Steps
 
@@ -176,12 +176,12 @@ def test_what_is_said_of_one_way_of_sharing_goes_with_it(plan: Plan) -> None:
     """Not what is asked for by name, nor any other axis."""
     saved = plan.with_axes(device="cuda", precision="bf16")
     rest = {"device": "cuda", "precision": "bf16"}
-    assert Wanted.of(saved, {"parallel": "none"}).plan == Plan(**rest)
+    assert PlanRequest.from_value(saved, {"parallel": "none"}).plan == Plan(**rest)
     shared = {**rest, "parallel": "data", "workforce": plan.workforce}
-    assert Wanted.of(saved, {"parallel": "data"}).plan == Plan(**shared, ranks=plan.ranks)
-    assert Wanted.of(saved, {"parallel": plan.parallel}).plan == saved
+    assert PlanRequest.from_value(saved, {"parallel": "data"}).plan == Plan(**shared, ranks=plan.ranks)
+    assert PlanRequest.from_value(saved, {"parallel": plan.parallel}).plan == saved
     named = {"parallel": "data", "ranks": "5", "microbatches": "8"}
-    assert Wanted.of(saved, named).plan == Plan(**shared, ranks=5, microbatches=8)
+    assert PlanRequest.from_value(saved, named).plan == Plan(**shared, ranks=5, microbatches=8)
 
 
 def test_its_errors_belong_to_the_one_tree() -> None:

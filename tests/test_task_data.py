@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import DataError, TaskError
 from tests.support.programs import a_task, advance, assert_resumes, labelled, last_state, state_after, trained
 from tests.support.tasks.layers_and_samples import AsSamples, two_layers
@@ -59,7 +59,7 @@ RAGGED: dict[str, Any] = {
 @pytest.mark.parametrize("form", RAGGED)
 def test_rows_of_different_lengths_go_through_collate(form: str) -> None:
     task = a_task(model=Mean, data=RAGGED[form], collate=padded, batch_size=5)
-    assert differences(assert_resumes(task), state_after(replace(task, data=ragged()), 7)) == []
+    assert differing_paths(assert_resumes(task), state_after(replace(task, data=ragged()), 7)) == []
 
 
 def test_collate_is_never_passed_over() -> None:
@@ -70,7 +70,7 @@ def test_collate_is_never_passed_over() -> None:
     x, y = labelled()
     expected = state_after(a_task(data=(2 * x, y)), 6)
     for data in ((x, y), TensorDataset(x, y), list(zip(x, y, strict=True)), AsSamples((x, y))):
-        assert differences(state_after(a_task(data=data, collate=double), 6), expected) == []
+        assert differing_paths(state_after(a_task(data=data, collate=double), 6), expected) == []
 
 
 def test_a_list_with_a_collate_function_is_a_list_of_samples() -> None:
@@ -100,7 +100,7 @@ def test_dicts_reach_the_step_with_or_without_collate() -> None:
     expected = state_after(a_task(), 6)
     data = {"x": x, "y": y}
     for fields in (dict(data=data), dict(data=data, collate=torch.utils.data.default_collate)):
-        assert differences(state_after(a_task(step=step, **fields), 6), expected) == []
+        assert differing_paths(state_after(a_task(step=step, **fields), 6), expected) == []
 
 
 def test_several_inputs_go_to_the_model_as_several_arguments() -> None:
@@ -116,7 +116,7 @@ def test_several_inputs_go_to_the_model_as_several_arguments() -> None:
     one, two = x[:, :2], x[:, 2:]
     expected = assert_resumes(a_task(model=Two, data=(one.numpy(), two.numpy(), y.numpy())))
     for data in (TensorDataset(one, two, y), AsSamples((one, two, y))):
-        assert differences(state_after(a_task(model=Two, data=data), 7), expected) == []
+        assert differing_paths(state_after(a_task(model=Two, data=data), 7), expected) == []
 
 
 def test_prepare_and_augment_see_the_inputs_alone() -> None:
@@ -148,7 +148,7 @@ def test_prepare_reaches_every_form_of_data() -> None:
     x, y = labelled()
     expected = state_after(a_task(data=(2 * x + 1, y)), 7)
     for data in ((x, y), AsSamples((x, y)), DataLoader(AsSamples((x, y)), batch_size=5, shuffle=True)):
-        assert differences(state_after(a_task(data=data, prepare=lambda x: 2 * x + 1), 7), expected) == []
+        assert differing_paths(state_after(a_task(data=data, prepare=lambda x: 2 * x + 1), 7), expected) == []
     in_order = state_after(a_task(data=(2 * x + 1, y), shuffle=False), 5).parameters
     stream = DataLoader(
         AsSamples((x, y)), batch_sampler=[range(start, min(start + 5, 24)) for start in range(0, 24, 5)]
@@ -165,7 +165,7 @@ def test_a_module_instead_of_a_factory_is_copied(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     task = a_task(model=module, epochs=2)
     first, second = (last_state(trained(task, tmp_path / name)) for name in "ab")
-    assert differences(first, second) == []
+    assert differing_paths(first, second) == []
     assert all(value.equal(before[name]) for name, value in module.state_dict().items())
     assert not first.parameters["0.weight"].equal(before["0.weight"])
     assert state_after(task, 0).parameters["0.weight"].equal(before["0.weight"])

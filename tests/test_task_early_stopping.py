@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import NonFiniteError, TaskError
 from tests.support.programs import a_task, labelled, last_state, state_after, trained
 from tests.support.tasks.layers_and_samples import AsSamples
@@ -154,7 +154,7 @@ def test_callbacks_see_what_happens_and_change_nothing(tmp_path: Path) -> None:
     assert [[row[name] for name in figures] for row in run.epochs] == [
         [row[name] for name in figures] for row in plain.epochs
     ]
-    assert differences(last_state(run), last_state(plain)) == []
+    assert differing_paths(last_state(run), last_state(plain)) == []
     events = [view.event for view in seen[::2]]
     assert events[0] == "start" and events[-2:] == ["stop", "final"] and events.count("epoch") == 3
     assert {"progress", "checkpoint"} & set(events)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import TaskError
 from hotloop.lowering.evaluation import evaluate
 from tests.support.programs import a_task, advance, assert_resumes, labelled, state_after, trained
@@ -147,8 +147,8 @@ def test_a_loss_that_remembers_starts_anew_each_time(tmp_path: Path) -> None:
         if program is with_looks:
             evaluate(program, task.roles.validation)
         advance(program, 2)
-    assert differences(with_looks.state(), without.state()) == []
-    assert differences(state_after(task, 4), state_after(task, 4)) == []
+    assert differing_paths(with_looks.state(), without.state()) == []
+    assert differing_paths(state_after(task, 4), state_after(task, 4)) == []
     assert_resumes(task)
 
 

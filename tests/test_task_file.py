@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotloop.core.files.source_files import digest_of, make_importable, module_name, split
+from hotloop.core.files.source_files import make_importable, module_name, source_digest, split_reference
 from hotloop.errors import TaskError
-from hotloop.task_file import Loaded, load_from_run, load_task
+from hotloop.task_file import LoadedTask, load_from_run, load_task
 
 TASK = """
 from torch import nn, optim
@@ -58,7 +58,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
     importlib.invalidate_caches()
 
 
-def as_run(loaded: Loaded, folder: Path) -> Path:
+def as_run(loaded: LoadedTask, folder: Path) -> Path:
     """Writes a Task's source as a run folder holds it."""
     for name, content in loaded.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -93,15 +93,15 @@ def outputs_of(task: Any) -> int:
     ],
 )
 def test_a_reference_is_a_place_and_a_name(reference: str, parts: tuple[str, str]) -> None:
-    assert split(reference) == parts
+    assert split_reference(reference) == parts
 
 
 @given(
     st.from_regex(r"([A-Z]:)?[a-z /\\.]{0,12}[a-z]\.py", fullmatch=True), st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
 )
 def test_a_name_behind_any_path_is_found(path: str, name: str) -> None:
-    assert split(f"{path}:{name}") == (path, name)
-    assert split(path) == (path, "task")
+    assert split_reference(f"{path}:{name}") == (path, name)
+    assert split_reference(path) == (path, "task")
 
 
 # --- loading
@@ -142,7 +142,7 @@ def test_the_record_says_where_in_the_copy_the_task_is(tmp_path: Path, monkeypat
     )
     assert record.reference == "package.net:task"
     assert loaded.files.keys() == {"package/__init__.py", "package/net.py", "package/sizes.py"}
-    assert record.digest == digest_of(loaded.files)
+    assert record.digest == source_digest(loaded.files)
     assert outputs_of(load_from_run(as_run(loaded, tmp_path / "run"), record)) == 9
 
 
@@ -251,8 +251,8 @@ def test_modules_that_import_each_other_end(tmp_path: Path) -> None:
     st.dictionaries(st.text(max_size=4), st.binary(max_size=4), max_size=3),
 )
 def test_a_digest_tells_sources_apart(one: dict[str, bytes], other: dict[str, bytes]) -> None:
-    assert (digest_of(one) == digest_of(other)) == (one == other)
-    assert digest_of(dict(reversed(one.items()))) == digest_of(one)
+    assert (source_digest(one) == source_digest(other)) == (one == other)
+    assert source_digest(dict(reversed(one.items()))) == source_digest(one)
 
 
 # --- the copy

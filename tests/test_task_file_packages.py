@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import TaskError
 from hotloop.task_file import load_from_run, load_task
 from tests.conftest import RunCli
@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_its_copy_of_the_package(tmp_path: Path, form: str, i
     assert run_cli("train", "--resume", "run", "--epochs", "4").returncode == 0
     assert run_cli("evaluate", "run").returncode == 0
     runs = [hotloop.Run.open(tmp_path / name) for name in ("whole", "run")]
-    assert differences(*(last_checkpoint(run).state for run in runs)) == []
+    assert differing_paths(*(last_checkpoint(run).state for run in runs)) == []
     record = runs[1].record.source
     assert record is not None and width_of(load_from_run(tmp_path / "run" / "source", record)) == 8
 

@@ -167,7 +167,7 @@ def test_gradients_of_what_is_thawed_later_do_not_pile_up() -> None:
 
 def test_what_a_callback_gives_to_the_optimizer_is_clipped_with_the_rest() -> None:
     program = hotloop.lower(a_task(model=frozen_first, clip_norm=0.01))
-    program.look_again([print])
+    program.schedule_recheck([print])
     program.advance(1)
     program.optimizer.add_param_group({"params": list(program.model[0].requires_grad_(True).parameters())})
     program.advance(1)
@@ -265,7 +265,7 @@ def test_evaluation_uses_the_average_and_training_does_not(tmp_path: Path) -> No
     plain = trained(a_task(model=two_layers, validation=6, epochs=2), tmp_path / "plain")
     state, without = last_state(run), last_state(plain)
     assert all(value.equal(without.parameters[name]) for name, value in state.parameters.items())
-    held_out = hotloop.lower(run.task).parts.roles.validation
+    held_out = hotloop.lower(run.task).parts.splits.validation
     x, y = held_out.columns
     for weights, rows in ((state.average, run.epochs), (without.parameters, plain.epochs)):
         model = two_layers()

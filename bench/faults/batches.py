@@ -95,7 +95,7 @@ labels_shifted = _of_batches(lambda batch, count: (batch[0], *(value.roll(1, 0) 
 
 def scalar_of_the_whole_batch(program: Program, draws: random.Random) -> Planted:
     """An incomplete batch is averaged as if it were padded to the size of the others."""
-    full = program.parts.roles.order.batch_size if program.parts.roles.order else 0
+    full = program.parts.splits.order.batch_size if program.parts.splits.order else 0
 
     def make(compute: Callable) -> Callable:
         def padded(batch: Any) -> Any:

@@ -77,16 +77,16 @@ def found_here(device: str | None) -> dict[str, Any]:
     from bench.claim import circumstances
     from bench.gpu.source import source
     from hotloop.core.hardware import machine
-    from hotloop.core.hardware.devices import devices
+    from hotloop.core.hardware.devices import device_names
 
-    names = devices()
+    names = device_names()
     kinds = {name.partition(":")[0] for name in names}
     kind = device or next((one for one in ("cuda", "mps") if one in kinds), None)
     if kind is None or kind not in kinds:
         wanted = "no GPU" if kind is None else f"no device {kind}"
         return {"lacking": f"{wanted}: torch {torch.__version__} on this machine finds only {', '.join(names)}"}
     name = next(name for name in names if name.partition(":")[0] == kind)
-    described = machine.describe(name, machine.processor().vectors)
+    described = machine.describe_device(name, machine.read_processor().vectors)
     return {
         "device": kind,
         "chip": described.model or kind,

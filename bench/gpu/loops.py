@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotloop
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
-from hotloop.tuning.races.runner import synchronise
+from hotloop.tuning.races.runner import synchronize_devices
 from hotloop.tuning.races.statistics import ratio_of
 
 Steps = Callable[[int], None]
@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 
 
 def program_of(task: hotloop.Task, device: str, axes: Mapping[str, str]) -> Program:
-    return lower(task, Wanted.of("baseline", {"device": device, **axes}).plan)
+    return lower(task, PlanRequest.from_value("baseline", {"device": device, **axes}).plan)
 
 
 def hotloop_steps(program: Program) -> Steps:
@@ -99,10 +99,10 @@ def in_turn(
     where = torch.device(device)
 
     def window(steps: Steps, count: int) -> float:
-        synchronise(where)
+        synchronize_devices(where)
         began = time.perf_counter()
         steps(count)
-        synchronise(where)
+        synchronize_devices(where)
         return (time.perf_counter() - began) / count
 
     for steps in lanes.values():
@@ -140,7 +140,7 @@ def kernels_of(steps: Steps, device: str, count: int = 8) -> dict[str, Any]:
         return {}
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         steps(count)
-        synchronise(torch.device(device))
+        synchronize_devices(torch.device(device))
     found: dict[str, list[float]] = {}
     for event in seen.events() or ():
         if event.device_type == torch.autograd.DeviceType.CUDA:

@@ -73,7 +73,7 @@ class Setting:
 def _has_bf16() -> bool:
     from hotloop.core.hardware import machine
 
-    return "bf16" in machine.cpu_precisions(machine.processor().vectors)
+    return "bf16" in machine.cpu_precisions(machine.read_processor().vectors)
 
 
 def caches(folder: Path) -> dict[str, str]:

@@ -15,10 +15,10 @@ from bench.peers.on_torch import judged
 from bench.speed.job import Evaluate, Job, main
 from bench.speed.lanes import UNSEARCHED, axes_of, base_of
 from bench.speed.marks import Marks
-from hotloop.core.plan_request import Wanted
-from hotloop.task_file import Loaded, load_task
-from hotloop.training.start import start
-from hotloop.tuning.tune import remembered_or_tuned
+from hotloop.core.plan_request import PlanRequest
+from hotloop.task_file import LoadedTask, load_task
+from hotloop.training.start import start_run
+from hotloop.tuning.tune import cached_or_tuned_plan
 
 
 class Counting:
@@ -38,11 +38,11 @@ class Counting:
             signal.raise_signal(signal.SIGTERM)
 
 
-def planned(job: Job, loaded: Loaded) -> dict[str, Any]:
+def planned(job: Job, loaded: LoadedTask) -> dict[str, Any]:
     asked = job.options[0] if job.options else "auto"
     base, axes = base_of(asked), {"device": job.device, **axes_of(asked)}
     if base == "tune":
-        plan, said = remembered_or_tuned(loaded, Wanted.of("auto", axes))
+        plan, said = cached_or_tuned_plan(loaded, PlanRequest.from_value("auto", axes))
         job.marks.report(event="said", line=said)
         return {"plan": plan, "axes": axes}
     return {"plan": None if job.options == UNSEARCHED else base, "axes": axes}
@@ -51,7 +51,7 @@ def planned(job: Job, loaded: Loaded) -> dict[str, Any]:
 def train(job: Job) -> Evaluate:
     loaded = load_task("bench.speed.tasks:task", {"name": job.workload.name, "epochs": str(job.epochs)})
     folder = tempfile.TemporaryDirectory()
-    run, _ = start(
+    run, _ = start_run(
         loaded,
         run=Path(folder.name) / "run",
         callbacks=[Counting(job.marks)],

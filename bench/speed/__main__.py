@@ -63,7 +63,7 @@ from bench.speed.workloads import HOME, WORKLOADS
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.hardware import machine
 from hotloop.core.hardware.devices import check_device
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.errors import DeviceError, HotloopError, PlanError
 
 FULL_SESSIONS = 5
@@ -156,7 +156,7 @@ def check_plans(plans: Sequence[str]) -> None:
         bare = [part for part in plan.split(",")[1:] if "=" not in part]
         if base_of(plan) not in (*SEARCHING, "baseline") or bare:
             raise PlanError(f"--plans {plan}", expected=f"{EXPECTED}, separated by /")
-        Wanted.of("baseline", axes_of(plan))
+        PlanRequest.from_value("baseline", axes_of(plan))
     if axes_of(plans[0]).get("precision", "default") not in ("default", "fp32"):
         fix = f"put another before it, as in auto/{plans[0]}"
         raise PlanError(
@@ -239,8 +239,8 @@ def opened(options: argparse.Namespace) -> Journal:
     setup = {
         "device": options.device,
         "versions": {**now["versions"], **versions_of_peers()},
-        "processor": machine.processor().model,
-        "cores": machine.processor().allowed_cores,
+        "processor": machine.read_processor().model,
+        "cores": machine.read_processor().allowed_cores,
         "accelerators": now["machine"]["accelerators"],
         "threads": now["threads"],
         "plans": options.plans,

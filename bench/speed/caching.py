@@ -95,7 +95,7 @@ def _kept(folder: Path) -> dict[str, Any]:
 
 def _asked() -> str:
     """What a plan that was found depends on, besides the machine: versions, hotloop's sources, and those of the Task."""
-    digest = hashlib.sha256(repr((machine.versions(None), versions_of_peers(), sources())).encode())
+    digest = hashlib.sha256(repr((machine.library_versions(None), versions_of_peers(), sources())).encode())
     for name in _SOURCES:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()

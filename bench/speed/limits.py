@@ -6,14 +6,14 @@ from typing import Any
 
 from bench.speed.data import data_bytes
 from bench.speed.workloads import Workload
-from hotloop.profiler.costs.op_cost import Counts
-from hotloop.profiler.costs.roofline import least_ms, limits_of
+from hotloop.profiler.costs.op_cost import OpCost
+from hotloop.profiler.costs.roofline import device_limits, least_ms
 
 _STATE_BYTES = 24
 """Of a parameter: it and both of Adam's moments, float32, read once and written once."""
 
 
-def work_of(workload: Workload) -> Counts:
+def work_of(workload: Workload) -> OpCost:
     """Multiplications and additions of products, forward and backward, and the bytes that an update has to move.
 
     What a cache keeps is moved faster than memory allows, so that small networks can come below the limit by bytes.
@@ -34,19 +34,19 @@ def work_of(workload: Workload) -> Counts:
             loss_module(workload.name)()(model(x), y).backward()
     flops = float(counter.get_total_flops())
     parameters = sum(value.numel() for value in model.parameters())
-    return Counts(flops, float(_STATE_BYTES * parameters + 4 * x.numel()))
+    return OpCost(flops, float(_STATE_BYTES * parameters + 4 * x.numel()))
 
 
 def limit_of(workload: Workload, name: str) -> dict[str, Any]:
     """FLOPs and bytes of a step, and milliseconds that the measured limits of the device of that name allow for them, in fp32
     and in bf16; bytes of the data set."""
     from hotloop.core.hardware.devices import check_device
-    from hotloop.core.hardware.probe import probe
+    from hotloop.core.hardware.probe import measure_hardware
 
     name = str(check_device(name))
-    device = probe(name).device(name)
+    device = measure_hardware(name).device(name)
     assert device is not None
-    work, limits = work_of(workload), limits_of(device)
+    work, limits = work_of(workload), device_limits(device)
     return {
         "flops": work.flops,
         "bytes": work.bytes,

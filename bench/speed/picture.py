@@ -12,7 +12,7 @@ def draw(found: Summary, path: Path) -> None:
     """Writes a page; the script that draws it is fetched when it is looked at."""
     import plotly.graph_objects as go
 
-    from hotloop.report.html import styled
+    from hotloop.report.html import style_figure
 
     figure = go.Figure()
     for name in dict.fromkeys(line.name for lines in found.lines.values() for line in lines if line.ratio):
@@ -32,7 +32,7 @@ def draw(found: Summary, path: Path) -> None:
         )
     figure.add_hline(y=1, line_dash="dot")
     figure.update_layout(scattermode="group", yaxis={"type": "log", "title": "times as fast as the peer"})
-    styled(
+    style_figure(
         figure,
         "hotloop's step against others'",
         "Above 1 hotloop is faster; medians of paired windows with 95 % intervals, where there are pairs enough for one",

@@ -10,7 +10,7 @@ from bench.speed.summary import Line, Summary
 from bench.speed.table import ratio_text, rows
 from bench.speed.workloads import WORKLOADS
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.format import milliseconds
+from hotloop.core.format import format_milliseconds
 from hotloop.errors import HotloopError
 
 BEGIN, END = "<!-- figures of make bench -->", "<!-- end of the figures -->"
@@ -54,7 +54,7 @@ def _cells(found: Summary) -> Iterator[list[str]]:
             fastest = f"{best.name}, {_times(best)}" if best is not None else ""
             share = found.of_limit(workload)
             limit = "not known" if share is None else f"{share:.0%}"
-            yield [f"{workload} {WORKLOADS[workload].title}", milliseconds(own.step_ms), *others, fastest, limit]
+            yield [f"{workload} {WORKLOADS[workload].title}", format_milliseconds(own.step_ms), *others, fastest, limit]
 
 
 def _times(line: Line | None) -> str:

@@ -22,7 +22,7 @@ from bench.speed.timetable import Timetable
 from bench.speed.turns import Session, grouped, in_turns
 from bench.speed.workloads import HOME, Workload
 from hotloop.core.hardware import machine
-from hotloop.tuning.races.system_load import Used, cores_of_others
+from hotloop.tuning.races.system_load import CpuUsage, cores_used_by_others
 
 Tell = Callable[[str], None]
 
@@ -124,15 +124,15 @@ class Bench:
         """One session of a workload, in as many groups as memory needs, of those that weren't in it yet."""
         which, left = _session(workload, number), self.left(workload, number)
         done = len(self.journal.of(**which))
-        free_bytes = machine.free_memory(torch.device("cpu")) or 0  # within the container's limits
+        free_bytes = machine.device_free_bytes(torch.device("cpu")) or 0  # within the container's limits
         groups = grouped(list(left), workload.together(free_bytes), OURS)
         until = time.monotonic() + session.budget_s
         for place, group in enumerate(groups):
             self.tell(f"{workload.name}: {workload.title} ({', '.join(group)})")
-            used = Used.now()
+            used = CpuUsage.now()
             budget_s = (until - time.monotonic()) / (len(groups) - place)
             found = self._in_turns(workload, [left[name] for name in group], replace(session, budget_s=budget_s))
-            others = cores_of_others(used, Used.now())
+            others = cores_used_by_others(used, CpuUsage.now())
             self.journal.add(
                 {**which, "group": done + place},
                 lanes={name: asdict(marked) for name, marked in found.items()},

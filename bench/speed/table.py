@@ -11,7 +11,7 @@ from bench.speed.ratios import Mean
 from bench.speed.summary import RUN_S, Line, Summary
 from bench.speed.targets import Target
 from bench.speed.workloads import WORKLOADS
-from hotloop.core.format import digits, milliseconds
+from hotloop.core.format import format_digits, format_milliseconds
 from hotloop.tuning.races.statistics import Ratio
 
 _HEAD = (
@@ -77,7 +77,7 @@ def _unequal(lines: Sequence[Line]) -> bool:
 def _cells(line: Line) -> list[str]:
     return [
         line.name,
-        milliseconds(line.step_ms),
+        format_milliseconds(line.step_ms),
         ratio_text(line.ratio) if line.ratio else "1" if line.name.startswith(OURS) else "",
         _by_cache(line.startup_s, ".1f"),
         _by_cache(line.run_s, ".0f"),
@@ -98,14 +98,14 @@ def _limit(found: Summary, workload: str) -> str:
         return ""
     limit = found.limits[workload]
     below = [
-        f"{one.name} in {milliseconds(one.step_ms)}"
+        f"{one.name} in {format_milliseconds(one.step_ms)}"
         for one in found.lines[workload]
         if one.name != FEWER_BITS and (one.step_ms or inf) < limit["least_ms"]
     ]
     no_limit = f". It is no limit: faster were {', '.join(below)}" if below else ""
     return (
-        f"the roofline measured on this machine allows {milliseconds(limit['least_ms'])} ({digits(limit['flops'] / 1e9)} GFLOP, "
-        f"{digits(limit['bytes'] / 1e6)} MB): {found.ours} reaches {share:.0%} of it{no_limit}{_limit_of_fewer_bits(found, workload)}"
+        f"the roofline measured on this machine allows {format_milliseconds(limit['least_ms'])} ({format_digits(limit['flops'] / 1e9)} GFLOP, "
+        f"{format_digits(limit['bytes'] / 1e6)} MB): {found.ours} reaches {share:.0%} of it{no_limit}{_limit_of_fewer_bits(found, workload)}"
     )
 
 
@@ -113,7 +113,7 @@ def _limit_of_fewer_bits(found: Summary, workload: str) -> str:
     share = found.of_limit(workload, FEWER_BITS, "least_bf16_ms")
     if share is None:
         return ""
-    return f"; in bf16 it allows {milliseconds(found.limits[workload]['least_bf16_ms'])}: {FEWER_BITS} reaches {share:.0%} of that"
+    return f"; in bf16 it allows {format_milliseconds(found.limits[workload]['least_bf16_ms'])}: {FEWER_BITS} reaches {share:.0%} of that"
 
 
 def _overall(found: Summary) -> Iterator[str]:
@@ -175,7 +175,7 @@ def targets_table(promised: Sequence[Target]) -> str:
 
 
 def _figure(value: float, unit: str) -> str:
-    return f"{digits(value)}{unit if unit == 'x' else f' {unit}'}"
+    return f"{format_digits(value)}{unit if unit == 'x' else f' {unit}'}"
 
 
 def ratio_text(ratio: Ratio) -> str:

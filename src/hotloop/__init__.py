@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
         if isinstance(value, FunctionType):
-            value = import_module("hotloop.core.argument_names").naming_arguments(value)
+            value = import_module("hotloop.core.argument_names").name_arguments_in_errors(value)
         globals()[name] = value  # pickle requires the same object at each access
         return value
     raise AttributeError(f"module 'hotloop' has no attribute {name!r}")

@@ -13,31 +13,31 @@ from torch import nn
 
 from hotloop.core.argument_names import name_arguments
 from hotloop.core.callback import Callback
-from hotloop.core.feasibility.forecast import Foreseen
-from hotloop.core.hardware.devices import check_device, placed
-from hotloop.core.hardware.probe import probe
-from hotloop.core.hardware.versions import versions
-from hotloop.core.plan_request import Wanted
+from hotloop.core.feasibility.forecast import PlanForecast
+from hotloop.core.hardware.devices import check_device, resolve_device
+from hotloop.core.hardware.probe import measure_hardware
+from hotloop.core.hardware.versions import result_versions
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.hardware import Hardware
-from hotloop.core.records.training import Evaluation, Exported
-from hotloop.core.reporter import Say
+from hotloop.core.records.training import Evaluation, ExportRecord
+from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
 from hotloop.distributed.fork_safety import check_cuda
-from hotloop.distributed.join import to_start
-from hotloop.distributed.launch import launch, ranks_of
-from hotloop.errors import PlanError, RunError, TaskError, kind
+from hotloop.distributed.join import plan_to_launch
+from hotloop.distributed.launch import launch, local_rank_count
+from hotloop.errors import PlanError, RunError, TaskError, type_name
 from hotloop.inference.evaluate import evaluate_weights
 from hotloop.inference.export import export_weights
-from hotloop.inference.predict import Progress, Weights, choose_weights, trained_model
-from hotloop.inference.predict import predict as answers_to
+from hotloop.inference.predict import Progress, WeightsChoice, choose_weights, trained_model
+from hotloop.inference.predict import predict as predict_arrays
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.report.progress import Display, summary
-from hotloop.task import Task, overridden
-from hotloop.task_file import Loaded
-from hotloop.training.run import Following, Run
-from hotloop.training.start import go_on, start, task_of
-from hotloop.tuning.auto.recall import foreseen_by_memory
+from hotloop.report.progress import TrainingDisplay, summary
+from hotloop.task import Task, override_fields
+from hotloop.task_file import LoadedTask
+from hotloop.training.run import FollowerRun, Run
+from hotloop.training.start import resume_run, start_run, task_of_run
+from hotloop.tuning.auto.recall import forecast_from_cache
 
 
 def fit(
@@ -74,9 +74,9 @@ def fit(
         `finished`, or `SIGINT` where Ctrl-C saved and stopped it.
     """
     if not isinstance(task, Task):
-        raise TaskError(f"fit got {kind(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
+        raise TaskError(f"fit got {type_name(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
-    ranked = to_start(plan, axes, path if resume else None)
+    ranked = plan_to_launch(plan, axes, path if resume else None)
     display = _ArgumentDisplay(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
     common: dict[str, Any] = dict(
         plan=plan,
@@ -93,12 +93,14 @@ def fit(
     def train() -> Run:
         try:
             if resume and path is not None:
-                handle, ended = go_on(path, task=task, **common)
+                handle, ended = resume_run(path, task=task, **common)
             else:
-                handle, ended = start(Loaded(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common)
+                handle, ended = start_run(
+                    LoadedTask(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common
+                )
         finally:
             display.close()
-        for line in [] if isinstance(handle, Following) else summary(handle.path, handle.plan.brief(), ended.final):
+        for line in [] if isinstance(handle, FollowerRun) else summary(handle.path, handle.plan.brief(), ended.final):
             display.say(line)
         return handle
 
@@ -111,7 +113,7 @@ def fit(
             fix="use `hotloop train file.py` with this plan, or workforce=processes",
         )
     check_cuda(ranked)
-    trained, code = launch(ranks_of(ranked), train, display.say)
+    trained, code = launch(local_rank_count(ranked), train, display.say)
     if not trained or code:
         raise KeyboardInterrupt  # before there was anything to save, or by one that wouldn't wait for it
     handle = Run.open(Path(trained))
@@ -119,7 +121,7 @@ def fit(
     return handle
 
 
-class _ArgumentDisplay(Display):
+class _ArgumentDisplay(TrainingDisplay):
     """A display whose lines name Python arguments in place of the command's flags."""
 
     def say(self, line: str) -> None:
@@ -133,11 +135,13 @@ def _console(in_forks: bool) -> Terminal:
     return Terminal(force_jupyter=False, force_terminal=False) if plain else here
 
 
-def planned(
-    loaded: Loaded, wanted: Wanted, overrides: Mapping[str, Any] | None = None, say: Say = lambda line: None
-) -> Foreseen:
+def plan_loaded_task(
+    loaded: LoadedTask, wanted: PlanRequest, overrides: Mapping[str, Any] | None = None, say: Report = lambda line: None
+) -> PlanForecast:
     """What `--plan auto` makes of a loaded Task on this machine, by the rules and by what races found before."""
-    return foreseen_by_memory(Loaded(overridden(loaded.task, overrides), loaded.record, loaded.files), wanted, say)
+    return forecast_from_cache(
+        LoadedTask(override_fields(loaded.task, overrides), loaded.record, loaded.files), wanted, say
+    )
 
 
 def devices(device: str | None = None, *, refresh: bool = False) -> Hardware:
@@ -150,10 +154,10 @@ def devices(device: str | None = None, *, refresh: bool = False) -> Hardware:
     Raises:
         DeviceError: there is no such device.
     """
-    return probe(device, refresh=refresh)
+    return measure_hardware(device, refresh=refresh)
 
 
-def choose_plan(task: Task, *, plan: Plan | None = None, device: str | None = None) -> Foreseen:
+def choose_plan(task: Task, *, plan: Plan | None = None, device: str | None = None) -> PlanForecast:
     """The plan that `fit` would take for `task` here by itself, and why; nothing is trained, and nothing is measured.
 
     Args:
@@ -167,8 +171,8 @@ def choose_plan(task: Task, *, plan: Plan | None = None, device: str | None = No
         PlanError: the axes can't be run here.
     """
     axes = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
-    wanted = Wanted.of("auto", axes if device is None else axes | {"device": device})
-    return planned(Loaded(task, None, {}), wanted)
+    wanted = PlanRequest.from_value("auto", axes if device is None else axes | {"device": device})
+    return plan_loaded_task(LoadedTask(task, None, {}), wanted)
 
 
 def load_model(
@@ -176,9 +180,9 @@ def load_model(
     *,
     task: Task | None = None,
     device: str = "cpu",
-    weights: Weights = "best",
+    weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Say = warnings.warn,
+    say: Report = warnings.warn,
 ) -> nn.Module:
     """The trained model of a run, in evaluation mode.
 
@@ -194,9 +198,9 @@ def load_model(
         RunError: no run, or it has no good checkpoint.
         CheckpointError: the weights are another model's.
     """
-    handle = _opened(run)
+    handle = _open_run(run)
     state = choose_weights(handle, weights, say).state
-    return trained_model(task_of(handle, task, trust=trust, say=say), state, check_device(device))
+    return trained_model(task_of_run(handle, task, trust=trust, say=say), state, check_device(device))
 
 
 def predict(
@@ -205,9 +209,9 @@ def predict(
     *,
     task: Task | None = None,
     device: str | None = None,
-    weights: Weights = "best",
+    weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Say = warnings.warn,
+    say: Report = warnings.warn,
     progress: Progress | None = None,
 ) -> np.ndarray | dict[str, np.ndarray]:
     """What the trained model of a run says of new inputs.
@@ -226,11 +230,11 @@ def predict(
     Raises:
         DataError: x is empty, holds NaN, or is nothing that the model can take.
     """
-    handle = _opened(run)
-    owner = task_of(handle, task, trust=trust, say=say)
-    place = check_device(placed(Plan(), device).device)
+    handle = _open_run(run)
+    owner = task_of_run(handle, task, trust=trust, say=say)
+    place = check_device(resolve_device(Plan(), device).device)
     model = trained_model(owner, choose_weights(handle, weights, say).state, place)
-    return answers_to(owner, model, x, handle.record.facts, place, progress)
+    return predict_arrays(owner, model, x, handle.record.facts, place, progress)
 
 
 def evaluate(
@@ -240,9 +244,9 @@ def evaluate(
     data: Any = None,
     task: Task | None = None,
     device: str | None = None,
-    weights: Weights = "best",
+    weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Say = warnings.warn,
+    say: Report = warnings.warn,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Loss and metrics of a run's trained model; for a classification also its confusions and worst mistakes.
@@ -258,10 +262,10 @@ def evaluate(
     Raises:
         DataError: there is no such data.
     """
-    handle = _opened(run)
-    plan = placed(Plan(workers=handle.plan.workers), device)
+    handle = _open_run(run)
+    plan = resolve_device(Plan(workers=handle.plan.workers), device)
     chosen = choose_weights(handle, weights, say)
-    program = lower(task_of(handle, task, trust=trust, say=say), plan)
+    program = lower(task_of_run(handle, task, trust=trust, say=say), plan)
     try:
         return evaluate_weights(
             program, chosen, run=str(handle.path), on=on, data=data, classes=handle.record.classes, progress=progress
@@ -275,13 +279,13 @@ def export(
     to: str | Path,
     *,
     task: Task | None = None,
-    weights: Weights = "best",
+    weights: WeightsChoice = "best",
     prepare: bool = True,
     batch_size: int | None = None,
     inputs: Any = None,
     trust: bool = False,
-    say: Say = warnings.warn,
-) -> Exported:
+    say: Report = warnings.warn,
+) -> ExportRecord:
     """Writes the trained model of a run to a file for use without hotloop.
 
     The file is read back and run on real samples, and takes its name only if it answers as the model does.
@@ -298,13 +302,13 @@ def export(
     Raises:
         ExportError: an unknown format, a model that can't be captured, or a file that answers differently.
     """
-    handle = _opened(run)
-    owner = task_of(handle, task, trust=trust, say=say)
+    handle = _open_run(run)
+    owner = task_of_run(handle, task, trust=trust, say=say)
     chosen = choose_weights(handle, weights, say)
     model = trained_model(owner, chosen.state, torch.device("cpu"))
-    options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, inputs=inputs, versions=versions())
+    options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, inputs=inputs, versions=result_versions())
     return export_weights(owner, model, chosen, Path(to), run=str(handle.path), **options)
 
 
-def _opened(run: Run | str | Path) -> Run:
+def _open_run(run: Run | str | Path) -> Run:
     return run if isinstance(run, Run) else Run.open(Path(run))

@@ -1,7 +1,8 @@
-"""The public path of the parameter server: `from hotloop.parallel.server import Policy`."""
+"""The public path of the parameter server: `from hotloop.parallel.server import StalenessPolicy`."""
 
 import sys
 
 from hotloop.lowering.parameter_server import server
 
+server.Policy = server.StalenessPolicy  # type: ignore[attr-defined]  # the former name
 sys.modules[f"{__name__}.server"] = server  # importing a module looks here before it looks for a file

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
-from hotloop.errors import PlanError, meant, shortened
+from hotloop.errors import PlanError, did_you_mean, shorten
 
 Steps = Annotated[int, Field(ge=2)]
 """In one replay."""
 
-OF_PARALLEL = {
+AXES_OF_PARALLEL = {
     "local": ("sync_every", "outer"),
     "stages": ("pipeline", "microbatches", "split"),
     "async": ("staleness", "correction"),
@@ -29,11 +29,11 @@ OF_PARALLEL = {
 """Axes that say something of one value of `parallel` alone."""
 
 
-def left_behind(before: str, now: str) -> tuple[str, ...]:
+def axes_dropped_with(before: str, now: str) -> tuple[str, ...]:
     """Axes of a plan that say nothing any more where its `parallel` was one and is another now."""
     if before == now:
         return ()
-    return (*OF_PARALLEL.get(before, ()), *(["ranks", "workforce"] if now == "none" else []))
+    return (*AXES_OF_PARALLEL.get(before, ()), *(["ranks", "workforce"] if now == "none" else []))
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Placement(Mapping[str, str]):
         Raises:
             ValueError: it is neither, or it names a module twice.
         """
-        pairs = sorted(_written(given) if isinstance(given, str) else _nested(given))
+        pairs = sorted(_parse_pairs(given) if isinstance(given, str) else _mapping_pairs(given))
         names = [name for name, _ in pairs]
         if not all(map(all, pairs)) or len(set(names)) < len(names):
             raise ValueError("modules, each once, and their devices, such as encoder=cuda:0,head=cuda:1")
@@ -74,18 +74,18 @@ class Placement(Mapping[str, str]):
         return ",".join(f"{name}={device}" for name, device in self.pairs)
 
 
-def _written(text: str) -> Iterator[tuple[str, str]]:
+def _parse_pairs(text: str) -> Iterator[tuple[str, str]]:
     """The pairs of a text; what isn't a pair is an empty name."""
     for pair in text.split(","):
         name, _, device = pair.rpartition("=")  # no device has an equals sign in its name
         yield name.strip(), device.strip()
 
 
-def _nested(given: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _mapping_pairs(given: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """The pairs of a mapping; what is none, and no device, is an empty one."""
     if isinstance(given, Mapping) and (given or not name):
         for own, value in given.items():
-            yield from _nested(value, f"{name}.{own}".removeprefix("."))
+            yield from _mapping_pairs(value, f"{name}.{own}".removeprefix("."))
     else:
         yield name, given.strip() if isinstance(given, str) else ""
 
@@ -249,9 +249,9 @@ def _explain(error: ValidationError) -> PlanError:
     axis = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         return PlanError(
-            f"unknown axis {shortened(axis)} of a plan",
+            f"unknown axis {shorten(axis)} of a plan",
             expected="one of " + ", ".join(Plan.model_fields),
-            fix=meant(axis, Plan.model_fields) or "check the spelling",
+            fix=did_you_mean(axis, Plan.model_fields) or "check the spelling",
         )
     limits = first.get("ctx", {})
     if len(first["loc"]) > 1:  # of several kinds of values none fits
@@ -262,5 +262,5 @@ def _explain(error: ValidationError) -> PlanError:
         allowed = "a whole number"
     else:
         allowed = limits.get("expected") or re.sub("^(Input should be|Value error,) ", "", first["msg"])
-    near = meant(str(first["input"])[:80], re.findall(r"'(\w+)'", str(allowed)))
-    return PlanError(f"{axis}={shortened(first['input'])} in the plan", expected=str(allowed), fix=near)
+    near = did_you_mean(str(first["input"])[:80], re.findall(r"'(\w+)'", str(allowed)))
+    return PlanError(f"{axis}={shorten(first['input'])} in the plan", expected=str(allowed), fix=near)

@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hotloop.core.random.generators import OwnedGenerators
-from hotloop.core.random.rng import Streams
+from hotloop.core.random.rng import RandomStreams
 from hotloop.core.task_parts.keras import call_arguments, default_device, restart_names
-from hotloop.core.task_parts.loss_info import Objective
-from hotloop.core.task_parts.model_copy import copied
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers, checked_optimizer
-from hotloop.core.task_parts.schedules import checked_schedule
-from hotloop.core.task_parts.yielded_losses import evaluated, scalars_of
+from hotloop.core.task_parts.loss_info import LossInfo
+from hotloop.core.task_parts.model_copy import copy_model
+from hotloop.core.task_parts.named_optimizers import NamedOptimizers, check_optimizer
+from hotloop.core.task_parts.schedules import check_schedule
+from hotloop.core.task_parts.yielded_losses import named_scalars, sum_for_evaluation
 from hotloop.data.augment import Draws
-from hotloop.data.batch_tree import inputs_of
+from hotloop.data.batch_tree import batch_inputs
 from hotloop.data.row_count import count_rows
-from hotloop.data.splits import Roles, assign_roles
-from hotloop.errors import DataError, TaskError, calling, kind
-from hotloop.task_checks import check_fields, check_names, unregistered
+from hotloop.data.splits import DataSplits, split_data
+from hotloop.errors import DataError, TaskError, call_user_code, type_name
+from hotloop.task_checks import check_fields, check_names, registration_line
 
 
-class Computed(NamedTuple):
+class StepResult(NamedTuple):
     """What one forward pass gives.
 
     Attributes:
@@ -45,7 +45,7 @@ class Computed(NamedTuple):
     classified: bool = False
 
 
-class Yielded(Computed):
+class YieldedResult(StepResult):
     """The same of a step that yields losses for several optimizers: their sum, without a gradient."""
 
 
@@ -169,14 +169,14 @@ class Task:
     """The modules with something to train that the factory returned last, while they live, by their ids."""
 
     @cached_property
-    def objective(self) -> Objective:
+    def objective(self) -> LossInfo:
         """What is known of the loss."""
-        return Objective.of(self.loss)
+        return LossInfo.from_loss(self.loss)
 
     @cached_property
-    def roles(self) -> Roles:
+    def roles(self) -> DataSplits:
         """The data by role, brought in and checked on first use."""
-        return assign_roles(
+        return split_data(
             self.data,
             self.validation,
             self.test,
@@ -194,19 +194,19 @@ class Task:
         Raises:
             TaskError: the factory raised (its error is shown), or returned no module, or one that it returned before.
         """
-        seed = Streams(self.seed).reseed("model")
+        seed = RandomStreams(self.seed).reseed("model")
         restart_names()
         if isinstance(self.model, nn.Module):
             _check_memory(self.model)
-            return calling("copying the model", _copied, self.model)
+            return call_user_code("copying the model", _deep_copy, self.model)
         factory = OwnedGenerators({"model": self.model})
         factory.refresh()
         factory.seed(seed)
         with default_device(None):
-            model = calling("the model factory", self.model)
+            model = call_user_code("the model factory", self.model)
         if not isinstance(model, nn.Module):
             raise TaskError(
-                f"the model factory returned {kind(model)}",
+                f"the model factory returned {type_name(model)}",
                 expected="a torch.nn.Module",
                 fix="return the model from it",
             )
@@ -233,9 +233,9 @@ class Task:
             raise TaskError(
                 "the model has no trainable parameter",
                 expected="one or more",
-                fix=unregistered(model) or "check requires_grad",
+                fix=registration_line(model) or "check requires_grad",
             )
-        optimizer = checked_optimizer(calling("the optimizer factory", self.optimizer, parameters))
+        optimizer = check_optimizer(call_user_code("the optimizer factory", self.optimizer, parameters))
         several = isinstance(optimizer, NamedOptimizers)
         if several and self.step is None:
             raise TaskError(
@@ -244,7 +244,7 @@ class Task:
                 fix="give such a step, or one optimizer with parameter groups",
             )
         if inspect.isgeneratorfunction(self.step) and not several:
-            raise one_for_a_generator()
+            raise single_optimizer_error()
         return optimizer
 
     def build_schedule(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None) -> Any:
@@ -252,8 +252,8 @@ class Task:
         if self.schedule is None:
             return None
         scheduled = optimizer.members if isinstance(optimizer, NamedOptimizers) else optimizer
-        if not _needs_two(self.schedule):
-            return checked_schedule(calling("the schedule factory", self.schedule, scheduled))
+        if not _takes_total(self.schedule):
+            return check_schedule(call_user_code("the schedule factory", self.schedule, scheduled))
         if self.schedule_every == "step" and steps_per_epoch is None:
             raise TaskError(
                 "the schedule asks for the number of steps, but the data is a stream of unknown length",
@@ -261,26 +261,26 @@ class Task:
                 fix="name the number of steps yourself",
             )
         total = self.epochs * (steps_per_epoch or 1) if self.schedule_every == "step" else self.epochs
-        return checked_schedule(calling("the schedule factory", self.schedule, scheduled, total))
+        return check_schedule(call_user_code("the schedule factory", self.schedule, scheduled, total))
 
-    def compute(self, model: nn.Module, batch: Any) -> Computed:
+    def compute(self, model: nn.Module, batch: Any) -> StepResult:
         """One forward pass: the loss of `batch`, in whichever of the two forms the Task has."""
         if self.step is not None:
             with default_device(model):
                 result = self.step(model, batch)
                 if isinstance(result, Generator):
-                    loss, scalars = evaluated(result)
-                    return Yielded(loss, None, scalars)
-                return Computed(*_loss_and_scalars(result))
+                    loss, scalars = sum_for_evaluation(result)
+                    return YieldedResult(loss, None, scalars)
+                return StepResult(*_loss_and_scalars(result))
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise DataError(
-                f"a batch is {kind(batch)}, and the Task has a loss(output, target)",
+                f"a batch is {type_name(batch)}, and the Task has a loss(output, target)",
                 expected="(inputs, target)",
                 fix="give the Task a step(model, batch) instead of a loss",
             )
-        output = forward(model, inputs_of(batch))
+        output = forward(model, batch_inputs(batch))
         assert self.loss is not None
-        return Computed(self.loss(output, batch[-1]), output, {})
+        return StepResult(self.loss(output, batch[-1]), output, {})
 
     def output(self, model: nn.Module, inputs: Any) -> Any:
         """What the model says of a batch of inputs, as `hotloop predict` gives it."""
@@ -303,7 +303,7 @@ class Task:
         return self.stop_below is not None or self.patience is not None
 
 
-def hooked_parameter(model: nn.Module) -> str | None:
+def first_hooked_parameter(model: nn.Module) -> str | None:
     """The name of the first parameter with a hook on its gradient; None if there is none."""
     named = model.named_parameters()
     return next((name for name, value in named if value._backward_hooks or value._post_accumulate_grad_hooks), None)
@@ -324,19 +324,19 @@ def _check_memory(model: nn.Module) -> None:
             )
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _deep_copy(model: nn.Module) -> nn.Module:
     """A copy that shares nothing.
 
     Raises:
         TaskError: a parameter has a hook, which no copy has, or the model can't be copied.
     """
-    if (name := hooked_parameter(model)) is not None:
+    if (name := first_hooked_parameter(model)) is not None:
         raise TaskError(
             f"the parameter {name!r} of the model has a hook on its gradient, which a copy of the model would not have",
             expected="a function that builds the model",
             fix="hang the hook up in that function",
         )
-    return copied(model)
+    return copy_model(model)
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:
@@ -348,7 +348,7 @@ def forward(model: nn.Module, inputs: Any) -> Any:
 
 
 def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:
-    """What a `step` returned, as `Computed` takes it."""
+    """What a `step` returned, as `StepResult` takes it."""
     if not isinstance(result, Mapping):
         return result, None, {}
     if "loss" not in result:
@@ -360,10 +360,10 @@ def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:
     others = {name: value for name, value in result.items() if name != "loss"}
     if type(result) is not dict:  # a library's own output, which holds much more than figures
         others = {name: value for name, value in others.items() if isinstance(value, Tensor) and not value.ndim}
-    return result["loss"], None, scalars_of(others)
+    return result["loss"], None, named_scalars(others)
 
 
-def one_for_a_generator() -> TaskError:
+def single_optimizer_error() -> TaskError:
     """The error for a step that yields losses where there is one optimizer."""
     return TaskError(
         "step is a generator, and the Task has one optimizer",
@@ -372,7 +372,7 @@ def one_for_a_generator() -> TaskError:
     )
 
 
-def _needs_two(function: Callable[..., Any]) -> bool:
+def _takes_total(function: Callable[..., Any]) -> bool:
     """Whether `function` wants a `total`, or can't be called with one positional argument."""
     try:
         signature = inspect.signature(function)
@@ -387,7 +387,7 @@ def _needs_two(function: Callable[..., Any]) -> bool:
     return False
 
 
-def overridden(task: Task, fields: Mapping[str, Any] | None) -> Task:
+def override_fields(task: Task, fields: Mapping[str, Any] | None) -> Task:
     """The Task with some fields set; itself, with all that it knows already, where they are as they were."""
     changed = {key: value for key, value in (fields or {}).items() if getattr(task, key) != value}
     return replace(task, **changed) if changed else task

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hotloop.errors import TaskError, kind, meant
+from hotloop.errors import TaskError, did_you_mean, type_name
 
 _FUNCTIONS = (
     "model",
@@ -29,7 +29,7 @@ def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     """Raises TaskError for a field that a Task doesn't have, with the one that may be meant."""
     fields = [name for name in known if not name.startswith("_")]
     if unknown := [name for name in given if name not in fields]:
-        near = meant(unknown[0], fields)
+        near = did_you_mean(unknown[0], fields)
         raise TaskError(
             f"a Task has no field {unknown[0]!r}",
             expected="" if near else f"some of {', '.join(fields)}",
@@ -51,11 +51,13 @@ def check_fields(task: Any) -> None:
     for name in _FUNCTIONS:
         value = getattr(task, name)
         if name == "optimizer" and hasattr(value, "param_groups"):
-            raise _made_optimizer(value)
+            raise _stale_optimizer_error(value)
         if not callable(value) and (value is not None or name in ("model", "optimizer")):
-            raise TaskError(f"{name} is {kind(value)}", expected="a function", fix=f"see {name} in hotloop.Task's help")
+            raise TaskError(
+                f"{name} is {type_name(value)}", expected="a function", fix=f"see {name} in hotloop.Task's help"
+            )
     _check_loss(task)
-    _check_further(task)
+    _check_scalars(task)
     _check_number(task, "epochs", whole=True, least=1)
     _check_number(task, "batch_size", whole=True, least=1)
     _check_number(task, "patience", whole=True, least=1)
@@ -68,7 +70,7 @@ def check_fields(task: Any) -> None:
     _check_words(task)
 
 
-def _made_optimizer(value: Any) -> TaskError:
+def _stale_optimizer_error(value: Any) -> TaskError:
     """An optimizer holds the parameters of a model that is no longer the one that is trained."""
     name = type(value).__name__
     place = f"torch.optim.{name}" if type(value).__module__.startswith("torch.optim") else name
@@ -95,7 +97,7 @@ def _check_loss(task: Any) -> None:
         )
 
 
-def _check_further(task: Any) -> None:
+def _check_scalars(task: Any) -> None:
     """Functions beside the loss."""
     if task.metrics and task.step is not None:
         raise TaskError(
@@ -103,12 +105,12 @@ def _check_further(task: Any) -> None:
             expected="one of them",
             fix="return further figures from step: {'loss': loss, 'error': error}",
         )
-    if task.metrics is not None and not _all_callable(task.metrics, Mapping):
-        raise TaskError(f"metrics is {kind(task.metrics)}", expected="a dict of name -> metric(output, target)")
+    if task.metrics is not None and not _are_all_callable(task.metrics, Mapping):
+        raise TaskError(f"metrics is {type_name(task.metrics)}", expected="a dict of name -> metric(output, target)")
     if "loss" in (task.metrics or {}):
         raise TaskError("a metric is named 'loss', as the loss itself is", fix="give it another name")
-    if not _all_callable(task.callbacks, list | tuple):
-        raise TaskError(f"callbacks is {kind(task.callbacks)}", expected="a list of functions")
+    if not _are_all_callable(task.callbacks, list | tuple):
+        raise TaskError(f"callbacks is {type_name(task.callbacks)}", expected="a list of functions")
 
 
 def _check_words(task: Any) -> None:
@@ -146,14 +148,14 @@ def _check_number(
         raise TaskError(f"{name}={value!r}", expected=expected)
 
 
-def _all_callable(functions: Any, container: Any) -> bool:
+def _are_all_callable(functions: Any, container: Any) -> bool:
     """Whether `functions` is such a container of functions."""
     if not isinstance(functions, container):
         return False
     return all(map(callable, functions.values() if isinstance(functions, Mapping) else functions))
 
 
-def unregistered(model: nn.Module) -> str:
+def registration_line(model: nn.Module) -> str:
     """The line that registers layers which lie in a plain list or dict of a module; empty if there are none."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():

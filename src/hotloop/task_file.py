@@ -20,24 +20,24 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 
 from hotloop.core.files.atomic_files import read_regular
 from hotloop.core.files.source_files import (
-    Copies,
-    digest_of,
-    file_named,
+    SourceCopies,
+    enclosing_package,
+    file_of_reference,
     forget_copies,
     is_taken,
     local_sources,
     make_importable,
     module_name,
-    package_around,
-    split,
+    source_digest,
+    split_reference,
 )
 from hotloop.core.records.training import SourceRecord
-from hotloop.errors import TaskError, calling, kind, meant
+from hotloop.errors import TaskError, call_user_code, did_you_mean, type_name
 from hotloop.task import Task
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedTask:
     """A Task with the source it came from.
 
     Attributes:
@@ -50,7 +50,7 @@ class Loaded:
     files: dict[str, bytes]
 
 
-def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> Loaded:
+def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> LoadedTask:
     """Loads the Task that a user names.
 
     Args:
@@ -60,9 +60,9 @@ def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> Lo
     Raises:
         TaskError: no such file, an error in it (shown), no Task in it, or a parameter it doesn't have.
     """
-    where, attribute = split(reference)
+    where, attribute = split_reference(reference)
     forget_copies()
-    path = file_named(where)
+    path = file_of_reference(where)
     if path is not None:
         module, root = _load_file(path.resolve())
         stem = path.stem
@@ -78,13 +78,13 @@ def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> Lo
         module=module.__name__,
         attribute=attribute,
         parameters=dict(parameters or {}),
-        digest=digest_of(files),
+        digest=source_digest(files),
         reference=reference,
         origin=str(root),
     )
     if task.name == "task":
         task = replace(task, name=stem if attribute == "task" else attribute)
-    return Loaded(task, record, files)
+    return LoadedTask(task, record, files)
 
 
 def load_from_run(folder: Path, record: SourceRecord) -> Task:
@@ -95,27 +95,27 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
     """
     folder = folder.resolve()
     files = files_of(folder)
-    if digest_of(files) != record.digest:
+    if source_digest(files) != record.digest:
         raise TaskError(
             f"the Task's source in {folder} was changed since the run was started",
             expected=f"the files with digest {record.digest[:12]}",
             fix="put them back, or start a new run",
         )
-    copies = Copies(folder, Path(record.origin), frozenset(files))
+    copies = SourceCopies(folder, Path(record.origin), frozenset(files))
     copies.install()
     module = _execute(copies.spec(record.module, record.file), record.file)
     return _task_in(module, record.attribute, record.parameters, record.reference)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The source in a run folder, as `Loaded` has it."""
+    """The source in a run folder, as `LoadedTask` has it."""
     files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
     return {name: content for name, content in files.items() if content is not None}
 
 
 def _load_file(path: Path) -> tuple[ModuleType, Path]:
     """The module of a file, and the folder that its package lies in, or the file if it is in none."""
-    package = package_around(path)
+    package = enclosing_package(path)
     own = [] if path.stem == "__init__" else [path.stem]
     name = ".".join([package, *own]) if package else module_name(path)
     root = path.parents[package.count(".") + 1 if package else 0]
@@ -152,7 +152,7 @@ def _import_package(package: str, root: Path) -> None:
         else:  # a folder without an `__init__.py`; Python would look into all folders of that name
             sys.modules[top] = importlib.util.module_from_spec(spec)
             sys.modules[top].__path__ = [str(root / top)]
-    _running(package, importlib.import_module, package)
+    _run_user_file(package, importlib.import_module, package)
 
 
 def _execute(spec: ModuleSpec, what: str) -> ModuleType:
@@ -163,7 +163,7 @@ def _execute(spec: ModuleSpec, what: str) -> ModuleType:
     sys.modules[spec.name] = module
     done = False
     try:
-        _running(what, spec.loader.exec_module, module)
+        _run_user_file(what, spec.loader.exec_module, module)
         done = True
     finally:
         if not done:
@@ -175,7 +175,7 @@ def _execute(spec: ModuleSpec, what: str) -> ModuleType:
 
 def _load_module(name: str, reference: str) -> ModuleType:
     make_importable(Path.cwd())
-    spec = _running(name, _find, name)
+    spec = _run_user_file(name, _find_spec, name)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         is_run = (Path(name) / "run.json").is_file()
         raise TaskError(
@@ -183,11 +183,11 @@ def _load_module(name: str, reference: str) -> ModuleType:
             expected="file.py, file.py:name or package.module:name",
             fix=f"go on with that run by --resume {name}" if is_run else "check the path, and the folder you are in",
         )
-    module: ModuleType = _running(name, importlib.import_module, name)
+    module: ModuleType = _run_user_file(name, importlib.import_module, name)
     return module
 
 
-def _find(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     if not re.fullmatch(r"\w+(\.\w+)*", name):
         return None
     try:
@@ -200,13 +200,13 @@ def _find(name: str) -> ModuleSpec | None:
         return None
 
 
-def _running(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _run_user_file(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs a user's file; its error becomes one line."""
     try:
-        return calling(what, function, *arguments)
+        return call_user_code(what, function, *arguments)
     except TaskError as error:
         if isinstance(error.__cause__, SyntaxError) and error.__cause__.lineno:
-            raise _syntax(what, error.__cause__) from error.__cause__
+            raise _syntax_error(what, error.__cause__) from error.__cause__
         if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name:
             library = error.__cause__.name.partition(".")[0]
             raise TaskError(error.given, fix=f"if that is a library: pip install {library}") from error.__cause__
@@ -219,7 +219,7 @@ def _running(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         ) from error
 
 
-def _syntax(what: str, error: SyntaxError) -> TaskError:
+def _syntax_error(what: str, error: SyntaxError) -> TaskError:
     file = Path(error.filename).name if error.filename else what
     shown = f": {error.text.strip()}" if error.text and error.text.strip() else ""
     found = TaskError(f"{file} line {error.lineno}{shown}", expected=f"Python ({error.msg})", fix="correct that line")
@@ -239,22 +239,24 @@ def _task_in(module: ModuleType, attribute: str, given: Mapping[str, Any], refer
             )
         return value
     if not callable(value):
-        raise _no_task(module, attribute, reference)
+        raise _no_task_error(module, attribute, reference)
     arguments = _arguments(value, given, attribute)
-    task = _running(f"{attribute}() in {reference}", lambda: value(**arguments))
+    task = _run_user_file(f"{attribute}() in {reference}", lambda: value(**arguments))
     if not isinstance(task, Task):
         raise TaskError(
-            f"{attribute}() in {reference} returned {kind(task)}",
+            f"{attribute}() in {reference} returned {type_name(task)}",
             expected="a hotloop.Task",
             fix="return the Task from it",
         )
     return task
 
 
-def _no_task(module: ModuleType, attribute: str, reference: str) -> TaskError:
-    there = f"{attribute!r} in {reference} is {kind(getattr(module, attribute))}" if hasattr(module, attribute) else ""
+def _no_task_error(module: ModuleType, attribute: str, reference: str) -> TaskError:
+    there = (
+        f"{attribute!r} in {reference} is {type_name(getattr(module, attribute))}" if hasattr(module, attribute) else ""
+    )
     others = [name for name, item in vars(module).items() if isinstance(item, Task)]
-    where = split(reference)[0]
+    where = split_reference(reference)[0]
     return TaskError(
         there or f"{reference} holds no Task named {attribute!r}",
         expected="a hotloop.Task, or a function that returns one",
@@ -271,7 +273,7 @@ def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, 
         raise TaskError(
             f"{name}() has no parameter {unknown[0]!r}",
             expected="one of " + ", ".join(parameters) if parameters else "none, since it takes no parameters",
-            fix=meant(unknown[0], parameters) or "check the spelling"
+            fix=did_you_mean(unknown[0], parameters) or "check the spelling"
             if parameters
             else f"write `def {name}({unknown[0]}=...)`",
         )
@@ -282,7 +284,7 @@ def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, 
             expected="one for each parameter without a default",
             fix=f"add --param {missing[0]}=VALUE",
         )
-    return {key: _typed(value, parameters[key]) for key, value in given.items()}
+    return {key: _parse_argument(value, parameters[key]) for key, value in given.items()}
 
 
 def _signature(function: Any) -> inspect.Signature:
@@ -293,17 +295,17 @@ def _signature(function: Any) -> inspect.Signature:
         return inspect.signature(function)
 
 
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _typed(value: Any, parameter: inspect.Parameter) -> Any:
+def _parse_argument(value: Any, parameter: inspect.Parameter) -> Any:
     """A command line's text as the type of the parameter's annotation, or else of its default."""
     if not isinstance(value, str):
         return value
-    wanted = _wanted(parameter)
+    wanted = _argument_type(parameter)
     if wanted is None:
-        return _literal(value)
-    literal = _literal(value)
+        return _parse_literal(value)
+    literal = _parse_literal(value)
     first = None
     for candidate in [None] * (literal is None) + [value] + [literal] * isinstance(literal, tuple | list | dict | set):
         try:
@@ -311,17 +313,17 @@ def _typed(value: Any, parameter: inspect.Parameter) -> Any:
         except ValidationError as error:
             first = first or error
     assert first is not None
-    kind_of = parameter.annotation if parameter.annotation in _NAMES else type(parameter.default)
+    kind_of = parameter.annotation if parameter.annotation in _TYPE_NAMES else type(parameter.default)
     raise TaskError(
         f"{parameter.name}={value}",
-        expected=_NAMES.get(kind_of) or first.errors()[0]["msg"].removeprefix("Input should be "),
+        expected=_TYPE_NAMES.get(kind_of) or first.errors()[0]["msg"].removeprefix("Input should be "),
         fix="give such a value"
         if parameter.default in (None, parameter.empty)
         else f"look at its default, {parameter.default!r}",
     )
 
 
-def _wanted(parameter: inspect.Parameter) -> TypeAdapter | None:
+def _argument_type(parameter: inspect.Parameter) -> TypeAdapter | None:
     """What checks a parameter's values; None where neither annotation nor default say what they are."""
     default = parameter.default
     candidates = [parameter.annotation, type(default) if default not in (None, parameter.empty) else parameter.empty]
@@ -334,7 +336,7 @@ def _wanted(parameter: inspect.Parameter) -> TypeAdapter | None:
     return None
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     """The Python value that a text spells, or the text itself."""
     try:
         return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))

@@ -14,7 +14,7 @@ from torch import nn
 import hotloop
 from hotloop import arrays as a
 from hotloop.errors import TaskError
-from hotloop.lowering.arrays_engine.graph_trace import traced
+from hotloop.lowering.arrays_engine.graph_trace import trace_layers
 from hotloop.plan import Plan
 from tests.support.array_layer_checks import NAMESPACES, TOLERANCE, host
 from tests.support.programs import a_task, advance
@@ -74,7 +74,7 @@ def test_the_model_says_what_the_network_says(name: str, space: str) -> None:
 
 def test_a_weight_that_is_not_taken_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = trained("images")
-    monkeypatch.setattr("hotloop.arrays.to_torch._with_weights", lambda module, layer: module.double())
+    monkeypatch.setattr("hotloop.arrays.to_torch._copy_weights", lambda module, layer: module.double())
     with torch.no_grad():
         assert np.abs(net.to_torch()(torch.tensor(x)).numpy() - net.predict(x)).max() > 1e-3
 
@@ -92,7 +92,7 @@ def test_there_and_back_again(name: str) -> None:
     """The model is one that `engine=arrays` takes, and it trains there as under the baseline."""
     net, x = trained(name)
     model = net.to_torch()
-    assert len(traced(model)[1]) >= len(net.chain.layers)
+    assert len(trace_layers(model)[1]) >= len(net.chain.layers)
 
     def gradients(plan: Plan) -> dict[str, Any]:
         task = a_task(model=lambda: copy.deepcopy(model), data=(torch.tensor(x), torch.arange(8) % 3), batch_size=4)

@@ -189,7 +189,7 @@ def test_axes_that_a_device_lacks_are_left_out(tmp_path: Path) -> None:
 def test_steps_that_need_more_memory_than_there_is_are_left_out(
     rehearsal: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotloop.core.hardware.machine.free_memory", lambda device: 1000)
+    monkeypatch.setattr("hotloop.core.hardware.machine.device_free_bytes", lambda device: 1000)
     found = steps.run("mlp-1e3", rehearsal)
     assert "GB are free" in found.wrong and found.figures["rows"] == []
 

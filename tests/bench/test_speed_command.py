@@ -69,7 +69,7 @@ def test_every_lane_is_told_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         job = Job(WORKLOADS["W4"], 1, Marks(sys.stdout), (asked,), "cuda")
         given = with_hotloop.planned(job, loaded)
         assert given["plan"] == plan and given["axes"]["device"] == "cuda"
-    monkeypatch.setattr(with_hotloop, "remembered_or_tuned", lambda task, wanted: (wanted.plan, "found"))
+    monkeypatch.setattr(with_hotloop, "cached_or_tuned_plan", lambda task, wanted: (wanted.plan, "found"))
     given = with_hotloop.planned(Job(WORKLOADS["W4"], 1, Marks(io.StringIO()), (REDUCED,), "cuda"), loaded)
     assert given["plan"] == Plan(device="cuda", precision="bf16")
     for peer in PEERS:
@@ -85,7 +85,7 @@ def test_what_was_trained_is_read_back_after_memory_and_clock_were(monkeypatch: 
         return SimpleNamespace(plan=Plan()), None
 
     monkeypatch.setattr(with_hotloop, "load_task", lambda *given: None)
-    monkeypatch.setattr(with_hotloop, "start", started)
+    monkeypatch.setattr(with_hotloop, "start_run", started)
     monkeypatch.setattr(with_hotloop.hotloop, "load_model", lambda run: read.append(folders[0].is_dir()))
     monkeypatch.setattr(with_hotloop, "judged", lambda model, job: (0.5, 0.9))
     evaluate = with_hotloop.train(Job(WORKLOADS["W4"], 1, Marks(io.StringIO()), ("baseline",)))
@@ -203,9 +203,9 @@ def test_a_journal_that_does_not_say_where_it_was_measured_makes_no_claim(
 
 
 def test_accelerators_and_their_driver_are_part_of_what_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "devices", lambda: ["cpu", "cuda:0"])
-    monkeypatch.setattr(claim.machine, "describe", lambda name, vectors: SimpleNamespace(model="H200"))
-    monkeypatch.setattr(claim.machine, "nvidia", lambda: (["H200"], "570"))
+    monkeypatch.setattr(claim, "device_names", lambda: ["cpu", "cuda:0"])
+    monkeypatch.setattr(claim.machine, "describe_device", lambda name, vectors: SimpleNamespace(model="H200"))
+    monkeypatch.setattr(claim.machine, "nvidia_gpus", lambda: (["H200"], "570"))
     found = claim.circumstances()
     assert found["machine"]["accelerators"] == ["H200"] and found["versions"]["nvidia_driver"] == "570"
 

@@ -15,7 +15,7 @@ import pytest
 from bench import auto_models
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
-from hotloop.tuning.contenders import Contest
+from hotloop.tuning.contenders import RaceSpec
 
 
 def timing(name: str, plan: dict, ratio: float | None, width: float = 0.1) -> dict:
@@ -112,13 +112,13 @@ ALONE = Verdict(plans=[Timing(name="baseline", plan=Plan().model_dump())], basel
 def test_strangers_are_searched_and_raced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def race(loaded: object, contest: Contest, *, say: Callable[[str], None], **_: Any) -> Verdict:
+    def race(loaded: object, contest: RaceSpec, *, say: Callable[[str], None], **_: Any) -> Verdict:
         asked.append(contest.devices)
         say("auto goes on eagerly: it's short")
         return ALONE
 
     monkeypatch.setattr("hotloop.tune", lambda task, *, device, **_: asked.append(device))
-    monkeypatch.setattr("hotloop.tuning.race.raced", race)
+    monkeypatch.setattr("hotloop.tuning.race.race_loaded", race)
     auto_models.searched("bert", 1.0)
     assert auto_models.raced("bert", 1.0, Plan()).notes == ["auto goes on eagerly: it's short"]
     assert asked == ["cpu", ["cpu"]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hotloop as library
-from hotloop.report.progress import bar
+from hotloop.report.progress import progress_bar
 from tests.support.processes.in_process_command import Done, Hotloop, commands
 
 DIGITS = """
@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
     from hotloop import api
     from hotloop.task_file import load_task
 
-    api.start(
+    api.start_run(
         load_task(str(folder / "digits_of_a_test.py"), {"width": "9"}), run=folder / "run", axes={"device": "cpu"}
     )
     (folder / "digits_of_a_test.py").unlink()
@@ -263,7 +263,7 @@ def test_a_bar_shows_for_long_work_alone(after_s: float, shown: bool) -> None:
     from rich.console import Console
 
     terminal = Console(file=StringIO(), force_terminal=True, width=100)
-    with bar(terminal, "predicting", after_s=after_s) as progress:
+    with progress_bar(terminal, "predicting", after_s=after_s) as progress:
         for done in range(0, 101, 50):
             progress(done, 100)
     assert ("predicting" in terminal.file.getvalue()) == shown  # type: ignore[attr-defined]

@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hotloop.cli.options import AsJson, guarded, print_json
+from hotloop.cli.options import JsonOption, exit_on_error, print_json
 from hotloop.core.processes.signals import Terminated
-from hotloop.distributed.process_group import LAUNCHED
+from hotloop.distributed.process_group import LAUNCH_ID_PREFIX
 from hotloop.errors import DataError, DiskError
 
 DATA_ERROR = DataError("x has 10 rows and y has 9", expected="the same number", fix="pip install hotloop[onnx]")
@@ -22,8 +22,8 @@ def run(raises: BaseException, *args: str):
     app = typer.Typer(pretty_exceptions_enable=False)
 
     @app.command()
-    @guarded
-    def command(as_json: AsJson = False) -> None:
+    @exit_on_error
+    def command(as_json: JsonOption = False) -> None:
         raise raises
 
     return CliRunner().invoke(app, args)
@@ -55,7 +55,7 @@ def test_sigterm_is_one_line_and_143_and_none_of_a_rank_whose_launcher_tells_why
 ) -> None:
     result = run(Terminated())
     assert (result.exit_code, result.stderr) == (143, "error: stopped by SIGTERM\n")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", LAUNCHED + "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", LAUNCH_ID_PREFIX + "1")
     result = run(Terminated())
     assert (result.exit_code, result.stderr) == (143, "")
 
@@ -66,7 +66,7 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 def test_a_command_without_the_json_option_is_refused() -> None:
     with pytest.raises(TypeError, match="as_json"):
-        guarded(lambda: None)
+        exit_on_error(lambda: None)
 
 
 def test_numbers_that_json_has_not_become_null(capsys) -> None:
@@ -76,10 +76,10 @@ def test_numbers_that_json_has_not_become_null(capsys) -> None:
 
 REAL_PROCESS = """
 import os, signal, sys, typer
-from hotloop.cli.options import AsJson, guarded, print_json
+from hotloop.cli.options import JsonOption, exit_on_error, print_json
 
-@guarded
-def command(what: str, as_json: AsJson = False) -> None:
+@exit_on_error
+def command(what: str, as_json: JsonOption = False) -> None:
     if what == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
         signal.pause()

@@ -20,14 +20,14 @@ import psutil
 import pytest
 import torch
 
-from hotloop.core.format import seconds
-from hotloop.core.plan_request import Wanted
-from hotloop.core.processes.signals import Interrupts, handled
+from hotloop.core.format import parse_seconds
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.processes.signals import StopSignals, signal_handlers
 from hotloop.core.terminal import Bar, Terminal
 from hotloop.errors import DataError, PlanError
 from hotloop.inference.npy import read_arrays
 from hotloop.plan import Plan
-from hotloop.training.cadence import Cadence
+from hotloop.training.cadence import CheckpointCadence
 from tests.support.processes.in_process_command import SMALL, Hotloop, commands
 from tests.support.tasks.task_sources import put
 
@@ -136,10 +136,10 @@ def test_four_threads_for_each_core_are_not(hotloop: Hotloop) -> None:
 @pytest.mark.parametrize("text", ["²", "9" * 5_000, "-1", "0", "1e400s", "٣s٣", "nan", ""])
 def test_what_is_no_time_is_one_line(text: str) -> None:
     with pytest.raises(PlanError) as caught:
-        Cadence.parse(text)
+        CheckpointCadence.parse(text)
     assert len(str(caught.value)) < 400
     with pytest.raises(PlanError):
-        seconds(text.replace("9" * 5_000, "x" * 5_000), "stop-after")
+        parse_seconds(text.replace("9" * 5_000, "x" * 5_000), "stop-after")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_is_no_time_is_one_line(text: str) -> None:
 def test_toml_that_is_nested_deep_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text(text)
     with pytest.raises(PlanError) as caught:
-        Wanted.of(tmp_path / "deep.toml")
+        PlanRequest.from_value(tmp_path / "deep.toml")
     assert len(str(caught.value)) < 3_000
 
 
@@ -426,9 +426,9 @@ def test_an_interrupt_of_a_finalizer_prints_no_traceback(tmp_path: Path) -> None
 def test_a_signal_that_somebody_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupts().listening():
+        with StopSignals().listen():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        with handled(lambda number, frame: None, signal.SIGTERM, signal.SIGHUP):
+        with signal_handlers(lambda number, frame: None, signal.SIGTERM, signal.SIGHUP):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:

@@ -16,8 +16,8 @@ from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
 from hotloop.task_file import load_task
 from hotloop.training.run import Run
-from hotloop.tuning.auto.recall import fingerprinted
-from hotloop.tuning.search.race_cache import remember
+from hotloop.tuning.auto.recall import facts_with_fingerprint
+from hotloop.tuning.search.race_cache import save_races
 from tests.conftest import RunCli
 from tests.support.auto_plans import BY_RULES, FUSED, KEPT
 from tests.support.processes.in_process_command import SMALL, Hotloop, commands
@@ -285,8 +285,10 @@ def found_before(task: Path, plan: Plan, ratio: float) -> None:
             name="raced", plan=plan.model_dump(), step_ms=10.0 / ratio, parity="bitwise", states=16, **raced, **figures
         ),
     ]
-    kept = dict(fingerprint=fingerprinted(loaded).fingerprint, machine=machine_name(), versions=speed_versions())
-    remember(Verdict(task="task", plans=plans, baseline="baseline", winner="raced", steps=4, seconds=1.0, **kept))
+    kept = dict(
+        fingerprint=facts_with_fingerprint(loaded).fingerprint, machine=machine_name(), versions=speed_versions()
+    )
+    save_races(Verdict(task="task", plans=plans, baseline="baseline", winner="raced", steps=4, seconds=1.0, **kept))
 
 
 @pytest.mark.parametrize(("plan", "ratio"), [(Plan(threads=1), 2.0), (BY_RULES, 0.5)])
@@ -314,7 +316,7 @@ def test_plan_says_what_is_raced_and_proven_before_it_runs(
     task: Path, tmp_path: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
-    monkeypatch.setattr("hotloop.core.hardware.machine.compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr("hotloop.core.hardware.machine.find_compiler", lambda: "/usr/bin/g++")
     long = ("plan", task, *CPU, "--epochs", "9999")
     done, document = hotloop(*long), hotloop(*long, "--json").document
     assert f"auto runs: {BY_RULES.brief()}\n" in done.err

@@ -43,7 +43,7 @@ def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     stand_in = Asked()
-    for name in ("inspected", "inspected_script", "tried"):
+    for name in ("profile_and_diagnose_task", "profile_and_diagnose_script", "race_remedies"):
         monkeypatch.setattr(profile, name, stand_in.of(name))
     return stand_in
 
@@ -68,7 +68,12 @@ def test_with_json_the_scripts_output_goes_to_stderr(hotloop: Hotloop) -> None:
 def test_which_files_are_tasks(hotloop: Hotloop, asked: Asked) -> None:
     for arguments in (("task.py",), ("task.py:task",), ("script.py",), ("task.py", "--", "--x")):
         assert hotloop("profile", *arguments).code == 0
-    assert [name for name, _, _ in asked.calls] == ["inspected", "inspected", "inspected_script", "inspected_script"]
+    assert [name for name, _, _ in asked.calls] == [
+        "profile_and_diagnose_task",
+        "profile_and_diagnose_task",
+        "profile_and_diagnose_script",
+        "profile_and_diagnose_script",
+    ]
     assert asked.calls[-1][1] == (Path("task.py"), ["--x"])
 
 
@@ -122,7 +127,7 @@ def test_options_arrive(hotloop: Hotloop, asked: Asked, tmp_path: Path) -> None:
     (_, (_, plan), options), (name, (_, found, base), more) = asked.calls
     assert plan.optimizer == base.optimizer == "fused"
     assert (options["overrides"], options["steps"]) == ({"batch_size": 4}, 7)
-    assert (name, found, more["time_limit"]) == ("tried", asked.found, None)
+    assert (name, found, more["time_limit"]) == ("race_remedies", asked.found, None)
 
     hotloop("profile", "script.py", "--try", "--time-limit", "7s")
     assert asked.calls[-1][2]["try_s"] == 7

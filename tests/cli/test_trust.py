@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hotloop as library
-from hotloop.core.files.source_files import digest_of
+from hotloop.core.files.source_files import source_digest
 from hotloop.errors import RunError
 from hotloop.task_file import files_of
 from hotloop.training.run import Run
@@ -90,7 +90,7 @@ def test_other_code_under_a_trusted_id_is_foreign(hotloop: Hotloop, tmp_path: Pa
     source = tmp_path / "run" / "source" / "task.py"
     source.write_text(source.read_text() + "\nPath('stolen').touch()\n")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    record["source"]["digest"] = digest_of(files_of(tmp_path / "run" / "source"))
+    record["source"]["digest"] = source_digest(files_of(tmp_path / "run" / "source"))
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     done = hotloop(*READERS["evaluate"])
     assert done.code == 1

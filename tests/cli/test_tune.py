@@ -54,7 +54,8 @@ def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
     monkeypatch.setattr(search, "measure", partial(search.measure, clock=clock))
     monkeypatch.setattr(search, "Runner", partial(search.Runner, clock=clock))
     monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr("hotloop.core.hardware.machine._is_glibcs", lambda: False)  # nor does it know what memory costs
+    # nor does it know what memory costs
+    monkeypatch.setattr("hotloop.core.hardware.machine._is_glibc_malloc", lambda: False)
     monkeypatch.setattr(search, "compiled_changes", lambda *given: [])  # compiling has tests of its own
     (tmp_path / "task.py").write_text(
         f"""{SMALL}
@@ -120,14 +121,14 @@ def test_training_may_look_for_its_plan_first(hotloop: Hotloop, tmp_path: Path) 
 
 def test_the_time_of_a_search_counts_for_stop_after(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search keeps to a third of it, and what it takes all the same is time that the run doesn't have."""
-    real, limit_s = tune.remembered_or_tuned, 1.0
+    real, limit_s = tune.cached_or_tuned_plan, 1.0
 
     def slow(*given: Any, **options: Any) -> Any:
         found = real(*given, **options)
         time.sleep(max(0.0, options["until"] - time.monotonic()))
         return found
 
-    monkeypatch.setattr(tune, "remembered_or_tuned", slow)
+    monkeypatch.setattr(tune, "cached_or_tuned_plan", slow)
     done = hotloop("train", "task.py", *CPU, *LONG, "--stop-after", f"{limit_s}s", "--tune", "--run", "late")
     assert done.code == 0
     assert "a race and a proof take about" in done.err and "of the third of the time until stop-after" in done.err
@@ -144,7 +145,7 @@ BEFORE = {
 
 @pytest.mark.parametrize("option", BEFORE)
 def test_a_wrong_option_shows_before_a_search(option: str, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "remembered_or_tuned", lambda *given, **options: pytest.fail("a search was made"))
+    monkeypatch.setattr(tune, "cached_or_tuned_plan", lambda *given, **options: pytest.fail("a search was made"))
     given, says = BEFORE[option]
     done = hotloop("train", "task.py", *CPU, *LONG, "--tune", *given)
     assert done.code == 1 and says in done.err and done.err.count("\n") == 1

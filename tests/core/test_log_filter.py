@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch  # noqa: F401  gives its loggers their handlers
 
-from hotloop.core.reporter import unlogged
+from hotloop.core.reporter import silence_loggers
 
 COMPILER = "torch._inductor"
 LOGGER = logging.getLogger(f"{COMPILER}.ir")
@@ -26,21 +26,21 @@ def stream() -> Iterator[io.StringIO]:
 
 
 def test_it_is_kept_back_for_so_long(stream: io.StringIO) -> None:
-    with unlogged("torch"):
+    with silence_loggers("torch"):
         LOGGER.error("within")
     LOGGER.error("after")
     assert stream.getvalue() == "after\n"
 
 
 def test_an_error_on_the_way_lets_it_through_again(stream: io.StringIO) -> None:
-    with pytest.raises(ValueError), unlogged("torch"):
+    with pytest.raises(ValueError), silence_loggers("torch"):
         raise ValueError
     LOGGER.error("after")
     assert stream.getvalue() == "after\n"
 
 
 def test_other_loggers_are_heard(stream: io.StringIO) -> None:
-    with unlogged(f"{COMPILER}.i", "torch.distributed"):  # a part of a name is no name
+    with silence_loggers(f"{COMPILER}.i", "torch.distributed"):  # a part of a name is no name
         LOGGER.error("within")
     assert stream.getvalue() == "within\n"
 
@@ -49,7 +49,7 @@ def test_who_asks_torch_for_its_log_gets_it(stream: io.StringIO, monkeypatch: py
     """As TORCH_LOGS=+inductor does."""
     monkeypatch.setattr(logging.getLogger(COMPILER), "level", logging.DEBUG)
     logging.getLogger(COMPILER).manager._clear_cache()  # type: ignore[attr-defined]
-    with unlogged("torch"):
+    with silence_loggers("torch"):
         LOGGER.error("within")
     assert stream.getvalue() == "within\n"
 
@@ -58,5 +58,5 @@ def test_torchs_traces_are_left_alone() -> None:
     """Their handler must see a first record, with which it goes if nobody asked for traces: until then, each is made up."""
     trace = logging.getLogger("torch.__trace")
     before = [list(handler.filters) for handler in trace.handlers]
-    with unlogged("torch"):
+    with silence_loggers("torch"):
         assert [list(handler.filters) for handler in trace.handlers] == before

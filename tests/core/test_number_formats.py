@@ -8,12 +8,12 @@ from hotloop.core.number_formats import (
     IEEE,
     TORCH_DEFAULTS,
     Arithmetic,
-    format_of,
-    operator_of,
+    describe_reductions,
+    operator_class,
     other_settings,
     own_settings,
-    reduced_by,
-    reductions,
+    product_format,
+    reduced_formats,
 )
 
 NAMES = {
@@ -29,7 +29,7 @@ NAMES = {
 
 @pytest.mark.parametrize("operator", NAMES)
 def test_operators_have_a_class_by_their_name(operator: str | None) -> None:
-    assert {name: operator_of(name) for name in NAMES[operator].split()} == dict.fromkeys(
+    assert {name: operator_class(name) for name in NAMES[operator].split()} == dict.fromkeys(
         NAMES[operator].split(), operator
     )
 
@@ -51,18 +51,18 @@ def test_operators_have_a_class_by_their_name(operator: str | None) -> None:
     ],
 )
 def test_formats_as_torch_begins(operator: str, dtype: str, device: str, format_: str | None) -> None:
-    assert format_of(operator, dtype, device, TORCH_DEFAULTS) == format_
+    assert product_format(operator, dtype, device, TORCH_DEFAULTS) == format_
 
 
 @pytest.mark.parametrize(("switch", "format_"), [("ieee", "fp32"), ("tf32", "tf32"), ("bf16", "bf16")])
 def test_formats_as_a_switch_says(switch: str, format_: str) -> None:
-    assert format_of("matmul", "float32", "cpu", IEEE | {"mkldnn.matmul": switch}) == format_
-    assert format_of("conv", "float32", "cpu", IEEE | {"mkldnn.matmul": switch}) == "fp32"
+    assert product_format("matmul", "float32", "cpu", IEEE | {"mkldnn.matmul": switch}) == format_
+    assert product_format("conv", "float32", "cpu", IEEE | {"mkldnn.matmul": switch}) == "fp32"
 
 
 def test_what_runs_in_fewer_bits_than_fp32() -> None:
-    assert reduced_by(TORCH_DEFAULTS, "cuda") == {"conv": "tf32", "rnn": "tf32"}
-    assert reduced_by(TORCH_DEFAULTS, "cpu") == reduced_by(IEEE, "cuda") == {}
+    assert reduced_formats(TORCH_DEFAULTS, "cuda") == {"conv": "tf32", "rnn": "tf32"}
+    assert reduced_formats(TORCH_DEFAULTS, "cpu") == reduced_formats(IEEE, "cuda") == {}
 
 
 def step(pieces: int = 1, **counts: int) -> Arithmetic:
@@ -100,7 +100,7 @@ REDUCED = {
 @pytest.mark.parametrize("name", REDUCED)
 def test_fewer_bits_anywhere_are_told(name: str) -> None:
     plan, line = REDUCED[name]
-    assert reductions(plan, BASELINE) == [line]
+    assert describe_reductions(plan, BASELINE) == [line]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_fewer_bits_anywhere_are_told(name: str) -> None:
     ],
 )
 def test_as_many_bits_or_more_are_none(plan: Arithmetic) -> None:
-    assert reductions(plan, BASELINE if plan != step(matmul_tf32=4) else step(conv_tf32=4)) == []
+    assert describe_reductions(plan, BASELINE if plan != step(matmul_tf32=4) else step(conv_tf32=4)) == []
 
 
 MIXED = step(matmul_fp32=4, matmul_bf16=2)
@@ -133,7 +133,7 @@ MIXED = step(matmul_fp32=4, matmul_bf16=2)
     ],
 )
 def test_of_a_step_that_mixes_dtypes_more_in_few_bits_are_told(plan: Arithmetic, told: bool) -> None:
-    found = reductions(plan, MIXED)
+    found = describe_reductions(plan, MIXED)
     assert bool(found) is told
     assert not told or "of a step run in bf16, 2 of the baseline's" in found[0]
 

@@ -14,10 +14,10 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as schedules
 
 import hotloop
-from hotloop.core.state import State, differences, leaves
+from hotloop.core.state import State, differing_paths, tree_leaves
 from hotloop.errors import CheckpointError
-from hotloop.training.checkpoint import Checkpoint, Checkpoints, all_finite
-from hotloop.training.loop import _Loop
+from hotloop.training.checkpoint import Checkpoint, CheckpointFolder, has_only_finite_parameters
+from hotloop.training.loop import _TrainingLoop
 from tests.support.programs import a_task, assert_resumes, labelled, state_after
 
 # ---------------------------------------------------------------- what counts as a difference
@@ -47,17 +47,17 @@ def state_of(value: Any) -> State:
     ids=repr,
 )
 def test_a_difference_is_seen(one: Any, other: Any) -> None:
-    assert differences(state_of(one), state_of(other))
-    assert differences(state_of(one), state_of(one)) == differences(state_of(other), state_of(other)) == []
+    assert differing_paths(state_of(one), state_of(other))
+    assert differing_paths(state_of(one), state_of(one)) == differing_paths(state_of(other), state_of(other)) == []
 
 
 def test_nan_equals_itself() -> None:
-    assert differences(state_of(torch.tensor(float("nan"))), state_of(torch.tensor(float("nan")))) == []
+    assert differing_paths(state_of(torch.tensor(float("nan"))), state_of(torch.tensor(float("nan")))) == []
 
 
 def test_a_difference_of_position_is_seen() -> None:
     state = state_of(1)
-    assert differences(state, replace(state, position=replace(state.position, batch=1))) == ["/position/batch"]
+    assert differing_paths(state, replace(state, position=replace(state.position, batch=1))) == ["/position/batch"]
 
 
 # ---------------------------------------------------------------- optimizers
@@ -282,7 +282,7 @@ def test_buffers_of_the_loss_resume_bitwise_and_stay_with_their_program() -> Non
     task = a_task(loss=Centred())
     assert assert_resumes(task).loss["centre"].abs().sum() > 0
     assert task.loss.centre.abs().sum() == 0  # the Task itself is as it was
-    assert differences(state_after(task, 4), state_after(task, 4)) == []
+    assert differing_paths(state_after(task, 4), state_after(task, 4)) == []
 
 
 # ---------------------------------------------------------------- of something else
@@ -330,7 +330,9 @@ def test_another_division_into_groups_is_one_clear_line() -> None:
 
 
 def finite(parameters: dict[str, torch.Tensor], trained: list[str]) -> bool:
-    return all_finite(State(parameters=parameters, buffers={}, optimizer={"groups": [{"params": trained}]}))
+    return has_only_finite_parameters(
+        State(parameters=parameters, buffers={}, optimizer={"groups": [{"params": trained}]})
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -353,35 +355,35 @@ def test_what_is_not_trained_may_be_infinite_and_what_is_empty_is_fine() -> None
 
 
 def memory_of(state: State) -> set[int]:
-    return {one.data_ptr() for _, one in leaves([state.parameters, state.buffers, state.optimizer["state"]])}
+    return {one.data_ptr() for _, one in tree_leaves([state.parameters, state.buffers, state.optimizer["state"]])}
 
 
 def test_a_state_that_is_lent_is_the_same_without_a_copy() -> None:
     program = hotloop.lower(a_task(model=network, optimizer=optim.Adam))
     program.advance(3)
     copied, lent = program.state(), program.state(lent=True)
-    assert differences(copied, lent) == []
+    assert differing_paths(copied, lent) == []
     live = [*program.model.parameters(), *program.model.buffers()]
     assert {one.data_ptr() for one in live} <= memory_of(lent)
     assert not memory_of(copied) & memory_of(lent)
     program.advance(1)
-    assert differences(copied, lent)  # it is training's own memory
+    assert differing_paths(copied, lent)  # it is training's own memory
     program.close()
 
 
 def test_a_training_lends_its_state_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, live = [], set[int]()
-    written = Checkpoints.save
+    written = CheckpointFolder.save
 
-    def save(self: Checkpoints, checkpoint: Checkpoint) -> Path:
+    def save(self: CheckpointFolder, checkpoint: Checkpoint) -> Path:
         saved.append(memory_of(checkpoint.state))
         live.update(loop.program.model[0].weight.data_ptr() for loop in loops)
         return written(self, checkpoint)
 
     loops: list[Any] = []
-    made = _Loop.begin
-    monkeypatch.setattr(_Loop, "begin", lambda self, resume: (loops.append(self), made(self, resume))[1])
-    monkeypatch.setattr(Checkpoints, "save", save)
+    made = _TrainingLoop.begin
+    monkeypatch.setattr(_TrainingLoop, "begin", lambda self, resume: (loops.append(self), made(self, resume))[1])
+    monkeypatch.setattr(CheckpointFolder, "save", save)
     hotloop.fit(
         a_task(model=network, optimizer=optim.Adam, epochs=1), run=tmp_path / "run", plan="baseline", progress=False
     )

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hotloop.core.terminal import Terminal
-from hotloop.errors import RunError, printable, shortened
+from hotloop.errors import RunError, escape_control_characters, shorten
 
 EVIL = "a\x1b]0;title\x07\x1b[2Jb\x9bc\rd\x00\u202ee\x7f"
 
@@ -35,7 +35,7 @@ def test_control_characters_are_shown_as_escapes(force: bool) -> None:
 
 def test_what_is_plain_stays_as_it_is() -> None:
     text = "class 'Übung'\t→ 3 × 4 − 1\nnext line 漢字 🙂"
-    assert printable(text) == text
+    assert escape_control_characters(text) == text
     assert printed(text).split() == text.split()
     assert "\x1b[1m" in printed(Text("bold", "bold"), force_terminal=True)  # the console's own commands pass
 
@@ -43,8 +43,8 @@ def test_what_is_plain_stays_as_it_is() -> None:
 def test_an_error_is_clean_where_python_prints_it() -> None:
     error = RunError(EVIL, expected=EVIL, fix=EVIL)
     assert "\x1b" not in str(error) + error.given + error.expected + error.fix
-    assert printable("\udcff") == "\\udcff"
+    assert escape_control_characters("\udcff") == "\\udcff"
 
 
 def test_a_long_value_is_cut() -> None:
-    assert len(shortened("x" * 10_000)) < 200
+    assert len(shorten("x" * 10_000)) < 200

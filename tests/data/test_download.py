@@ -16,7 +16,7 @@ import pooch
 import pytest
 import torch
 
-from hotloop.data.builtin import FASHION_MNIST, IdxSet, fashion_mnist, load
+from hotloop.data.builtin import FASHION_MNIST, IdxSet, fashion_mnist, load_builtin
 from hotloop.data.bundle import Bundle
 from hotloop.data.downloads import download
 from hotloop.errors import DataError, DiskError
@@ -103,7 +103,7 @@ def small(content: dict[str, bytes], cache: Path, tmp_path: Path) -> IdxSet:
 
 
 def get(spec: IdxSet, *urls: str, download: bool = True, otherwise: str | None = None) -> Bundle:
-    return load(replace(spec, urls=urls), None, 5, 0, download, otherwise)
+    return load_builtin(replace(spec, urls=urls), None, 5, 0, download, otherwise)
 
 
 def held(folder: Path) -> set[str]:
@@ -220,7 +220,7 @@ def test_otherwise_digits_says_that_it_did_and_why(small) -> None:
     assert f"{url} (no connection)" in bundle.note
     assert bundle.validation is not None and bundle.test is not None
     assert [len(y) for _, y in (bundle.train, bundle.validation, bundle.test)] == [1495, 5, 297]
-    none = load(small, None, 0, 0, False, "digits")
+    none = load_builtin(small, None, 0, 0, False, "digits")
     assert none.validation is None and "downloading is off" in none.note
 
 

@@ -15,12 +15,12 @@ import hotloop
 from hotloop.core import reporter
 from hotloop.core.random.rng import generator_states
 from hotloop.core.state import State
-from hotloop.core.state import differences as all_differences
-from hotloop.data.feeds.feed import Treatment, open_feed
+from hotloop.core.state import differing_paths as all_differences
+from hotloop.data.feeds.feed import BatchTransform, open_feed
 from hotloop.data.sources import Samples
 from hotloop.errors import PlanError
-from hotloop.lowering.context import Ingredients, placed
-from hotloop.lowering.task_facts import facts_of
+from hotloop.lowering.context import LoweringContext, move_to_device
+from hotloop.lowering.task_facts import task_facts
 from hotloop.lowering.transforms import residency
 from hotloop.plan import Plan
 from tests.support.killed_training import train
@@ -135,7 +135,7 @@ def test_what_was_read_is_said_once_and_read_once() -> None:
     again = hotloop.lower(task, Plan(residency="host"), lines.append)
     advance(again, 12)
     assert data.asked <= asked + 2 and len(lines) == 2  # two for a look at their shapes
-    assert again.parts.roles.train is first.parts.roles.train
+    assert again.parts.splits.train is first.parts.splits.train
 
 
 def test_progress_is_told_while_reading() -> None:
@@ -145,7 +145,7 @@ def test_progress_is_told_while_reading() -> None:
 
 
 def test_long_reading_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(reporter, "_REPORT_INTERVAL_S", 0.0)
     lines: list[str] = []
     hotloop.lower(a_task(data=Pairs()), Plan(residency="host"), lines.append)
     assert "reading data into memory: 20 of 24 samples" in lines
@@ -153,7 +153,7 @@ def test_long_reading_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_facts_are_the_tasks_whatever_the_plan() -> None:
     task = a_task(data=Pairs())
-    streamed, held = (facts_of(hotloop.lower(task, Plan(residency=name)).parts) for name in ("stream", "host"))
+    streamed, held = (task_facts(hotloop.lower(task, Plan(residency=name)).parts) for name in ("stream", "host"))
     assert streamed == held and held.data == "Samples"
 
 
@@ -168,14 +168,14 @@ def test_the_callers_generators_stay_as_they_are() -> None:
 def test_arrays_are_in_memory_already() -> None:
     task = a_task()
     program = hotloop.lower(task, Plan(residency="host"))
-    assert program.parts.roles.train is task.roles.train and program.parts.notes == ()
+    assert program.parts.splits.train is task.roles.train and program.parts.notes == ()
 
 
 def test_other_validation_data_stays_as_it_is_and_that_is_said() -> None:
     lines: list[str] = []
     drawing = Pairs(9, then=lambda index, x: x + torch.rand(6))
     program = hotloop.lower(a_task(data=Pairs(), validation=drawing), Plan(residency="host"), lines.append)
-    assert isinstance(program.parts.roles.validation, Samples)
+    assert isinstance(program.parts.splits.validation, Samples)
     assert lines[1] == (
         "validation can't be read into memory: its sample 0 draws from torch's random generator; "
         "it is loaded sample by sample"
@@ -190,9 +190,9 @@ def test_other_validation_data_stays_as_it_is_and_that_is_said() -> None:
 
 def on_meta(monkeypatch: pytest.MonkeyPatch, task: hotloop.Task, free: int) -> Any:
     """The ingredients under residency=device on torch's device without memory, which takes part in all but values."""
-    monkeypatch.setattr(residency, "free_memory", lambda device: None if device.type == "cpu" else free)
-    parts = placed(Ingredients.of(task, Plan()), torch.device("meta"))
-    return residency.resident(replace(parts, plan=Plan(device="cpu", residency="device")))
+    monkeypatch.setattr(residency, "device_free_bytes", lambda device: None if device.type == "cpu" else free)
+    parts = move_to_device(LoweringContext.from_task(task, Plan()), torch.device("meta"))
+    return residency.apply_residency(replace(parts, plan=Plan(device="cpu", residency="device")))
 
 
 def test_a_table_moves_to_the_device_and_batches_are_cut_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,12 +200,12 @@ def test_a_table_moves_to_the_device_and_batches_are_cut_there(monkeypatch: pyte
     parts = on_meta(monkeypatch, task, 10**6)
     again = on_meta(monkeypatch, task, 10**6)
     for source, other in (
-        (parts.roles.train, again.roles.train),
-        (parts.roles.validation, again.roles.validation),
+        (parts.splits.train, again.splits.train),
+        (parts.splits.validation, again.splits.validation),
     ):
         assert source is other and source.device.type == source.columns[0].device.type == "meta"
-    assert task.roles.train is not parts.roles.train and len(parts.roles.train) == 24
-    feed = open_feed(parts.roles.train, parts.roles.order, Treatment(torch.device("meta"), 0))
+    assert task.roles.train is not parts.splits.train and len(parts.splits.train) == 24
+    feed = open_feed(parts.splits.train, parts.splits.order, BatchTransform(torch.device("meta"), 0))
     batches = list(feed.epoch(0))
     assert [(x.device.type, tuple(x.shape), size) for (x, _), size in batches] == [
         *[("meta", (5, 6), 5)] * 4,

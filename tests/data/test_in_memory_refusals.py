@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
 import hotloop
-from hotloop.data.feeds.in_memory import ASKED, difference
+from hotloop.data.feeds.in_memory import MAX_REQUESTS, batch_difference
 from hotloop.data.sources import Samples, Table
 from hotloop.errors import DataError, PlanError, TaskError
 from hotloop.lowering.transforms import residency
@@ -78,18 +78,18 @@ def test_draws_are_found_where_workers_make_them() -> None:
 
 
 def test_samples_are_asked_all_over_the_data_and_no_more_than_needed() -> None:
-    count, seen = 10 * ASKED, []
+    count, seen = 10 * MAX_REQUESTS, []
     data = Pairs(count, then=lambda index, x: (seen.append(index), x)[1])
     with pytest.raises(PlanError, match="more than half of"):
         reading(data, free_bytes=1)
-    asked = set(seen[: 2 * ASKED])
-    assert len(asked) == ASKED and {0, count - 1} < asked
+    asked = set(seen[: 2 * MAX_REQUESTS])
+    assert len(asked) == MAX_REQUESTS and {0, count - 1} < asked
     assert max(b - a for a, b in zip(sorted(asked), sorted(asked)[1:], strict=False)) <= 11
 
 
 def test_the_user_may_say_that_data_is_deterministic_or_not() -> None:
     frozen = a_task(data=Pairs(then=lambda index, x: x + torch.rand(6)), deterministic=True)
-    table = hotloop.lower(frozen, Plan(residency="host")).parts.roles.train
+    table = hotloop.lower(frozen, Plan(residency="host")).parts.splits.train
     assert isinstance(table, Table) and not table.columns[0].equal(X)
     with pytest.raises(PlanError, match="deterministic=False"):
         hotloop.lower(a_task(data=Pairs(), deterministic=False), Plan(residency="host"))
@@ -160,19 +160,19 @@ def test_batches_that_are_not_their_samples_put_together_are_refused(name: str) 
 
 
 def test_a_length_that_none_of_the_asked_samples_has_is_found_while_reading() -> None:
-    count = 4 * ASKED
+    count = 4 * MAX_REQUESTS
     data = Samples(Pairs(count, then=lambda index, x: x[:4] if index == 2 else x[:3]), padded)
     with pytest.raises(PlanError, match=r"batch from sample 0 on batch\[0\] is float32 of shape \(4,\)"):
         reading(data)
 
 
 def test_what_does_not_fit_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "free_memory", lambda device: 1500)
+    monkeypatch.setattr(residency, "device_free_bytes", lambda device: 1500)
     data = Pairs()
     with pytest.raises(PlanError, match=r"takes about 0.0 MB, more than half of the 0.0 MB free"):
         hotloop.lower(a_task(data=data), Plan(residency="host"))
-    monkeypatch.setattr(residency, "free_memory", lambda device: 24 * (6 * 4 + 8) * 2)
-    assert isinstance(hotloop.lower(a_task(data=data), Plan(residency="host")).parts.roles.train, Table)
+    monkeypatch.setattr(residency, "device_free_bytes", lambda device: 24 * (6 * 4 + 8) * 2)
+    assert isinstance(hotloop.lower(a_task(data=data), Plan(residency="host")).parts.splits.train, Table)
 
 
 def test_data_with_an_order_of_its_own_is_refused() -> None:
@@ -200,9 +200,9 @@ def test_a_sample_that_raises_is_named(workers: int) -> None:
 
 def test_a_difference_of_one_bit_or_of_a_container_is_seen() -> None:
     zero = torch.zeros(3, 2), torch.ones(3)
-    assert difference(zero, (torch.zeros(3, 2), torch.ones(3))) == ""
+    assert batch_difference(zero, (torch.zeros(3, 2), torch.ones(3))) == ""
     nans = torch.full((3,), float("nan"))
-    assert difference((nans,), (nans.clone(),)) == ""
-    assert difference(zero, (-torch.zeros(3, 2), torch.ones(3))) == "batch[0] holds other values"
-    assert "containers" in difference(zero, list(zero))
-    assert difference({"a": zero[0]}, {"b": zero[0]}) != ""
+    assert batch_difference((nans,), (nans.clone(),)) == ""
+    assert batch_difference(zero, (-torch.zeros(3, 2), torch.ones(3))) == "batch[0] holds other values"
+    assert "containers" in batch_difference(zero, list(zero))
+    assert batch_difference({"a": zero[0]}, {"b": zero[0]}) != ""

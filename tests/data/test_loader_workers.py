@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import hotloop
-from hotloop.data.dataset_changes import summary
-from hotloop.errors import DataError, lost_worker
-from hotloop.task_file import Loaded
+from hotloop.data.dataset_changes import dataset_summary
+from hotloop.errors import DataError, dead_dataloader_worker
+from hotloop.task_file import LoadedTask
 from hotloop.training import start
 from tests.support.programs import labelled
 
@@ -206,9 +206,9 @@ def test_a_full_shared_memory_ends_in_one_line_that_names_it(form: str, tmp_path
     ],
 )
 def test_each_word_for_it_is_known(text: str) -> None:
-    found = lost_worker(RuntimeError(text))
+    found = dead_dataloader_worker(RuntimeError(text))
     assert found is not None and "shared memory (/dev/shm)" in str(found) and "--workers 0" in str(found)
-    assert lost_worker(RuntimeError("my own shared memory game")) is None
+    assert dead_dataloader_worker(RuntimeError("my own shared memory game")) is None
 
 
 def unsendable(samples: list) -> Any:
@@ -299,7 +299,7 @@ def test_a_signal_ends_a_wait_for_a_batch_and_saves(kind: Any, number: signal.Si
     data = kind(file, after=16)
     task = a_task(DataLoader(data, batch_size=8, num_workers=1), callbacks=[data.begins])
     thread = signalling(file, number)
-    run, ended = start.start(Loaded(task, None, {}), plan="baseline", run=tmp_path / "run")
+    run, ended = start.start_run(LoadedTask(task, None, {}), plan="baseline", run=tmp_path / "run")
     thread.join()
     assert ended.reason == number.name
     saved, _ = run.checkpoints.newest(print)
@@ -313,7 +313,7 @@ def test_a_signal_ends_a_wait_for_validation_data(tmp_path: Path) -> None:
     held_out = DataLoader(data, batch_size=8, num_workers=1)
     thread = signalling(file, signal.SIGTERM)
     task = a_task(DataLoader(Rows(), batch_size=8), validation=held_out, callbacks=[data.begins])
-    run, ended = start.start(Loaded(task, None, {}), plan="baseline", run=tmp_path / "run")
+    run, ended = start.start_run(LoadedTask(task, None, {}), plan="baseline", run=tmp_path / "run")
     thread.join()
     assert ended.reason == "SIGTERM" and run.journal()[-1]["step"] == 5
 
@@ -436,10 +436,10 @@ DEEP: dict[str, Callable[[Deep], Any]] = {
 @pytest.mark.parametrize("kind", DEEP)
 def test_a_summary_differs_where_something_was_changed(kind: str) -> None:
     data = Deep()
-    before = summary(data)
-    assert summary(data) == before
+    before = dataset_summary(data)
+    assert dataset_summary(data) == before
     DEEP[kind](data)
-    assert summary(data) != before
+    assert dataset_summary(data) != before
 
 
 def test_data_read_into_memory_that_changes_later_is_said_once(tmp_path: Path) -> None:
@@ -450,9 +450,13 @@ def test_data_read_into_memory_that_changes_later_is_said_once(tmp_path: Path) -
             data.level = float(view.epoch)
 
     task = a_task(DataLoader(data, batch_size=8), callbacks=[harder], epochs=4)
-    start.start(Loaded(task, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "run", say=said.append)
+    start.start_run(
+        LoadedTask(task, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "run", say=said.append
+    )
     assert sum("has changed since it was read into memory" in line for line in said) == 1
     said.clear()
     steady = a_task(DataLoader(Rows(), batch_size=8), callbacks=[lambda view: None])
-    start.start(Loaded(steady, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "steady", say=said.append)
+    start.start_run(
+        LoadedTask(steady, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "steady", say=said.append
+    )
     assert not any("has changed" in line for line in said)

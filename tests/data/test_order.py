@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from hotloop.data.feeds.feed import Treatment, open_feed
-from hotloop.data.order import Order, split
+from hotloop.data.feeds.feed import BatchTransform, open_feed
+from hotloop.data.order import Order, split_positions
 from hotloop.data.sources import Samples, Table
 from hotloop.errors import DataError
 
@@ -73,9 +73,9 @@ def test_every_place_is_equally_likely_for_every_sample() -> None:
 
 def test_it_is_the_same_in_another_process() -> None:
     shown = "Order(50, 7, 12).epoch(3).tolist(), split(50, 0.2, 12)[1].tolist()"
-    code = f"from hotloop.data.order import Order, split; print({shown})"
+    code = f"from hotloop.data.order import Order, split_positions; print({shown})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{Order(50, 7, 12).epoch(3).tolist()} {split(50, 0.2, 12)[1].tolist()}"
+    assert done.stdout.strip() == f"{Order(50, 7, 12).epoch(3).tolist()} {split_positions(50, 0.2, 12)[1].tolist()}"
 
 
 def test_without_shuffle_it_is_the_order_of_the_data() -> None:
@@ -101,7 +101,7 @@ def test_a_batch_is_no_larger_than_the_data() -> None:
 @given(st.data(), st.integers(2, 500), SEEDS)
 def test_a_split_shares_no_sample_and_loses_none(data: st.DataObject, samples: int, seed: int) -> None:
     number = data.draw(st.integers(1, samples - 1))
-    training, held_out = split(samples, number, seed)
+    training, held_out = split_positions(samples, number, seed)
     assert len(held_out) == number
     assert sorted(training.tolist() + held_out.tolist()) == list(range(samples))
     assert training.tolist() == sorted(training.tolist()) and held_out.tolist() == sorted(held_out.tolist())
@@ -109,28 +109,28 @@ def test_a_split_shares_no_sample_and_loses_none(data: st.DataObject, samples: i
 
 @given(st.integers(20, 500), st.floats(0.05, 0.95), SEEDS)
 def test_a_share_is_that_share_of_the_samples(samples: int, share: float, seed: int) -> None:
-    _, held_out = split(samples, share, seed)
+    _, held_out = split_positions(samples, share, seed)
     assert abs(len(held_out) - samples * share) <= 0.5
 
 
 def test_a_split_is_drawn_by_seed() -> None:
-    assert split(100, 0.2, 1)[1].equal(split(100, 0.2, 1)[1])
-    assert not split(100, 0.2, 1)[1].equal(split(100, 0.2, 2)[1])
+    assert split_positions(100, 0.2, 1)[1].equal(split_positions(100, 0.2, 1)[1])
+    assert not split_positions(100, 0.2, 1)[1].equal(split_positions(100, 0.2, 2)[1])
     torch.manual_seed(0)
-    first = split(100, 20, 1)[1]
+    first = split_positions(100, 20, 1)[1]
     torch.manual_seed(1)
-    assert split(100, 20, 1)[1].equal(first)
+    assert split_positions(100, 20, 1)[1].equal(first)
 
 
 def test_a_split_has_nothing_to_do_with_the_order_of_training() -> None:
     """Held-out samples that were simply the first of epoch 0 would be a stream used twice."""
-    assert sorted(Order(1000, 1, seed=5).epoch(0)[:100].tolist()) != split(1000, 100, 5)[1].tolist()
+    assert sorted(Order(1000, 1, seed=5).epoch(0)[:100].tolist()) != split_positions(1000, 100, 5)[1].tolist()
 
 
 @pytest.mark.parametrize("share", [0, 0.0, 1.0, 10, 11, -1, -0.5, 1.5, 0.01, 0.99])
 def test_a_split_leaves_some_for_both(share: float) -> None:
     with pytest.raises(DataError, match=rf"validation={share} of 10 samples; expected a share .* from 1 to 9"):
-        split(10, share, seed=0)
+        split_positions(10, share, seed=0)
 
 
 # --- the order as data arrive in it
@@ -150,7 +150,7 @@ class Numbers(Dataset):
 
 
 def feeds(order: Order) -> dict[str, object]:
-    treatment = Treatment(CPU, order.seed)
+    treatment = BatchTransform(CPU, order.seed)
     table = Table(torch.arange(order.samples))
     samples = Samples(Numbers(order.samples))
     return {
@@ -181,7 +181,7 @@ def test_an_epoch_can_be_entered_anywhere(form: str, epoch: int, start: int, see
 
 @pytest.mark.parametrize("draw", [False, True], ids=["order", "draws"])
 def test_workers_change_neither_order_nor_draws_and_start_once(draw: bool) -> None:
-    order, treatment = Order(23, 5, seed=8), Treatment(CPU, 8)
+    order, treatment = Order(23, 5, seed=8), BatchTransform(CPU, 8)
     seen = {}
     for workers in (0, 1, 2):
         feed = open_feed(Samples(Numbers(23, draw=draw)), order, treatment, workers=workers)
@@ -193,7 +193,7 @@ def test_workers_change_neither_order_nor_draws_and_start_once(draw: bool) -> No
 
 def test_what_a_sample_draws_depends_on_neither_batch_nor_order() -> None:
     def drawn(order: Order, epoch: int) -> dict[int, float]:
-        feed = open_feed(Samples(Numbers(12, draw=True)), order, Treatment(CPU, 4), workers=0)
+        feed = open_feed(Samples(Numbers(12, draw=True)), order, BatchTransform(CPU, 4), workers=0)
         values = torch.cat([batch for batch, _ in feed.epoch(epoch)]).tolist()
         return dict(zip(order.epoch(epoch).tolist(), values, strict=True))
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hotloop.data.feeds.feed import Treatment, open_feed
-from hotloop.data.feeds.prefetch import moved, one_ahead
+from hotloop.data.feeds.feed import BatchTransform, open_feed
+from hotloop.data.feeds.prefetch import iterate_ahead, prefetch_to_device
 from hotloop.data.order import Order
 from hotloop.data.sources import Samples, Source, Table
 from hotloop.errors import DataError
@@ -29,32 +29,32 @@ def told(items: int, log: list[str], fails: bool = False) -> Iterator[int]:
 
 @pytest.mark.parametrize("items", [0, 1, 2, 5])
 def test_the_items_are_the_same(items: int) -> None:
-    assert list(one_ahead(range(items))) == list(range(items))
+    assert list(iterate_ahead(range(items))) == list(range(items))
 
 
 def test_the_next_item_is_made_before_the_present_one_is_used() -> None:
     log: list[str] = []
-    log.extend(f"used {number}" for number in one_ahead(told(3, log)))
+    log.extend(f"used {number}" for number in iterate_ahead(told(3, log)))
     assert log == ["made 0", "made 1", "used 0", "made 2", "used 1", "used 2"]
 
 
 def test_nothing_is_made_before_the_first_is_asked_for() -> None:
     log: list[str] = []
-    one_ahead(told(3, log))
+    iterate_ahead(told(3, log))
     assert log == []
 
 
 def test_an_error_comes_after_the_items_before_it() -> None:
     seen = []
     with pytest.raises(ValueError, match="no more"):
-        for number in one_ahead(told(3, [], fails=True)):
+        for number in iterate_ahead(told(3, [], fails=True)):
             seen.append(number)  # noqa: PERF402
     assert seen == [0, 1, 2]
 
 
 def test_batches_are_moved_with_what_goes_with_them() -> None:
     batches = [(torch.zeros(2), "a"), ({"x": torch.ones(3)}, "b")]
-    (first, a), (second, b) = moved(batches, META)
+    (first, a), (second, b) = prefetch_to_device(batches, META)
     assert (first.device, second["x"].device, a, b) == (META, META, "a", "b")
 
 
@@ -81,7 +81,7 @@ SOURCES: dict[str, Source] = {
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("start", [0, 1, 2])
 def test_a_feed_for_an_accelerator_gives_the_batches_of_the_order(name: str, start: int) -> None:
-    treatment = Treatment(META, 0, prepare=lambda x: x * 2)
+    treatment = BatchTransform(META, 0, prepare=lambda x: x * 2)
     feed = open_feed(SOURCES[name], Order(12, 5, 0), treatment)
     for epoch in (0, 1):
         got = [((x.device.type, y.device.type), tuple(x.shape), size) for (x, y), size in feed.epoch(epoch, start)]
@@ -98,7 +98,7 @@ def test_a_feed_left_in_the_middle_goes_on_where_it_is_asked_to() -> None:
         return torch.stack([x for x, _ in samples])
 
     order = Order(12, 5, 0)
-    feed = open_feed(Samples(Broken(), collate), order, Treatment(META, 0))
+    feed = open_feed(Samples(Broken(), collate), order, BatchTransform(META, 0))
     next(feed.epoch(0))
     assert len(seen) == 2
     list(feed.epoch(0, 1))
@@ -107,7 +107,7 @@ def test_a_feed_left_in_the_middle_goes_on_where_it_is_asked_to() -> None:
 
 
 def test_a_broken_sample_stops_the_batch_that_it_belongs_to() -> None:
-    feed = open_feed(Samples(Broken(7)), Order(12, 5, 0, shuffle=False), Treatment(META, 0))
+    feed = open_feed(Samples(Broken(7)), Order(12, 5, 0, shuffle=False), BatchTransform(META, 0))
     batches = feed.epoch(0)
     assert next(batches)[1] == 5
     with pytest.raises(DataError, match="in sample 7"):

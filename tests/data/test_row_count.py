@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import hotloop
 from hotloop.data.row_count import SecondDimension, count_rows
 from hotloop.plan import BASELINE, Plan
-from hotloop.task_file import Loaded
-from hotloop.training.start import start
+from hotloop.task_file import LoadedTask
+from hotloop.training.start import start_run
 
 DRAWS = torch.Generator().manual_seed(0)
 X, Y = torch.randn(12, 4, generator=DRAWS), torch.randn(12, 1, generator=DRAWS)
@@ -33,7 +33,7 @@ def still(parameters: Any) -> torch.optim.Optimizer:
 def trained(task: hotloop.Task, path: Path, plan: Plan = BASELINE) -> tuple[Any, nn.Module, list[str]]:
     """The first epoch, the model and what was said."""
     lines: list[str] = []
-    run, _ = start(Loaded(task, None, {}), run=path / "run", plan=plan, say=lines.append)
+    run, _ = start_run(LoadedTask(task, None, {}), run=path / "run", plan=plan, say=lines.append)
     return run.epochs[0], hotloop.load_model(run, task=task, weights="last"), lines
 
 

@@ -25,15 +25,15 @@ from torch.utils.data import (
 )
 
 import hotloop
-from hotloop.data.feeds.feed import Treatment, open_feed
+from hotloop.data.feeds.feed import BatchTransform, open_feed
 from hotloop.data.order import Order
-from hotloop.data.sources import Given, Samples, Stream, Table, as_source
+from hotloop.data.sources import DataInput, Samples, Stream, Table, as_source
 from hotloop.errors import DataError
 from hotloop.lowering.build import lower
 from tests.support.tasks.sample_data import Endless, Pairs, X, Y, arrived, roles
 
 
-def bring(data: Any, **options: Any) -> Given:
+def bring(data: Any, **options: Any) -> DataInput:
     return as_source(data, "data", **options)
 
 
@@ -242,7 +242,7 @@ def test_a_dataloader_brings_batch_size_shuffle_drop_last_collate_and_workers() 
 
 def test_a_dataloaders_shuffle_becomes_the_tasks_order_and_its_absence_the_order_of_the_data() -> None:
     shuffled = roles(DataLoader(Pairs(), batch_size=5, shuffle=True))
-    assert shuffled.order == Order(20, 5, 0) and shuffled.exact
+    assert shuffled.order == Order(20, 5, 0) and shuffled.is_exact
     assert arrived(shuffled)[0][1].equal(Y[shuffled.order.epoch(0)[:5]])
     assert roles(DataLoader(Pairs(), batch_size=5)).order == Order(20, 5, 0, shuffle=False)
     assert roles(DataLoader(Pairs(), batch_size=6, drop_last=True)).order.batches == 3
@@ -273,8 +273,8 @@ def test_a_dataloader_over_tensors_is_cut_out_of_memory() -> None:
 )
 def test_a_loader_with_an_order_of_its_own_is_run_as_it_is(loader: DataLoader) -> None:
     given = roles(loader)
-    assert isinstance(given.train, Stream) and given.order is None and not given.exact
-    feed = open_feed(given.train, None, Treatment(torch.device("cpu"), 0))
+    assert isinstance(given.train, Stream) and given.order is None and not given.is_exact
+    feed = open_feed(given.train, None, BatchTransform(torch.device("cpu"), 0))
     with torch.random.fork_rng():
         first = [batch[1] for batch, _ in feed.epoch(0)]
         again = [batch[1] for batch, _ in feed.epoch(0)]

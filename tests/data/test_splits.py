@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hotloop
 from hotloop.data.bundle import Bundle
-from hotloop.data.feeds.feed import Treatment, open_feed, peek
+from hotloop.data.feeds.feed import BatchTransform, first_batch, open_feed
 from hotloop.data.order import Order
 from hotloop.data.sources import Samples, Table
 from hotloop.errors import DataError, TaskError
@@ -110,12 +110,12 @@ def test_where_memory_is_short_each_batch_is_prepared_on_its_way(monkeypatch) ->
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * X.nbytes))
     prepare = Counted()
     given = roles((X, Y), prepare=prepare, batch_size=5)
-    assert prepare.seen == [1] and not given.train.prepared
+    assert prepare.seen == [1] and not given.train.is_prepared
     for _ in range(2):
         for batch, plain in zip(arrived(given), arrived(roles((X, Y), batch_size=5)), strict=True):
             assert batch[0].equal(plain[0] * 2)
     assert prepare.seen == [1] + [5] * 8
-    assert peek(given)[0].equal(X[:2] * 2)
+    assert first_batch(given)[0].equal(X[:2] * 2)
 
 
 def test_a_data_set_is_prepared_batch_by_batch() -> None:
@@ -161,9 +161,9 @@ def test_what_a_look_at_the_data_gives_has_no_effect_and_no_augmentation() -> No
     given = roles((X, Y), prepare=lambda x: x * 2)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    assert peek(given)[0].equal(X[:2] * 2) and peek(given, 3)[1].equal(Y[:3])
+    assert first_batch(given)[0].equal(X[:2] * 2) and first_batch(given, 3)[1].equal(Y[:3])
     assert torch.get_rng_state().equal(before)
-    assert [len(part) for part in peek(roles(DataLoader(Pairs(), batch_size=5)))] == [2, 2]
+    assert [len(part) for part in first_batch(roles(DataLoader(Pairs(), batch_size=5)))] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ class Broken(Pairs):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_that_raises_is_shown_with_line_and_sample(workers: int) -> None:
-    feed = open_feed(Samples(Broken()), Order(20, 4, 0), Treatment(torch.device("cpu"), 0), workers=workers)
+    feed = open_feed(Samples(Broken()), Order(20, 4, 0), BatchTransform(torch.device("cpu"), 0), workers=workers)
     with pytest.raises(
         DataError,
         match=r"^the data set raised ValueError: two \(test_splits.py:\d+\) in sample 7\. Correct the data set",
@@ -225,7 +225,7 @@ def test_a_stream_that_raises_is_shown_with_its_line() -> None:
 
 def test_an_error_leaves_no_worker_behind() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    feed = open_feed(Samples(Broken()), Order(20, 4, 0), Treatment(torch.device("cpu"), 0), workers=2)
+    feed = open_feed(Samples(Broken()), Order(20, 4, 0), BatchTransform(torch.device("cpu"), 0), workers=2)
     with pytest.raises(DataError) as kept:  # holding the error holds its frames, and they the loader
         list(feed.epoch(0))
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
@@ -245,7 +245,7 @@ def test_a_worker_that_is_gone_is_told_as_such(error: Exception) -> None:
         def __next__(self) -> None:
             self._try_get_data()
 
-    feed = open_feed(Samples(Pairs()), Order(20, 4, 0), Treatment(torch.device("cpu"), 0), workers=0)
+    feed = open_feed(Samples(Pairs()), Order(20, 4, 0), BatchTransform(torch.device("cpu"), 0), workers=0)
     batches = feed.epoch(0)
     next(batches)
     feed._batches = Gone()
@@ -259,7 +259,7 @@ def test_a_lost_connection_of_the_data_sets_own_is_its_own() -> None:
             raise ConnectionResetError(104, "the server hung up")
 
     for workers in (0, 1):
-        feed = open_feed(Samples(Remote()), Order(20, 4, 0), Treatment(torch.device("cpu"), 0), workers=workers)
+        feed = open_feed(Samples(Remote()), Order(20, 4, 0), BatchTransform(torch.device("cpu"), 0), workers=workers)
         with pytest.raises(
             DataError, match=r"^the data set raised ConnectionResetError: .*hung up \(test_splits.py:\d+\) in sample"
         ):

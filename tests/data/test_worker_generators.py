@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from tests.support.killed_training import Killed, at_step, kill
 from tests.support.processes.resumed_training import disagreements
 from tests.support.tasks.owned_generators import (
@@ -58,13 +58,13 @@ def test_two_workers_draw_what_one_process_draws(kind: str) -> None:
         after(task_of(data=loaded(Noisy(KINDS[kind]()), workers, collate_fn=Collate(KINDS[kind]()))), STEPS)
         for workers in (0, 2)
     )
-    assert differences(none, two) == []
+    assert differing_paths(none, two) == []
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_wherever_the_generator_is(holder: str) -> None:
     none, two = (after(task_of(data=loaded(Transformed(HOLDERS[holder]()), workers)), STEPS) for workers in (0, 2))
-    assert differences(none, two) == []
+    assert differing_paths(none, two) == []
 
 
 def nested() -> Callable[[Tensor], Tensor]:
@@ -79,13 +79,13 @@ def test_any_number_of_workers_forked_or_spawned() -> None:
     none = after(task_of(data=loaded(Transformed(nested()), 0)), STEPS)
     for workers, context in ((1, "fork"), (4, "fork"), (2, "spawn")):
         loader = loaded(Transformed(nested()), workers, multiprocessing_context=context)
-        assert differences(none, after(task_of(data=loader), STEPS)) == []
+        assert differing_paths(none, after(task_of(data=loader), STEPS)) == []
 
 
 def test_a_run_with_two_workers_is_resumed_without_any() -> None:
     whole = after(task_of(data=loaded(Transformed(nested()), 0)), STEPS)
     start = after(task_of(data=loaded(Transformed(nested()), 2)), 3)
-    assert differences(whole, after(task_of(data=loaded(Transformed(nested()), 0)), STEPS - 3, start)) == []
+    assert differing_paths(whole, after(task_of(data=loaded(Transformed(nested()), 0)), STEPS - 3, start)) == []
 
 
 def test_killed_and_resumed_it_ends_the_same(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_iterable_data_set_with_workers_resumes() -> None:
         return task_of(data=loader, batch_size=None)
 
     whole = after(make(), 9)
-    assert differences(whole, after(make(), 4, after(make(), 5))) == []
+    assert differing_paths(whole, after(make(), 4, after(make(), 5))) == []
 
 
 def reseeded(worker: int) -> None:
@@ -122,7 +122,7 @@ def reseeded(worker: int) -> None:
 def test_a_worker_may_replace_the_generator_when_it_starts() -> None:
     none = after(task_of(data=loaded(Noisy(np.random.default_rng(0)), 0)), STEPS)
     loader = loaded(Noisy(np.random.default_rng(0)), 2, worker_init_fn=reseeded)
-    assert differences(none, after(task_of(data=loader), STEPS)) == []
+    assert differing_paths(none, after(task_of(data=loader), STEPS)) == []
 
 
 class Named(Plain):

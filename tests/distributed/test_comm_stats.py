@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.distributed.comm_stats import Meter, Spent, Waits
-from hotloop.distributed.heartbeat import Beats, Outside
-from hotloop.distributed.world import ALONE, World, is_loss
+from hotloop.distributed.comm_stats import CommMeter, CommReport, CommTime
+from hotloop.distributed.heartbeat import Heartbeat, LaunchWatch
+from hotloop.distributed.world import SINGLE_RANK, World, is_rank_loss
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Three(World):
 
     others: Any = None
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value, *next(self.others)]
 
 
@@ -33,28 +33,28 @@ class Told:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[str] = []
 
-    def waits(self, *said: Any) -> Waits:
+    def waits(self, *said: Any) -> CommReport:
         """Of the first of three ranks, the others of which say these pairs in turn."""
         world = Three(0, 3, iter(said))
-        return Waits(world, lambda event, **fields: self.events.append((event, fields)), self.lines.append)
+        return CommReport(world, lambda event, **fields: self.events.append((event, fields)), self.lines.append)
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     told = Told()
-    others = Spent(0.5, 0.2), Spent(2.5, 0.2)
-    told.waits(others).note(1, Spent(3.0, 0.1), 10.0, 100)
+    others = CommTime(0.5, 0.2), CommTime(2.5, 0.2)
+    told.waits(others).add_step(1, CommTime(3.0, 0.1), 10.0, 100)
     assert told.lines == ["rank 1 is the slowest: others waited 24% of the epoch for it"]
     per_step = {"waiting_ms": [30.0, 5.0, 25.0], "communication_ms": [1.0, 2.0, 2.0]}
     assert told.events == [("waiting", {"epoch": 1, **per_step, "slowest": 1})]
-    told.waits(others).note(1, Spent(3.0), 13.0, 100)
+    told.waits(others).add_step(1, CommTime(3.0), 13.0, 100)
     assert len(told.lines) == 1 and len(told.events) == 2
 
 
 def test_what_ranks_cost_each_other_is_of_all_steps() -> None:
     told = Told()
-    waits = told.waits((Spent(), Spent()), (Spent(1.0, 6.0), Spent(5.0, 6.0)))
-    waits.note(1, Spent(2.0, 1.0), 10.0, 40)
-    waits.tell(Spent(4.0, 5.0), 10.0, 60)
+    waits = told.waits((CommTime(), CommTime()), (CommTime(1.0, 6.0), CommTime(5.0, 6.0)))
+    waits.add_step(1, CommTime(2.0, 1.0), 10.0, 40)
+    waits.report(CommTime(4.0, 5.0), 10.0, 60)
     assert told.events[-1] == (
         "ranks",
         {
@@ -74,11 +74,11 @@ def test_what_ranks_cost_each_other_is_of_all_steps() -> None:
 
 @pytest.mark.parametrize(
     ("column", "other", "spent"),
-    [("waiting", "communication", Spent), ("communication", "waiting", lambda seconds: Spent(0.0, seconds))],
+    [("waiting", "communication", CommTime), ("communication", "waiting", lambda seconds: CommTime(0.0, seconds))],
 )
-def test_what_cannot_be_told_apart_is_told_as_one(column: str, other: str, spent: Callable[[float], Spent]) -> None:
+def test_what_cannot_be_told_apart_is_told_as_one(column: str, other: str, spent: Callable[[float], CommTime]) -> None:
     told = Told()
-    told.waits((spent(0.5), spent(2.5))).tell(spent(3.0), 10.0, 50)
+    told.waits((spent(0.5), spent(2.5))).report(spent(3.0), 10.0, 50)
     assert told.lines[-1] == (
         f"of a step's 200 ms in {column}, with {other} in it: rank 0 30%, rank 1 5%, rank 2 25%; the slowest is rank 1"
     )
@@ -86,26 +86,26 @@ def test_what_cannot_be_told_apart_is_told_as_one(column: str, other: str, spent
 
 def test_of_one_process_and_of_what_nobody_counts_nothing_is_told() -> None:
     told = Told()
-    alone = Waits(ALONE, lambda event, **fields: told.events.append((event, fields)), told.lines.append)
-    alone.note(1, Spent(3.0), 1.0, 10)
-    alone.tell(Spent(3.0), 1.0, 10)
-    told.waits((Spent(), Spent())).tell(Spent(), 1.0, 10)
-    told.waits((Spent(1.0), Spent())).tell(Spent(), 0.0, 0)
+    alone = CommReport(SINGLE_RANK, lambda event, **fields: told.events.append((event, fields)), told.lines.append)
+    alone.add_step(1, CommTime(3.0), 1.0, 10)
+    alone.report(CommTime(3.0), 1.0, 10)
+    told.waits((CommTime(), CommTime())).report(CommTime(), 1.0, 10)
+    told.waits((CommTime(1.0), CommTime())).report(CommTime(), 0.0, 0)
     assert told.events == [] and told.lines == []
 
 
 def test_what_goes_on_at_the_same_time_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 4.0, 10.0, 12.0])  # the first begins, the last ends; then one wait
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    meter = Meter()
+    meter = CommMeter()
     meter.begin()
     meter.begin()
     meter.end()
     meter.end()
-    with meter.waiting():
+    with meter.measure_waiting():
         pass
-    assert meter.take() == Spent(waited_s=2.0, communicated_s=4.0)
-    assert meter.take() == Spent()
+    assert meter.take() == CommTime(waited_s=2.0, communicated_s=4.0)
+    assert meter.take() == CommTime()
 
 
 def test_what_an_engine_sends_within_a_wait_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,21 +117,21 @@ def test_what_an_engine_sends_within_a_wait_is_a_part_of_it(monkeypatch: pytest.
     monkeypatch.setattr(torch.distributed, "Work", Work)
     clock = iter([0.0, 2.0, 10.0, 15.0, 20.0, 27.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    meter = Meter()
-    with meter.hearing_engines(relayed=False):
-        with meter.waiting():
+    meter = CommMeter()
+    with meter.measure_engines(relayed=False):
+        with meter.measure_waiting():
             assert Work().wait() == "sent"
         Work().wait()
-    with meter.hearing_engines(relayed=True):
+    with meter.measure_engines(relayed=True):
         Work().wait()
     assert Work.wait is own
-    assert meter.take() == Spent(waited_s=2.0 + 7.0, communicated_s=5.0)
+    assert meter.take() == CommTime(waited_s=2.0 + 7.0, communicated_s=5.0)
 
 
 def test_a_silent_rank_is_told_once_and_its_return_too() -> None:
     store = torch.distributed.HashStore()
     told: list[str] = []
-    beats = Beats(store, "launch", 0, 3, told.append)
+    beats = Heartbeat(store, "launch", 0, 3, told.append)
 
     def sign(rank: int, count: int) -> None:
         store.set(f"hotloop/beat/launch/{rank}", str(count))
@@ -140,39 +140,39 @@ def test_a_silent_rank_is_told_once_and_its_return_too() -> None:
         sign(2, second)
         if second < 2 or second > 7:
             sign(1, second)
-        beats.look(float(second))
+        beats.silent_ranks(float(second))
     assert told == ["waiting for rank 1: no sign of life for 5s", "rank 1 goes on"]
 
 
 def test_only_the_first_that_is_well_speaks() -> None:
     store = torch.distributed.HashStore()
     told: list[str] = []
-    beats = Beats(store, "launch", 1, 3, told.append)
+    beats = Heartbeat(store, "launch", 1, 3, told.append)
     for second in range(9):  # rank 2 is silent, and rank 0 would say so
         store.set("hotloop/beat/launch/0", str(second))
-        beats.look(float(second))
+        beats.silent_ranks(float(second))
     assert told == []
     for second in range(9, 16):  # now both are
-        beats.look(float(second))
+        beats.silent_ranks(float(second))
     assert told == ["waiting for rank 0: no sign of life for 5s"]
 
 
 def test_a_silent_first_rank_is_told_from_outside() -> None:
     store = torch.distributed.HashStore()
     told: list[str] = []
-    outside = Outside(store, "launch", told.append)
+    outside = LaunchWatch(store, "launch", told.append)
     for second in range(6):  # it hasn't joined yet
-        outside.look(float(second))
+        outside.is_silent(float(second))
     assert told == []
     for second in range(6, 16):
         if second < 8 or second > 13:
             store.set("hotloop/beat/launch/0", str(second))
-        outside.look(float(second))
+        outside.is_silent(float(second))
     assert told == ["waiting for rank 0: no sign of life for 5s", "rank 0 goes on"]
-    with Beats(store, "launch", 0, 1, told.append).beating():
+    with Heartbeat(store, "launch", 0, 1, told.append).beat():
         pass
     for second in range(16, 30):  # it has left, and owes nobody a sign
-        outside.look(float(second))
+        outside.is_silent(float(second))
     assert len(told) == 2
 
 
@@ -182,6 +182,6 @@ def test_the_loss_of_a_rank_is_known_by_what_torch_says() -> None:
     )
     wrapped = hotloop.HotloopError("step 3 raised RuntimeError")
     wrapped.__cause__ = lost
-    assert is_loss(lost) and is_loss(wrapped)
-    assert not is_loss(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_loss(ConnectionResetError("connection reset by peer"))  # of the user's own
+    assert is_rank_loss(lost) and is_rank_loss(wrapped)
+    assert not is_rank_loss(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_rank_loss(ConnectionResetError("connection reset by peer"))  # of the user's own

@@ -12,11 +12,13 @@ from dataclasses import asdict, replace
 import pytest
 import torch.distributed as dist
 
-from hotloop.core.processes.signals import handled
-from hotloop.distributed.watchdog import LONGEST_WAIT_S, Place, Watchdog, last_place
+from hotloop.core.processes.signals import signal_handlers
+from hotloop.distributed.watchdog import LONGEST_WAIT_S, RankPlace, Watchdog, last_place
 from hotloop.errors import TrainingError
 
-WAITING = Place("training", 3, 4, 0, operation="all_reduce, operation 5", newest=5, line="task.py:7", signalled=0)
+WAITING = RankPlace(
+    "training", 3, 4, 0, operation="all_reduce, operation 5", newest=5, line="task.py:7", is_signalled=0
+)
 STARTING = replace(WAITING, phase="start", step=0, steps=0, operation="", newest=-1)
 
 
@@ -27,7 +29,7 @@ class Waiting:
         other: the place of the second rank, which gives signs of life; None where it gives none.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_s: float | None, other: Place | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_s: float | None, other: RankPlace | None = None) -> None:
         monkeypatch.setattr(Watchdog, "_current_place", lambda _: WAITING)
         self.ended: list[str] = []
         self._store, self._other, self._now = dist.HashStore(), other, 1000.0
@@ -92,12 +94,12 @@ def test_a_signal_to_a_fork_is_none_to_the_rank(send: Callable[[], None], number
     store, errors = dist.HashStore(), list[TrainingError]()
     watchdog = Watchdog(store, "launch", 0, 1, None, lambda error, _: errors.append(error))
     place, deadline = None, time.monotonic() + 60
-    with handled(lambda *_: None, signal.SIGTERM, signal.SIGINT), watchdog.watching():
+    with signal_handlers(lambda *_: None, signal.SIGTERM, signal.SIGINT), watchdog.watch():
         send()
         os.kill(os.getpid(), signal.SIGINT)
-        while place is None or not place.signalled:
+        while place is None or not place.is_signalled:
             assert time.monotonic() < deadline
             time.sleep(0.05)
             place = last_place(store, "launch", 0)
-    assert place.signalled == number
+    assert place.is_signalled == number
     assert errors == []

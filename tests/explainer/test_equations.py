@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.core.records.explanation import Explanation, Layer
+from hotloop.core.records.explanation import Explanation, LayerExplanation
 from hotloop.explainer import explain as explaining
 from hotloop.explainer import explain as written
 from hotloop.explainer.autograd_check import _largest_difference
 from hotloop.explainer.explain import explain
-from hotloop.explainer.layers.equation import Call, Worked
+from hotloop.explainer.layers.equation import FunctionCall, LayerEquations
 
 R = random.Random(0)
 
@@ -45,7 +45,7 @@ def explained(module: Callable[[], nn.Module], x: Tensor) -> Explanation:
     return explain(task_of(lambda: nn.Sequential(nn.Linear(x.shape[-1], x.shape[-1]), module()), x))
 
 
-def layers(explanation: Explanation, operation: str) -> list[Layer]:
+def layers(explanation: Explanation, operation: str) -> list[LayerExplanation]:
     return [layer for layer in explanation.layers if layer.operation == operation]
 
 
@@ -224,7 +224,7 @@ def test_a_planted_wrong_equation_is_caught(name: str, monkeypatch: pytest.Monke
     operation, module, data = KINDS[name]
     formula = explaining.FORMULAS[operation]
 
-    def wrong(call: Call) -> Worked:
+    def wrong(call: FunctionCall) -> LayerEquations:
         worked = formula(call)
         bent = [replace(term, value=lambda term=term: 1.000001 * term.value()) for term in worked.backward]
         return replace(worked, backward=bent)
@@ -432,7 +432,7 @@ def test_layers_that_hotloop_arrays_has_are_given_as_written_out_there() -> None
 
 
 def test_each_layer_of_hotloop_arrays_has_matrices_to_show() -> None:
-    assert written._OF_OPERATIONS.keys() <= explaining.FORMULAS.keys()
-    for layer in set(written._OF_OPERATIONS.values()):
-        text = written.matrices(layer)
+    assert written._OPERATION_EQUATIONS.keys() <= explaining.FORMULAS.keys()
+    for layer in set(written._OPERATION_EQUATIONS.values()):
+        text = written.docstring_equations(layer)
         assert text.startswith(("forward ", "f = ")) and ("backward " in text or "f' = " in text), layer

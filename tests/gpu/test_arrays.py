@@ -17,7 +17,7 @@ from hotloop.arrays.conv import Conv, MaxPool
 from hotloop.arrays.dense import Dense, Dropout
 from hotloop.arrays.network import Network
 from hotloop.arrays.optimizers import Adam
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import DataError
 from hotloop.plan import Plan
 from tests.lowering.test_cpu_plans import STEPS, after, assert_equal_within_rounding
@@ -87,4 +87,4 @@ def test_a_task_trains_as_under_the_baseline_there() -> None:
         state = after(program, STEPS)
     assert_equal_within_rounding(state, expected)
     program.restore(through_file(state))
-    assert differences(program.state(), state) == []
+    assert differing_paths(program.state(), state) == []

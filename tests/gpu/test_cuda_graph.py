@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from hotloop.errors import PlanError
-from hotloop.lowering.steps.cuda_graph import Recording
+from hotloop.lowering.steps.cuda_graph import RecordedGraph
 from hotloop.plan import Plan
 from tests.lowering.test_cpu_plans import STEPS, after, assert_equal_within_rounding, changed
 from tests.support.programs import through_file
@@ -64,9 +64,9 @@ def test_it_runs_as_the_baseline_does_and_its_state_round_trips(
     name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays: list[int] = []
-    replay = Recording.replay
+    replay = RecordedGraph.replay
     monkeypatch.setattr(
-        Recording, "replay", lambda self, seeds: replays.append(len(self.outputs)) or replay(self, seeds)
+        RecordedGraph, "replay", lambda self, seeds: replays.append(len(self.outputs)) or replay(self, seeds)
     )
     program = hotloop.lower(family(name), plan)
     state = after(program, STEPS)
@@ -74,7 +74,7 @@ def test_it_runs_as_the_baseline_does_and_its_state_round_trips(
     assert sum(replays) == (STEPS - 1 - STEPS // 4 if plan.graphs != "none" else 0)
 
     program.restore(through_file(state))
-    assert differences(program.state(), state) == []
+    assert differing_paths(program.state(), state) == []
     further = after(program, 3)
     under_the_baseline = hotloop.lower(family(name), Plan(device=ON))
     under_the_baseline.restore(state)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import hotloop
-from hotloop.lowering.transforms.cudnn import FreshChoice, benchmarking
+from hotloop.lowering.transforms.cudnn import FreshAlgorithms, benchmark_algorithms
 from hotloop.plan import Plan
 from tests.lowering.steps.test_cuda_graph import Transposed, of_the_rate, optimizer
 from tests.lowering.test_cpu_plans import STEPS, after, assert_equal_within_rounding, changed
@@ -67,15 +67,15 @@ def kernels(work: Callable[[], Tensor]) -> int:
 
 
 def test_cudnn_times_its_algorithms_in_a_fresh_thread_and_not_where_it_has_chosen() -> None:
-    """What `FreshChoice` relies on: torch stores choices by thread, and reads the store before the switch."""
+    """What `FreshAlgorithms` relies on: torch stores choices by thread, and reads the store before the switch."""
     image, weight = torch.randn(8, 16, 32, 32, device=ON), torch.randn(16, 16, 3, 3, device=ON)
 
     def convolve() -> Tensor:
         return torch.conv2d(image, weight)
 
     kernels(convolve)
-    chosen, fresh = kernels(convolve), FreshChoice()
-    with benchmarking():
+    chosen, fresh = kernels(convolve), FreshAlgorithms()
+    with benchmark_algorithms():
         assert kernels(convolve) == chosen
         assert kernels(lambda: fresh(convolve)) > chosen
         assert kernels(lambda: fresh(convolve)) <= chosen + 2  # the fastest may transform the layout first

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.core.random.rng import preserved
-from hotloop.core.state import differences
+from hotloop.core.random.rng import preserve_generators
+from hotloop.core.state import differing_paths
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from tests.support.programs import advance, last_state, through_file, trained
@@ -64,9 +64,9 @@ def test_random_numbers_follow_from_the_step_on_each_device() -> None:
     torch.rand(100, device=ON)
     program.restore(through_file(state))
     advance(program, 4)
-    assert differences(program.state(), expected) == []
+    assert differing_paths(program.state(), expected) == []
     drawn = torch.cuda.get_rng_state(0)
-    with preserved(*program.devices):
+    with preserve_generators(*program.devices):
         advance(program, 1)
     assert torch.cuda.get_rng_state(0).equal(drawn)
 

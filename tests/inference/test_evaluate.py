@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hotloop
 from hotloop.errors import DataError
-from hotloop.inference.evaluate import Answers, as_pictures
-from hotloop.task import Computed
+from hotloop.inference.evaluate import Evaluator, to_pictures
+from hotloop.task import StepResult
 from tests.support.programs import a_task, labelled, trained
 
 
@@ -130,9 +130,9 @@ def test_a_label_that_the_model_cannot_put_out_is_named(tmp_path) -> None:
         hotloop.evaluate(run, data=(x, y.clone().fill_(7)))
 
 
-def watch(answers: Answers, output: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
+def watch(answers: Evaluator, output: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
     given = torch.zeros(len(target), 2) if inputs is None else inputs
-    answers((given, target), len(target), Computed(torch.zeros(()), output, {}, classified=True))
+    answers((given, target), len(target), StepResult(torch.zeros(()), output, {}, classified=True))
 
 
 def test_the_worst_of_all_batches_are_kept_whatever_their_order() -> None:
@@ -140,7 +140,7 @@ def test_the_worst_of_all_batches_are_kept_whatever_their_order() -> None:
     target = torch.zeros(500, dtype=torch.int64)
     kept = []
     for size in (500, 64, 1):
-        answers = Answers(keep=10)
+        answers = Evaluator(keep=10)
         for rows, labels in zip(output.split(size), target.split(size), strict=True):
             watch(answers, rows, labels)
         kept.append([(mistake.index, mistake.confidence) for mistake in answers.findings()["mistakes"]])
@@ -149,14 +149,14 @@ def test_the_worst_of_all_batches_are_kept_whatever_their_order() -> None:
 
 
 def test_too_many_classes_for_a_matrix_are_said_to_be() -> None:
-    answers = Answers()
+    answers = Evaluator()
     watch(answers, torch.randn(5, 1001), torch.zeros(5, dtype=torch.int64))
     found = answers.findings()
     assert "1,001 classes" in found["note"] and "confusion" not in found and found["mistakes"]
 
 
 def test_pictures_of_unequal_sizes_are_left_out_and_no_mistake_is() -> None:
-    answers = Answers()
+    answers = Evaluator()
     for size in (8, 9):
         watch(answers, torch.eye(2).repeat(2, 1), torch.tensor([0, 0, 0, 0]), torch.rand(4, 1, size, size))
     found = answers.findings()["mistakes"]
@@ -175,12 +175,12 @@ def test_pictures_of_unequal_sizes_are_left_out_and_no_mistake_is() -> None:
     ids=["bytes", "0 to 1", "standardised", "blank"],
 )
 def test_numbers_become_pixels(images, expected) -> None:
-    (picture,) = as_pictures(images.reshape(1, 1, 2, 2))
+    (picture,) = to_pictures(images.reshape(1, 1, 2, 2))
     assert (picture.height, picture.width, picture.channels) == (2, 2, 1)
     assert list(picture.pixels) == expected
 
 
 def test_colours_come_last_in_a_picture() -> None:
     image = torch.arange(12, dtype=torch.uint8).reshape(1, 3, 2, 2)
-    (picture,) = as_pictures(image)
+    (picture,) = to_pictures(image)
     assert list(picture.pixels) == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]

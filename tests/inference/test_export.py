@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.records.training import Exported
+from hotloop.core.records.training import ExportRecord
 from hotloop.errors import ExportError
 from hotloop.training.run import Run
 from tests.support.programs import a_task, labelled, trained
@@ -90,7 +90,7 @@ LOADED = {
 
 
 @pytest.fixture(scope="module")
-def exported(digits, tmp_path_factory) -> Callable[[str], Exported]:
+def exported(digits, tmp_path_factory) -> Callable[[str], ExportRecord]:
     """Exports the run to a format, each once."""
     folder = tmp_path_factory.mktemp("exported")
     return cache(lambda kind: hotloop.export(digits, folder / f"model.{kind}"))

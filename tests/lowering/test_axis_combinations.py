@@ -15,12 +15,12 @@ from torch import Tensor
 
 import hotloop
 from hotloop.core.feasibility.violations import violations
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from hotloop.lowering.program import Program
 from hotloop.lowering.transforms import accumulation
-from hotloop.lowering.transforms.accumulation import Means, pieces_of
+from hotloop.lowering.transforms.accumulation import MeanDraws, split_batch
 from hotloop.plan import BASELINE, Plan
-from hotloop.tuning.auto.auto import known
+from hotloop.tuning.auto.auto import feasibility_facts
 from tests.lowering.test_cpu_plans import IMAGES, STEPS, assert_equal_within_rounding
 from tests.support.programs import a_task, advance, through_file
 from tests.support.tasks.model_families import FAMILIES, family
@@ -142,7 +142,7 @@ def named(row: Row) -> str:
 @pytest.mark.parametrize("row", CHOSEN, ids=named)
 def test_a_combination_runs_as_the_baseline_does_and_resumes_exactly(row: Row) -> None:
     at_means = draws_in_pieces(row)
-    with Means() if at_means else nullcontext():
+    with MeanDraws() if at_means else nullcontext():
         program = lower(row)
         half = after(program, HALF)
         end = after(program, STEPS - HALF)
@@ -150,12 +150,12 @@ def test_a_combination_runs_as_the_baseline_does_and_resumes_exactly(row: Row) -
 
         again = lower(row) if row["compile"] == "none" else program
         again.restore(through_file(half))
-        assert differences(again.state(), half) == []
-        assert differences(after(again, STEPS - HALF), end) == []
+        assert differing_paths(again.state(), half) == []
+        assert differing_paths(after(again, STEPS - HALF), end) == []
 
         under_the_baseline = lower(row, BASELINE)
         under_the_baseline.restore(half)
-        assert differences(under_the_baseline.state(), half) == []
+        assert differing_paths(under_the_baseline.state(), half) == []
         assert_equal_within_rounding(after(under_the_baseline, STEPS - HALF), end)
         for used in (program, again, under_the_baseline):
             used.close()
@@ -202,9 +202,9 @@ def test_the_few_hold_each_pair_of_all(rows: list[dict[str, Any]]) -> None:
 
 def test_what_can_be_run_is_what_feasibility_says() -> None:
     """All combinations, not only the chosen ones; what a batch normalisation does to pieces shows in lowering alone."""
-    hardware = known(family("mlp"), BASELINE)[1]
+    hardware = feasibility_facts(family("mlp"), BASELINE)[1]
     choices = dict(family=tuple(FAMILIES), data=DATA, compile=("none", *COMPILED, "package"), **AXES)
-    facts = {key: known(task, BASELINE)[0] for key, task in _TASKS.items()}
+    facts = {key: feasibility_facts(task, BASELINE)[0] for key, task in _TASKS.items()}
     for values in product(*choices.values()):
         row = dict(zip(choices, values, strict=True))
         normalised = row["family"] == "cnn" and row["accumulation"] > 1
@@ -219,7 +219,7 @@ def test_what_can_be_run_is_what_feasibility_says() -> None:
 def test_a_fault_in_one_combination_is_seen(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece of each batch is left out, where other axes are in play too."""
     program = lower(row)
-    monkeypatch.setattr(accumulation, "pieces_of", lambda *given: list(pieces_of(*given))[1:])
+    monkeypatch.setattr(accumulation, "split_batch", lambda *given: list(split_batch(*given))[1:])
     state = after(program, STEPS)
     program.close()
     with pytest.raises(AssertionError):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps.compiled_step import CompiledStep
@@ -98,12 +98,12 @@ def test_it_runs_as_the_baseline_does_and_its_state_round_trips(
     assert plan.compile == "none" or programs_run
 
     program.restore(through_file(state))
-    assert differences(program.state(), state) == []
+    assert differing_paths(program.state(), state) == []
     further = after(program, 3)
 
     under_the_baseline = hotloop.lower(family(name))
     under_the_baseline.restore(state)
-    assert differences(under_the_baseline.state(), state) == []
+    assert differing_paths(under_the_baseline.state(), state) == []
     assert_equal_within_rounding(further, after(under_the_baseline, 3))
 
 
@@ -157,7 +157,7 @@ def test_random_layers_draw_anew_at_each_step(plan: Plan) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_reduced_precisions_where_the_machine_is_not_asked(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without such instructions emulates them: slow, but the same lowering as elsewhere."""
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
     plan = Plan(precision=precision)
     program = hotloop.lower(family("mlp"), plan)
     state = after(program, 10)
@@ -170,12 +170,12 @@ def test_reduced_precisions_where_the_machine_is_not_asked(precision: str, monke
 
     again = hotloop.lower(family("mlp"), plan)
     again.restore(through_file(state))
-    assert differences(again.state(), state) == []
-    assert differences(after(again, 3), after(program, 3)) == []
+    assert differing_paths(again.state(), state) == []
+    assert differing_paths(after(again, 3), after(program, 3)) == []
 
 
 def test_a_scale_of_the_loss_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
     program = hotloop.lower(family("mlp"), Plan(precision="fp16"))
     state = after(program, 3)
     state.scaler["scale"] = 256.0
@@ -184,11 +184,11 @@ def test_a_scale_of_the_loss_that_is_not_restored_is_seen(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)
     other = hotloop.lower(family("mlp"), Plan(precision="fp16"))
     other.restore(state)
-    assert differences(other.state(), state) != []
+    assert differing_paths(other.state(), state) != []
 
 
 def test_fp16_compiled_scales_its_loss_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
     plain = after(hotloop.lower(family("mlp")), 3).parameters["1.weight"]
 
     def error() -> float:

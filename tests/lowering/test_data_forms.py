@@ -25,10 +25,10 @@ from torch.utils.data import (
 )
 
 import hotloop
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from hotloop.data.batch_tree import to_device
 from hotloop.errors import DataError, TaskError
-from hotloop.lowering.task_facts import facts_of
+from hotloop.lowering.task_facts import task_facts
 from tests.support.programs import a_task, advance, assert_resumes, labelled, state_after
 from tests.support.tasks.random_network import Drawing, network
 
@@ -69,12 +69,12 @@ def from_arrays() -> State:
 @pytest.mark.parametrize("form", FORMS)
 def test_all_forms_of_the_same_data_train_the_same(form: str, from_arrays: State) -> None:
     data = FORMS[form](*labelled())
-    assert differences(state_after(a_task(model=lambda: network(0.5), data=data), 8), from_arrays) == []
+    assert differing_paths(state_after(a_task(model=lambda: network(0.5), data=data), 8), from_arrays) == []
 
 
 def test_another_order_would_be_seen(from_arrays: State) -> None:
     other = state_after(a_task(model=lambda: network(0.5), shuffle=False), 8)
-    assert differences(other, from_arrays) != []
+    assert differing_paths(other, from_arrays) != []
 
 
 def test_workers_change_nothing() -> None:
@@ -86,7 +86,7 @@ def test_workers_change_nothing() -> None:
         state_after(a_task(data=loader, batch_size=None), 8, workers=0),
         state_after(a_task(data=DataLoader(Drawing(), batch_size=5, shuffle=True)), 8, workers=1),
     ]
-    assert [differences(state, states[0]) for state in states[1:]] == [[]] * 4
+    assert [differing_paths(state, states[0]) for state in states[1:]] == [[]] * 4
 
 
 def _masked(samples: list) -> tuple[Tensor, Tensor]:
@@ -97,13 +97,13 @@ def _masked(samples: list) -> tuple[Tensor, Tensor]:
 
 def test_a_collate_function_may_draw() -> None:
     states = [state_after(a_task(data=Drawing(), collate=_masked), 8, workers=workers) for workers in (0, 2)]
-    assert differences(*states) == []
+    assert differing_paths(*states) == []
     assert_resumes(a_task(data=Drawing(), collate=_masked))
 
 
 def test_data_that_draws_resumes_exactly() -> None:
     assert_resumes(a_task(data=Drawing()))
-    assert differences(state_after(a_task(data=Drawing()), 5), state_after(a_task(data=labelled()), 5)) != []
+    assert differing_paths(state_after(a_task(data=Drawing()), 5), state_after(a_task(data=labelled()), 5)) != []
 
 
 def test_a_sample_draws_anew_in_each_epoch() -> None:
@@ -226,13 +226,13 @@ def test_other_loaders_run_as_they_are_and_resume_by_skipping(name: str) -> None
     batch_size = None if isinstance(data, DataLoader) else 5
     task = a_task(data=data, batch_size=batch_size)
     assert_resumes(task)
-    facts = facts_of(hotloop.lower(task).parts)
+    facts = task_facts(hotloop.lower(task).parts)
     assert not facts.exact and facts.data == "Stream" and facts.samples is None
 
 
 @pytest.mark.parametrize("data", [labelled(), Drawing(), DataLoader(Drawing(), batch_size=5)])
 def test_what_follows_from_the_seed_is_exact(data: Any) -> None:
-    assert facts_of(hotloop.lower(a_task(data=data)).parts).exact
+    assert task_facts(hotloop.lower(a_task(data=data)).parts).exact
 
 
 def test_the_users_sampler_decides() -> None:
@@ -296,7 +296,7 @@ def test_augmentation_reaches_the_samples_of_a_stream() -> None:
     plain = a_task(data=Batches())
     augmented = replace(plain, augment=noisy)
     assert_resumes(augmented)
-    assert differences(state_after(augmented, 3), state_after(plain, 3)) != []
+    assert differing_paths(state_after(augmented, 3), state_after(plain, 3)) != []
 
 
 def test_batches_of_other_libraries_move_themselves() -> None:
@@ -322,4 +322,4 @@ def test_batches_of_other_libraries_move_themselves() -> None:
         return Graphs(*torch.utils.data.default_collate(samples))
 
     task = a_task(step=step, data=Plain(x, y), collate=together)
-    assert differences(assert_resumes(task), state_after(a_task(), 7)) == []
+    assert differing_paths(assert_resumes(task), state_after(a_task(), 7)) == []

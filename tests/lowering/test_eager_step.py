@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.random.rng import Streams
-from hotloop.core.state import State, differences
+from hotloop.core.random.rng import RandomStreams
+from hotloop.core.state import State, differing_paths
 from hotloop.errors import TaskError
 from tests.support.programs import a_task, advance, labelled, last_state, state_after, through_file, trained
 from tests.support.tasks.random_network import Drawing, network
@@ -77,7 +77,7 @@ def test_steps_of_ones_own_can_be_stopped_and_gone_on_with() -> None:
     second.restore(through_file(first.state()))
     for batch in batches[3:]:
         second.step(batch)
-    assert differences(whole.state(), second.state()) == []
+    assert differing_paths(whole.state(), second.state()) == []
 
 
 def test_the_end_of_an_epoch_is_told_by_the_caller() -> None:
@@ -119,7 +119,7 @@ def plain_training(
         total = torch.zeros((), dtype=torch.float64)
         for index in order.split(5):
             if draws:
-                Streams(task.seed).reseed("step", step, 0)
+                RandomStreams(task.seed).reseed("step", step, 0)
             model.train()
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x[index]), y[index])
@@ -184,7 +184,7 @@ def test_an_interrupted_fit_ends_in_the_same_state(tmp_path: Path) -> None:
         trained(task, tmp_path / "broken", checkpoint_every="3", callbacks=[stop])
     run = trained(task, tmp_path / "broken", resume=True)
     assert [event["event"] for event in run.journal()].count("resume") == 1
-    assert differences(last_state(run), whole) == []
+    assert differing_paths(last_state(run), whole) == []
 
 
 def test_the_model_is_built_from_the_seed_alone() -> None:
@@ -193,8 +193,8 @@ def test_the_model_is_built_from_the_seed_alone() -> None:
         torch.manual_seed(before)
         random.seed(before)
         starts.append(state_after(a_task(model=network), 0))
-    assert differences(*starts) == []
-    assert differences(starts[0], state_after(a_task(model=network, seed=1), 0)) != []
+    assert differing_paths(*starts) == []
+    assert differing_paths(starts[0], state_after(a_task(model=network, seed=1), 0)) != []
 
 
 def test_draws_differ_from_step_to_step_and_are_equal_in_two_runs() -> None:

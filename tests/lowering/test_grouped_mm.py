@@ -11,15 +11,15 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering import grouped_mm
 from hotloop.lowering.grouped_mm import multiply_groups, traceable_groups
-from hotloop.lowering.pipeline.graph_split import Objective, Traced
-from hotloop.lowering.pipeline.piece_costs import rehearse
+from hotloop.lowering.pipeline.graph_split import LossModule, TracedForward
+from hotloop.lowering.pipeline.piece_costs import infer_piece_shapes
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.profiler.costs.operator_cost import operator_counts
+from hotloop.profiler.costs.operator_cost import count_operator
 from tests.support.programs import a_task, advance, labelled, state_after
 
 STEP, PACKAGE = Plan(compile="step"), Plan(compile="package")
@@ -122,7 +122,7 @@ def test_it_goes_on_to_the_bit() -> None:
     again.restore(program.state())
     for each in (program, again):
         advance(each, 4)
-    assert differences(program.state(), again.state()) == []
+    assert differing_paths(program.state(), again.state()) == []
 
 
 class Sorted(nn.Module):
@@ -163,19 +163,19 @@ def test_a_mixture_of_experts_accumulates() -> None:
 def test_one_can_be_split_by_layers() -> None:
     task = experts()
     batch = tuple(part[:8] for part in labelled())
-    traced = Traced.of(Objective(task.build_model(), task, batch), batch)
-    pieces = traced.cut([traced.beginnings()["into"], traced.beginnings()["out"]])
-    found = rehearse(pieces, batch, torch.device("cpu"), nullcontext)
+    traced = TracedForward.from_task(LossModule(task.build_model(), task, batch), batch)
+    pieces = traced.split([traced.cut_points()["into"], traced.cut_points()["out"]])
+    found = infer_piece_shapes(pieces, batch, torch.device("cpu"), nullcontext)
     assert len(found) == 3 and found[2].leaving[0].shape == ()
 
 
 def test_each_row_is_counted_once() -> None:
     """And of terms in groups, each term; of stacks each matrix."""
     float32 = ["float32", "float32", "int32"]
-    rows = operator_counts("aten::_grouped_mm", [[32, 16], [4, 16, 12], [4]], float32)
-    columns = operator_counts("aten::_grouped_mm", [[4, 12, 16], [16, 32], [4]], float32)
-    terms = operator_counts("aten::_grouped_mm", [[16, 32], [32, 12], [4]], float32)
-    stacks = operator_counts("aten::_grouped_mm", [[4, 12, 16], [4, 16, 8], []], ["float32", "float32", ""])
+    rows = count_operator("aten::_grouped_mm", [[32, 16], [4, 16, 12], [4]], float32)
+    columns = count_operator("aten::_grouped_mm", [[4, 12, 16], [16, 32], [4]], float32)
+    terms = count_operator("aten::_grouped_mm", [[16, 32], [32, 12], [4]], float32)
+    stacks = count_operator("aten::_grouped_mm", [[4, 12, 16], [4, 16, 8], []], ["float32", "float32", ""])
     assert rows is not None and columns is not None and terms is not None and stacks is not None
     assert rows.flops == columns.flops == terms.flops == 2 * 32 * 16 * 12
     assert stacks.flops == 4 * 2 * 12 * 16 * 8

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.data.batch_tree import copied
+from hotloop.data.batch_tree import copy_tree
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_programs
@@ -33,7 +33,7 @@ from tests.support.programs import a_task
 def test_a_copy_lies_as_the_original(view: Callable[[Tensor], Tensor]) -> None:
     base = torch.arange(30.0).reshape(5, 6)
     given = view(base)
-    (copy,) = copied((given,))
+    (copy,) = copy_tree((given,))
     assert torch.equal(copy, given) and (copy.stride() == given.stride() or not given.numel())
     base += 1
     assert not given.numel() or not torch.equal(copy, given)

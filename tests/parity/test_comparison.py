@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotloop.parity import comparison
-from hotloop.parity.comparison import Key, errors
+from hotloop.parity.comparison import Key, relative_errors
 
 NAN, INF = math.nan, math.inf
 
@@ -43,9 +43,9 @@ def steps() -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
 def test_errors_are_those_of_each_by_itself() -> None:
     one, true = steps()
     sizes = dict.fromkeys(true, 2.0)
-    together, apart = errors(one, true, sizes), dict[Key, float]()
+    together, apart = relative_errors(one, true, sizes), dict[Key, float]()
     for key, value in one.items():
-        apart |= errors({key: value}, true, sizes)
+        apart |= relative_errors({key: value}, true, sizes)
     assert together == apart
     assert apart["update", "large"] == 1.5 and apart["gradient", "not finite"] == 0.25
     assert apart["update", "small"] == pytest.approx(math.hypot(0.01, 0.02, 0.03) / 2)
@@ -57,5 +57,5 @@ def test_errors_are_those_of_each_by_itself() -> None:
 
 def test_no_more_is_held_at_once_than_a_slice_has() -> None:
     several = {("update", str(number)): torch.zeros(2 * comparison._SLICE // 5) for number in range(5)}
-    groups = [[key[1] for key, *_ in group] for group in comparison._in_groups(several, several)]
+    groups = [[key[1] for key, *_ in group] for group in comparison._tensor_groups(several, several)]
     assert groups == [["0", "1"], ["2", "3"], ["4"]]

@@ -9,7 +9,7 @@ import torch
 
 from hotloop.errors import PlanError
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.parity.convergence import compared, converges
+from hotloop.parity.convergence import check_convergence, compare_losses
 from hotloop.plan import Plan
 from tests.support.programs import a_task, labelled
 
@@ -22,7 +22,7 @@ def drawn(mean: float, spread: float, seed: int) -> list[float]:
 
 
 def outcome(baseline: list[float], plan: list[float]) -> bool:
-    return compared(baseline, plan, what="train_loss", epochs=1, seeds=range(SEEDS)).equivalent
+    return compare_losses(baseline, plan, what="train_loss", epochs=1, seeds=range(SEEDS)).equivalent
 
 
 def test_the_same_figures_are_equivalent() -> None:
@@ -65,7 +65,7 @@ def test_under_chance_alone_it_is_wrong_in_at_most_five_of_a_hundred() -> None:
 
 
 def test_a_plan_that_changes_nothing_ends_alike() -> None:
-    found = converges(a_task(epochs=2), Plan(optimizer="foreach"), 3)
+    found = check_convergence(a_task(epochs=2), Plan(optimizer="foreach"), 3)
     assert found.equivalent
     assert found.plan == found.baseline
     assert len(set(found.baseline)) == 3  # each seed is a training of its own
@@ -81,23 +81,23 @@ def test_a_fault_ends_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(self, batch, samples, step)
 
     monkeypatch.setattr(EagerStep, "_run", halved)
-    found = converges(a_task(epochs=6), Plan(threads=1), 3)
+    found = check_convergence(a_task(epochs=6), Plan(threads=1), 3)
     assert not found.equivalent
 
 
 def test_validation_data_decides_where_there_is_some() -> None:
     task = a_task(epochs=1, validation=labelled(12))
-    assert converges(task, Plan(), 3).what == "validation_loss"
+    assert check_convergence(task, Plan(), 3).what == "validation_loss"
 
 
 def test_too_few_seeds_are_refused() -> None:
     with pytest.raises(PlanError, match="3 or more"):
-        converges(a_task(), Plan(), 2)
+        check_convergence(a_task(), Plan(), 2)
 
 
 def test_random_generators_are_left_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    converges(a_task(epochs=1), Plan(), 3)
+    check_convergence(a_task(epochs=1), Plan(), 3)
     assert torch.equal(torch.rand(1), expected)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.core.records.race import TRUSTED
+from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.lowering.program import Program
-from hotloop.parity.comparison import one_step
+from hotloop.parity.comparison import run_one_step
 from hotloop.parity.proof import prove, prove_programs
-from hotloop.parity.references import Truth
-from hotloop.parity.trajectory import stops
+from hotloop.parity.references import Float64Reference
+from hotloop.parity.trajectory import walk_states
 from hotloop.plan import BASELINE, Plan
 from tests.support.planted_step_faults import mask_repeated
 from tests.support.programs import a_task, labelled
@@ -140,7 +140,7 @@ def test_the_truth_is_what_float64_comes_to(name: str) -> None:
     (x, y), _ = next(iter(program.feed.epoch(0)))
     weights = {key: value.double() for key, value in program.state().parameters.items()}
     scores = F.linear(COMPUTED[name](x.double()), weights["layer.weight"], weights["layer.bias"])
-    exact = Truth(task, torch.device("cpu")).step(program.state(), (x, y))["loss", "loss"]
+    exact = Float64Reference(task, torch.device("cpu")).step(program.state(), (x, y))["loss", "loss"]
     assert float(exact) == pytest.approx(float(F.cross_entropy(scores, y, reduction="sum")), rel=1e-13)
 
 
@@ -168,7 +168,10 @@ def test_whole_numbers_are_cut_off_as_fp32_cuts_them_off() -> None:
     program = hotloop.lower(task)
     batch, _ = next(iter(program.feed.epoch(0)))
     start = program.state()
-    exact, plain = Truth(task, torch.device("cpu")).step(start, batch), one_step(program, start, batch)[0]
+    exact, plain = (
+        Float64Reference(task, torch.device("cpu")).step(start, batch),
+        run_one_step(program, start, batch)[0],
+    )
     key = ("gradient", "places.weight")
     assert float((exact[key] - plain[key]).norm() / exact[key].norm()) < 1e-6
 
@@ -206,7 +209,7 @@ def test_complex_numbers_have_a_truth() -> None:
     faulty = hotloop.lower(task)
     turned(faulty)
     honest, broken = prove_programs(task, [hotloop.lower(task, Plan(accumulation=5)), faulty])
-    assert honest.parity in TRUSTED, honest.reason
+    assert honest.parity in TRUSTED_CLASSES, honest.reason
     assert broken.parity == "broken"
 
 
@@ -234,7 +237,7 @@ def rate_off(program: Program) -> None:
 
 def test_a_loss_that_cancels_to_nothing_is_no_reason_to_give_up() -> None:
     task = a_task(model=Advantage, loss=cancelling)
-    truth, program = Truth(task, torch.device("cpu")), hotloop.lower(task)
+    truth, program = Float64Reference(task, torch.device("cpu")), hotloop.lower(task)
     batch, _ = next(iter(program.feed.epoch(0)))
     exact = truth.step(program.state(), batch)["loss", "loss"]
     assert abs(float(exact)) < 1e-6, "nothing but rounding is left of it"
@@ -242,7 +245,7 @@ def test_a_loss_that_cancels_to_nothing_is_no_reason_to_give_up() -> None:
     step = faulty._step._update
     faulty._step._update = lambda: (rate_off(faulty), step())[1]  # type: ignore[method-assign]
     honest, broken = prove_programs(task, [plain, faulty])
-    assert honest.parity in TRUSTED, honest.reason
+    assert honest.parity in TRUSTED_CLASSES, honest.reason
     assert broken.parity == "broken"
 
 
@@ -259,7 +262,7 @@ def test_a_schedule_by_epochs_leaves_the_free_run_its_steps() -> None:
 def test_states_do_not_all_stand_before_the_same_batch(batch_size: int) -> None:
     """Epochs of 5, 4, 3 and 2 batches, of which the last has fewer samples."""
     program = hotloop.lower(a_task(batch_size=batch_size, epochs=40))
-    lengths = [len(stop.batch[0]) for stop in stops(program)]
+    lengths = [len(stop.batch[0]) for stop in walk_states(program)]
     assert len(lengths) == 17 and lengths.count(batch_size) >= 8 and lengths.count(batch_size) < 17
 
 
@@ -299,4 +302,4 @@ def test_one_full_batch_of_two_in_an_epoch_is_enough_for_a_compiled_step() -> No
     """The first step makes the optimizer's state, and is eager as every second batch is."""
     task = a_task(batch_size=13, epochs=40, optimizer=lambda parameters: torch.optim.Adam(parameters))
     found = prove(task, Plan(device="cpu", compile="step"))
-    assert found.parity in TRUSTED, found.reason
+    assert found.parity in TRUSTED_CLASSES, found.reason

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.records.race import TRUSTED
+from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.parity import free_run
@@ -83,7 +83,7 @@ def test_what_goes_wrong_from_one_step_to_the_next_is_seen_in_all_that_is_kept(n
     programs = [lower(task, HONEST) for _ in range(2)]
     goes_wrong_between_steps(programs[1], fault)
     honest, faulty = prove_programs(task, programs)
-    assert honest.parity in TRUSTED, honest.reason
+    assert honest.parity in TRUSTED_CLASSES, honest.reason
     assert faulty.parity == "broken" and str(faulty.first).startswith(f"{first}, within"), faulty.reason
     assert ("extra/" in faulty.reason) is (name == "extra")
 
@@ -112,7 +112,7 @@ def test_a_share_of_right_answers_that_rounding_turns_is_no_fault() -> None:
     sums = lambda program: program._step.sums  # noqa: E731
     goes_wrong_between_steps(program, lambda program: sums(program).update(right=sums(program)["right"] + 0.25))
     (found,) = prove_programs(task, [program])
-    assert found.parity in TRUSTED, found.reason
+    assert found.parity in TRUSTED_CLASSES, found.reason
 
 
 class Adaptive(torch.optim.SGD):
@@ -134,15 +134,15 @@ def test_a_number_that_an_optimizer_computes_may_be_off_by_rounding_and_no_more(
     program = hotloop.lower(task, Plan(accumulation=2))  # adds up in another order
     program.optimizer.wrong = wrong  # type: ignore[attr-defined]
     (found,) = prove_programs(task, [program])
-    assert (found.parity in TRUSTED) is (wrong == 1.0), found.reason
+    assert (found.parity in TRUSTED_CLASSES) is (wrong == 1.0), found.reason
 
 
 def test_a_free_run_has_two_whole_replays_before_the_end_of_an_epoch_and_one_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_a_plan: Any = SimpleNamespace(parts=SimpleNamespace(plan=Plan(graphs=16)))
-    assert (free_run._at_once(of_a_plan), free_run._at_once(lower(a_task()))) == (16, 1)
-    monkeypatch.setattr(free_run, "_at_once", lambda program: 16)
+    assert (free_run._steps_per_replay(of_a_plan), free_run._steps_per_replay(lower(a_task()))) == (16, 1)
+    monkeypatch.setattr(free_run, "_steps_per_replay", lambda program: 16)
     task = a_task(epochs=20)
     (found,) = prove_programs(task, [lower(task, HONEST)])
-    assert found.free_steps == 49 and found.parity in TRUSTED
+    assert found.free_steps == 49 and found.parity in TRUSTED_CLASSES

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.processes.deadline import Deadline
-from hotloop.core.records.race import TRUSTED
+from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.errors import HotloopError
 from hotloop.lowering.build import lower
 from hotloop.parity import proof
 from hotloop.parity.proof import prove, prove_plans, prove_programs
-from hotloop.parity.references import Truth
+from hotloop.parity.references import Float64Reference
 from hotloop.plan import BASELINE, Plan
 from hotloop.tuning import race
 from tests.support.programs import a_task
@@ -118,7 +118,7 @@ def test_a_generator_of_the_models_own_follows_from_the_step() -> None:
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"Muon"}))
 def test_an_optimizer_that_counts_in_fp32_alone_has_a_truth(name: str) -> None:
     task = a_task(optimizer=OPTIMIZERS[name])
-    truth, program = Truth(task, torch.device("cpu")), lower(task, BASELINE)
+    truth, program = Float64Reference(task, torch.device("cpu")), lower(task, BASELINE)
     batch, _ = next(iter(program.feed.epoch(0)))
     for _ in range(2):
         truth.step(program.state(), batch)
@@ -171,7 +171,7 @@ def test_a_training_that_fails_is_no_fault_of_the_proof(where: str) -> None:
     with pytest.raises(HotloopError, match=re.escape(says)):
         prove(task, BASELINE)
     plans, deadline = [Plan(optimizer="foreach")], Deadline()
-    [found] = race._parities(task, plans, race.proven_all, lambda doing, share: None, deadline)
+    [found] = race._prove_in_time(task, plans, race.prove_all, lambda doing, share: None, deadline)
     assert found.parity == "unproven" and says in found.reason and "float64" not in found.reason
 
 
@@ -201,10 +201,10 @@ def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
 def test_a_harmless_change_that_the_model_can_t_take_is_left_out() -> None:
     task = pictures()
     program = hotloop.lower(task, Plan(optimizer="foreach"))
-    (found,) = proof._compared(
+    (found,) = proof._compare_programs(
         task, [program], None, lambda done, total: None, brief=False
     )  # beside channels_last, too
-    assert found.parity in TRUSTED and found.states >= 16
+    assert found.parity in TRUSTED_CLASSES and found.states >= 16
 
 
 def test_a_step_that_fails_by_itself_is_one_line() -> None:

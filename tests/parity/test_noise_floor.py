@@ -11,20 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotloop.core.records.race import TRUSTED
-from hotloop.core.state import State, differences
+from hotloop.core.records.race import TRUSTED_CLASSES
+from hotloop.core.state import State, differing_paths
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.parity import proof as parity
-from hotloop.parity.comparison import errors, one_step
-from hotloop.parity.evidence import Account, Evidence
-from hotloop.parity.free_run import run_freely
+from hotloop.parity.comparison import relative_errors, run_one_step
+from hotloop.parity.evidence import Evidence, StepErrors
+from hotloop.parity.free_run import compare_free_runs
 from hotloop.parity.proof import prove_programs
-from hotloop.parity.references import Truth, Witness, _InARow, baselines, peers
-from hotloop.parity.step_collector import Collector
-from hotloop.parity.trajectory import Stop
-from hotloop.parity.verdict import TYPICAL, typical
-from hotloop.parity.verdict import judged as judged_by_parity
+from hotloop.parity.references import (
+    Float64Reference,
+    ReferenceRun,
+    _SequentialSums,
+    baseline_references,
+    reduced_precision_references,
+)
+from hotloop.parity.step_collector import StepCollector
+from hotloop.parity.trajectory import PathState
+from hotloop.parity.verdict import TYPICAL_LIMIT, typical_errors
+from hotloop.parity.verdict import classify as judged_by_parity
 from hotloop.plan import BASELINE, Plan
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
@@ -32,8 +38,8 @@ from tests.support.tasks.model_families import family
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _accounts(sizes: dict[str, list[float]]) -> dict[str, Account]:
-    return {name: Account(name, [{WEIGHT: size} for size in errors]) for name, errors in sizes.items()}
+def _accounts(sizes: dict[str, list[float]]) -> dict[str, StepErrors]:
+    return {name: StepErrors(name, [{WEIGHT: size} for size in errors]) for name, errors in sizes.items()}
 
 
 WEIGHT = ("gradient", "weight")
@@ -44,15 +50,15 @@ def test_errors_of_two_sizes_have_a_floor_of_two_sizes() -> None:
     plain, other = [1e-6, 1e-6, 1e-4, 1e-6, 1e-6, 1e-6], [1e-6, 1e-4, 1e-6, 1e-6, 1e-4, 1e-6]
     accounts = _accounts({"plain": plain, "other": other, "plan": [1e-4, 1e-4, 1e-6, 1e-4, 1e-6, 1e-4]})
     rounding = [{WEIGHT: max(pair)} for pair in zip([1e-4, *plain[1:]], other, strict=True)]
-    (row,) = typical(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
-    assert row.ratio <= TYPICAL
+    (row,) = typical_errors(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
+    assert row.ratio <= TYPICAL_LIMIT
 
 
 def test_an_error_of_one_size_is_held_against_errors_of_one_size() -> None:
     accounts = _accounts({"plain": [1e-6] * 6, "other": [1e-6, 2e-6] * 3, "plan": [1e-5] * 6})
     rounding = [{WEIGHT: 2e-6}] * 6
-    (row,) = typical(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
-    assert row.ratio > TYPICAL
+    (row,) = typical_errors(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
+    assert row.ratio > TYPICAL_LIMIT
 
 
 class Pooled(nn.Module):
@@ -77,7 +83,7 @@ def test_sums_that_a_compiler_writes_in_a_row_are_no_fault() -> None:
 @pytest.mark.parametrize(("shape", "dims"), [((999, 3), [0]), ((3, 999), [-1]), ((7, 2, 150), [0, 2]), ((9000,), [0])])
 def test_in_a_row_means_one_after_the_other(shape: tuple[int, ...], dims: list[int]) -> None:
     values = torch.rand(shape, generator=torch.Generator().manual_seed(1))
-    with _InARow():
+    with _SequentialSums():
         one, kept, mean = values.sum(dims), values.sum(dims, keepdim=True), values.mean(dims)
     rows = values.movedim(dims, list(range(len(dims)))).flatten(0, len(dims) - 1).numpy()
     parts = [np.add.accumulate(rows[at : at + 4096], axis=0)[-1] for at in range(0, len(rows), 4096)]
@@ -106,7 +112,7 @@ def test_cross_entropy_is_summed_in_a_row_too(places: tuple[int, ...], reduction
         given = None if weight is None else weight.to(scores.dtype)
         return F.cross_entropy(scores, target, given, ignore_index=7, reduction=reduction)
 
-    with _InARow():
+    with _SequentialSums():
         found = loss(scores)
     torch.testing.assert_close(found, loss(scores), rtol=1e-5, atol=0)
     if reduction == "sum" and not weighted:
@@ -119,9 +125,9 @@ def test_cross_entropy_is_summed_in_a_row_too(places: tuple[int, ...], reduction
 def test_what_a_compiled_step_shows_at_few_states_is_held_against_those(factor: float, within: bool) -> None:
     """Its gradients are seen where the step runs eagerly: in the first one and in a smaller batch, where rounding jumps."""
     plain = [1e-4, *[1e-6] * 6, 1e-4]
-    account = Account("plan", [{WEIGHT: factor * 1e-4}, *[{} for _ in range(6)], {WEIGHT: factor * 1e-4}])
-    (row,) = typical(account, [_accounts({"plain": plain})["plain"]], [{WEIGHT: size} for size in plain])
-    assert (row.ratio <= TYPICAL) is within
+    account = StepErrors("plan", [{WEIGHT: factor * 1e-4}, *[{} for _ in range(6)], {WEIGHT: factor * 1e-4}])
+    (row,) = typical_errors(account, [_accounts({"plain": plain})["plain"]], [{WEIGHT: size} for size in plain])
+    assert (row.ratio <= TYPICAL_LIMIT) is within
 
 
 @pytest.mark.parametrize(("error", "parity"), [(2e-6, "fp32-equivalent"), (1e-4, "broken")])
@@ -130,7 +136,8 @@ def test_what_rounding_cancels_by_chance_at_one_state_is_no_measure(error: float
     loss = ("loss", "loss")
     usual, lucky = [1e-6, 2e-6, 1e-6, 3e-6, 2e-6], 5
     plain, plan = (
-        Account(name, [{loss: size} for size in [*usual, last]]) for name, last in ((("plain"), 1e-9), ("plan", error))
+        StepErrors(name, [{loss: size} for size in [*usual, last]])
+        for name, last in ((("plain"), 1e-9), ("plan", error))
     )
     plan.differs = "parameters/weight after step 1"
     evidence = Evidence([plain], [], [plan], State({}, {}), list(range(6)), [{loss: size} for size in [*usual, 1e-9]])
@@ -147,7 +154,7 @@ def test_a_relu_that_rounding_switches_changes_the_size_of_an_update(size: float
     update, along = ("update", "weight"), ("size of update", "weight")
     rounding = [{update: 1e-4, along: 1e-7} for _ in range(6)]
     errors = [{update: 1e-4, along: size if often or state == 3 else 1e-7} for state in range(6)]
-    plain, plan = Account("plain", rounding), Account("plan", errors, differs="parameters/weight after step 1")
+    plain, plan = StepErrors("plain", rounding), StepErrors("plan", errors, differs="parameters/weight after step 1")
     found = judged_by_parity(plan, Evidence([plain], [], [plan], State({}, {}), list(range(6)), rounding), None)
     assert found["parity"] == parity, found["reason"]
 
@@ -161,11 +168,14 @@ def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change(
 
     def left_out(model: Callable[[], nn.Module]) -> set[str]:
         task = a_task(model=model, epochs=9)
-        collector = Collector(
-            Truth(task, torch.device("cpu")), baselines(task, "cpu", few=False), [], [lower(task, BASELINE)]
+        collector = StepCollector(
+            Float64Reference(task, torch.device("cpu")),
+            baseline_references(task, "cpu", few=False),
+            [],
+            [lower(task, BASELINE)],
         )
         assert collector.collect().unproven is None
-        return {one.name for one in collector.witnesses if not one.active}
+        return {one.name for one in collector.witnesses if not one.is_active}
 
     assert left_out(lambda: Mixed(6, 3)) == {"permuted"}
     assert left_out(lambda: nn.Linear(6, 3)) == set()
@@ -175,19 +185,19 @@ def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change(
 def test_the_baseline_s_step_stays_what_it_was_while_others_take_theirs(few: bool) -> None:
     """Witnesses may run in its own Program, in whose memory a step lies that isn't kept."""
     task = a_task(epochs=9)
-    witnesses, apart = baselines(task, "cpu", few=few)[: 1 if few else None], lower(task, BASELINE)
+    witnesses, apart = baseline_references(task, "cpu", few=few)[: 1 if few else None], lower(task, BASELINE)
     states: list[int] = []
 
-    class Watching(Collector):
-        def _try(self, program: Program, account: Account, stop: Stop, known: Any) -> None:
-            seen, after = one_step(apart, stop.state, stop.batch)
+    class Watching(StepCollector):
+        def _try(self, program: Program, account: StepErrors, stop: PathState, known: Any) -> None:
+            seen, after = run_one_step(apart, stop.state, stop.batch)
             _, _, eager, expected = known
-            assert differences(expected, after) == []
-            assert not any(errors(eager, seen, dict.fromkeys(seen, 1.0)).values())
+            assert differing_paths(expected, after) == []
+            assert not any(relative_errors(eager, seen, dict.fromkeys(seen, 1.0)).values())
             states.append(stop.state.position.step)
             super()._try(program, account, stop, known)
 
-    collected = Watching(Truth(task, torch.device("cpu")), witnesses, [], [lower(task, BASELINE)]).collect()
+    collected = Watching(Float64Reference(task, torch.device("cpu")), witnesses, [], [lower(task, BASELINE)]).collect()
     assert collected.unproven is None and len(states) > 4
     assert collected.candidates[0].differs is None
 
@@ -217,7 +227,7 @@ def test_a_buffer_that_keeps_samples_has_no_floor_of_another_order() -> None:
     for program, keeps in zip(programs, [(True, True), (False, True), (True, False)], strict=True):
         program.model.keeps = keeps  # type: ignore[assignment]
     honest, no_features, no_kinds = prove_programs(task, programs)
-    assert honest.parity in TRUSTED, honest.reason
+    assert honest.parity in TRUSTED_CLASSES, honest.reason
     assert [one.parity for one in (no_features, no_kinds)] == ["broken", "broken"]
     assert str(no_features.first).startswith("buffer 'features'") and str(no_kinds.first).startswith("buffer 'kinds'")
 
@@ -241,7 +251,7 @@ def test_a_constant_buffer_hides_no_other_one(mask: float) -> None:
     programs = [lower(task, Plan(optimizer="foreach")) for _ in range(2)]
     programs[1].model.norm.momentum = 0.0  # type: ignore[union-attr, assignment]
     honest, never_updated = prove_programs(task, programs)
-    assert honest.parity in TRUSTED, honest.reason
+    assert honest.parity in TRUSTED_CLASSES, honest.reason
     assert never_updated.parity == "broken" and str(never_updated.first).startswith("buffer 'norm.running_")
 
 
@@ -269,28 +279,28 @@ def test_what_is_not_finite_hides_nothing_beside_it_and_what_can_t_be_compared_m
     for program, keeps in zip(programs, [(True, True), (False, True), (True, False)], strict=True):
         program.model.keeps = keeps  # type: ignore[assignment]
     honest, no_largest, no_digits = prove_programs(task, programs)
-    assert honest.parity in TRUSTED, honest.reason
+    assert honest.parity in TRUSTED_CLASSES, honest.reason
     assert no_largest.parity == "broken" and str(no_largest.first).startswith("buffer 'largest'")
     assert no_digits.parity == "unproven" and "the buffer 'digits' can't be compared" in no_digits.reason
 
 
 def test_a_peer_that_is_left_out_leaves_the_baseline_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are called `nudged`: the eager step in a reduced precision, and the one in fp32."""
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)  # this CPU may only emulate it
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)  # this CPU may only emulate it
     task, plan = family("mlp"), Plan(precision="bf16")
     asked: list[list[str]] = []
 
-    def failing(*given: Any, **how: Any) -> list[Witness]:
-        found = peers(*given, **how)
+    def failing(*given: Any, **how: Any) -> list[ReferenceRun]:
+        found = reduced_precision_references(*given, **how)
         found[1].batch = lambda batch, number: None  # which no step can be taken with
         return found
 
     def noted(start: State, *who: Any, **how: Any) -> Any:
         asked.extend([one.name for one in witnesses] for witnesses in who[:2])
-        return run_freely(start, *who, **how)
+        return compare_free_runs(start, *who, **how)
 
-    monkeypatch.setattr(parity, "peers", failing)
-    monkeypatch.setattr(parity, "run_freely", noted)
-    (found,) = parity._compared(task, [lower(task, plan)], None, lambda done, total: None, brief=False)
+    monkeypatch.setattr(parity, "reduced_precision_references", failing)
+    monkeypatch.setattr(parity, "compare_free_runs", noted)
+    (found,) = parity._compare_programs(task, [lower(task, plan)], None, lambda done, total: None, brief=False)
     assert found.parity == "reduced-precision", found.reason
     assert "nudged" in asked[0] and "nudged" not in asked[1]

@@ -12,7 +12,7 @@ import torch
 import hotloop
 from bench.graph_mutations import Graphs
 from bench.yardstick import Yardstick
-from hotloop.core.records.race import TRUSTED, Parity
+from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
@@ -98,7 +98,7 @@ def test_a_stale_rate_in_a_graph_is_broken() -> None:
     task = another_family("mlp")
     graphs = Graphs(task, "step")
     honest, faulty = prove_programs(task, [graphs.program(), graphs.program(stale)])
-    assert honest.parity in TRUSTED
+    assert honest.parity in TRUSTED_CLASSES
     assert faulty.parity == "broken"
     assert faulty.first is not None and faulty.first.startswith("update")
 
@@ -128,14 +128,14 @@ def test_mutants_that_change_a_step_clearly_are_caught(graphs: Graphs) -> None:
     nothing = [(m, p) for (_, m, effect), p in zip(made, found, strict=True) if effect.multiple == 0]
     assert len(clear) >= 5
     assert [(m, p.reason) for m, p in clear if p.parity != "broken"] == []
-    assert [(m, p.reason) for m, p in nothing if p.parity not in TRUSTED] == []
+    assert [(m, p.reason) for m, p in nothing if p.parity not in TRUSTED_CLASSES] == []
 
 
 # ---------------------------------------------------------------- reduced precision
 
 
 def test_bf16_is_reduced_precision_and_a_fault_in_it_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)  # this CPU may only emulate it
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)  # this CPU may only emulate it
     task = family("mlp")
     programs = [hotloop.lower(task, Plan(precision="bf16")) for _ in range(3)]
     zero_grad_skipped(programs[1])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import hotloop
 from bench.graph_mutations import Graphs
 from hotloop.core.random.rng import generator_states
-from hotloop.core.records.race import TRUSTED, Parity
-from hotloop.core.state import differences
+from hotloop.core.records.race import TRUSTED_CLASSES, Parity
+from hotloop.core.state import differing_paths
 from hotloop.lowering.build import lower
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.parity import proof
@@ -63,7 +63,7 @@ class Turned(nn.Module):
 )
 def test_honest_plans_are_trusted(task: hotloop.Task, plans: list[Plan]) -> None:
     found = prove_programs(task, [hotloop.lower(task, plan) for plan in plans])
-    assert {one.plan: (one.parity, one.reason) for one in found if one.parity not in TRUSTED} == {}
+    assert {one.plan: (one.parity, one.reason) for one in found if one.parity not in TRUSTED_CLASSES} == {}
     assert all(one.states >= 16 and one.free_steps >= 5 and one.first is None for one in found)
 
 
@@ -83,7 +83,7 @@ def test_a_compiler_may_choose_the_strides_of_what_is_drawn() -> None:
 
     task = a_task(model=Turned, epochs=9)
     found = prove_programs(task, [Graphs(task, "step").program(contiguous)])[0]
-    assert found.parity in TRUSTED, found.reason
+    assert found.parity in TRUSTED_CLASSES, found.reason
 
 
 # ---------------------------------------------------------------- draws
@@ -138,7 +138,7 @@ def test_programs_and_generators_are_left_as_they_were() -> None:
     advance(program, 3)
     before, generators, threads = program.state(), generator_states(), torch.get_num_threads()
     prove_programs(task, [program])
-    assert differences(program.state(), before) == []
+    assert differing_paths(program.state(), before) == []
     assert generator_states() == generators
     assert torch.get_num_threads() == threads
     assert torch.get_default_dtype() == torch.float32
@@ -146,7 +146,7 @@ def test_programs_and_generators_are_left_as_they_were() -> None:
     advance(program, 3)
     alone = hotloop.lower(task, FORLOOP)
     advance(alone, 6)
-    assert differences(program.state(), alone.state()) == []
+    assert differing_paths(program.state(), alone.state()) == []
 
 
 def test_they_are_left_so_when_the_proof_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,20 +165,20 @@ def test_they_are_left_so_when_the_proof_fails(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(EagerStep, "_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prove_programs(task, [program])
-    assert differences(program.state(), before) == []
+    assert differing_paths(program.state(), before) == []
     assert generator_states() == generators
 
 
 def test_one_baseline_is_enough_for_what_passes_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them can only allow more: the others are asked about what didn't pass, and for nothing else."""
     asked: list[tuple[bool, int]] = []
-    compared = proof._compared
+    compared = proof._compare_programs
 
     def recorded(task: Any, programs: Any, *given: Any, brief: bool) -> list[Parity]:
         asked.append((brief, len(programs)))
         return compared(task, programs, *given, brief=brief)
 
-    monkeypatch.setattr(proof, "_compared", recorded)
+    monkeypatch.setattr(proof, "_compare_programs", recorded)
     task = family("mlp")
     honest, faulty = lower(task, Plan(optimizer="fused")), lower(task, Plan(optimizer="foreach"))
     zero_grad_skipped(faulty)
@@ -190,14 +190,14 @@ def test_one_baseline_is_enough_for_what_passes_beside_it(monkeypatch: pytest.Mo
 def test_what_fails_beside_one_baseline_may_pass_beside_all(monkeypatch: pytest.MonkeyPatch) -> None:
     task = family("mlp")
     program = lower(task, Plan(optimizer="fused"))
-    alone = proof._compared
+    alone = proof._compare_programs
 
     def strict(*given: Any, brief: bool) -> list[Parity]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hotloop.parity.verdict.TYPICAL", 1e-3 if brief else 4.0)
+            patch.setattr("hotloop.parity.verdict.TYPICAL_LIMIT", 1e-3 if brief else 4.0)
             return alone(*given, brief=brief)
 
-    monkeypatch.setattr(proof, "_compared", strict)
+    monkeypatch.setattr(proof, "_compare_programs", strict)
     assert prove_programs(task, [program])[0].parity in ("bitwise", "fp32-equivalent")
 
 
@@ -220,5 +220,5 @@ def test_a_free_run_stays_within_the_schedule_and_crosses_the_end_of_an_epoch(ep
     programs = [lower(task, plan), lower(task, plan)]
     last_batch_dropped(programs[1])
     honest, faulty = prove_programs(task, programs)
-    assert honest.parity in TRUSTED and honest.free_steps == steps
+    assert honest.parity in TRUSTED_CLASSES and honest.free_steps == steps
     assert faulty.parity == "broken", faulty.reason

@@ -63,8 +63,8 @@ def test_it_takes_as_much_as_it_says(optimizer: str) -> None:
 
 
 def test_none_is_begun_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "room_bytes", lambda device: 1 << 10)
-    monkeypatch.setattr("hotloop.parity.proof.Truth", lambda *given: pytest.fail("it was begun"))
+    monkeypatch.setattr(proof, "free_memory_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("hotloop.parity.proof.Float64Reference", lambda *given: pytest.fail("it was begun"))
     programs = [lower(family("mlp"), BASELINE), lower(family("mlp"), Plan(optimizer="foreach"))]
     found = prove_programs(family("mlp"), programs)
     assert [one.parity for one in found] == ["unproven", "unproven"] and all(one.short_of_memory for one in found)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench.graph_mutations import _through_tf32
-from hotloop.core.float32_switches import read
+from hotloop.core.float32_switches import read_switches
 from hotloop.core.number_formats import IEEE
-from hotloop.core.records.race import TRUSTED, Parity
+from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.lowering.build import lower
-from hotloop.lowering.product_counts import products_of
+from hotloop.lowering.product_counts import count_products
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
@@ -122,8 +122,8 @@ def test_fewer_bits_than_the_baseline_s_are_reduced_precision(tf32_in_convolutio
 def test_the_floor_alone_would_hide_products_in_tf32(
     tf32_in_convolutions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotloop.parity.evidence.reductions", lambda plan, baseline: [])
-    assert proven(products_in_tf32).parity in TRUSTED
+    monkeypatch.setattr("hotloop.parity.evidence.describe_reductions", lambda plan, baseline: [])
+    assert proven(products_in_tf32).parity in TRUSTED_CLASSES
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_the_floor_alone_would_hide_products_in_tf32(
 )
 def test_plans_of_as_many_bits_stay_trusted(tf32_in_convolutions: None, plan: Plan) -> None:
     found = proven(plan=plan)
-    assert found.parity in TRUSTED, found.reason
+    assert found.parity in TRUSTED_CLASSES, found.reason
     assert found.arithmetic == {"matmul": "fp32", "conv": "fp32" if plan.precision == "fp32" else "tf32"}
 
 
@@ -159,9 +159,9 @@ def test_check_says_why() -> None:
 
 
 def test_the_process_is_left_as_it_was(tf32_in_convolutions: None) -> None:
-    before = read()
+    before = read_switches()
     proven(convolution_in_bf16)
-    assert read() == before and torch.get_float32_matmul_precision() == "highest"
+    assert read_switches() == before and torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_captured_step_says_which_products_it_computes() -> None:
@@ -171,4 +171,4 @@ def test_a_captured_step_says_which_products_it_computes() -> None:
 
     given = torch.randn(3, 3), torch.randn(3, 3), torch.randn(1, 1, 4, 4), torch.randn(1, 1, 2, 2)
     counts = {("matmul", "bf16"): 1, ("matmul", "fp32"): 1, ("conv", "fp32"): 1}
-    assert dict(products_of(make_fx(step, tracing_mode="fake")(*given), IEEE)) == counts
+    assert dict(count_products(make_fx(step, tracing_mode="fake")(*given), IEEE)) == counts

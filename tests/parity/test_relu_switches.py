@@ -15,8 +15,8 @@ from hotloop.lowering.build import lower
 from hotloop.parity import free_run, proof, references, step_collector
 from hotloop.parity.free_run import STEPS
 from hotloop.parity.proof import prove_programs
-from hotloop.parity.references import Truth, of_rounding
-from hotloop.parity.step_collector import Collector
+from hotloop.parity.references import Float64Reference, rounding_error
+from hotloop.parity.step_collector import StepCollector
 from hotloop.plan import Plan
 from hotloop.task import Task
 from tests.support.programs import a_task, seeing
@@ -72,15 +72,15 @@ def test_nudges_of_the_usual_size_miss_it(call: int, monkeypatch: pytest.MonkeyP
     assert proven(4, 6, call).parity == "broken"
 
 
-def rounds_of(monkeypatch: pytest.MonkeyPatch) -> list[Truth]:
+def rounds_of(monkeypatch: pytest.MonkeyPatch) -> list[Float64Reference]:
     """One for each round of the proofs that follow."""
-    truths: list[Truth] = []
+    truths: list[Float64Reference] = []
 
-    def noted(task: Task, device: torch.device) -> Truth:
-        truths.append(Truth(task, device))
+    def noted(task: Task, device: torch.device) -> Float64Reference:
+        truths.append(Float64Reference(task, device))
         return truths[-1]
 
-    monkeypatch.setattr(proof, "Truth", noted)
+    monkeypatch.setattr(proof, "Float64Reference", noted)
     return truths
 
 
@@ -107,15 +107,15 @@ def test_what_is_off_at_most_states_is_a_fault_though_nudges_explain_each() -> N
 
 def test_states_at_which_nothing_explains_it_are_soon_looked_at_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    closer = Collector._look_closer
+    closer = StepCollector._take_closer_look
 
-    def noted(self: Collector, *given: Any) -> None:
+    def noted(self: StepCollector, *given: Any) -> None:
         looked.append(len(self.evidence.steps))
         closer(self, *given)
 
-    monkeypatch.setattr(Collector, "_look_closer", noted)
+    monkeypatch.setattr(StepCollector, "_take_closer_look", noted)
     assert proven(2000, 2001, *range(2, STATES)).parity == "broken"
-    assert len(looked) <= 2 * step_collector._IN_VAIN < 2 * (STATES - 2)
+    assert len(looked) <= 2 * step_collector._MAX_FRUITLESS < 2 * (STATES - 2)
 
 
 class Picky(Gated):
@@ -134,9 +134,9 @@ def test_a_nudge_that_is_not_harmless_excuses_nothing(call: int) -> None:
 
 
 def test_an_error_that_only_grows_with_the_nudge_is_none_of_rounding() -> None:
-    assert of_rounding(8e-6, near=1e-6) == pytest.approx(1e-6)
-    assert of_rounding(5e-5, near=1e-6) == pytest.approx(5e-5 / 8)
-    assert of_rounding(1e-3, near=1e-6) == 1e-3
+    assert rounding_error(8e-6, near=1e-6) == pytest.approx(1e-6)
+    assert rounding_error(5e-5, near=1e-6) == pytest.approx(5e-5 / 8)
+    assert rounding_error(1e-3, near=1e-6) == 1e-3
 
 
 class Normed(nn.Module):
@@ -162,9 +162,9 @@ class Normed(nn.Module):
     ids=["normed images", "others"],
 )
 def test_few_baselines_are_more_where_images_are_normalised(model: Callable[[], nn.Module], few: list[str]) -> None:
-    names = [one.name for one in references.baselines(seeing(model), "cpu", few=True)]
+    names = [one.name for one in references.baseline_references(seeing(model), "cpu", few=True)]
     assert names == ["eager", "nudged", *few]
-    every = [one.name for one in references.baselines(seeing(model), "cpu", few=False)]
+    every = [one.name for one in references.baseline_references(seeing(model), "cpu", few=False)]
     assert len(every) == len(set(every)) and set(names) < set(every)
 
 
@@ -174,6 +174,6 @@ def test_means_over_images_with_channels_last_are_among_the_first_baselines(
 ) -> None:
     counted = rounds_of(monkeypatch)
     if not known:
-        monkeypatch.setattr(references, "normalises", lambda model: False)
+        monkeypatch.setattr(references, "has_batch_normalization", lambda model: False)
     found = proof.prove(seeing(Normed), Plan(layout="channels_last"))
     assert (found.parity, len(counted)) == ("fp32-equivalent", rounds), found.reason

@@ -18,9 +18,9 @@ from hotloop.core.records.race import Parity
 from hotloop.lowering.build import lower
 from hotloop.lowering.checks import later_batches
 from hotloop.lowering.program import Program
-from hotloop.parity.evidence import Account
+from hotloop.parity.evidence import StepErrors
 from hotloop.parity.proof import prove, prove_programs
-from hotloop.parity.rng_tests import look_at_draws
+from hotloop.parity.rng_tests import check_own_draws
 from hotloop.plan import Plan
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
@@ -140,9 +140,9 @@ def many() -> hotloop.Task:
     return a_task(model=DrawingToScale, data=(x, x[:, :3].argmax(1)), batch_size=32, epochs=9)
 
 
-def looked_at(task: hotloop.Task, program: Program) -> Account:
-    account, plain = Account("planted"), lower(task, Plan())
-    look_at_draws(plain.state(), plain, [(program, account)])
+def looked_at(task: hotloop.Task, program: Program) -> StepErrors:
+    account, plain = StepErrors("planted"), lower(task, Plan())
+    check_own_draws(plain.state(), plain, [(program, account)])
     return account
 
 
@@ -150,11 +150,11 @@ def looked_at(task: hotloop.Task, program: Program) -> Account:
 def test_what_a_plan_draws_is_looked_at_by_itself(plant: Callable[[Program], None]) -> None:
     task = many()
     honest = looked_at(task, lower(task, HALVES))
-    assert (honest.drawn, honest.draws) == (True, None)
+    assert (honest.draw_notes, honest.draws) == (True, None)
     program = lower(task, HALVES)
     plant(program)
     found = looked_at(task, program)
-    assert found.drawn and str(found.draws).startswith(PLANTS[plant])
+    assert found.draw_notes and str(found.draws).startswith(PLANTS[plant])
 
 
 Graph = torch.fx.GraphModule
@@ -223,8 +223,8 @@ def test_what_a_captured_step_draws_is_looked_at_by_itself(name: str, pieces: in
     task = many()
     graphs = Graphs(task, "step", pieces)
     honest, found = looked_at(task, graphs.program()), looked_at(task, graphs.program(change))
-    assert (honest.drawn, honest.draws) == (True, None)
-    assert found.drawn and says in str(found.draws)
+    assert (honest.draw_notes, honest.draws) == (True, None)
+    assert found.draw_notes and says in str(found.draws)
 
 
 @pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.more), 2])
@@ -247,9 +247,9 @@ def test_draws_that_repeat_by_design_are_no_fault() -> None:
             return super().forward(x)
 
     task = a_task(model=Seeding, epochs=9)
-    account = Account("seeding")
+    account = StepErrors("seeding")
     plain, program = lower(task, Plan()), lower(task, Plan(accumulation=2))
-    look_at_draws(plain.state(), plain, [(program, account)])
+    check_own_draws(plain.state(), plain, [(program, account)])
     assert account.draws is None or "of the step before" not in account.draws
 
 
@@ -333,7 +333,7 @@ def test_what_cannot_be_put_together_is_unproven_and_not_broken(model: Callable[
 
 
 def test_no_draw_of_a_comparison_of_pieces_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(later_batches, "_FREE_S", 1000.0)  # else a comparison is due only on a fast machine
+    monkeypatch.setattr(later_batches, "_FREE_TIME_S", 1000.0)  # else a comparison is due only on a fast machine
     task, plan = family("vae"), HALVES
     (found,) = prove_programs(task, [lower(task, plan)])
     assert "what it draws has the baseline's rate and scale" in found.reason

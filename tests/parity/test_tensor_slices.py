@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.parity import comparison
-from hotloop.parity.comparison import norm_apart, one_step, wide
-from hotloop.parity.references import Truth
+from hotloop.parity.comparison import difference_norm, run_one_step, to_float64
+from hotloop.parity.references import Float64Reference
 from hotloop.plan import BASELINE
 from tests.support.programs import advance
 
@@ -38,22 +38,22 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_distances_in_slices_are_those_of_the_whole(name: str) -> None:
     value, true = PAIRS[name]
-    apart = (wide(value) - wide(true)).nan_to_num(0.0)
-    assert norm_apart(value, true) == pytest.approx(float(torch.linalg.vector_norm(apart)), rel=1e-14)
+    apart = (to_float64(value) - to_float64(true)).nan_to_num(0.0)
+    assert difference_norm(value, true) == pytest.approx(float(torch.linalg.vector_norm(apart)), rel=1e-14)
 
 
 @pytest.mark.parametrize(("one", "other"), [(NAN, 1.0), (INF, 1.0), (INF, -INF), (1.0, NAN)])
 def test_what_is_not_finite_on_one_side_is_infinitely_far(one: float, other: float) -> None:
-    far = norm_apart(torch.tensor([1.0] * 7 + [one]), torch.tensor([2.0] * 7 + [other]))
+    far = difference_norm(torch.tensor([1.0] * 7 + [one]), torch.tensor([2.0] * 7 + [other]))
     assert not math.isfinite(far)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_changes_in_slices_are_those_of_the_whole(name: str) -> None:
     value, before = PAIRS[name]
-    noted = comparison._Noted()
-    noted.note(("update", "w"), value, before)
-    expected = wide(value) - wide(before)
+    noted = comparison._StepRecord()
+    noted.record(("update", "w"), value, before)
+    expected = to_float64(value) - to_float64(before)
     assert torch.equal(noted["update", "w"].nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
@@ -84,13 +84,15 @@ def a_task() -> hotloop.Task:
 
 def test_the_truth_steps_from_the_numbers_of_a_state_and_gives_its_memory_back() -> None:
     task, cpu = a_task(), torch.device("cpu")
-    program, truth = hotloop.lower(task, BASELINE), Truth(task, cpu)
+    program, truth = hotloop.lower(task, BASELINE), Float64Reference(task, cpu)
     advance(program, 3)
     start, batch = program.state(), next(iter(program.feed.epoch(0)))[0]
-    true, plain = truth.step(start, batch), one_step(program, start, batch)[0]
+    true, plain = truth.step(start, batch), run_one_step(program, start, batch)[0]
     assert true.keys() == plain.keys()
-    assert all(norm_apart(plain[key], true[key]) < 1e-5 * max(1.0, float(true[key].double().norm())) for key in true)
-    truth.let_go()
+    assert all(
+        difference_norm(plain[key], true[key]) < 1e-5 * max(1.0, float(true[key].double().norm())) for key in true
+    )
+    truth.release()
     left = [*truth.program.model.parameters(), *truth.program.average.values()]
     assert not any(value.numel() or value.grad is not None for value in left)
     assert not truth.program.optimizer.state

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import hotloop
 from hotloop import arrays
-from hotloop.core.records.profile import Profile, Threads
-from hotloop.core.state import differences
+from hotloop.core.records.profile import Profile, ThreadUse
+from hotloop.core.state import differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
 from hotloop.lowering.build import lower
@@ -22,7 +22,7 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.profiler import profile
 from hotloop.profiler.detectors import diagnose
 from hotloop.profiler.task_profile import profile_program
-from hotloop.task_file import Loaded
+from hotloop.task_file import LoadedTask
 from tests.profiler.test_profile import measured, raced_as
 from tests.support.profiler.handmade_profiles import module
 from tests.support.programs import a_task
@@ -82,7 +82,7 @@ def test_phases_add_up_and_layers_go_by_their_modules_names() -> None:
     assert (optimizer.kind, optimizer.implementation) == ("Adam", "arrays")
     assert not found.operators and found.exit_code is None
     assert [note for note in found.notes if "written out" not in note] == []
-    assert differences(before, program.state()) == []
+    assert differing_paths(before, program.state()) == []
     step = program._step
     assert isinstance(step, ArraysStep)
     watched = [step, step.network.graph, *(call.layer for call in step.network.calls)]
@@ -147,7 +147,7 @@ def seen(**fields: Any) -> Profile:
         step_ms=10.0,
         phases={"forward": 5.0, "backward": 4.0, "data": 1.0},
         modules=[module("", "Net", 50, 40), module("a", "Conv2d", 40, 30, own_forward_ms=4.0, own_backward_ms=3.0)],
-        threads=Threads(torch=1, cores=2, busy=1.0, others=0.0),
+        threads=ThreadUse(torch=1, cores=2, busy=1.0, others=0.0),
         samples_per_step=128,
     )
     return Profile(**given | fields)
@@ -174,15 +174,17 @@ def test_a_step_of_python_says_nothing_of_operations() -> None:
 
 
 def test_threads_of_torch_are_not_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda threads, cores: pytest.fail("measured"))
-    crowded = seen(threads=Threads(torch=16, cores=2, busy=1.0, others=0.0))
+    monkeypatch.setattr(
+        "hotloop.profiler.busy_machine.oversubscription", lambda threads, cores: pytest.fail("measured")
+    )
+    crowded = seen(threads=ThreadUse(torch=16, cores=2, busy=1.0, others=0.0))
     monkeypatch.setattr(profile, "profile_task", lambda *args, **options: crowded)
     found = hotloop.profile(a_task(), plan="arrays", progress=False)
-    assert profile.UNTRIED in found.notes and not found.remedies[1:]
+    assert profile.UNTRIED_TORCH in found.notes and not found.remedies[1:]
 
 
 def tried() -> Profile:
-    return profile.tried(Loaded(a_task(), None, {}), seen(notes=[profile.UNTRIED]), ARRAYS)
+    return profile.race_remedies(LoadedTask(a_task(), None, {}), seen(notes=[profile.UNTRIED_TORCH]), ARRAYS)
 
 
 def test_what_torch_would_win_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +194,7 @@ def test_what_torch_would_win_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
     [remedy] = found.remedies
     assert remedy.axes == {"engine": "eager"} and remedy.won == (1.5, 1.4, 1.6)
     assert remedy.gain == pytest.approx(1 / 3) and "bitwise" in remedy.evidence
-    assert profile.UNTRIED not in found.notes
+    assert profile.UNTRIED_TORCH not in found.notes
 
 
 @pytest.mark.parametrize(("ratio", "says"), [(0.8, "isn't faster here: 0.80 times"), (None, "couldn't be raced")])

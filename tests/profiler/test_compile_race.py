@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.core.processes.compile_process import CompileChild
-from hotloop.core.records.profile import Threads
-from hotloop.profiler.busy_machine import busy_line
-from hotloop.profiler.compile_race import CallRecorder, RecordedCall, race_compiled
+from hotloop.core.processes.compile_process import CompileProcess
+from hotloop.core.records.profile import ThreadUse
+from hotloop.profiler.busy_machine import busy_warning
+from hotloop.profiler.compile_race import NetworkCall, NetworkCallRecorder, race_compiled
 from hotloop.profiler.hooks.resources import Cores
 from hotloop.profiler.script import profile_script
 
@@ -35,7 +35,7 @@ def test_what_the_child_does_is_its_own_and_what_it_returns_arrives() -> None:
         values.append(2)
         return {"values": values, "pid": os.getpid()}
 
-    with CompileChild(work) as child:
+    with CompileProcess(work) as child:
         found = child.result(BOUND_S)
     assert found == {"values": [1, 2], "pid": child.pid} and values == [1]
 
@@ -44,13 +44,13 @@ def test_an_error_is_one_line() -> None:
     def work() -> dict[str, Any]:
         raise ValueError("no such thing\nat all")
 
-    with CompileChild(work) as child:
+    with CompileProcess(work) as child:
         failure = child.result(BOUND_S)["failure"]
     assert failure.startswith("ValueError: no such thing") and "\n" not in failure
 
 
 def test_a_child_that_is_killed_is_told() -> None:
-    with CompileChild(lambda: os.kill(os.getpid(), signal.SIGKILL) or {}) as child:
+    with CompileProcess(lambda: os.kill(os.getpid(), signal.SIGKILL) or {}) as child:
         assert child.result(BOUND_S) == {"failure": "the compiling process died"}
 
 
@@ -58,7 +58,7 @@ def test_a_result_that_is_cut_off_is_that_of_a_child_that_died() -> None:
     reading, writing = os.pipe()
     os.write(writing, b'{"ratio": 1.')
     os.close(writing)
-    child = CompileChild.__new__(CompileChild)
+    child = CompileProcess.__new__(CompileProcess)
     child._reading = reading
     assert child.result(BOUND_S) == {"failure": "the compiling process died"}
     os.close(reading)
@@ -74,7 +74,7 @@ def test_a_child_that_takes_too_long_ends_with_the_compilers_that_it_started(tmp
         return {}
 
     began = time.monotonic()
-    with CompileChild(work) as child:
+    with CompileProcess(work) as child:
         while not (note.exists() and note.read_text()):
             time.sleep(0.01)
         failure = child.result(0.1)["failure"]
@@ -100,7 +100,7 @@ def test_operations_of_several_threads_run_in_the_child() -> None:
         def work() -> dict[str, Any]:
             return {"sum": float(torch.arange(1 << 20).float().mul(0).exp().sum()), "threads": torch.get_num_threads()}
 
-        with CompileChild(work) as child:
+        with CompileProcess(work) as child:
             assert child.result(BOUND_S) == {"sum": float(1 << 20), "threads": 2}
     finally:
         torch.set_num_threads(before)
@@ -118,8 +118,8 @@ class Sleeping(nn.Module):
         return {"logits": scale * self.inner(x)}
 
 
-def recorded(network: nn.Module) -> RecordedCall | None:
-    recorder = CallRecorder()
+def recorded(network: nn.Module) -> NetworkCall | None:
+    recorder = NetworkCallRecorder()
     recorder.on = True
     x = torch.randn(5, 4)
     recorder.note((network, x), {"scale": 2.0}, network(x, scale=2.0)["logits"])
@@ -154,10 +154,10 @@ def test_a_network_that_does_not_compile_is_a_failure(monkeypatch) -> None:
 
 def test_what_a_child_can_t_measure_is_refused_with_the_reason() -> None:
     network = Sleeping(0.0)
-    on_meta = RecordedCall.of(Sleeping(0.0).to("meta"), (), {})
+    on_meta = NetworkCall.of(Sleeping(0.0).to("meta"), (), {})
     assert "accelerator" in race_compiled(on_meta, BOUND_S)["failure"]
     network.compile(backend="eager")
-    assert race_compiled(RecordedCall.of(network, (), {}), BOUND_S)["failure"] == "the network is compiled already"
+    assert race_compiled(NetworkCall.of(network, (), {}), BOUND_S)["failure"] == "the network is compiled already"
 
 
 def test_a_child_that_has_too_little_time_says_what_gives_more(monkeypatch) -> None:
@@ -207,7 +207,7 @@ def test_a_real_compiler_runs_in_the_child() -> None:
     network = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
     x = torch.randn(16, 8)
     network(x).sum().backward()
-    found = race_compiled(RecordedCall.of(network, (x,), {}), ENDLESS_S)
+    found = race_compiled(NetworkCall.of(network, (x,), {}), ENDLESS_S)
     assert found.get("ratio"), found
 
 
@@ -221,6 +221,6 @@ def test_a_process_that_burns_a_core_is_seen() -> None:
         time.sleep(2.0)
         cores.end(clean=True)
         record = cores.record()
-        assert record is not None and busy_line(Threads(**record)).startswith("The machine is busy"), record
+        assert record is not None and busy_warning(ThreadUse(**record)).startswith("The machine is busy"), record
     finally:
         os.kill(burner, signal.SIGKILL)

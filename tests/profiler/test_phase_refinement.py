@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import HostClock, Instant, Timeline, durations
-from hotloop.profiler.base.step_detection import Event
-from hotloop.profiler.base.step_facts import Facts, StepFact
-from hotloop.profiler.hooks.torch_hooks import mark_ms
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.base.step_detection import TrainingEvent
+from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
+from hotloop.profiler.hooks.torch_hooks import measure_mark_ms
+from hotloop.profiler.session.observers import make_observers
 from hotloop.profiler.session.step_history import early_steps
-from hotloop.profiler.timers.line_sampler import Turning, shares, turned
+from hotloop.profiler.timers.line_sampler import LinePhases, phase_shares, shift_phases
 from tests.support.profiler.profiled_steps import watched
 
 
@@ -34,17 +34,17 @@ from tests.support.profiler.profiled_steps import watched
     ],
 )
 def test_lines_before_and_after_the_one_that_ends_a_step(by_hand: bool, phase, after: int, expected: str) -> None:
-    facts = Facts(anchor="here", by_hand=by_hand)
-    turning, ends = Turning(Sites(), facts), sys._getframe().f_lineno
+    facts = ProfileFacts(anchor="here", by_hand=by_hand)
+    turning, ends = LinePhases(CallSites(), facts), sys._getframe().f_lineno
     assert turning.phase(phase, [(__file__, ends + after)]) == expected
     elsewhere = inspect.getsourcelines(policy)[1] + 1
     assert turning.phase(phase, [None, (__file__, elsewhere), ("other.py", ends + after)]) == phase
 
 
-def helper() -> tuple[Turning, int]:
+def helper() -> tuple[LinePhases, int]:
     """That a step ends in."""
     batch = sys._getframe().f_lineno
-    return Turning(Sites(), Facts(anchor="here")), batch
+    return LinePhases(CallSites(), ProfileFacts(anchor="here")), batch
 
 
 def test_lines_around_the_call_of_a_helper_that_a_step_ends_in() -> None:
@@ -61,12 +61,12 @@ def test_lines_around_the_call_of_a_helper_that_a_step_ends_in() -> None:
 
 
 def test_nothing_is_turned_as_long_as_no_step_is_known() -> None:
-    turning, ends = Turning(Sites(), Facts()), sys._getframe().f_lineno
+    turning, ends = LinePhases(CallSites(), ProfileFacts()), sys._getframe().f_lineno
     assert turning.phase("batch", [(__file__, ends + 1)]) == "batch"
 
 
 def test_what_is_turned_adds_up() -> None:
-    phases = turned({"update": 4.0, "forward": 1.0}, [("update", "batch", 0.75), ("logging", "python", 0.5)])
+    phases = shift_phases({"update": 4.0, "forward": 1.0}, [("update", "batch", 0.75), ("logging", "python", 0.5)])
     assert phases == {"update": 1.0, "forward": 1.0, "batch": 3.0}
 
 
@@ -77,9 +77,9 @@ def test_looks_at_the_stack_say_more_than_traced_steps_where_there_are_enough() 
         {("update", "batch"): 1.0, ("update", "update"): 3.0},
     ]
     sampled = {("batch", "python"): 1.0, ("batch", "batch"): 3.0, ("update", "batch"): 9.0}
-    assert shares(traced[:1], sampled, {"batch": 100, "update": 3}) == [("batch", "python", 0.25)]
-    assert shares(traced[1:], sampled, {"batch": 3, "update": 3}) == [("update", "batch", 0.25)]
-    assert shares([], {("batch", "python"): 1.0}, {"batch": 1}) == [
+    assert phase_shares(traced[:1], sampled, {"batch": 100, "update": 3}) == [("batch", "python", 0.25)]
+    assert phase_shares(traced[1:], sampled, {"batch": 3, "update": 3}) == [("update", "batch", 0.25)]
+    assert phase_shares([], {("batch", "python"): 1.0}, {"batch": 1}) == [
         ("batch", "python", 1.0)
     ]  # none was traced to its end
 
@@ -108,7 +108,7 @@ def busy() -> None:
 
 
 def check_busy() -> None:
-    profile = watched(busy, observers=lambda watch: observers(watch, None))
+    profile = watched(busy, observers=lambda watch: make_observers(watch, None))
     python, batch_ms = profile.phases["python"], profile.phases["batch"]
     assert python > batch_ms > python / 30, (
         "a fifth of it by the clock; by few looks and traced lines from 8 to 50 %, never nothing"
@@ -127,9 +127,9 @@ def test_plain_python_after_a_helper_that_ends_the_step_is_no_making_of_a_batch(
 
 @pytest.mark.more  # it is what the test before would miss
 def test_lines_that_are_marked_until_there_is_no_more_room_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.timers.markers._EACH", 10**9)
-    monkeypatch.setattr("hotloop.profiler.timers.markers._MOST", 40_000)
-    monkeypatch.setattr("hotloop.profiler.timers.line_sampler._ENOUGH", 10**9)
+    monkeypatch.setattr("hotloop.profiler.timers.markers._MAX_MARKS_PER_LINE", 10**9)
+    monkeypatch.setattr("hotloop.profiler.timers.markers._MAX_MARKS", 40_000)
+    monkeypatch.setattr("hotloop.profiler.timers.line_sampler._ENOUGH_SAMPLES", 10**9)
     with pytest.raises(AssertionError):
         check_busy()
 
@@ -159,14 +159,14 @@ def test_what_marking_takes_is_left_out() -> None:
         (Instant(0.0031, 0.0031, 0), ""),
     ]
     assert durations(marks, HostClock(), mark_ms=1.0) == pytest.approx({"forward": 2.0, "backward": 0.0})
-    assert mark_ms(HostClock()) > 0
+    assert measure_mark_ms(HostClock()) > 0
 
 
 def test_what_lies_between_two_calls_of_a_network_is_no_loss() -> None:
     timeline = Timeline(HostClock())
     timeline.begin("batch")
     for _ in range(2):
-        timeline.unless("loss", "python")
+        timeline.replace_last("loss", "python")
         timeline.enter("forward")
         timeline.leave()
         timeline.turn("loss")
@@ -266,7 +266,7 @@ def test_one_step_has_none() -> None:
 
 
 def test_pieces_make_steps() -> None:
-    update, backward = Event("update", "a.py:3"), Event("backward", "a.py:2")
+    update, backward = TrainingEvent("update", "a.py:3"), TrainingEvent("backward", "a.py:2")
     piece = StepFact("early", ms=2.0, phases={"forward": 2.0})
     anchor, steps = early_steps(backward, [(update, piece), (backward, piece), (update, piece)])
     assert anchor == update and [step.phases for step in steps] == [{"forward": 4.0}]
@@ -332,7 +332,7 @@ def plots(net: nn.Module) -> None:
 def test_what_is_done_every_some_steps_is_no_part_of_operators_and_lines(
     every: int, work: Callable[[nn.Module], None]
 ) -> None:
-    profile = watched(now_and_then(every, work), observers=lambda watch: observers(watch, None))
+    profile = watched(now_and_then(every, work), observers=lambda watch: make_observers(watch, None))
     assert any(one.name == "aten::addmm" for one in profile.operators)
     assert not [one for one in profile.operators if "3x4" in one.shapes or (one.line_runs or 0) > 2]
     assert not {line.function for line in profile.lines} & {"validates", "samples", "plots"}

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.hardware.benchmarks import BUSY
-from hotloop.core.hardware.probe import here, probe
-from hotloop.core.plan_request import Wanted
+from hotloop.core.hardware.benchmarks import BUSY_NOTE
+from hotloop.core.hardware.probe import measure_hardware, probe_hardware
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.hardware import Figure, Speed
-from hotloop.core.records.profile import GroupTime, OperatorTime, OptimizerUse, Profile, Threads
+from hotloop.core.records.profile import GroupTime, OperatorTime, OptimizerUse, Profile, ThreadUse
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.errors import PlanError, TimeOverError
 from hotloop.plan import BASELINE, Plan
 from hotloop.profiler import profile as inspecting
-from hotloop.task_file import Loaded
-from hotloop.tuning.races.system_load import crowding
+from hotloop.task_file import LoadedTask
+from hotloop.tuning.races.system_load import oversubscription
 
 
 def task(**fields: Any) -> hotloop.Task:
@@ -58,10 +58,10 @@ def measured(monkeypatch) -> Iterator[list[str]]:
     def probe(device: str, progress: Any) -> Any:
         asked.append(device)
         speed = Speed({"fp32": Figure(1e11, "flop_per_s", "measured")}, Figure(1e10, "bytes_per_s", "measured"))
-        hardware = here(device)
+        hardware = probe_hardware(device)
         return replace(hardware, devices=tuple(replace(one, speed=speed) for one in hardware.devices))
 
-    monkeypatch.setattr(inspecting, "probe", probe)
+    monkeypatch.setattr(inspecting, "measure_hardware", probe)
     yield asked
 
 
@@ -69,7 +69,7 @@ def raced_as(monkeypatch, ratio: float | None, **fields: Any) -> list[Any]:
     """Races that end like this; the contests that were asked for."""
     contests: list[Any] = []
 
-    def raced(loaded: Loaded, contest: Any, **options: Any) -> Verdict:
+    def raced(loaded: LoadedTask, contest: Any, **options: Any) -> Verdict:
         contests.append(contest)
         bounds = {} if ratio is None else dict(ratio=ratio, ratio_low=ratio - 0.1, ratio_high=ratio + 0.1)
         plans = [
@@ -79,7 +79,7 @@ def raced_as(monkeypatch, ratio: float | None, **fields: Any) -> list[Any]:
         given = dict(task="task", fingerprint="", baseline="baseline", winner=None, steps=None, seconds=1.0)
         return Verdict(plans=plans, notes=["the machine was busy"], machine="", versions={}, **given)
 
-    monkeypatch.setattr(inspecting, "raced", raced)
+    monkeypatch.setattr(inspecting, "race_loaded", raced)
     return contests
 
 
@@ -102,9 +102,11 @@ def test_a_plan_that_has_the_axis_already_is_not_told_to_set_it(monkeypatch, pla
 
 
 def test_a_profile_of_auto_compiles_nothing_that_training_may_not_compile() -> None:
-    assert inspecting.planned(task(epochs=10_000), Wanted.of("auto", {"device": "cpu"})) == Plan(optimizer="fused")
-    asked = Wanted.of("auto", {"device": "cpu", "compile": "step"})
-    assert inspecting.planned(task(), asked).compile == "step"
+    assert inspecting.resolve_plan(task(epochs=10_000), PlanRequest.from_value("auto", {"device": "cpu"})) == Plan(
+        optimizer="fused"
+    )
+    asked = PlanRequest.from_value("auto", {"device": "cpu", "compile": "step"})
+    assert inspecting.resolve_plan(task(), asked).compile == "step"
 
 
 def test_an_axis_that_cannot_be_run_is_not_proposed(monkeypatch) -> None:
@@ -138,10 +140,10 @@ def test_nothing_is_raced_where_no_plan_could_help(monkeypatch) -> None:
 
 
 def test_a_real_race_fills_in_what_was_won(monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.tuning.races.measure.WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.tuning.races.measure.WARM_UP_S", 0.01)
     monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.0005})
-    plain = inspecting._diagnosed(seen(), lambda doing, share: None)
-    found = inspecting.tried(Loaded(task(), None, {}), plain, BASELINE, time_limit="60s", prove=None)
+    plain = inspecting._diagnose(seen(), lambda doing, share: None)
+    found = inspecting.race_remedies(LoadedTask(task(), None, {}), plain, BASELINE, time_limit="60s", prove=None)
     assert found.remedies[0].won is not None and len(found.remedies[0].won) == 3
 
 
@@ -179,7 +181,7 @@ def test_a_race_that_a_time_limit_ends_keeps_the_profile(monkeypatch) -> None:
         raise TimeOverError("preparing baseline was ended: 0 s are left of the time limit")
 
     watched_as(monkeypatch, seen())
-    monkeypatch.setattr(inspecting, "raced", raced)
+    monkeypatch.setattr(inspecting, "race_loaded", raced)
     found = hotloop.profile(task(), try_remedies=True, time_limit="1s", progress=False)
     assert found.remedies and any("no remedy was raced: preparing baseline was ended" in note for note in found.notes)
 
@@ -187,15 +189,15 @@ def test_a_race_that_a_time_limit_ends_keeps_the_profile(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("threads", "says"),
     [
-        (Threads(torch=2, cores=2, busy=1.0, others=1.0), "set OMP_NUM_THREADS=1 and run again"),
-        (Threads(torch=1, cores=2, busy=1.0, others=1.0), "run again when the machine is quiet"),
-        (Threads(torch=2, cores=2, busy=2.0, others=0.1), ""),
-        (Threads(torch=64, cores=64, busy=9.0, others=1.0), ""),
+        (ThreadUse(torch=2, cores=2, busy=1.0, others=1.0), "set OMP_NUM_THREADS=1 and run again"),
+        (ThreadUse(torch=1, cores=2, busy=1.0, others=1.0), "run again when the machine is quiet"),
+        (ThreadUse(torch=2, cores=2, busy=2.0, others=0.1), ""),
+        (ThreadUse(torch=64, cores=64, busy=9.0, others=1.0), ""),
         (None, ""),
     ],
 )
-def test_a_busy_machine_is_said_first(threads: Threads | None, says: str, monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda many, few: 1.0)
+def test_a_busy_machine_is_said_first(threads: ThreadUse | None, says: str, monkeypatch) -> None:
+    monkeypatch.setattr("hotloop.profiler.busy_machine.oversubscription", lambda many, few: 1.0)
     watched_as(monkeypatch, overhead(threads=threads))
     found = hotloop.profile(task(), progress=False)
     assert says in found.busy and bool(found.busy) is bool(says)
@@ -204,17 +206,19 @@ def test_a_busy_machine_is_said_first(threads: Threads | None, says: str, monkey
 
 def test_limits_measured_under_load_are_marked_and_nothing_is_judged_by_them(monkeypatch) -> None:
     watched_as(monkeypatch, seen())
-    real = inspecting.probe
-    note = BUSY.format(threads=2)
-    monkeypatch.setattr(inspecting, "probe", lambda *given, **options: replace(real(*given, **options), notes=(note,)))
+    real = inspecting.measure_hardware
+    note = BUSY_NOTE.format(threads=2)
+    monkeypatch.setattr(
+        inspecting, "measure_hardware", lambda *given, **options: replace(real(*given, **options), notes=(note,))
+    )
     found = hotloop.profile(task(), progress=False)
     assert found.limits.busy and note in found.notes
     assert all(one.limit_share is None for one in found.modules)
 
 
 def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda threads, cores: 4.0)
-    watched_as(monkeypatch, seen(threads=Threads(torch=16, cores=2, busy=1.0, others=0.0), optimizers=[]))
+    monkeypatch.setattr("hotloop.profiler.busy_machine.oversubscription", lambda threads, cores: 4.0)
+    watched_as(monkeypatch, seen(threads=ThreadUse(torch=16, cores=2, busy=1.0, others=0.0), optimizers=[]))
     [remedy] = hotloop.profile(task(), progress=False).remedies
     assert "too many threads" in remedy.cause and remedy.gain == pytest.approx(0.75)
     assert remedy.axes == {"threads": 2}
@@ -223,15 +227,15 @@ def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("used", "slower", "told"),
     [
-        (Threads(torch=2, cores=2, busy=1.0, others=0.99), 30.0, ["30.0 times as long as with 1"]),
-        (Threads(torch=2, cores=2, busy=1.0, others=0.99), 1.1, []),
-        (Threads(torch=2, cores=2, busy=1.9, others=0.3), 30.0, []),
-        (Threads(torch=1, cores=2, busy=1.0, others=1.0), 30.0, []),
+        (ThreadUse(torch=2, cores=2, busy=1.0, others=0.99), 30.0, ["30.0 times as long as with 1"]),
+        (ThreadUse(torch=2, cores=2, busy=1.0, others=0.99), 1.1, []),
+        (ThreadUse(torch=2, cores=2, busy=1.9, others=0.3), 30.0, []),
+        (ThreadUse(torch=1, cores=2, busy=1.0, others=1.0), 30.0, []),
     ],
     ids=["they wait", "they hardly do", "nobody else", "one thread"],
 )
-def test_programs_that_hold_cores_are_told(used: Threads, slower: float, told: list[str], monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda threads, cores: slower)
+def test_programs_that_hold_cores_are_told(used: ThreadUse, slower: float, told: list[str], monkeypatch) -> None:
+    monkeypatch.setattr("hotloop.profiler.busy_machine.oversubscription", lambda threads, cores: slower)
     watched_as(monkeypatch, seen(threads=used, optimizers=[]))
     found = hotloop.profile(task(), progress=False)
     notes = [note for note in found.notes if "other programs kept" in note]
@@ -248,13 +252,13 @@ def test_a_script_that_never_trained_needs_no_limits(monkeypatch, measured) -> N
 
 @pytest.mark.parametrize(("seconds", "slower"), [({1: 3.0, 2: 2.0, 16: 8.0}, 4.0), ({1: 1.0, 2: 4.0, 16: 3.0}, 3.0)])
 def test_crowded_threads_are_held_against_the_better_of_enough_and_one(monkeypatch, seconds, slower) -> None:
-    monkeypatch.setattr("hotloop.tuning.races.system_load._seconds", lambda inputs, threads: seconds[threads])
-    assert crowding(16, 2) == slower
+    monkeypatch.setattr("hotloop.tuning.races.system_load._time_matmuls", lambda inputs, threads: seconds[threads])
+    assert oversubscription(16, 2) == slower
 
 
 def test_threads_are_as_before_after_they_were_tried() -> None:
     before = torch.get_num_threads()
-    assert crowding(before + 3, before) >= 1
+    assert oversubscription(before + 3, before) >= 1
     assert torch.get_num_threads() == before
 
 
@@ -264,13 +268,13 @@ def interrupted(device: str, progress: Any) -> Any:
 
 def test_what_was_seen_on_a_device_that_cannot_be_measured_is_kept(monkeypatch) -> None:
     watched_as(monkeypatch, seen(device="hpu:0"))
-    monkeypatch.setattr(inspecting, "probe", probe)
+    monkeypatch.setattr(inspecting, "measure_hardware", measure_hardware)
     found = hotloop.profile(task(), progress=False)
     assert found.phases and "limits of hpu:0 aren't known: hotloop can't measure such a device" in found.notes
 
 
 def test_what_was_seen_is_kept_where_ctrl_c_ends_the_measuring_of_the_machine(monkeypatch) -> None:
     watched_as(monkeypatch, seen())
-    monkeypatch.setattr(inspecting, "probe", interrupted)
+    monkeypatch.setattr(inspecting, "measure_hardware", interrupted)
     found = hotloop.profile(task(), progress=False)
     assert found.phases and "limits of this machine aren't known: Ctrl-C ended the measuring of them" in found.notes

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from hotloop.errors import TaskError
-from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
 from hotloop.profiler.script import profile_script
-from hotloop.profiler.summary import profile_of
-from hotloop.profiler.timers.plain_python import PlainLines
+from hotloop.profiler.summary import summarize
+from hotloop.profiler.timers.plain_python import PlainLineSampler
 from hotloop.scripts import script_process as host
-from hotloop.scripts.import_hook import AtImport
+from hotloop.scripts.import_hook import ImportHook
 
 SCRIPTS = Path(__file__).parents[1] / "support/scripts"
 
@@ -174,7 +174,7 @@ def test_a_network_by_hand_on_tensors_without_autograd(alone) -> None:
 
 def test_a_stack_gives_functions_too() -> None:
     """From Python 3.12 on by this alone."""
-    looks = PlainLines()
+    looks = PlainLineSampler()
     looks.begin()
     until = time.perf_counter() + 0.1
     while time.perf_counter() < until:
@@ -190,7 +190,7 @@ def test_a_stack_gives_functions_too() -> None:
 
 @pytest.mark.parametrize("own_s", [None, 0.001])
 def test_how_often_threads_take_turns_is_the_scripts_own_afterwards(own_s: float | None) -> None:
-    before, looks = sys.getswitchinterval(), PlainLines()
+    before, looks = sys.getswitchinterval(), PlainLineSampler()
     try:
         looks.begin()
         assert sys.getswitchinterval() < before
@@ -223,7 +223,7 @@ def test_what_is_only_looked_for_or_cannot_be_executed_is_waited_for(tmp_path, m
     (tmp_path / "awaited" / "part.py").write_text("import os\nos.environ['AWAITED']\n")
     monkeypatch.syspath_prepend(tmp_path)
     said: list[str] = []
-    waiting = AtImport({"awaited.part"}, before=said.append, then=lambda: said.append("then"))
+    waiting = ImportHook({"awaited.part"}, before=said.append, then=lambda: said.append("then"))
     waiting.begin()
     found = importlib.util.find_spec("awaited.part")
     assert found is not None and said == [] and waiting in sys.meta_path
@@ -343,7 +343,7 @@ def test_ctrl_c_arrives_once_where_standard_input_is_not_the_terminal(tmp_path) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.more)])
 def test_a_signal_goes_to_the_script_and_what_was_seen_arrives(number, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(host, "_in_foreground", lambda: False)  # no terminal sends this one, wherever tests run
+    monkeypatch.setattr(host, "_is_in_foreground", lambda: False)  # no terminal sends this one, wherever tests run
     out = tmp_path / "out"
 
     def send() -> None:
@@ -430,8 +430,8 @@ def test_steps_that_are_not_like_the_others_lie_apart() -> None:
         a_step("clean", 40.0, "loader 0"),
         a_step("instrumented", 30.0, "loader 0", "loader 1"),
     ]
-    facts = Facts(torch=True, trained=24, anchor="a.py:1", steps=[*usual, *unusual])
-    profile = profile_of(facts, "a.py")
+    facts = ProfileFacts(torch=True, trained=24, anchor="a.py:1", steps=[*usual, *unusual])
+    profile = summarize(facts, "a.py")
     assert profile.step_ms == 10
     assert profile.phases == pytest.approx({"forward": 2.5, "backward": 5.0, "python": 2.5})
     assert profile.apart.evaluation_s == pytest.approx(0.095 + 0.020)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.profiler.rank_profiles import agreed
+from hotloop.profiler.rank_profiles import agree_on_steps
 from hotloop.profiler.task_profile import profile_program
 from tests.support.programs import a_task
 
@@ -36,7 +36,7 @@ def test_a_task_has_phases_and_its_program_goes_on_as_before() -> None:
     assert {place for place in places if "hotloop/" in place or "site-packages" in place or "test_" in place} <= {
         own_line
     }
-    assert differences(before, program.state()) == []
+    assert differing_paths(before, program.state()) == []
     assert type(program.model).__call__ is own and torch.nn.Module.__call__ is own
     program.advance(2)
 
@@ -52,7 +52,7 @@ def test_all_data_may_be_one_batch(batch_size: int, one: bool) -> None:
 
 def test_ranks_have_as_many_steps_as_the_first_has_time_for_or_as_were_asked_for() -> None:
     world: Any = SimpleNamespace(alone=False, of_first=lambda value: value)
-    assert [agreed(steps, 1.0, world) for steps in (None, 200)] == [30, 200]
+    assert [agree_on_steps(steps, 1.0, world) for steps in (None, 200)] == [30, 200]
 
 
 def test_a_step_of_a_closure() -> None:

@@ -101,8 +101,15 @@ PUBLIC = {
 }
 ALIASES = {
     "hotloop.view": ("Callback", "Event", "View"),
-    "hotloop.asynchronous.simulation": ("Uneven", "simulated"),
-    "hotloop.parallel.server": ("Policy",),
+    "hotloop.asynchronous.simulation": (
+        "Exponential",
+        "Steady",
+        "Uneven",
+        "UniformTimes",
+        "simulate_training",
+        "simulated",
+    ),
+    "hotloop.parallel.server": ("Policy", "StalenessPolicy"),
 }
 """Public paths of types that are defined elsewhere."""
 

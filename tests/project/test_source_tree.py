@@ -53,40 +53,6 @@ SHARED_STEMS = {
 }
 """File names that several folders have, each with the reason."""
 
-SHARED_CLASSES = (
-    "Call",
-    "Chain",
-    "Clock",
-    "Copies",
-    "Event",
-    "Found",
-    "Given",
-    "Graph",
-    "Layer",
-    "Limits",
-    "Lines",
-    "Listener",
-    "Look",
-    "Mark",
-    "Moved",
-    "Objective",
-    "Own",
-    "Part",
-    "Place",
-    "Recorder",
-    "Recording",
-    "Rows",
-    "Seen",
-    "Step",
-    "Traced",
-    "Unknown",
-    "Watch",
-    "Weights",
-    "Whole",
-    "Windows",
-)
-"""Public class names that several files define, until each gets a name of its own; no name may be added."""
-
 SUFFIXES = ("ing", "ed", "ened", "wn", "ought")
 """Ends of participles and gerunds."""
 
@@ -155,7 +121,7 @@ def shared_classes(root: Path) -> Iterator[str]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(key)
     for name, keys in sorted(places.items()):
-        if len(keys) > 1 and name not in SHARED_CLASSES:
+        if len(keys) > 1:
             yield f"class {name} is in {', '.join(keys)}"
 
 
@@ -180,13 +146,6 @@ def test_every_exception_is_needed() -> None:
     keys = files_of(SRC)
     stems = [key.rpartition("/")[2] for key in keys]
     assert [stem for stem in SHARED_STEMS if stems.count(stem) < 2] == []
-    classes = [
-        node.name
-        for key in keys
-        for node in ast.parse((SRC / f"{key}.py").read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    ]
-    assert [name for name in SHARED_CLASSES if classes.count(name) < 2] == []
     assert [name for name in NOUNS if name not in stems] == []
     assert [folder for folder in PLUGINS if not (SRC / folder).is_dir()] == []
 

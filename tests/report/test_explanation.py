@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from hotloop.core.records.explanation import Equation, Explanation, Layer, Matrix
-from hotloop.report.explanation import page
+from hotloop.core.records.explanation import Equation, Explanation, LayerExplanation, MatrixRecord
+from hotloop.report.explanation import explanation_page
 
 
 def equation(result: str, difference: float | None = 1e-16, agrees: bool | None = True) -> Equation:
@@ -27,34 +27,40 @@ def equation(result: str, difference: float | None = 1e-16, agrees: bool | None 
 def test_layers_are_shown_as_they_are_written_out() -> None:
     given = dict(task="t", batch=["2x3"], parameters=1, layers=[], flops=0, bytes=0)
     out = io.StringIO()
-    Console(file=out, width=100).print(page(Explanation(**given, written={"Dense": "forward   Y = X Wᵀ [b]"})))
+    Console(file=out, width=100).print(
+        explanation_page(Explanation(**given, written={"Dense": "forward   Y = X Wᵀ [b]"}))
+    )
     assert "hotloop.arrays" in out.getvalue() and "forward   Y = X Wᵀ [b]" in out.getvalue()
 
 
-LINEAR = Layer(
+LINEAR = LayerExplanation(
     module="net.0",
     kind="Linear",
     operation="linear",
     call=2,
     where="/far/away/model.py:7",
     parameters=1234,
-    matrices=[Matrix(name="X", shape=[8, 4]), Matrix(name="Z", shape=[8, 3])],
+    matrices=[MatrixRecord(name="X", shape=[8, 4]), MatrixRecord(name="Z", shape=[8, 3])],
     forward=[equation("Z")],
     backward=[equation("dX", None, None), equation("dW")],
 )
-FLATTEN = Layer(
+FLATTEN = LayerExplanation(
     module="net.1",
     kind="Flatten",
     operation="flatten",
-    matrices=[Matrix(name="X", shape=[8, 4, 2]), Matrix(name="Z", shape=[8, 8])],
+    matrices=[MatrixRecord(name="X", shape=[8, 4, 2]), MatrixRecord(name="Z", shape=[8, 8])],
     forward=[Equation(result="Z", text="X", shape=[8, 8], flops=0, bytes=0)],
 )
-UNKNOWN = Layer(
-    module="net.2", kind="Mine", operation="MineBackward", known=False, matrices=[Matrix(name="output", shape=[8, 2])]
+UNKNOWN = LayerExplanation(
+    module="net.2",
+    kind="Mine",
+    operation="MineBackward",
+    known=False,
+    matrices=[MatrixRecord(name="output", shape=[8, 2])],
 )
 
 
-def explanation(*layers: Layer, unexplained: list[str] | None = None) -> Explanation:
+def explanation(*layers: LayerExplanation, unexplained: list[str] | None = None) -> Explanation:
     missing = unexplained or []
     return Explanation(
         task="t[bold]",
@@ -72,7 +78,7 @@ def explanation(*layers: Layer, unexplained: list[str] | None = None) -> Explana
 
 def shown(one: Explanation, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(page(one))
+    console.print(explanation_page(one))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width
     return text

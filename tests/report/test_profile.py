@@ -7,15 +7,22 @@ import io
 import pytest
 from rich.console import Console
 
-from hotloop.core.format import flops, milliseconds, percent, shape, size, time
+from hotloop.core.format import (
+    format_bytes,
+    format_flops,
+    format_milliseconds,
+    format_percent,
+    format_shape,
+    format_time,
+)
 from hotloop.core.records.profile import Profile, RankTime, Remedy
-from hotloop.report.profile import page
+from hotloop.report.profile import profile_page
 from tests.support.profiler.handmade_profiles import made, module
 
 
 def shown(profile: Profile, width: int = 80, module: str | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(page(profile, module))
+    console.print(profile_page(profile, module))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -135,18 +142,24 @@ def test_without_torch_lines_stand_in_for_operators() -> None:
 
 
 def test_numbers_have_three_digits_and_a_unit() -> None:
-    assert [flops(value) for value in (None, 0, 12, 1.234e6, 999.6e9)] == [
+    assert [format_flops(value) for value in (None, 0, 12, 1.234e6, 999.6e9)] == [
         "",
         "0",
         "12 FLOP",
         "1.23 MFLOP",
         "1,000 GFLOP",
     ]
-    assert [size(value) for value in (None, 5, 2.5e9)] == ["", "5 B", "2.5 GB"]
-    assert [time(value) for value in (0.0456, 1.5, 12345.0)] == ["45.6 us", "1.5 ms", "12.3 s"]
-    assert [milliseconds(value) for value in (0.0456, 99.94, 3040.4)] == ["0.0456 ms", "99.9 ms", "3,040 ms"]
-    assert [percent(value) for value in (None, 0.0, 0.0004, 0.05, 0.5)] == ["", "0.0 %", "< 0.1 %", "5.0 %", "50 %"]
-    assert [shape([2, 3]), shape([])] == ["2x3", "()"]
+    assert [format_bytes(value) for value in (None, 5, 2.5e9)] == ["", "5 B", "2.5 GB"]
+    assert [format_time(value) for value in (0.0456, 1.5, 12345.0)] == ["45.6 us", "1.5 ms", "12.3 s"]
+    assert [format_milliseconds(value) for value in (0.0456, 99.94, 3040.4)] == ["0.0456 ms", "99.9 ms", "3,040 ms"]
+    assert [format_percent(value) for value in (None, 0.0, 0.0004, 0.05, 0.5)] == [
+        "",
+        "0.0 %",
+        "< 0.1 %",
+        "5.0 %",
+        "50 %",
+    ]
+    assert [format_shape([2, 3]), format_shape([])] == ["2x3", "()"]
 
 
 def test_ranks_stand_one_below_the_other_and_the_slowest_is_marked() -> None:

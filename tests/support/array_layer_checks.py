@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotloop import arrays
-from hotloop.arrays.backend import Maker, namespace
+from hotloop.arrays.backend import ArrayFactory, namespace
 
 TOLERANCE = 1e-10
 """Of float64, for numbers of about 1."""
@@ -83,7 +83,7 @@ def compare(case: Case, draw: Any, xp: Any, layer_class: type[Any] | None = None
     samples = draw(st.integers(2, 4))
     layer = (layer_class or case.layer)(**settings)
     like = xp.zeros((1,), dtype=xp.float64)
-    layer.build(sample, Maker(xp, like, 0))
+    layer.build(sample, ArrayFactory(xp, like, 0))
     for name, weight in layer.weights.items():
         weight[...] = xp.asarray(random.standard_normal(weight.shape))
         layer.weights[name] = weight
@@ -249,7 +249,7 @@ def _dropout(x: Tensor, w: Weights, s: dict[str, Any]) -> Tensor:
     if s["p"] == 1:
         return F.dropout(x, 1.0)
     mask = s["layer"].draw.__self__  # the maker, whose numbers begin anew
-    drawn = Maker(mask.xp, mask.xp.zeros((1,), dtype=mask.xp.float64), 0).kept(tuple(x.shape), 1 - s["p"])
+    drawn = ArrayFactory(mask.xp, mask.xp.zeros((1,), dtype=mask.xp.float64), 0).to_array(tuple(x.shape), 1 - s["p"])
     return x * torch.tensor(host(drawn)) / (1 - s["p"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hotloop.core.hardware import machine
 from hotloop.plan import Plan
 
-KEPT = {"allocator": "keep"} if machine.in_use() else {}
+KEPT = {"allocator": "keep"} if machine.active_allocator() else {}
 """Only glibc can be told to keep memory."""
 
 FUSED = {"optimizer": "fused", **KEPT}

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hotloop.core.hardware.devices import check_device
-from hotloop.core.hardware.probe import here
+from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.records.hardware import Device, Hardware
 
 FAR = torch.device("meta")
@@ -116,7 +116,7 @@ def second_device() -> Iterator[SecondDevice]:
     of, swap = torch.get_device_module, torch.__future__.get_swap_module_params_on_conversion()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda device: module if device == FAR else of(device))
-        patch.setattr("hotloop.lowering.build.here", lambda device: _with_far(here(device)))
+        patch.setattr("hotloop.lowering.build.probe_hardware", lambda device: _with_far(probe_hardware(device)))
         patch.setattr(
             "hotloop.lowering.transforms.placement.check_device",
             lambda name: FAR if name == "far" else check_device(name),

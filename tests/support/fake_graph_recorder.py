@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.lowering.steps.cuda_graph import Work
+from hotloop.lowering.steps.cuda_graph import GraphWork
 
 UNSEEDED = 5
 """What is drawn without a seed follows from no step."""
@@ -23,7 +23,7 @@ class FakeRecorder:
     def __init__(self, device: torch.device) -> None:
         self.replays: list[int] = []
 
-    def record(self, works: Sequence[Work], *, draws: bool = True) -> FakeRecording:
+    def record(self, works: Sequence[GraphWork], *, draws: bool = True) -> FakeRecording:
         works[0]()  # a warm-up
         tapes: list[Tape] = []
         outputs = []
@@ -70,12 +70,12 @@ class Tape(TorchDispatchMode):
 class RecallingRecorder(FakeRecorder):
     """Calls the work again, for compiled programs, whose kernels no tape hears of."""
 
-    def record(self, works: Sequence[Work], *, draws: bool = True) -> Any:
+    def record(self, works: Sequence[GraphWork], *, draws: bool = True) -> Any:
         return Recalled(works, [work() for work in works], self.replays)
 
 
 class Recalled:
-    def __init__(self, works: Sequence[Work], outputs: list[Sequence[Tensor]], replays: list[int]) -> None:
+    def __init__(self, works: Sequence[GraphWork], outputs: list[Sequence[Tensor]], replays: list[int]) -> None:
         self.works, self.outputs, self.replays = works, outputs, replays
 
     def replay(self, seeds: Sequence[int]) -> None:

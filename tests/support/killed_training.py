@@ -14,7 +14,7 @@ import pytest
 
 import hotloop
 from hotloop.core.callback import View
-from hotloop.training.cadence import Pace
+from hotloop.training.cadence import SpanPacer
 from hotloop.training.run import Run
 from tests.support.tasks.full_state_task import task
 
@@ -46,7 +46,7 @@ def train(path: Path, given: hotloop.Task | None = None, *, until: int | None = 
     if path.exists():
         options["resume"] = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "steps", lambda self: 1)  # looks up after each step, so that `until` is met
+        patch.setattr(SpanPacer, "steps", lambda self: 1)  # looks up after each step, so that `until` is met
         try:
             return hotloop.fit(given or task(EPOCHS), run=path, device="cpu", **{"progress": False} | options)
         except Killed:

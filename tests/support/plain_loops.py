@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from tests.support.programs import labelled, last_state
 
 
@@ -80,8 +80,8 @@ def resumed(make: Callable[[], hotloop.Task], path: Path, epoch: int, **options:
 def difference_of_resumed(make: Callable[[], hotloop.Task], path: Path, epoch: int = 2, **options: Any) -> list[str]:
     """Paths of the State at which an interrupted and resumed run differs from one without interruption."""
     whole = last_state(fitted(make(), path / "whole", **options))
-    return differences(last_state(resumed(make, path / "parts", epoch, **options)), whole)
+    return differing_paths(last_state(resumed(make, path / "parts", epoch, **options)), whole)
 
 
 def assert_state_equals(one: State, other: State) -> None:
-    assert differences(one, other) == []
+    assert differing_paths(one, other) == []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import hotloop
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.training.checkpoint import Checkpoint, decode, encode
@@ -76,13 +76,13 @@ def assert_resumes(task: hotloop.Task, *, stop: int = 3, steps: int = 7) -> Stat
     assert not still, f"training left {still} as they were"
     early = state_after(task, stop)
     read = through_file(early)
-    assert differences(read, early) == []
+    assert differing_paths(read, early) == []
     program = hotloop.lower(task)
     program.restore(read)
-    assert differences(program.state(), early) == []
+    assert differing_paths(program.state(), early) == []
     advance(program, steps - stop)
     program.close()
-    assert differences(program.state(), whole) == []
+    assert differing_paths(program.state(), whole) == []
     return whole
 
 

@@ -12,12 +12,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.data.batch_tree import tensors
+from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import PlanError
-from hotloop.lowering.compile.capture import Captured, capture
+from hotloop.lowering.compile.capture import CapturedStep, capture_step
 from hotloop.lowering.compile.inputs import step_tensors
-from hotloop.lowering.rewrites import rewrite
-from hotloop.lowering.rewrites.fx_nodes import straightened
+from hotloop.lowering.rewrites import apply_rewrite
+from hotloop.lowering.rewrites.fx_nodes import drop_identities
 from tests.support.programs import a_task
 
 
@@ -35,10 +35,10 @@ class Step:
         program._step(batch, self.samples, 0)
         hyper = {"0/lr": torch.full((), 1e-3, dtype=torch.float64)}
         with torch.random.fork_rng():
-            self.captured = capture(program._step, batch, self.samples, hyper, whole=True)
-        self.flat = [*pytree.tree_leaves(step_tensors(program._step, hyper, whole=True)), *tensors(batch)]
+            self.captured = capture_step(program._step, batch, self.samples, hyper, whole=True)
+        self.flat = [*pytree.tree_leaves(step_tensors(program._step, hyper, whole=True)), *tree_tensors(batch)]
 
-    def after(self, captured: Captured, extra: Callable[[list[Tensor]], Tensor] | None = None) -> list[Tensor]:
+    def after(self, captured: CapturedStep, extra: Callable[[list[Tensor]], Tensor] | None = None) -> list[Tensor]:
         """Loss, and all that the step changes, after it ran operation by operation."""
         flat = [value.detach().clone() for value in self.flat]
         with torch.no_grad():
@@ -47,7 +47,7 @@ class Step:
 
     def rewritten(self, which: str) -> dict[str, int]:
         """How often rewrites found something, without those that found nothing."""
-        return {name: times for name, times in rewrite(self.captured.graph, which).items() if times}
+        return {name: times for name, times in apply_rewrite(self.captured.graph, which).items() if times}
 
 
 def apart(ones: list[Tensor], others: list[Tensor]) -> float:
@@ -65,10 +65,10 @@ def assert_stays_the_same(step: Step, which: str, found: dict[str, int], within:
 
 def assert_refused(step: Step, which: str) -> None:
     """The rewrite finds nothing, says so in one line, and leaves the graph as it is."""
-    straightened(step.captured.graph)
+    drop_identities(step.captured.graph)
     before = step.captured.graph.code
     with pytest.raises(PlanError, match=f"rewrites={which} finds nothing") as error:
-        rewrite(step.captured.graph, which)
+        apply_rewrite(step.captured.graph, which)
     step.captured.graph.recompile()
     assert "\n" not in str(error.value) and step.captured.graph.code == before
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 import hotloop
 from hotloop.core.records.training import EpochRecord
-from hotloop.core.state import Position, State, differences, host_copy
+from hotloop.core.state import Position, State, differing_paths, host_copy
 from hotloop.errors import CheckpointError, DiskError
-from hotloop.training.cadence import Pace
-from hotloop.training.checkpoint import Best, Checkpoint, Checkpoints, decode, encode, load
+from hotloop.training.cadence import SpanPacer
+from hotloop.training.checkpoint import BestEpoch, Checkpoint, CheckpointFolder, decode, encode, load
 from hotloop.training.run import Run
 from tests.support.processes.resumed_training import last_checkpoint
 from tests.support.tasks.full_state_task import task
@@ -105,17 +105,17 @@ VALUES = {
 @pytest.mark.parametrize("value", [*TENSORS.values(), *VALUES.values()], ids=[*TENSORS, *VALUES])
 def test_every_value_comes_back_bit_by_bit_and_as_what_it_was(value: Any) -> None:
     before = holding(value)
-    assert differences(through_file(before).state, before.state) == []
+    assert differing_paths(through_file(before).state, before.state) == []
 
 
 def test_tensors_that_share_memory_are_kept_apart() -> None:
     shared = torch.arange(4.0)
     before = holding(host_copy({"whole": shared, "part": shared[1:], "again": shared}))
-    assert differences(through_file(before).state, before.state) == []
+    assert differing_paths(through_file(before).state, before.state) == []
 
 
 def test_history_best_and_position_come_back() -> None:
-    before = replace(holding(1), best=Best(3, float("-inf"), "a file"))
+    before = replace(holding(1), best=BestEpoch(3, float("-inf"), "a file"))
     after = through_file(before)
     assert repr(after) == repr(before)  # NaN is among the figures, and differs from itself
 
@@ -140,7 +140,7 @@ def test_each_part_of_a_real_state_is_in_the_file(trained: Path) -> None:
     elsewhere |= {"in_eval", "drawn", "attributes"}  # test_module_modes.py, test_python_rng.py, test_attributes.py
     parts = vars(found.state).keys() - elsewhere
     assert all(vars(found.state)[part] for part in parts), "the Task should have something of each part"
-    assert differences(through_file(found).state, found.state) == []
+    assert differing_paths(through_file(found).state, found.state) == []
 
 
 @pytest.mark.parametrize(
@@ -164,15 +164,15 @@ def test_what_no_checkpoint_can_hold_is_named_by_its_path(value: Any, said: str)
 
 def test_a_state_is_written_without_a_second_copy_of_it_in_memory(tmp_path: Path) -> None:
     large = holding(torch.zeros(16 << 20, dtype=torch.uint8), step=3)
-    Checkpoints(tmp_path).save(holding(1))
+    CheckpointFolder(tmp_path).save(holding(1))
     tracemalloc.start()
     try:
-        path = Checkpoints(tmp_path).save(large)
+        path = CheckpointFolder(tmp_path).save(large)
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert most_bytes < 4 << 20 < path.stat().st_size
-    assert differences(load(path).state, large.state) == []
+    assert differing_paths(load(path).state, large.state) == []
 
 
 def test_a_file_that_the_system_refuses_is_one_line_and_gone(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_file_that_the_system_refuses_is_one_line_and_gone(tmp_path: Path) -> 
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
         with pytest.raises(DiskError, match=r"step-000000000 can't be written: File too large \("):
-            Checkpoints(tmp_path).save(holding(1))
+            CheckpointFolder(tmp_path).save(holding(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
@@ -190,7 +190,7 @@ def test_a_file_that_the_system_refuses_is_one_line_and_gone(tmp_path: Path) -> 
 
 
 def test_at_most_two_and_their_best_are_kept_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "steps", lambda self: 1)
+    monkeypatch.setattr(SpanPacer, "steps", lambda self: 1)
     folder = tmp_path / "run" / "checkpoints"
     seen: set[tuple[int, int]] = set()
     act = {name: getattr(Path, name) for name in ("replace", "unlink")}
@@ -209,7 +209,7 @@ def test_at_most_two_and_their_best_are_kept_at_any_time(tmp_path: Path, monkeyp
 
     def look(view: hotloop.View) -> None:
         if view.event == "checkpoint":
-            files = Checkpoints(folder).files()
+            files = CheckpointFolder(folder).files()
             referred = {best.file for path in files if (best := load(path).best)}
             after.append((len(files), len(list(folder.glob("best/step-*"))), referred))
 

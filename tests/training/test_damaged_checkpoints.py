@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import CheckpointError
-from hotloop.training.checkpoint import Checkpoints, load
+from hotloop.training.checkpoint import CheckpointFolder, load
 from tests.support.tasks.full_state_task import task
 from tests.training.test_checkpoint import holding, trained_in
 
@@ -38,14 +38,14 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 def assert_passed_over(folder: Path, bad: Path, before: Path, why: str = "") -> None:
     """The bad file is named aloud, and the one before it is taken."""
     said: list[str] = []
-    found = Checkpoints(folder).newest(said.append)
+    found = CheckpointFolder(folder).newest(said.append)
     assert found is not None
     assert found[1] == before
     assert [line.split(":")[0] for line in said] == [f"passing over the checkpoint of step {int(bad.name[5:14])}{why}"]
 
 
 def two(folder: Path) -> tuple[Path, Path]:
-    newest, before = Checkpoints(folder).files()
+    newest, before = CheckpointFolder(folder).files()
     return newest, before
 
 
@@ -90,7 +90,7 @@ def test_a_changed_file_is_passed_over(folder: Path, spoil: Callable[[Path, Path
     now = [path for path in folder.iterdir() if path.name.startswith("step-") and path != before]
     renamed = now[0]
     if "000000027" in renamed.name:  # its content is good, and says itself which step it is of
-        found = Checkpoints(folder).newest()
+        found = CheckpointFolder(folder).newest()
         assert found is not None
         assert found[0].state.position.step == 26
         return
@@ -102,7 +102,7 @@ def test_files_of_other_names_are_not_looked_at(folder: Path) -> None:
     for name in ("step-9.safetensors", f"step-{'9' * 9}-{'0' * 63}.safetensors", "notes.txt", f".{newest.name}.1.part"):
         (folder / name).write_bytes(b"?")
     said: list[str] = []
-    found = Checkpoints(folder).newest(said.append)
+    found = CheckpointFolder(folder).newest(said.append)
     assert found is not None
     assert (found[1], said) == (newest, [])
     with pytest.raises(CheckpointError, match="not named like a checkpoint"):
@@ -181,8 +181,8 @@ HOSTILE: dict[str, bytes] = {
 def test_a_hostile_file_with_a_true_checksum_is_passed_over(folder: Path, name: str) -> None:
     newest, _ = two(folder)
     assert_passed_over(folder, placed(folder, HOSTILE[name]), newest)
-    Checkpoints(folder).save(holding(1, step=100))  # pruning looks into its neighbours
-    assert len(Checkpoints(folder).files()) == 2
+    CheckpointFolder(folder).save(holding(1, step=100))  # pruning looks into its neighbours
+    assert len(CheckpointFolder(folder).files()) == 2
 
 
 def test_the_document_of_the_hostile_ones_is_good_in_itself(folder: Path) -> None:
@@ -209,11 +209,11 @@ def test_a_lost_best_epoch_does_not_lose_the_training(folder: Path) -> None:
     for file in (folder / "best").iterdir():
         file.unlink()
     said: list[str] = []
-    assert Checkpoints(folder).newest(said.append) is None
-    found = Checkpoints(folder).newest(said.append, best_needed=False)
+    assert CheckpointFolder(folder).newest(said.append) is None
+    found = CheckpointFolder(folder).newest(said.append, best_needed=False)
     assert found is not None
     assert (found[1], found[0].best) == (newest, None)
-    assert differences(found[0].state, load(newest).state) == []
+    assert differing_paths(found[0].state, load(newest).state) == []
     assert said[-1] == "taking the checkpoint of step 26 all the same, without its best epoch"
 
 
@@ -223,15 +223,15 @@ def test_with_no_good_checkpoint_nothing_is_trained_anew_unasked(
     path = Path(shutil.copytree(trained, tmp_path / "run"))
     lines = [line for line in (path / "journal.jsonl").read_text().splitlines() if '"final"' not in line]
     (path / "journal.jsonl").write_text("\n".join(lines) + "\n")
-    for file in Checkpoints(path / "checkpoints").files():
+    for file in CheckpointFolder(path / "checkpoints").files():
         file.write_bytes(b"")
-    before = Checkpoints(path / "checkpoints").files()
+    before = CheckpointFolder(path / "checkpoints").files()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints is good"):
         hotloop.fit(task(2), run=path, device="cpu", resume=True)
     said = " ".join(capfd.readouterr().err.split())
     assert "passing over the checkpoint of step 26" in said
     assert "passing over the checkpoint of step 25" in said
-    assert Checkpoints(path / "checkpoints").files() == before
+    assert CheckpointFolder(path / "checkpoints").files() == before
 
 
 @pytest.mark.parametrize("ahead", [-1, 0, 1, 5])
@@ -239,7 +239,7 @@ def test_a_bad_one_that_was_passed_over_does_not_take_the_place_of_a_good_one(fo
     newest, before = two(folder)
     bad = placed(folder, b"", step=26)
     newest.unlink()
-    checkpoints = Checkpoints(folder)
+    checkpoints = CheckpointFolder(folder)
     found = checkpoints.newest()
     assert found is not None
     assert found[1] == before

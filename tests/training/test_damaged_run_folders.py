@@ -15,7 +15,7 @@ import safetensors.torch
 
 import hotloop
 from hotloop.errors import HotloopError
-from hotloop.training.checkpoint import Checkpoints
+from hotloop.training.checkpoint import CheckpointFolder
 from hotloop.training.run import Run
 from tests.support.killed_training import EPOCHS, train
 from tests.support.processes.resumed_training import disagreements
@@ -159,7 +159,7 @@ def test_what_is_no_file_gives_one_line_and_never_blocks(copy: Path, name: str, 
 def test_what_is_no_checkpoint_is_passed_over(
     whole: Path, copy: Path, put: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newest = Checkpoints(copy / "checkpoints").files()[0]
+    newest = CheckpointFolder(copy / "checkpoints").files()[0]
     newest.unlink()
     put(newest)
     try:
@@ -214,7 +214,7 @@ NOT_BY_ITSELF = ("an optimizer without groups", "the batch is far away")
 def test_a_checkpoint_that_says_what_can_not_be_is_passed_over(
     whole: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = rewritten(Checkpoints(copy / "checkpoints").files()[0], DOCUMENTS[name])
+    path = rewritten(CheckpointFolder(copy / "checkpoints").files()[0], DOCUMENTS[name])
     if name in NOT_BY_ITSELF:
         said = refused(copy)
         assert f"{path.name} can't be restored" in said
@@ -230,7 +230,7 @@ def test_a_checkpoint_that_says_what_can_not_be_is_passed_over(
 
 
 def test_a_run_whose_checkpoints_are_all_gone_is_not_started_over(copy: Path) -> None:
-    for path in Checkpoints(copy / "checkpoints").files():
+    for path in CheckpointFolder(copy / "checkpoints").files():
         path.unlink()
     said = refused(copy)
     assert "has no checkpoint, and the journal says that one of step 20 was written" in said

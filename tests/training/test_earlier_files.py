@@ -17,14 +17,14 @@ import torch
 from rich.console import Console
 
 import hotloop
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.profile import Profile
 from hotloop.plan import Plan
-from hotloop.report.profile import page
-from hotloop.report.profile_charts import write_pictures
-from hotloop.task_file import Loaded, load_task
+from hotloop.report.profile import profile_page
+from hotloop.report.profile_charts import write_charts
+from hotloop.task_file import LoadedTask, load_task
 from hotloop.training.run import Run
-from hotloop.training.start import go_on
+from hotloop.training.start import resume_run
 from hotloop.tuning.auto import recall
 from hotloop.tuning.search import race_cache
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def resume_and_compare(folder: Path) -> None:
     """Trains a third epoch, and compares with three epochs in one go."""
     first = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    resumed, ended = go_on(folder, overrides={"epochs": 3}, say=lambda line: None)
+    resumed, ended = resume_run(folder, overrides={"epochs": 3}, say=lambda line: None)
     assert ended.reason == "finished" and [row["step"] for row in resumed.epochs] == [3, 6, 9]
     assert resumed.epochs[:2] == first, "rows of the epochs before stay"
     events = [json.loads(line)["event"] for line in (folder / "journal.jsonl").read_text().splitlines()]
@@ -88,7 +88,7 @@ def test_a_renamed_field_of_a_run_shows(run: Path, file: str, field: str) -> Non
 @pytest.fixture
 def races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path(shutil.copytree(OLD / "races", tmp_path / "races"))
-    monkeypatch.setattr(race_cache, "folder", lambda: folder)
+    monkeypatch.setattr(race_cache, "races_folder", lambda: folder)
     key = key_of(OLD / "races")
     monkeypatch.setattr(recall, "machine_name", lambda: key["machine"])
     monkeypatch.setattr(recall, "speed_versions", lambda: key["versions"])
@@ -101,35 +101,35 @@ def key_of(folder: Path) -> dict[str, Any]:
     return key
 
 
-def digits() -> Loaded:
+def digits() -> LoadedTask:
     """The Task that was raced."""
     return load_task(str(OLD / "run" / "source" / "digits.py"), {})
 
 
 def use_the_race() -> None:
     """Lowers the Task as `--plan auto` does; only the machine and versions are those of the race."""
-    facts = recall.fingerprinted(digits()).model_copy(update={"fingerprint": key_of(OLD / "races")["task"]})
+    facts = recall.facts_with_fingerprint(digits()).model_copy(update={"fingerprint": key_of(OLD / "races")["task"]})
     said: list[str] = []
-    wanted = Wanted.of("auto", {"device": "cpu"})
-    program = recall.lowered_by_memory(digits(), digits().task, wanted, said.append, facts=facts)
+    wanted = PlanRequest.from_value("auto", {"device": "cpu"})
+    program = recall.lower_cached_or_auto(digits(), digits().task, wanted, said.append, facts=facts)
     assert said == ["auto: optimizer=fused, remembered as the fastest that is proven equal"]
     assert program.parts.plan == Plan(device="cpu", optimizer="fused")
 
 
 @pytest.mark.skipif(torch.__version__ != "2.13.0+cpu", reason="the fingerprint depends on torch's version")
 def test_the_fingerprint_of_a_task_is_the_same() -> None:
-    assert recall.fingerprinted(digits()).fingerprint == key_of(OLD / "races")["task"]
+    assert recall.facts_with_fingerprint(digits()).fingerprint == key_of(OLD / "races")["task"]
 
 
 @pytest.mark.usefixtures("races")
 def test_a_race_is_used_without_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "lowered", lambda *_, **__: pytest.fail("auto chose anew"))
+    monkeypatch.setattr(recall, "lower_requested", lambda *_, **__: pytest.fail("auto chose anew"))
     use_the_race()
 
 
 @pytest.mark.parametrize("field", ["key", "timing", "ratio", "parity", "verdict", "machine", "step_ms"])
 def test_a_renamed_field_of_a_race_shows(races: Path, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "lowered", lambda *_, **__: pytest.fail("auto chose anew"))
+    monkeypatch.setattr(recall, "lower_requested", lambda *_, **__: pytest.fail("auto chose anew"))
     for path in races.glob("*/*.json"):
         rename(path, field, "renamed")
     with pytest.raises((AssertionError, pytest.fail.Exception)):
@@ -150,12 +150,12 @@ def show(file: Path) -> None:
     found = Profile.model_validate({name: value for name, value in written.items() if name != "pages"})
     assert found.model_dump(mode="json") == {name: value for name, value in written.items() if name != "pages"}
     console = Console(width=160, file=io.StringIO())
-    console.print(page(found))
+    console.print(profile_page(found))
     text = console.file.getvalue()
     assert "22.1 ms" in text and "overhead" in text
     assert "a for-loop optimizer: AdamW updates 30 parameters one by one" in text
     assert all(phase in text for phase in ("forward", "backward", "update"))
-    pages = write_pictures(found, file.parent / "pictures")
+    pages = write_charts(found, file.parent / "pictures")
     assert {path.name for path in pages} >= {"phases.html", "modules.html"}
 
 

@@ -12,9 +12,9 @@ import torch
 
 import hotloop
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.errors import DiskError, RunError, blame, told
-from hotloop.inference.predict import Weights
-from hotloop.training.checkpoint import Checkpoints
+from hotloop.errors import DiskError, RunError, describe_error, error_summary
+from hotloop.inference.predict import WeightsChoice
+from hotloop.training.checkpoint import CheckpointFolder
 from hotloop.training.run import Run
 from tests.support.killed_training import EPOCHS, train
 from tests.support.tasks.full_state_task import task
@@ -25,7 +25,7 @@ def finished(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "finished"))
 
 
-def no_weights(path: Path, weights: Weights) -> str:
+def no_weights(path: Path, weights: WeightsChoice) -> str:
     with pytest.raises(RunError) as caught:
         hotloop.load_model(path, task=task(EPOCHS), weights=weights, say=lambda line: None)
     return str(caught.value)
@@ -35,7 +35,7 @@ def no_weights(path: Path, weights: Weights) -> str:
 
 
 def test_damaged_best_weights_name_the_last_which_work(finished: Path) -> None:
-    for file in Checkpoints(finished / "checkpoints").best_folder.iterdir():
+    for file in CheckpointFolder(finished / "checkpoints").best_folder.iterdir():
         file.write_bytes(b"")
     said = no_weights(finished, "best")
     assert "last" in said
@@ -45,8 +45,8 @@ def test_damaged_best_weights_name_the_last_which_work(finished: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["best", "last"])
 @pytest.mark.parametrize("gone", [False, True])
-def test_where_nothing_works_the_error_says_so(finished: Path, weights: Weights, gone: bool) -> None:
-    for file in Checkpoints(finished / "checkpoints").files():
+def test_where_nothing_works_the_error_says_so(finished: Path, weights: WeightsChoice, gone: bool) -> None:
+    for file in CheckpointFolder(finished / "checkpoints").files():
         file.unlink() if gone else file.write_bytes(b"")
     said = no_weights(finished, weights)
     assert "nothing in this folder gives its weights back" in said
@@ -113,11 +113,11 @@ def test_the_disk_that_a_compiler_fills_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
     for error in (wrapped(full()), RuntimeError("g++: fatal error: error writing to x.o: No space left on device")):
-        text, passing = told(error)
+        text, passing = error_summary(error)
         assert f"the disk of {tmp_path} is full" in text
         assert passing
-    assert "the disk of /cache/a.so is full" in blame(wrapped(full(Path("/cache/a.so"))))
-    assert "disk" not in blame(RuntimeError("other"))
+    assert "the disk of /cache/a.so is full" in describe_error(wrapped(full(Path("/cache/a.so"))))
+    assert "disk" not in describe_error(RuntimeError("other"))
 
 
 def test_a_disk_that_a_step_fills_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from tests.support.programs import a_task, assert_resumes, labelled, last_state, state_after, trained
 from tests.support.tasks.tokens_and_images import IMAGES, TOKENS, adam
 
@@ -169,7 +169,7 @@ def test_keras_goes_where_the_plan_says(name: str, keras: Any, monkeypatch: pyte
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
             keras.ops.ones(1)
-    assert differences(state_after(a_task(model=keras_models(keras)[name]), 3), expected) == []
+    assert differing_paths(state_after(a_task(model=keras_models(keras)[name]), 3), expected) == []
 
 
 def test_a_keras_module_instead_of_a_factory(keras: Any, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_keras_module_instead_of_a_factory(keras: Any, tmp_path: Path) -> None
     before = {name: value.detach().clone() for name, value in module.named_parameters()}
     task = a_task(model=module, optimizer=adam)
     first, second = (last_state(trained(task, tmp_path / name)) for name in "ab")
-    assert differences(first, second) == []
+    assert differing_paths(first, second) == []
     assert all(value.equal(before[name]) for name, value in module.named_parameters())
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import CheckpointError
 from tests.support.programs import a_task, advance, assert_resumes, labelled, state_after
 from tests.support.tasks.tokens_and_images import IMAGES, TOKENS, adam
@@ -243,7 +243,7 @@ def test_a_state_holds_all_that_its_module_holds() -> None:
     assert state.extra[""]["seen"] == 15
     assert state.buffers["recent"].abs().sum() > 0
     other = state_after(a_task(model=Counted), 2)
-    changed = {path.split("/")[1] for path in differences(state, other)}
+    changed = {path.split("/")[1] for path in differing_paths(state, other)}
     assert {"parameters", "buffers", "extra", "position"} <= changed
 
 
@@ -296,8 +296,8 @@ def test_lazy_modules_start_from_the_seed_whatever_the_data() -> None:
             return IMAGES[0][index] + 0 * torch.rand(()), IMAGES[1][index]
 
     first, second = (state_after(a_task(model=lazy, data=data), 0) for data in (IMAGES, Images()))
-    assert differences(first, second) == []
-    assert differences(first, state_after(a_task(model=lazy, data=IMAGES, seed=1), 0)) != []
+    assert differing_paths(first, second) == []
+    assert differing_paths(first, state_after(a_task(model=lazy, data=IMAGES, seed=1), 0)) != []
 
 
 def test_looking_at_a_model_before_training_changes_nothing() -> None:

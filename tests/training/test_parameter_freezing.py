@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import CheckpointError, PlanError, TaskError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
@@ -145,7 +145,7 @@ def test_going_back_within_a_process_freezes_again() -> None:
     advance(program, 2)
     program.model[0].requires_grad_(True)  # type: ignore[index]
     program.restore(start)
-    assert differences(program.state(), start) == []
+    assert differing_paths(program.state(), start) == []
 
 
 def test_arrays_refuse_to_resume_what_they_do_not_train(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_ranks_refuse_it_in_one_line() -> None:
     program = hotloop.lower(make("frozen"))
     step = program._step
     step.parts = replace(step.parts, plan=step.parts.plan.model_copy(update={"parallel": "data"}))
-    step.unbind()
+    step.invalidate_bindings()
     program.model[0].requires_grad_(True)  # type: ignore[index]
     with pytest.raises(PlanError, match=r"parallel=data, and '0.weight' was frozen or thawed after"):
-        step.unbind()
+        step.invalidate_bindings()
 
 
 def test_a_run_without_changes_is_exact(tmp_path: Path) -> None:

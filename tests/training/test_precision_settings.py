@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.core.float32_switches import read
+from hotloop.core.float32_switches import read_switches
 from hotloop.core.number_formats import IEEE, TORCH_DEFAULTS
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.lowering.build import lower
 from hotloop.plan import BASELINE, Plan
 from hotloop.training.run import Run
-from hotloop.training.start import go_on
-from hotloop.tuning.auto.recall import _fitting
+from hotloop.training.start import resume_run
+from hotloop.tuning.auto.recall import _matching_races
 from hotloop.tuning.search import failed_searches, race_cache
-from hotloop.tuning.search.race_cache import recall
+from hotloop.tuning.search.race_cache import load_races
 from tests.support.programs import a_task
 from tests.support.tuning.handmade_verdicts import VERSIONS, timing, verdict
 
@@ -98,14 +98,14 @@ def test_steps_run_as_the_process_was_when_they_were_lowered() -> None:
     program = lower(a_task())
     torch.set_float32_matmul_precision("highest")
     with program.around():
-        assert read()["mkldnn.matmul"] == "bf16" and torch.get_float32_matmul_precision() == "medium"
-    assert read()["mkldnn.matmul"] == "ieee" and torch.get_float32_matmul_precision() == "highest"
+        assert read_switches()["mkldnn.matmul"] == "bf16" and torch.get_float32_matmul_precision() == "medium"
+    assert read_switches()["mkldnn.matmul"] == "ieee" and torch.get_float32_matmul_precision() == "highest"
 
 
 def test_fp32_runs_in_fp32_whatever_the_process_allows() -> None:
     torch.set_float32_matmul_precision("medium")
     with lower(a_task(), Plan(precision="fp32")).around():
-        assert read() == IEEE
+        assert read_switches() == IEEE
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_an_old_run_goes_on_in_fp32(old_run: Path, monkeypatch: pytest.MonkeyPat
     step = torch.nn.Linear.forward
 
     def noting(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        seen.extend([read()] * (self.training and torch.is_grad_enabled()))
+        seen.extend([read_switches()] * (self.training and torch.is_grad_enabled()))
         return step(self, x)
 
     monkeypatch.setattr(torch.nn.Linear, "forward", noting)
     said: list[str] = []
-    run, ended = go_on(old_run, overrides={"epochs": 2}, say=said.append)
+    run, ended = resume_run(old_run, overrides={"epochs": 2}, say=said.append)
     assert ended.reason == "finished" and [row["step"] for row in run.epochs] == [3, 6]
     assert seen and all(switches == IEEE for switches in seen)
     assert Run.open(old_run).plan.precision == "fp32"
@@ -167,34 +167,34 @@ def test_a_new_run_s_plan_says_default(tmp_path: Path) -> None:
 
 def test_an_old_race_is_one_of_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing of plans beside the baseline of today."""
-    monkeypatch.setattr(race_cache, "folder", lambda: OLD / "races")
+    monkeypatch.setattr(race_cache, "races_folder", lambda: OLD / "races")
     (path,) = (OLD / "races").glob("*/*.json")
     key: dict[str, Any] = json.loads(path.read_text())["key"]
     where = key["task"], key["machine"], key["versions"]
-    (old,), notes = recall(*where)
+    (old,), notes = load_races(*where)
     assert notes == [] and old.timing.as_plan == Plan(**key["plan"]) and old.timing.as_plan.precision == "fp32"
-    assert _fitting(Wanted.of("auto", {"device": "cpu"}), (*where, "cpu"), notes.append) == []
+    assert _matching_races(PlanRequest.from_value("auto", {"device": "cpu"}), (*where, "cpu"), notes.append) == []
     assert notes == []
 
 
 def test_an_old_search_in_vain_does_not_keep_from_searching(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotloop.tuning.tune import _about
+    from hotloop.tuning.tune import _search_key
 
-    monkeypatch.setattr(failed_searches, "folder", lambda: OLD / "races")
+    monkeypatch.setattr(failed_searches, "races_folder", lambda: OLD / "races")
     (path,) = (OLD / "searches").glob("*.json")
     key = json.loads(path.read_text())["key"]
-    assert failed_searches.recall(key) is not None, "the file is read as it was"
+    assert failed_searches.load_failed_search(key) is not None, "the file is read as it was"
     monkeypatch.setattr("hotloop.tuning.tune.machine_name", lambda: key["machine"])
     monkeypatch.setattr("hotloop.tuning.tune.speed_versions", lambda: key["versions"])
     facts: Any = type("Facts", (), {"fingerprint": key["task"]})
-    assert failed_searches.recall(_about(facts, Plan(device="cpu"), Plan(device="cpu"))) is None
+    assert failed_searches.load_failed_search(_search_key(facts, Plan(device="cpu"), Plan(device="cpu"))) is None
 
 
 def test_races_under_other_settings_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race_cache, "folder", lambda: tmp_path / "races")
+    monkeypatch.setattr(race_cache, "races_folder", lambda: tmp_path / "races")
     raced = verdict(timing(Plan(device="cpu", optimizer="fused"), 1.3))
-    race_cache.remember(raced)
+    race_cache.save_races(raced)
     reduced = VERSIONS | {"switches": "cuda.matmul=tf32"}
-    assert recall("f", "m", VERSIONS)[0] and recall("f", "m", reduced)[0] == []
-    race_cache.remember(raced.model_copy(update={"versions": reduced}))
-    assert len(recall("f", "m", VERSIONS)[0]) == len(recall("f", "m", reduced)[0])
+    assert load_races("f", "m", VERSIONS)[0] and load_races("f", "m", reduced)[0] == []
+    race_cache.save_races(raced.model_copy(update={"versions": reduced}))
+    assert len(load_races("f", "m", VERSIONS)[0]) == len(load_races("f", "m", reduced)[0])

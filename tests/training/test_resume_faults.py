@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.core.random.rng import Streams
+from hotloop.core.random.rng import RandomStreams
 from hotloop.core.state import State
 from hotloop.data.order import Order
 from hotloop.lowering.program import Program
-from hotloop.training.loop import _Loop
+from hotloop.training.loop import _TrainingLoop
 from hotloop.training.run import Run
 from tests.support.killed_training import EPOCHS, KILLED_AT, train
 from tests.support.processes.resumed_training import disagreements
@@ -116,8 +116,8 @@ def test_draws_that_are_not_reseeded_are_noticed(
     whole: Path, copy: Path, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("reseed_python", "reseed_torch"):
-        reseed = getattr(Streams, name)
-        monkeypatch.setattr(Streams, name, unless(stream, reseed))
+        reseed = getattr(RandomStreams, name)
+        monkeypatch.setattr(RandomStreams, name, unless(stream, reseed))
     train(copy)
     assert is_noticed(whole, copy)
 
@@ -133,7 +133,7 @@ def test_another_order_is_noticed(whole: Path, copy: Path, monkeypatch: pytest.M
 def test_a_forgotten_history_or_best_epoch_is_noticed(
     tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_back = _Loop._go_back
+    go_back = _TrainingLoop._restore_checkpoint
 
     def forgetful(self: Any) -> None:
         go_back(self)
@@ -142,6 +142,6 @@ def test_a_forgotten_history_or_best_epoch_is_noticed(
     first_is_best = replace(task(EPOCHS), goal="max")  # of a loss that falls
     train(tmp_path / "whole", first_is_best)
     train(tmp_path / "run", first_is_best, until=KILLED_AT)
-    monkeypatch.setattr(_Loop, "_go_back", forgetful)
+    monkeypatch.setattr(_TrainingLoop, "_restore_checkpoint", forgetful)
     train(tmp_path / "run", first_is_best)
     assert is_noticed(tmp_path / "whole", tmp_path / "run")

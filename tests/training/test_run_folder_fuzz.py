@@ -28,24 +28,24 @@ USED_AS_IT_IS = ("run.json", "plan.toml")
 
 def trained(path: Path, said: list[str], stop: int | None = None) -> None:
     """Trains a small Task to its end, or goes on with it; or is killed after a step."""
-    from hotloop.task_file import Loaded
+    from hotloop.task_file import LoadedTask
     from hotloop.training import start
-    from hotloop.training.cadence import Pace
+    from hotloop.training.cadence import SpanPacer
     from tests.support.killed_training import Killed, at_step, kill
 
     task = a_task(epochs=EPOCHS, validation=0.2)
     callbacks = [at_step(stop, kill)] if stop else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "steps", lambda self: 1)
+        patch.setattr(SpanPacer, "steps", lambda self: 1)
         patch.setattr("hotloop.report.learning_curves.draw_curves", lambda view: None)
         patch.setattr("hotloop.training.start.draw_curves", lambda view: None)
-        patch.setattr("hotloop.training.tensorboard.installed", lambda: False)
+        patch.setattr("hotloop.training.tensorboard.is_installed", lambda: False)
         common = dict(axes={"device": "cpu"}, callbacks=callbacks, say=said.append)
         try:
             if path.exists():
-                start.go_on(path, task=task, **common)
+                start.resume_run(path, task=task, **common)
             else:
-                start.start(Loaded(task, None, {}), run=path, checkpoint_every="3", **common)
+                start.start_run(LoadedTask(task, None, {}), run=path, checkpoint_every="3", **common)
         except Killed:
             pass
 

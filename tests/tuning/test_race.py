@@ -13,11 +13,11 @@ from hotloop.core.processes.signals import Terminated
 from hotloop.core.records.race import Parity, Verdict
 from hotloop.errors import PlanError, TaskError
 from hotloop.plan import Plan
-from hotloop.report.race import sentence
+from hotloop.report.race import winner_sentence
 from hotloop.task import Task
-from hotloop.task_file import Loaded
+from hotloop.task_file import LoadedTask
 from hotloop.tuning import race
-from hotloop.tuning.contenders import Contest
+from hotloop.tuning.contenders import RaceSpec
 from hotloop.tuning.races.measure import measure
 from tests.support.programs import a_task
 from tests.support.tasks.timed_tasks import CPU, Clock, standing_still
@@ -99,11 +99,11 @@ def test_a_proof_that_is_stopped_leaves_what_was_raced_and_no_winner(signal: Any
 
     with pytest.raises(signal, match=f"stopped by {by} at the proof"):
         contest(clock, monkeypatch, prove, CPU)
-    asked = Contest((CPU,), MARKED, time_limit="10s")
-    verdict = race.raced(Loaded(a_task(epochs=200), None, {}), asked, prove=each(prove))
+    asked = RaceSpec((CPU,), MARKED, time_limit="10s")
+    verdict = race.race_loaded(LoadedTask(a_task(epochs=200), None, {}), asked, prove=each(prove))
     assert (verdict.winner, verdict.ended_by, verdict.ended) == (None, by, f"stopped by {by} at the proof")
     assert verdict.plan("baseline").verdict == "faster" and verdict.plan("baseline").parity is None
-    assert "isn't proven" in sentence(verdict)
+    assert "isn't proven" in winner_sentence(verdict)
 
 
 def test_the_baseline_needs_no_proof(clock: Clock, monkeypatch) -> None:
@@ -137,9 +137,11 @@ def test_what_cannot_be_raced(name: str) -> None:
 
 
 def test_names_of_entries() -> None:
-    from hotloop.tuning.contenders import Contest
+    from hotloop.tuning.contenders import RaceSpec
 
-    entries, baseline = Contest(["auto", "auto", OTHER], devices=["cpu", "cuda"], axes={"threads": 1}).entries()
+    entries, baseline = RaceSpec(
+        ["auto", "auto", OTHER], devices=["cpu", "cuda"], axes={"threads": 1}
+    ).requested_plans()
     assert baseline == "baseline on cpu"
     assert list(entries)[:4] == ["baseline on cpu", "auto on cpu", "auto threads=1 on cpu", "optimizer=foreach on cpu"]
     assert {name: wanted.plan.threads for name, wanted in entries.items() if "baseline" in name} == {

@@ -11,21 +11,21 @@ import pytest
 from hotloop.core.feasibility.violations import violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.plan import Plan
-from hotloop.tuning.rules import COMPILED_FROM_STEPS, passed_over, ranked
+from hotloop.tuning.rules import MIN_COMPILED_STEPS, rank_plans, skipped_hints
 from tests.support.tuning.fake_machines import A_GPU, GIB, LBFGS, a_device, a_machine, facts
 
 CPU, GPU, NO_COMPILER = a_machine(), a_machine(A_GPU), a_machine(compiler=None)
 MAC = a_machine(a_device("mps", ("fp32", "fp16")))
 GLIBC, GLIBC_AND_GPU = a_machine(allocator="glibc"), a_machine(A_GPU, allocator="glibc")
 SMALL_GPU = a_machine(replace(A_GPU, memory_free=a_device(free=1.5 * GIB).memory_free))
-LONG = {"steps": COMPILED_FROM_STEPS}
+LONG = {"steps": MIN_COMPILED_STEPS}
 FOREACH = {"implementations": ["forloop", "foreach"]}
 
 BEST = {
     "a short run on the CPU": (CPU, {}, {"optimizer": "fused"}),
     "a long one": (CPU, LONG, {"optimizer": "fused", "compile": "package"}),
     "fewer steps, which may be of seconds each": (CPU, {"steps": 15_000}, {"optimizer": "fused", "compile": "package"}),
-    "one step less": (CPU, {"steps": COMPILED_FROM_STEPS - 1}, {"optimizer": "fused"}),
+    "one step less": (CPU, {"steps": MIN_COMPILED_STEPS - 1}, {"optimizer": "fused"}),
     "a stream of unknown length": (CPU, {"data": "Stream", "steps": None}, {"optimizer": "fused"}),
     "a long one without a compiler": (NO_COMPILER, LONG, {"optimizer": "fused"}),
     "a long one on a GPU": (GPU, LONG, {"device": "cuda:0", "optimizer": "fused", "compile": "step",
@@ -53,13 +53,13 @@ BEST = {
 @pytest.mark.parametrize("name", BEST)
 def test_the_best_choice(name: str) -> None:
     machine, task, axes = BEST[name]
-    assert ranked(facts(**task), machine, Plan())[0].plan == Plan(**axes)
+    assert rank_plans(facts(**task), machine, Plan())[0].plan == Plan(**axes)
 
 
 @pytest.mark.parametrize("name", BEST)
 def test_every_choice_can_be_run_and_the_last_is_the_baseline(name: str) -> None:
     machine, task, axes = BEST[name]
-    choices = ranked(facts(**task), machine, Plan())
+    choices = rank_plans(facts(**task), machine, Plan())
     assert choices[-1].plan == Plan(device=axes.get("device", "cpu"))
     assert len({choice.plan for choice in choices}) == len(choices)
     for choice in choices:
@@ -68,14 +68,14 @@ def test_every_choice_can_be_run_and_the_last_is_the_baseline(name: str) -> None
 
 
 def test_each_axis_that_auto_changed_has_its_reason() -> None:
-    for choice in ranked(facts(**LONG), GPU, Plan()):
+    for choice in rank_plans(facts(**LONG), GPU, Plan()):
         for axis, value in choice.plan.model_dump().items():
             if value != getattr(Plan(), axis):
                 assert any(reason.startswith(f"{axis}={value}: ") for reason in choice.why)
 
 
 def test_each_gives_up_no_less_than_the_one_before_and_the_compilation_first() -> None:
-    choices = ranked(facts(**LONG), GPU, Plan())
+    choices = rank_plans(facts(**LONG), GPU, Plan())
     changed = [sum(value != getattr(Plan(), axis) for axis, value in c.plan.model_dump().items()) for c in choices]
     assert all(more >= less for more, less in pairwise(changed))
     assert choices[1].plan == choices[0].plan.with_axes(compile="none")
@@ -96,28 +96,28 @@ SET: dict[str, tuple[Hardware, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SET)
 def test_what_the_user_set_stays(name: str) -> None:
     machine, axes = SET[name]
-    for choice in ranked(facts(**LONG), machine, Plan(**axes)):
+    for choice in rank_plans(facts(**LONG), machine, Plan(**axes)):
         assert {axis: getattr(choice.plan, axis) for axis in axes} == axes
         assert any(all(f"{axis}={value}" in reason for axis, value in axes.items()) for reason in choice.why)
 
 
 def test_what_was_set_and_cannot_be_run_leaves_no_choice() -> None:
-    assert ranked(facts(), CPU, Plan(precision="bf16")) == []
+    assert rank_plans(facts(), CPU, Plan(precision="bf16")) == []
 
 
 def test_what_should_pay_and_cannot_be_run_is_named_with_the_reason() -> None:
-    [(wish, violation)] = passed_over(facts(**LONG), NO_COMPILER, Plan())
+    [(wish, violation)] = skipped_hints(facts(**LONG), NO_COMPILER, Plan())
     assert (wish.axis, wish.value) == ("compile", "package")
     assert "C++ compiler" in violation.reason
-    assert passed_over(facts(**LONG), CPU, Plan()) == []
-    assert passed_over(facts(**LONG), NO_COMPILER, Plan(compile="none")) == []
+    assert skipped_hints(facts(**LONG), CPU, Plan()) == []
+    assert skipped_hints(facts(**LONG), NO_COMPILER, Plan(compile="none")) == []
 
 
 def test_what_was_set_may_stand_in_the_way() -> None:
     half = Plan(device="cuda:0", precision="fp16")
-    [(wish, violation)] = passed_over(facts(**LONG), GPU, half)
+    [(wish, violation)] = skipped_hints(facts(**LONG), GPU, half)
     assert (wish.axis, violation.axes) == ("compile", ("compile", "precision"))
-    assert {choice.plan.compile for choice in ranked(facts(**LONG), GPU, half)} == {"none"}
+    assert {choice.plan.compile for choice in rank_plans(facts(**LONG), GPU, half)} == {"none"}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_was_set_may_stand_in_the_way() -> None:
     [(GPU, True, True), (GPU, False, False), (CPU, True, False), (MAC, True, False)],
 )
 def test_who_convolves_on_cuda_hears_of_tf32(machine: Hardware, convolutions: bool, said: bool) -> None:
-    why = ranked(facts(convolutions=convolutions), machine, Plan())[0].why
+    why = rank_plans(facts(convolutions=convolutions), machine, Plan())[0].why
     assert any("convolutions in tf32 here" in reason for reason in why) is said
-    why = ranked(facts(convolutions=convolutions), machine, Plan(precision="fp32"))[0].why
+    why = rank_plans(facts(convolutions=convolutions), machine, Plan(precision="fp32"))[0].why
     assert not any("tf32" in reason for reason in why)

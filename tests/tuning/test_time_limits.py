@@ -10,16 +10,16 @@ import pytest
 
 import hotloop
 from hotloop.core.processes.deadline import Deadline
-from hotloop.core.processes.signals import at_most
+from hotloop.core.processes.signals import time_limit
 from hotloop.core.records.race import Parity
 from hotloop.errors import TimeOverError
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.task_file import Loaded
+from hotloop.task_file import LoadedTask
 from hotloop.tuning import race, tune
-from hotloop.tuning.contenders import Contest
+from hotloop.tuning.contenders import RaceSpec
 from hotloop.tuning.races import measure
-from hotloop.tuning.races.measure import Entrant
+from hotloop.tuning.races.measure import Contender
 from hotloop.tuning.search import program_pool
 from hotloop.tuning.search.budget import Budget
 from hotloop.tuning.search.findings import BASELINE
@@ -80,11 +80,11 @@ def test_a_compilation_that_takes_too_long_is_ended_and_the_plan_without_it_is_p
         time_limit_s=10.0,
         say=said.append,
     )
-    search.held.lower = lowering_endlessly(compiled=True)
-    monkeypatch.setattr("hotloop.tuning.search.search.makeup", lambda program: HALF)
-    monkeypatch.setattr("hotloop.tuning.search.search.compile_s", lambda *given: 0.1)
-    monkeypatch.setattr("hotloop.tuning.search.compile_payoff.compile_s", lambda *given: 0.1)
-    search.deadline = Deadline.of_limit(10.0)
+    search.pool.lower = lowering_endlessly(compiled=True)
+    monkeypatch.setattr("hotloop.tuning.search.search.profile_step", lambda program: HALF)
+    monkeypatch.setattr("hotloop.tuning.search.search.estimate_compile_s", lambda *given: 0.1)
+    monkeypatch.setattr("hotloop.tuning.search.compile_payoff.estimate_compile_s", lambda *given: 0.1)
+    search.deadline = Deadline.from_limit(10.0)
     winner, took_s = timed(search.run)
     assert winner == "optimizer=fused", (search.notes, search.timings)
     assert search.timings[winner].parity == "bitwise"
@@ -101,10 +101,10 @@ def test_a_proof_that_takes_too_long_is_ended_and_leaves_time_for_the_next_one(m
         time_limit_s=10.0,
         prove=proving(lambda name: "fused" in name),
     )
-    monkeypatch.setattr("hotloop.tuning.search.budget.PROVING_STEPS", 100)
-    monkeypatch.setattr("hotloop.tuning.search.search.combined", lambda *given: {})
-    monkeypatch.setattr(search, "_second_look", lambda *given: search.base)
-    search.deadline = Deadline.of_limit(10.0)
+    monkeypatch.setattr("hotloop.tuning.search.budget.PROOF_STEPS", 100)
+    monkeypatch.setattr("hotloop.tuning.search.search.combine_changes", lambda *given: {})
+    monkeypatch.setattr(search, "_race_best_again", lambda *given: search.base)
+    search.deadline = Deadline.from_limit(10.0)
     winner, took_s = timed(search.run)
     assert winner == "layout=channels_last", (search.notes, search.timings)
     assert search.timings["optimizer=fused"].parity == "unproven" and search.timings["optimizer=fused"].short_of_memory
@@ -113,16 +113,16 @@ def test_a_proof_that_takes_too_long_is_ended_and_leaves_time_for_the_next_one(m
 
 
 def test_what_no_stage_of_a_search_ends_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = searching(monkeypatch, Races(), time_limit_s=0.1, deadline=Deadline.of_limit(0.1))
-    monkeypatch.setattr(search, "_glance", endless)
+    search = searching(monkeypatch, Races(), time_limit_s=0.1, deadline=Deadline.from_limit(0.1))
+    monkeypatch.setattr(search, "_time_baseline", endless)
     winner, took_s = timed(search.run)
     assert winner == BASELINE and took_s < BOUND_S
     assert "the search was ended" in search.notes[-1]
 
 
 def test_tune_ends_by_its_time_limit_and_does_not_remember_what_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.tuning.search.search.Search._eagerly", endless)
-    monkeypatch.setattr("hotloop.tuning.search.search.Runner.glance", lambda self, seconds: (1e-3, 0.0))
+    monkeypatch.setattr("hotloop.tuning.search.search.PlanSearch._race_eager", endless)
+    monkeypatch.setattr("hotloop.tuning.search.search.Runner.quick_estimate", lambda self, seconds: (1e-3, 0.0))
     verdict, took_s = timed(lambda: hotloop.tune(a_task(epochs=100), device="cpu", time_limit="8s", progress=False))
     assert verdict.winner == BASELINE and took_s < BOUND_S
     # On a busy machine so little is left when the search begins that no race is begun.
@@ -131,8 +131,8 @@ def test_tune_ends_by_its_time_limit_and_does_not_remember_what_it_ended(monkeyp
 
 def test_the_first_line_of_tune_says_what_the_search_may_cost_and_save() -> None:
     said: list[str] = []
-    loaded = Loaded(a_task(epochs=100), None, {})
-    tune.tuned(loaded, Plan(device="cpu"), time_limit="0.5s", say=said.append)
+    loaded = LoadedTask(a_task(epochs=100), None, {})
+    tune.tune_loaded(loaded, Plan(device="cpu"), time_limit="0.5s", say=said.append)
     assert said[0].startswith("the search takes up to 0 s; a plan 2 times as fast") and "this run takes" in said[0]
     without = Budget.of(0.01, 100_000, None).forecast()
     assert "racing and a proof take up to about" in without and "would save 500 s of the 1000 s" in without
@@ -153,9 +153,9 @@ def test_a_race_ends_by_its_time_limit(slow: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(measure, "_prepare", prepare)
     monkeypatch.setattr(measure, "run_rounds", run)
-    asked = Contest(("baseline", rival), devices=["cpu"], time_limit="3s")
+    asked = RaceSpec(("baseline", rival), devices=["cpu"], time_limit="3s")
     prove = endless if slow == "proving" else None
-    verdict, took_s = timed(lambda: race.raced(Loaded(a_task(epochs=100), None, {}), asked, prove=prove))
+    verdict, took_s = timed(lambda: race.race_loaded(LoadedTask(a_task(epochs=100), None, {}), asked, prove=prove))
     assert took_s < BOUND_S
     timing = verdict.plan("optimizer=foreach device=cpu" if len(verdict.plans) < 2 else verdict.plans[1].name)
     if slow == "preparing":
@@ -173,8 +173,8 @@ def test_a_plan_that_is_not_ready_in_time_leaves_time_for_the_others(monkeypatch
         measure, "_prepare", lambda racer, *given: endless() if racer.name == "slow" else prepared(racer, *given)
     )
     plan = Plan(device="cpu")
-    entrants = [Entrant(name, lambda: lower(task, plan), plan) for name in ("baseline", "slow", "other")]
-    given = dict(steps=1000, time_limit_s=0.5, brief=True, deadline=Deadline.of_limit(8.0))
+    entrants = [Contender(name, lambda: lower(task, plan), plan) for name in ("baseline", "slow", "other")]
+    given = dict(steps=1000, time_limit_s=0.5, brief=True, deadline=Deadline.from_limit(8.0))
     found, took_s = timed(lambda: measure.measure(entrants, "baseline", **given))  # type: ignore[arg-type]
     assert took_s < BOUND_S
     assert "preparing slow was ended" in (found.plans[1].failure or "") and found.plans[1].short_of_memory
@@ -182,10 +182,10 @@ def test_a_plan_that_is_not_ready_in_time_leaves_time_for_the_others(monkeypatch
 
 
 def test_a_race_whose_baseline_is_not_ready_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_rehearse", endless)
-    asked = Contest(("baseline", "auto"), devices=["cpu"], time_limit="0.1s")
+    monkeypatch.setattr(measure, "_warm_up_process", endless)
+    asked = RaceSpec(("baseline", "auto"), devices=["cpu"], time_limit="0.1s")
     with pytest.raises(TimeOverError, match=r"preparing baseline was ended.*Give it more time"):
-        race.raced(Loaded(a_task(epochs=100), None, {}), asked, prove=None)
+        race.race_loaded(LoadedTask(a_task(epochs=100), None, {}), asked, prove=None)
 
 
 def test_the_sizes_of_a_race_share_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,23 +195,23 @@ def test_the_sizes_of_a_race_share_its_time_limit(monkeypatch: pytest.MonkeyPatc
         parts.append(deadline.left_s)
         raise TimeOverError("no time")
 
-    monkeypatch.setattr(race, "raced", raced)
+    monkeypatch.setattr(race, "race_loaded", raced)
     monkeypatch.setattr(race, "load_task", lambda *given: None)
     with pytest.raises(TimeOverError):
-        race.raced_scales("t.py", {}, ("width", ["1", "2", "3", "4"]), Contest(("baseline", "auto"), time_limit="40s"))
+        race.race_scales("t.py", {}, ("width", ["1", "2", "3", "4"]), RaceSpec(("baseline", "auto"), time_limit="40s"))
     assert 9 < parts[0] <= 10
 
 
 def test_a_later_alarm_inside_of_an_earlier_one_does_not_delay_it() -> None:
     def work() -> None:
-        with pytest.raises(TimeOverError), Deadline.of_limit(0.05).enforced("it"), at_most(ENDLESS_S, ValueError):
+        with pytest.raises(TimeOverError), Deadline.from_limit(0.05).enforce("it"), time_limit(ENDLESS_S, ValueError):
             endless()
 
     assert timed(work)[1] < BOUND_S
 
 
 def test_an_earlier_alarm_inside_of_a_later_one_ends_its_work_alone() -> None:
-    with at_most(ENDLESS_S, ValueError):
-        with pytest.raises(TimeOverError), Deadline.of_limit(0.05).enforced("it"):
+    with time_limit(ENDLESS_S, ValueError):
+        with pytest.raises(TimeOverError), Deadline.from_limit(0.05).enforce("it"):
             endless()
         assert timed(lambda: time.sleep(0.01))[1] < BOUND_S

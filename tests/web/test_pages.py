@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotloop.core.records.race import Crossing, Scaling, Timing, Verdict
+from hotloop.core.records.race import Crossover, RaceScaling, Timing, Verdict
 from hotloop.core.records.training import Evaluation, Mistake, Picture
 from hotloop.report.confusion import most_frequent, write_confusion
 from hotloop.report.learning_curves import write_curves
 from hotloop.report.mistakes import write_mistakes
-from hotloop.report.profile_charts import write_pictures
-from hotloop.report.race_scaling import write_picture
+from hotloop.report.profile_charts import write_charts
+from hotloop.report.race_scaling import write_scaling
 from tests.support.processes.chromium import Drawn, draw, needs_browser
 from tests.support.profiler.handmade_profiles import made
 
@@ -209,7 +209,7 @@ def test_the_most_frequent_confusions_come_first() -> None:
 
 @needs_browser
 def test_a_profile_has_its_phases_its_modules_and_the_roofline(tmp_path, drawn) -> None:
-    written = write_pictures(made(), tmp_path / "seen")
+    written = write_charts(made(), tmp_path / "seen")
     assert [path.name for path in written] == ["phases.html", "modules.html", "roofline.html"]
     phases, modules, roofline = map(drawn, written)
     assert phases.errors == modules.errors == roofline.errors == []
@@ -225,7 +225,7 @@ MARGIN = 60
 """Pixels left of where points are counted from."""
 
 
-def scaled(at: float) -> Scaling:
+def scaled(at: float) -> RaceScaling:
     """Two plans at widths of 100 and 1000 that overtake each other in between."""
     figures = dict(
         task="t", fingerprint="", baseline="baseline", winner=None, steps=1, machine="", versions={}, seconds=0
@@ -234,13 +234,13 @@ def scaled(at: float) -> Scaling:
         Verdict(plans=[Timing(name="baseline", step_ms=1.0), Timing(name="<i>", step_ms=step_ms)], **figures)
         for step_ms in (2.0, 0.5)
     ]
-    crossing = Crossing(name="<i>", at=at, low=200, high=500, faster="above", reason="arithmetic decides")
-    return Scaling(parameter="width", values=["100", "1000"], races=races, crossings=[crossing])
+    crossing = Crossover(name="<i>", at=at, low=200, high=500, faster="above", reason="arithmetic decides")
+    return RaceScaling(parameter="width", values=["100", "1000"], races=races, crossings=[crossing])
 
 
 @needs_browser
 def test_a_crossing_is_named_beside_its_line_between_the_sizes(tmp_path, drawn) -> None:
-    write_picture(scaled(316), tmp_path / "sizes.html")
+    write_scaling(scaled(316), tmp_path / "sizes.html")
     found = drawn(tmp_path / "sizes.html")
     assert found.errors == [] and "<i>: 316" in found.texts
     left, right = (float(x) for x in re.findall(r'class="point" transform="translate\(([\d.]+),', found.html)[:2])
@@ -252,4 +252,4 @@ def test_a_crossing_is_named_beside_its_line_between_the_sizes(tmp_path, drawn) 
 
 
 def test_pictures_without_anything_to_show_are_not_written(tmp_path) -> None:
-    assert write_pictures(made(phases={}, modules=[]), tmp_path / "seen") == []
+    assert write_charts(made(phases={}, modules=[]), tmp_path / "seen") == []

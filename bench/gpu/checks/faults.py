@@ -30,8 +30,8 @@ def graphs_on_cpu() -> Iterator[None]:
     from tests.support.fake_graph_recorder import FakeRecorder
 
     with (
-        mock.patch("hotloop.lowering.build._check", lambda parts: None),
-        mock.patch("hotloop.lowering.steps.cuda_graph.Recorder", FakeRecorder),
+        mock.patch("hotloop.lowering.build._check_plan", lambda parts: None),
+        mock.patch("hotloop.lowering.steps.cuda_graph.GraphRecorder", FakeRecorder),
     ):
         yield
 
@@ -68,9 +68,9 @@ def proof_of(
 
 
 def is_trusted(parity: Any) -> bool:
-    from hotloop.core.records.race import TRUSTED
+    from hotloop.core.records.race import TRUSTED_CLASSES
 
-    return parity.parity in TRUSTED
+    return parity.parity in TRUSTED_CLASSES
 
 
 def record_of(parity: Any) -> dict[str, Any]:
@@ -238,18 +238,18 @@ def stale_input(setting: Setting) -> Result:
     """At every other step the input of a graph isn't filled, so that the graph reads the batch of the step before."""
     from unittest import mock
 
-    from hotloop.lowering.steps.cuda_graph import Batches
+    from hotloop.lowering.steps.cuda_graph import StaticBatches
 
     task = convolutional(setting)
     found = {}
-    for asked, method in {"graphs=step": "fill", "residency=device graphs=2": "cut"}.items():
-        real, calls = getattr(Batches, method), [0]
+    for asked, method in {"graphs=step": "fill", "residency=device graphs=2": "split_rows"}.items():
+        real, calls = getattr(StaticBatches, method), [0]
 
         def stale(self: Any, *given: Any, real: Any = real, calls: list[int] = calls) -> Any:
             calls[0] += 1
             return self.batches if calls[0] % 2 else real(self, *given)
 
-        with mock.patch.object(Batches, method, stale):
+        with mock.patch.object(StaticBatches, method, stale):
             found[asked] = proof_of(task, task, asked, setting)
         if not calls[0]:
             raise RuntimeError(f"{asked} never filled its input: the fault wasn't planted")

@@ -101,16 +101,16 @@ def operators_by_torch(steps: Callable[[int], None], setting: Setting) -> dict[s
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from hotloop.tuning.races.runner import synchronise
+    from hotloop.tuning.races.runner import synchronize_devices
 
     count = 8 if setting.is_rehearsal else 32
     where = torch.device(setting.device)
     steps(4)
-    synchronise(where)
+    synchronize_devices(where)
     on_cuda = [ProfilerActivity.CUDA] if setting.device == "cuda" else []
     with profile(activities=[ProfilerActivity.CPU, *on_cuda]) as seen:
         steps(count)
-        synchronise(where)
+        synchronize_devices(where)
     found = {}
     for event in seen.key_averages():
         us = event.self_device_time_total if on_cuda else event.self_cpu_time_total

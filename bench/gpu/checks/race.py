@@ -7,7 +7,7 @@ from bench.gpu.setting import Result, Setting
 
 
 def run(part: str, setting: Setting) -> Result:
-    from hotloop.core.records.race import TRUSTED, Verdict
+    from hotloop.core.records.race import TRUSTED_CLASSES, Verdict
 
     command, name = part.split("-")
     limits = {"race": ("10s", "60s"), "tune": ("3s", "30s")}  # a race's is for preparing and proving as well
@@ -27,7 +27,7 @@ def run(part: str, setting: Setting) -> Result:
     wrong = ""
     if winner is None and setting.judges_times:
         wrong = f"no plan wins: {'; '.join(found.notes) or figure}"
-    elif winner is not None and winner.name != found.baseline and winner.parity not in TRUSTED:
+    elif winner is not None and winner.name != found.baseline and winner.parity not in TRUSTED_CLASSES:
         wrong = f"{winner.name} wins and is {winner.parity}: {winner.parity_reason}"
     elif broken := [one for one in found.plans if one.parity == "broken"]:
         wrong = f"{broken[0].name} is broken: {broken[0].parity_reason}"

@@ -60,14 +60,14 @@ def measured(
     from bench.gpu.tasks import network, task
     from hotloop.core.hardware import machine
     from hotloop.errors import HotloopError
-    from hotloop.tuning.races.runner import synchronise
+    from hotloop.tuning.races.runner import synchronize_devices
 
     if setting.is_rehearsal and part in ("mlp-1e7", "mlp-1e8"):
         part = "mlp-1e6"  # the same lines, in a second
     where = torch.device(device)
     if part.startswith("mlp-"):
         needed = _BYTES * float(part.removeprefix("mlp-")) + 16 * (batch or 1) * 8e3
-        if (free := machine.free_memory(where)) is not None and needed > free:
+        if (free := machine.device_free_bytes(where)) is not None and needed > free:
             return None, f"{needed / 1e9:.1f} GB are needed, and {free / 1e9:.1f} GB are free"
     made = network(part, setting.size, batch)
     program = None
@@ -79,7 +79,7 @@ def measured(
         def seconds(count: int) -> float:
             began = time.perf_counter()
             steps(count)
-            synchronise(where)
+            synchronize_devices(where)
             return (time.perf_counter() - began) / count
 
         windows = timed(seconds, setting)

@@ -44,7 +44,7 @@ def run(part: str, setting: Setting) -> Result:
 
 
 def start(part: str, name: str, folder: Path, setting: Setting) -> dict[str, Any]:
-    """A training from its process's start until `Stop` ends it."""
+    """A training from its process's start until `PathState` ends it."""
     from hotloop.training.run import Run
 
     marks, run = folder / "marks.json", folder / name

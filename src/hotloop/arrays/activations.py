@@ -13,7 +13,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from hotloop.arrays.backend import Array, Shape
-from hotloop.arrays.layer import Layer, Unfit
+from hotloop.arrays.layer import Layer, ShapeMismatch
 
 
 def sigmoid(x: Array) -> Array:
@@ -210,7 +210,7 @@ class Softmax(Layer):
 
     def shape(self, shape: Shape) -> Shape:
         if not -len(shape) <= self.axis <= len(shape) or not self.axis:
-            raise Unfit(f"a dimension {self.axis} beside the batch's")
+            raise ShapeMismatch(f"a dimension {self.axis} beside the batch's")
         return shape
 
     def forward(self, x: Array, training: bool = False) -> Array:

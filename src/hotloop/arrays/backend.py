@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, device, is_array_api_obj
 
-from hotloop.errors import DataError, DeviceError, PlanError, kind
+from hotloop.errors import DataError, DeviceError, PlanError, type_name
 
 Array = Any
 """An array of any namespace; shapes are in the docstrings, n is the number of samples in a batch."""
@@ -46,7 +46,7 @@ def namespace(xp: str | ModuleType) -> Any:
     return module
 
 
-class Maker:
+class ArrayFactory:
     """Makes new arrays in one namespace, dtype and device, and draws random numbers.
 
     The numbers are drawn by NumPy on the host, since the standard has no generators: a seed means the same everywhere.
@@ -61,25 +61,25 @@ class Maker:
 
     def uniform(self, shape: Shape, bound: float) -> Array:
         """Between -bound and bound."""
-        return self._of_host(self.generator.uniform(-bound, bound, shape))
+        return self._from_host(self.generator.uniform(-bound, bound, shape))
 
     def normal(self, shape: Shape) -> Array:
         """Of mean 0 and variance 1."""
-        return self._of_host(self.generator.standard_normal(shape))
+        return self._from_host(self.generator.standard_normal(shape))
 
-    def kept(self, shape: Shape, share: float) -> Array:
+    def to_array(self, shape: Shape, share: float) -> Array:
         """1 where something is kept, which happens with this probability, and 0 elsewhere."""
-        return self._of_host(self.generator.random(shape) < share)
+        return self._from_host(self.generator.random(shape) < share)
 
     def count(self) -> Array:
         """A whole number that counts from 0, 0-dim."""
         return self.xp.zeros((), dtype=self.xp.int64, device=self.device)
 
-    def _of_host(self, drawn: Any) -> Array:
+    def _from_host(self, drawn: Any) -> Array:
         return self.xp.asarray(drawn.astype("float64"), dtype=self.dtype, device=self.device)
 
 
-def taken(name: str, given: Any, xp: Any, where: Any = None) -> Array:
+def to_namespace(name: str, given: Any, xp: Any, where: Any = None) -> Array:
     """What the user gave as an array of `xp`: NumPy's are brought there, those of another library are refused.
 
     Args:
@@ -90,7 +90,7 @@ def taken(name: str, given: Any, xp: Any, where: Any = None) -> Array:
         DeviceError: it lies on another device.
     """
     if not is_array_api_obj(given):
-        raise DataError(f"{name} is {kind(given)}", expected="an array", fix=f"use numpy.asarray({name})")
+        raise DataError(f"{name} is {type_name(given)}", expected="an array", fix=f"use numpy.asarray({name})")
     wanted = xp.__name__.removeprefix("array_api_compat.")
     if isinstance(given, np.ndarray) and wanted != "numpy":
         given = xp.asarray(given, device=where)

@@ -12,8 +12,8 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from hotloop.arrays.backend import Array, Maker, Shape
-from hotloop.arrays.layer import Layer, Unfit, check_whole
+from hotloop.arrays.backend import Array, ArrayFactory, Shape
+from hotloop.arrays.layer import Layer, ShapeMismatch, check_integers
 from hotloop.errors import TaskError
 
 Pair = int | tuple[int, int]
@@ -29,7 +29,7 @@ def pair(name: str, value: Any, least: int) -> tuple[int, int]:
     if len(both) != 2:
         raise TaskError(f"{name}={value!r} of a window", expected="one number, or two: rows and columns")
     for one in both:
-        check_whole("a window", least, **{name: one})
+        check_integers("a window", least, **{name: one})
     return both
 
 
@@ -61,7 +61,7 @@ class Window:
     def shape(self, shape: Shape, channels: int) -> Shape:
         """Shape of what a layer gives that has so many channels and a number for each position."""
         if len(shape) != 3 or min(self.positions(shape[1:])) < 1:
-            raise Unfit(f"images (channels, height, width) that hold a window of {self._extent()}")
+            raise ShapeMismatch(f"images (channels, height, width) that hold a window of {self._extent()}")
         return (channels, *self.positions(shape[1:]))
 
     def _extent(self) -> str:
@@ -143,7 +143,7 @@ class Conv(Layer):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        check_whole("Conv", 1, channels=channels, groups=groups)
+        check_integers("Conv", 1, channels=channels, groups=groups)
         self.channels, self.groups, self.bias = channels, groups, bias
         self.window = Window(size, stride, pad, dilation)
 
@@ -151,14 +151,14 @@ class Conv(Layer):
         after = self.window.shape(shape, self.channels)
         weight = self.weights.get("weight")
         if weight is not None and weight.shape[1] * self.groups != shape[0]:
-            raise Unfit(f"images of {weight.shape[1] * self.groups} channels")
+            raise ShapeMismatch(f"images of {weight.shape[1] * self.groups} channels")
         if shape[0] % self.groups or self.channels % self.groups:
-            raise Unfit(
+            raise ShapeMismatch(
                 f"{self.groups} groups to divide both the channels that it gets and the {self.channels} it gives"
             )
         return after
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         seen = shape[0] // self.groups
         bound = (seen * self.window.places) ** -0.5
         self.weights = {"weight": make.uniform((self.channels, seen, *self.window.size), bound)}
@@ -170,7 +170,7 @@ class Conv(Layer):
         self._image = x.shape[2:]
         seen = self.window.unfold(x)
         self._p = xp.reshape(seen, (n, self.groups, -1, math.prod(seen.shape[3:])))
-        y = xp.reshape(self._matrix() @ self._p, (n, self.channels, *seen.shape[3:]))
+        y = xp.reshape(self._weight_matrix() @ self._p, (n, self.channels, *seen.shape[3:]))
         return y + xp.reshape(self.weights["bias"], (-1, 1, 1)) if self.bias else y
 
     def backward(self, dy: Array) -> Array:
@@ -180,10 +180,10 @@ class Conv(Layer):
         dy = xp.reshape(dy, (n, self.groups, -1, oh * ow))
         dw = xp.sum(dy @ xp.matrix_transpose(self._p), axis=0)
         self.gradients["weight"] = xp.reshape(dw, self.weights["weight"].shape)
-        dp = xp.matrix_transpose(self._matrix()) @ dy
+        dp = xp.matrix_transpose(self._weight_matrix()) @ dy
         return self.window.fold(xp.reshape(dp, (n, -1, self.window.places, oh, ow)), self._image)
 
-    def _matrix(self) -> Array:
+    def _weight_matrix(self) -> Array:
         """W as (g, o/g, c/g·k_h·k_w)."""
         weight = self.weights["weight"]
         return array_namespace(weight).reshape(weight, (self.groups, self.channels // self.groups, -1))
@@ -192,7 +192,7 @@ class Conv(Layer):
         return f"Conv({self.channels}, {self.window!r})"
 
 
-class _Pool(Layer):
+class _Pooling(Layer):
     def __init__(self, size: Pair, stride: Pair | None = None, pad: Pair = 0, dilation: Pair = 1) -> None:
         super().__init__()
         self.window = Window(size, size if stride is None else stride, pad, dilation)
@@ -209,7 +209,7 @@ class _Pool(Layer):
         return f"{type(self).__name__}({self.window!r})"
 
 
-class MaxPool(_Pool):
+class MaxPool(_Pooling):
     """The largest number in each window, channel by channel.
 
         forward   P  = U X              unfold: (n, c, h, w) -> (n, c, k_h·k_w, oh, ow)
@@ -242,7 +242,7 @@ class MaxPool(_Pool):
         return self.window.fold(self._mask * dy[:, :, None, :, :], self._image)
 
 
-class AveragePool(_Pool):
+class AveragePool(_Pooling):
     """The mean of each window, channel by channel; the padding counts as zeros.
 
         forward   Y  = mean of U X      over the places of the window: (n, c, k_h·k_w, oh, ow) -> (n, c, oh, ow)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from array_api_compat import array_namespace
 
-from hotloop.arrays.backend import Array, Maker, Shape
-from hotloop.arrays.layer import Layer, Unfit, check_whole
+from hotloop.arrays.backend import Array, ArrayFactory, Shape
+from hotloop.arrays.layer import Layer, ShapeMismatch, check_integers
 from hotloop.errors import DataError, TaskError
 
 
@@ -31,20 +31,22 @@ class Dense(Layer):
 
     def __init__(self, units: int, bias: bool = True, each: bool = False) -> None:
         super().__init__()
-        check_whole("Dense", 1, units=units)
+        check_integers("Dense", 1, units=units)
         self.units, self.bias, self.each = units, bias, each
 
     def shape(self, shape: Shape) -> Shape:
         inputs = self._inputs(shape)
         weight = self.weights.get("weight")
         if not shape or (weight is not None and weight.shape[1] != inputs):
-            raise Unfit("numbers along a dimension" if weight is None else f"{weight.shape[1]} numbers for each vector")
+            raise ShapeMismatch(
+                "numbers along a dimension" if weight is None else f"{weight.shape[1]} numbers for each vector"
+            )
         return (*shape[:-1], self.units) if self.each else (self.units,)
 
     def _inputs(self, shape: Shape) -> int:
         return shape[-1] if self.each and shape else math.prod(shape)
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         inputs = self._inputs(shape)
         self.weights = {"weight": make.uniform((self.units, inputs), inputs**-0.5)}
         if self.bias:
@@ -109,8 +111,8 @@ class Dropout(Layer):
             raise TaskError(f"p={p!r} of Dropout", expected="a probability from 0 to 1")
         self.p = p
 
-    def build(self, shape: Shape, make: Maker) -> None:
-        self.draw = make.kept
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
+        self.draw = make.to_array
 
     def forward(self, x: Array, training: bool = False) -> Array:
         if not training or self.p == 0:
@@ -141,13 +143,13 @@ class Embedding(Layer):
 
     def __init__(self, numbers: int, size: int) -> None:
         super().__init__()
-        check_whole("Embedding", 1, numbers=numbers, size=size)
+        check_integers("Embedding", 1, numbers=numbers, size=size)
         self.numbers, self.size = numbers, size
 
     def shape(self, shape: Shape) -> Shape:
         return (*shape, self.size)
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         self.weights = {"weight": make.normal((self.numbers, self.size))}
 
     def check(self, x: Array, name: str) -> None:
@@ -204,10 +206,10 @@ class BatchNorm(Layer):
     def shape(self, shape: Shape) -> Shape:
         known = self.buffers.get("running_mean")
         if not shape or (known is not None and known.shape[0] != shape[0]):
-            raise Unfit("channels, (c) or (c, ...)" if known is None else f"{known.shape[0]} channels")
+            raise ShapeMismatch("channels, (c) or (c, ...)" if known is None else f"{known.shape[0]} channels")
         return shape
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         channels = shape[:1]
         if self.affine:
             self.weights = {"weight": make.full(channels, 1.0), "bias": make.full(channels, 0.0)}
@@ -287,18 +289,18 @@ class LayerNorm(Layer):
 
     def __init__(self, dims: int = 1, eps: float = 1e-5, affine: bool = True, bias: bool = True) -> None:
         super().__init__()
-        check_whole("LayerNorm", 1, dims=dims)
+        check_integers("LayerNorm", 1, dims=dims)
         self.dims, self.eps, self.affine, self.bias = dims, eps, affine, bias
         self.last: Shape | None = None
 
     def shape(self, shape: Shape) -> Shape:
         if len(shape) < self.dims:
-            raise Unfit(f"samples of {self.dims} or more dimensions")
+            raise ShapeMismatch(f"samples of {self.dims} or more dimensions")
         if self.last is not None and tuple(shape[-self.dims :]) != self.last:
-            raise Unfit(f"samples that end in {self.last}")
+            raise ShapeMismatch(f"samples that end in {self.last}")
         return shape
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         self.last = last = tuple(shape[-self.dims :])
         if self.affine:
             self.weights = {"weight": make.full(last, 1.0)} | ({"bias": make.full(last, 0.0)} if self.bias else {})

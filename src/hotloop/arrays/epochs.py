@@ -40,7 +40,7 @@ class Epoch:
         return f"epoch {self.number}  {trained}{tested}  {self.seconds:.1f}s"
 
 
-class Show:
+class ProgressDisplay:
     """Moves the bar, and writes the lines above it."""
 
     def __init__(self, epochs: int, batches: int, visible: bool) -> None:
@@ -61,8 +61,8 @@ class Show:
 
 
 @contextmanager
-def watched(epochs: int, batches: int, visible: bool) -> Iterator[Show]:
+def show_progress(epochs: int, batches: int, visible: bool) -> Iterator[ProgressDisplay]:
     """Shows a training for as long as it takes."""
-    show = Show(epochs, batches, visible)
+    show = ProgressDisplay(epochs, batches, visible)
     with show.bar:
         yield show

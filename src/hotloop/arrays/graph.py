@@ -7,9 +7,9 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from hotloop.arrays.backend import Array, Maker, Shape
-from hotloop.arrays.layer import Layer, Unfit, check_layers
-from hotloop.errors import TaskError, kind
+from hotloop.arrays.backend import Array, ArrayFactory, Shape
+from hotloop.arrays.layer import Layer, ShapeMismatch, check_layers
+from hotloop.errors import TaskError, type_name
 
 INPUT = "x"
 """What the graph itself gets."""
@@ -40,24 +40,26 @@ class Graph(Layer):
     def shape(self, shape: Shape) -> Shape:
         return self.shapes(shape)[next(reversed(self.nodes))]
 
-    def shapes(self, shape: Shape, make: Maker | None = None) -> dict[str, Shape]:
+    def shapes(self, shape: Shape, make: ArrayFactory | None = None) -> dict[str, Shape]:
         """Shape of a sample of each value; with a maker, the weights of each layer are made on the way."""
         found = {INPUT: tuple(shape)}
         for name, (layer, given) in self.nodes.items():
             coming = found[given[0]]
             try:
                 if any(found[one] != coming for one in given):
-                    raise Unfit(f"samples of one shape to add up, not {', '.join(str(found[one]) for one in given)}")
+                    raise ShapeMismatch(
+                        f"samples of one shape to add up, not {', '.join(str(found[one]) for one in given)}"
+                    )
                 after = tuple(layer.shape(coming))
-            except Unfit as error:
-                error.seen_at(name, layer, coming)
+            except ShapeMismatch as error:
+                error.at_layer(name, layer, coming)
                 raise
             if make is not None:
                 layer.build(coming, make)
             found[name] = after
         return found
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         self.shapes(shape, make)
 
     def forward(self, x: Array, training: bool = False) -> Array:
@@ -85,7 +87,7 @@ class Graph(Layer):
 def _check(nodes: Any) -> None:
     if not isinstance(nodes, Mapping) or not nodes:
         raise TaskError(
-            f"{kind(nodes)} in place of a graph's layers",
+            f"{type_name(nodes)} in place of a graph's layers",
             expected="a dict of them",
             fix='write {"conv": (Conv(8, 3), "x"), ...}',
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hotloop.arrays.backend import Array, Maker, Shape
-from hotloop.errors import TaskError, kind
+from hotloop.arrays.backend import Array, ArrayFactory, Shape
+from hotloop.errors import TaskError, type_name
 
 
 class Layer:
@@ -34,7 +34,7 @@ class Layer:
         """
         return shape
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         """Makes weights and buffers for samples of this shape."""
 
     def forward(self, x: Array, training: bool = False) -> Array:
@@ -53,7 +53,7 @@ class Layer:
         return type(self).__name__
 
 
-class Unfit(Exception):
+class ShapeMismatch(Exception):
     """A layer can't take samples of the shape that it gets.
 
     Attributes:
@@ -68,7 +68,7 @@ class Unfit(Exception):
         self.layer: Layer | None = None
         self.shape: Shape = ()
 
-    def seen_at(self, place: int | str, layer: Layer, shape: Shape) -> None:
+    def at_layer(self, place: int | str, layer: Layer, shape: Shape) -> None:
         self.place = f"{place}.{self.place}" if self.place else str(place)
         if self.layer is None:
             self.layer, self.shape = layer, shape
@@ -90,7 +90,7 @@ class Chain(Layer):
             shape = self._after(place, shape)
         return shape
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         for place, layer in enumerate(self.layers):
             after = self._after(place, shape)
             layer.build(shape, make)
@@ -99,8 +99,8 @@ class Chain(Layer):
     def _after(self, place: int, shape: Shape) -> Shape:
         try:
             return tuple(self.layers[place].shape(shape))
-        except Unfit as error:
-            error.seen_at(place, self.layers[place], shape)
+        except ShapeMismatch as error:
+            error.at_layer(place, self.layers[place], shape)
             raise
 
     def forward(self, x: Array, training: bool = False) -> Array:
@@ -121,7 +121,7 @@ class Chain(Layer):
         return f"{type(self).__name__}({self.layers!r})"
 
 
-def check_whole(of: str, least: int, **values: Any) -> None:
+def check_integers(of: str, least: int, **values: Any) -> None:
     """Refuses what isn't a whole number of at least so much; `of` is whose numbers they are.
 
     Raises:
@@ -139,10 +139,12 @@ def check_layers(given: Any) -> None:
         TaskError: naming what stands there instead.
     """
     if not isinstance(given, Sequence):
-        raise TaskError(f"{kind(given)} in place of a list of layers", expected="a list", fix="write [Dense(100), ...]")
+        raise TaskError(
+            f"{type_name(given)} in place of a list of layers", expected="a list", fix="write [Dense(100), ...]"
+        )
     for layer in given:
         if not isinstance(layer, Layer):
-            shown = f"the class {layer.__name__}" if isinstance(layer, type) else kind(layer)
+            shown = f"the class {layer.__name__}" if isinstance(layer, type) else type_name(layer)
             raise TaskError(
                 f"{shown} stands among the layers", expected="layers", fix="make one of it, such as Dense(100)"
             )
@@ -158,7 +160,7 @@ class Residual(Chain):
     def shape(self, shape: Shape) -> Shape:
         after = super().shape(shape)
         if after != tuple(shape):
-            raise Unfit(f"what its layers give back in the same shape; they give {after}")
+            raise ShapeMismatch(f"what its layers give back in the same shape; they give {after}")
         return after
 
     def forward(self, x: Array, training: bool = False) -> Array:
@@ -176,7 +178,7 @@ def shape_after(layers: Layer, shape: Shape) -> Shape:
     """
     try:
         return tuple(layers.shape(shape))
-    except Unfit as error:
+    except ShapeMismatch as error:
         raise TaskError(
             f"layer {error.place}, {error.layer!r}, gets samples of shape {tuple(error.shape)}",
             expected=error.needs,

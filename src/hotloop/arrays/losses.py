@@ -9,7 +9,7 @@ from array_api_compat import array_namespace
 from hotloop.arrays.activations import Sigmoid, Softmax, sigmoid
 from hotloop.arrays.backend import Array, Shape
 from hotloop.arrays.layer import Layer
-from hotloop.errors import DataError, PlanError, TaskError, kind
+from hotloop.errors import DataError, PlanError, TaskError, type_name
 
 
 class Loss:
@@ -179,6 +179,6 @@ def loss_of(given: str | Loss) -> Loss:
     if isinstance(given, Loss):
         return given
     if not isinstance(given, str) or given not in LOSSES:
-        shown = repr(given) if isinstance(given, str) else kind(given)
+        shown = repr(given) if isinstance(given, str) else type_name(given)
         raise PlanError(f"loss={shown}", expected="one of " + ", ".join(LOSSES) + ", or a Loss")
     return LOSSES[given]()

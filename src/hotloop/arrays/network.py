@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from array_api_compat import device
 
-from hotloop.arrays.backend import Array, Maker, Shape, namespace, taken
+from hotloop.arrays.backend import Array, ArrayFactory, Shape, namespace, to_namespace
 from hotloop.arrays.dense import Embedding
-from hotloop.arrays.epochs import Epoch, watched
-from hotloop.arrays.layer import Chain, Layer, check_whole, shape_after
+from hotloop.arrays.epochs import Epoch, show_progress
+from hotloop.arrays.layer import Chain, Layer, check_integers, shape_after
 from hotloop.arrays.losses import Loss, loss_of
 from hotloop.arrays.optimizers import Memory, Optimizer, optimizer_of
-from hotloop.arrays.to_torch import sequential
-from hotloop.errors import DataError, NonFiniteError, TaskError, kind
+from hotloop.arrays.to_torch import to_sequential
+from hotloop.errors import DataError, NonFiniteError, TaskError, type_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +72,7 @@ class Network:
         self.chain = Chain(layers)
         self.optimizer, self.loss = optimizer_of(optimizer), loss_of(loss)
         self.xp, self.seed = namespace(xp), seed
-        check_whole("Network", 0, seed=seed)
+        check_integers("Network", 0, seed=seed)
         self.steps = self.epochs = 0
         self._memory: dict[tuple[int, str], Memory] = {}
         self._sample: Any = None
@@ -110,14 +110,14 @@ class Network:
             TaskError: a layer can't take what the one before it gives; the message names it.
             NonFiniteError: the loss became infinite or no number.
         """
-        check_whole("fit", 1, epochs=epochs, batch_size=batch_size)
+        check_integers("fit", 1, epochs=epochs, batch_size=batch_size)
         if stop_below is not None and not isinstance(stop_below, int | float):
             raise TaskError(f"stop_below={stop_below!r} of fit", expected="a number")
         x, y = self._data(x, y, "x", "y")
         tests = x_test is not None or y_test is not None
         test = self._data(x_test, y_test, "x_test", "y_test") if tests else None
         history: list[Epoch] = []
-        with watched(epochs, math.ceil(x.shape[0] / batch_size), progress) as show:
+        with show_progress(epochs, math.ceil(x.shape[0] / batch_size), progress) as show:
             for epoch in range(epochs):
                 began = time.perf_counter()
                 loss, error = self._epoch(x, y, batch_size, show.step)
@@ -180,7 +180,7 @@ class Network:
             DataError, DeviceError, TaskError: as for `fit`.
         """
         x = self._inputs(x, "x")
-        parts = [self.chain.forward(part) for (part,) in _parts(batch_size, x)]
+        parts = [self.chain.forward(part) for (part,) in _minibatches(batch_size, x)]
         return self.xp.concat(parts, axis=0)
 
     def evaluate(self, x: Array, y: Array, batch_size: int = 256) -> dict[str, float]:
@@ -193,7 +193,7 @@ class Network:
 
     def _evaluate(self, x: Array, y: Array, batch_size: int = 256) -> dict[str, float]:
         loss = error = 0.0
-        for inputs, target in _parts(batch_size, x, y):
+        for inputs, target in _minibatches(batch_size, x, y):
             output = self.chain.forward(inputs)
             loss = loss + self.loss.forward(output, target) * inputs.shape[0]
             error = error + self.loss.error(output, target) * inputs.shape[0]
@@ -209,7 +209,7 @@ class Network:
         Raises:
             DataError, DeviceError, TaskError: as for `fit`.
         """
-        check_whole("time_layers", 1, repeats=repeats)
+        check_integers("time_layers", 1, repeats=repeats)
         x, y = self._data(x, y, "x", "y")
         kept, steps, memory = self.state(), self.steps, self._memory
         self._memory = {}
@@ -228,27 +228,27 @@ class Network:
         for seconds, layer in zip(times, layers, strict=True):
             began = time.perf_counter()
             x = layer.forward(x, training=True)
-            seconds[0] = _since(began, x)
+            seconds[0] = _seconds_since(began, x)
         self.loss.forward(x, y)
         dy = self.loss.backward()
         for seconds, layer in zip(reversed(times), reversed(layers), strict=True):
             began = time.perf_counter()
             dy = layer.backward(dy)
-            seconds[1] = _since(began, dy)
+            seconds[1] = _seconds_since(began, dy)
         self.steps += 1
         for seconds, layer in zip(times, layers, strict=True):
             began = time.perf_counter()
             weights = [weight for _, leaf in layer.leaves() for weight in leaf.weights.values()]
             for _, leaf in layer.leaves():
                 self._update(leaf)
-            seconds[2] = _since(began, weights[-1]) if weights else 0.0
+            seconds[2] = _seconds_since(began, weights[-1]) if weights else 0.0
         return times
 
     # --- weights
 
     def state(self) -> dict[str, Array]:
         """A copy of all weights and buffers, by names such as `0.weight`."""
-        return {name: self.xp.asarray(value, copy=True) for name, value in self._named()}
+        return {name: self.xp.asarray(value, copy=True) for name, value in self._layer_names()}
 
     def restore(self, state: dict[str, Array]) -> None:
         """Puts weights and buffers back, in place.
@@ -256,7 +256,7 @@ class Network:
         Raises:
             TaskError: they are of another network, or this one has seen no batch yet.
         """
-        own = dict(self._named())
+        own = dict(self._layer_names())
         if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
             raise TaskError(
                 f"a state of {len(state)} arrays, and the network has {len(own)}",
@@ -281,9 +281,9 @@ class Network:
                 expected="one that was trained, or has predicted",
                 fix="call fit or predict before",
             )
-        return sequential(self.chain, tuple(self._sample.shape[1:])).eval()
+        return to_sequential(self.chain, tuple(self._sample.shape[1:])).eval()
 
-    def _named(self) -> Iterator[tuple[str, Array]]:
+    def _layer_names(self) -> Iterator[tuple[str, Array]]:
         for place, layer in self.chain.leaves():
             for name, value in (layer.weights | layer.buffers).items():
                 yield f"{place}.{name}", value
@@ -292,7 +292,7 @@ class Network:
 
     def _data(self, x: Array, y: Array, name: str, target: str) -> tuple[Array, Array]:
         x = self._inputs(x, name)
-        y = taken(target, y, self.xp, device(x))
+        y = to_namespace(target, y, self.xp, device(x))
         if x.shape[0] != y.shape[0]:
             raise DataError(
                 f"{name} has {x.shape[0]} samples and {target} has {y.shape[0]}",
@@ -304,7 +304,7 @@ class Network:
 
     def _inputs(self, x: Array, name: str) -> Array:
         """Checks inputs, and makes the weights for the first."""
-        x = taken(name, x, self.xp, None if self._sample is None else device(self._sample))
+        x = to_namespace(name, x, self.xp, None if self._sample is None else device(self._sample))
         floats = self.xp.isdtype(x.dtype, "real floating")
         if self._embedding and not self.xp.isdtype(x.dtype, "integral"):
             raise DataError(f"{name} has dtype {_dtype(x)}", expected="whole numbers, for an embedding")
@@ -333,7 +333,7 @@ class Network:
         shape_after(self.chain, x.shape[1:])  # names the layer that doesn't fit, before any is made
         self._dtype = self.xp.float32 if self._embedding else x.dtype
         like = self.xp.zeros((1,), dtype=self._dtype, device=device(x))
-        self.chain.build(x.shape[1:], Maker(self.xp, like, self.seed))
+        self.chain.build(x.shape[1:], ArrayFactory(self.xp, like, self.seed))
         self._sample = x[:1, ...]
 
     def _check_layers(self) -> None:
@@ -344,7 +344,7 @@ class Network:
         final = self.loss.final
         if final is not None and type(self._leaves[-1]) is final:
             raise TaskError(
-                f"the last layer is a {kind(self._leaves[-1])[2:]}, and {type(self.loss).__name__} has one of its own",
+                f"the last layer is a {type_name(self._leaves[-1])[2:]}, and {type(self.loss).__name__} has one of its own",
                 expected="scores",
                 fix="leave that layer out",
             )
@@ -356,15 +356,15 @@ class Network:
             raise TaskError(f"{late[0]} is not the first layer", expected="whole numbers, as the data has")
 
 
-def _since(began: float, result: Array) -> float:
+def _seconds_since(began: float, result: Array) -> float:
     """Seconds since then, once `result` is there: reading one number of it waits for a device that computes ahead."""
     if result is not None:
         float(result[(0,) * result.ndim])
     return time.perf_counter() - began
 
 
-def _parts(size: int, *arrays: Array) -> Iterator[tuple[Array, ...]]:
-    check_whole("predict and evaluate", 1, batch_size=size)
+def _minibatches(size: int, *arrays: Array) -> Iterator[tuple[Array, ...]]:
+    check_integers("predict and evaluate", 1, batch_size=size)
     samples = arrays[0].shape[0]
     for first in range(0, samples, size):
         yield tuple(array[first : min(first + size, samples), ...] for array in arrays)

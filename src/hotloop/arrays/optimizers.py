@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from array_api_compat import array_namespace
 
 from hotloop.arrays.backend import Array
-from hotloop.errors import PlanError, kind
+from hotloop.errors import PlanError, type_name
 
 Memory = dict[str, Array]
 
@@ -128,7 +128,7 @@ class RMSProp(Optimizer):
 
     def _move(self, w: Array, g: Array, memory: Memory, step: int) -> None:
         s = memory["square_avg"]
-        _average(s, g * g, self.alpha)
+        _update_mean(s, g * g, self.alpha)
         w -= self.lr * g / (array_namespace(w).sqrt(s) + self.eps)
 
 
@@ -149,9 +149,9 @@ class AdaDelta(Optimizer):
 
     def _move(self, w: Array, g: Array, memory: Memory, step: int) -> None:
         xp, s, a = array_namespace(w), memory["square_avg"], memory["acc_delta"]
-        _average(s, g * g, self.rho)
+        _update_mean(s, g * g, self.rho)
         d = g * xp.sqrt(a + self.eps) / xp.sqrt(s + self.eps)
-        _average(a, d * d, self.rho)
+        _update_mean(a, d * d, self.rho)
         w -= self.lr * d
 
 
@@ -178,8 +178,8 @@ class Adam(Optimizer):
 
     def _move(self, w: Array, g: Array, memory: Memory, step: int) -> None:
         m, v = memory["exp_avg"], memory["exp_avg_sq"]
-        _average(m, g, self.beta1)
-        _average(v, g * g, self.beta2)
+        _update_mean(m, g, self.beta1)
+        _update_mean(v, g * g, self.beta2)
         spread = array_namespace(w).sqrt(v) / (1 - self.beta2**step) ** 0.5 + self.eps
         w -= self.lr / (1 - self.beta1**step) * m / spread
 
@@ -206,7 +206,7 @@ class AdamW(Adam):
         self._move(w, g, memory, step)
 
 
-def _average(mean: Array, value: Array, share: float) -> None:
+def _update_mean(mean: Array, value: Array, share: float) -> None:
     """mean ← share · mean + (1 - share) · value."""
     mean *= share
     mean += (1 - share) * value
@@ -233,6 +233,6 @@ def optimizer_of(given: Any) -> Optimizer:
     if isinstance(given, Optimizer):
         return given
     if not isinstance(given, str) or given not in OPTIMIZERS:
-        shown = repr(given) if isinstance(given, str) else kind(given)
+        shown = repr(given) if isinstance(given, str) else type_name(given)
         raise PlanError(f"optimizer={shown}", expected="one of " + ", ".join(OPTIMIZERS) + ", or an Optimizer")
     return OPTIMIZERS[given]()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from array_api_compat import array_namespace
 
 from hotloop.arrays.activations import sigmoid
-from hotloop.arrays.backend import Array, Maker, Shape
-from hotloop.arrays.layer import Layer, Unfit, check_whole
+from hotloop.arrays.backend import Array, ArrayFactory, Shape
+from hotloop.arrays.layer import Layer, ShapeMismatch, check_integers
 
 
 class _Recurrent(Layer):
@@ -20,16 +20,16 @@ class _Recurrent(Layer):
 
     def __init__(self, units: int, last: bool = False) -> None:
         super().__init__()
-        check_whole(type(self).__name__, 1, units=units)
+        check_integers(type(self).__name__, 1, units=units)
         self.units, self.last = units, last
 
     def shape(self, shape: Shape) -> Shape:
         weight = self.weights.get("weight_ih")
         if len(shape) != 2 or (weight is not None and weight.shape[1] != shape[1]):
-            raise Unfit(f"sequences (steps, {'numbers' if weight is None else weight.shape[1]})")
+            raise ShapeMismatch(f"sequences (steps, {'numbers' if weight is None else weight.shape[1]})")
         return (self.units,) if self.last else (shape[0], self.units)
 
-    def build(self, shape: Shape, make: Maker) -> None:
+    def build(self, shape: Shape, make: ArrayFactory) -> None:
         rows, bound = self.gates * self.units, self.units**-0.5
         self.weights = {
             "weight_ih": make.uniform((rows, shape[1]), bound),
@@ -42,11 +42,11 @@ class _Recurrent(Layer):
         """What all steps get from the input, (n, t, g·u), and both biases."""
         return x @ self.weights["weight_ih"].T + (self.weights["bias_ih"] + self.weights["bias_hh"])
 
-    def _given(self, states: list[Array]) -> Array:
+    def _state_gradient(self, states: list[Array]) -> Array:
         """What the layer gives: the state after each step, or the last one."""
         return states[-1] if self.last else array_namespace(states[-1]).stack(states[1:], axis=1)
 
-    def _incoming(self, dy: Array, step: int) -> Array:
+    def _input_gradient(self, dy: Array, step: int) -> Array:
         """What the loss itself says of the state after a step."""
         if self.last:
             return dy if step == self._x.shape[1] - 1 else 0.0 * dy
@@ -101,7 +101,7 @@ class RNN(_Recurrent):
         for step in range(x.shape[1]):
             h = xp.tanh(given[:, step, :] + h @ self.weights["weight_hh"].T)
             self._states.append(h)
-        return self._given(self._states)
+        return self._state_gradient(self._states)
 
     def backward(self, dy: Array) -> Array:
         xp, steps = array_namespace(dy), self._x.shape[1]
@@ -109,7 +109,7 @@ class RNN(_Recurrent):
         das = []
         for step in reversed(range(steps)):
             h = self._states[step + 1]
-            da = (self._incoming(dy, step) + following) * (1 - h * h)
+            da = (self._input_gradient(dy, step) + following) * (1 - h * h)
             following = da @ self.weights["weight_hh"]
             das.append(da)
         return self._collect(xp.stack(das[::-1], axis=1))
@@ -148,7 +148,7 @@ class LSTM(_Recurrent):
             h = o * shown
             self._steps.append((i, f, g, o, before, shown))
             self._states.append(h)
-        return self._given(self._states)
+        return self._state_gradient(self._states)
 
     def backward(self, dy: Array) -> Array:
         xp = array_namespace(dy)
@@ -156,7 +156,7 @@ class LSTM(_Recurrent):
         das = []
         for step in reversed(range(len(self._steps))):
             i, f, g, o, before, shown = self._steps[step]
-            dh = self._incoming(dy, step) + following
+            dh = self._input_gradient(dy, step) + following
             dc = dh * o * (1 - shown * shown) + dc_following
             da = [dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g * g), dh * shown * o * (1 - o)]
             das.append(xp.concat(da, axis=1))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from array_api_compat import array_namespace
 
 from hotloop.arrays.backend import Array, Shape
-from hotloop.arrays.layer import Layer, Unfit
+from hotloop.arrays.layer import Layer, ShapeMismatch
 from hotloop.errors import TaskError
 
 
@@ -33,7 +33,9 @@ class Reshape(Layer):
     def shape(self, shape: Shape) -> Shape:
         numbers, known = math.prod(shape), math.prod(size for size in self.sizes if size != -1)
         if numbers % known or (-1 not in self.sizes and numbers != known):
-            raise Unfit(f"{'a multiple of ' if -1 in self.sizes else ''}{known} numbers, to make {self.sizes} of")
+            raise ShapeMismatch(
+                f"{'a multiple of ' if -1 in self.sizes else ''}{known} numbers, to make {self.sizes} of"
+            )
         return tuple(numbers // known if size == -1 else size for size in self.sizes)
 
     def forward(self, x: Array, training: bool = False) -> Array:
@@ -66,17 +68,17 @@ class Mean(Layer):
             )
 
     def shape(self, shape: Shape) -> Shape:
-        taken = self._taken(len(shape) + 1)
+        taken = self._reduced_dims(len(shape) + 1)
         return tuple(size for axis, size in enumerate(shape, start=1) if axis not in taken)
 
-    def _taken(self, dims: int) -> tuple[int, ...]:
+    def _reduced_dims(self, dims: int) -> tuple[int, ...]:
         taken = tuple(axis % dims for axis in self.axes if -dims <= axis < dims)
         if len(set(taken) - {0}) < len(self.axes):
-            raise Unfit(f"samples that have the dimensions {self.axes}, where 0 is that of the samples")
+            raise ShapeMismatch(f"samples that have the dimensions {self.axes}, where 0 is that of the samples")
         return taken
 
     def forward(self, x: Array, training: bool = False) -> Array:
-        self._shape, self._over = x.shape, self._taken(x.ndim)
+        self._shape, self._over = x.shape, self._reduced_dims(x.ndim)
         return array_namespace(x).mean(x, axis=self._over)
 
     def backward(self, dy: Array) -> Array:
@@ -106,7 +108,7 @@ class At(Layer):
 
     def shape(self, shape: Shape) -> Shape:
         if not shape or not -shape[0] <= self.step < shape[0]:
-            raise Unfit(f"sequences that have a step {self.step}")
+            raise ShapeMismatch(f"sequences that have a step {self.step}")
         return shape[1:]
 
     def forward(self, x: Array, training: bool = False) -> Array:

@@ -24,7 +24,7 @@ Build = Callable[["fx.Graph", "fx.Node"], "fx.Node"]
 """Writes into a graph what is done with a value, and returns the result."""
 
 
-def sequential(chain: Chain, sample: Shape) -> nn.Sequential:
+def to_sequential(chain: Chain, sample: Shape) -> nn.Sequential:
     """Modules that do what the layers do, with copies of their weights.
 
     What torch has no module for, such as a residual sum, becomes one that torch.fx makes.
@@ -39,24 +39,24 @@ def sequential(chain: Chain, sample: Shape) -> nn.Sequential:
 
     made: list[nn.Module] = []
     for layer in chain.layers:
-        made += _modules(layer, sample)
+        made += _torch_modules(layer, sample)
         sample = tuple(layer.shape(sample))
     return nn.Sequential(*made)
 
 
-def _modules(layer: Layer, sample: Shape) -> list[nn.Module]:
+def _torch_modules(layer: Layer, sample: Shape) -> list[nn.Module]:
     """What does the same as one layer, one after the other."""
     from torch import nn
 
     if isinstance(layer, Dense) and not layer.each and len(sample) > 1:
-        return [nn.Flatten(), *_modules_of_one(layer, sample)]
-    return _modules_of_one(layer, sample)
+        return [nn.Flatten(), *_modules_of_layer(layer, sample)]
+    return _modules_of_layer(layer, sample)
 
 
-def _modules_of_one(layer: Layer, sample: Shape) -> list[nn.Module]:
-    if type(layer) in _NESTED:
-        return [_NESTED[type(layer)](layer, sample)]
-    make = _PLAIN.get(type(layer))
+def _modules_of_layer(layer: Layer, sample: Shape) -> list[nn.Module]:
+    if type(layer) in _CONTAINER_MAKERS:
+        return [_CONTAINER_MAKERS[type(layer)](layer, sample)]
+    make = _MODULE_MAKERS.get(type(layer))
     if make is None:
         raise TaskError(
             f"{layer!r} has nothing like it in torch",
@@ -65,11 +65,11 @@ def _modules_of_one(layer: Layer, sample: Shape) -> list[nn.Module]:
         )
     from torch import nn
 
-    made = _with_weights(make(nn, layer, sample), layer)
-    return [_FOLLOWED[type(layer)](made, layer) if type(layer) in _FOLLOWED else made]
+    made = _copy_weights(make(nn, layer, sample), layer)
+    return [_OUTPUT_SELECTORS[type(layer)](made, layer) if type(layer) in _OUTPUT_SELECTORS else made]
 
 
-def _with_weights(module: nn.Module, layer: Layer) -> nn.Module:
+def _copy_weights(module: nn.Module, layer: Layer) -> nn.Module:
     import torch
 
     suffix = "_l0" if isinstance(layer, LSTM | RNN) else ""
@@ -111,7 +111,7 @@ def _max_pool(nn: Any, layer: MaxPool, sample: Shape) -> nn.Module:
     return nn.MaxPool2d(seen.size, seen.stride, seen.pad, seen.dilation)
 
 
-_PLAIN: dict[type[Layer], Callable[[Any, Any, Shape], nn.Module]] = {
+_MODULE_MAKERS: dict[type[Layer], Callable[[Any, Any, Shape], nn.Module]] = {
     AveragePool: _average_pool,
     BatchNorm: _batch_norm,
     Conv: _convolution,
@@ -139,7 +139,7 @@ _PLAIN: dict[type[Layer], Callable[[Any, Any, Shape], nn.Module]] = {
 # --- what is more than one module of torch's
 
 
-def _written(name: str, parts: dict[str, nn.Module], build: Build) -> nn.Module:
+def _trace_module(name: str, parts: dict[str, nn.Module], build: Build) -> nn.Module:
     """A module that torch.fx makes, of other modules and what is done with what they give."""
     from torch import fx, nn
 
@@ -153,15 +153,15 @@ def _recurrent(module: nn.Module, layer: RNN | LSTM) -> nn.Module:
 
     def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
         every = graph.call_function(operator.getitem, (graph.call_module("recurrent", (x,)), 0))
-        return _picked(graph, every, -1) if layer.last else every
+        return _select(graph, every, -1) if layer.last else every
 
-    return _written(type(layer).__name__, {"recurrent": module}, build)
-
-
-_FOLLOWED: dict[type[Layer], Callable[[Any, Any], nn.Module]] = {RNN: _recurrent, LSTM: _recurrent}
+    return _trace_module(type(layer).__name__, {"recurrent": module}, build)
 
 
-def _picked(graph: fx.Graph, x: fx.Node, step: int) -> fx.Node:
+_OUTPUT_SELECTORS: dict[type[Layer], Callable[[Any, Any], nn.Module]] = {RNN: _recurrent, LSTM: _recurrent}
+
+
+def _select(graph: fx.Graph, x: fx.Node, step: int) -> fx.Node:
     return graph.call_function(operator.getitem, (x, (slice(None), step)))
 
 
@@ -169,13 +169,13 @@ def _residual(layer: Residual, sample: Shape) -> nn.Module:
     def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
         return graph.call_function(operator.add, (x, graph.call_module("layers", (x,))))
 
-    return _written("Residual", {"layers": sequential(layer, sample)}, build)
+    return _trace_module("Residual", {"layers": to_sequential(layer, sample)}, build)
 
 
 def _graph(layer: Graph, sample: Shape) -> nn.Module:
     shapes = layer.shapes(sample)
     modules: dict[str, nn.Module] = {
-        f"layer{place}": sequential(Chain([one]), shapes[given[0]])
+        f"layer{place}": to_sequential(Chain([one]), shapes[given[0]])
         for place, (one, given) in enumerate(layer.nodes.values())
     }
 
@@ -187,29 +187,29 @@ def _graph(layer: Graph, sample: Shape) -> nn.Module:
             values[name] = graph.call_module(f"layer{place}", (total,))
         return values[name]
 
-    return _written("Graph", modules, build)
+    return _trace_module("Graph", modules, build)
 
 
-def _reshaped(layer: Reshape, sample: Shape) -> nn.Module:
+def _reshape(layer: Reshape, sample: Shape) -> nn.Module:
     def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
         return graph.call_method("reshape", (x, graph.call_method("size", (x, 0)), *layer.sizes))
 
-    return _written("Reshape", {}, build)
+    return _trace_module("Reshape", {}, build)
 
 
 def _mean(layer: Mean, sample: Shape) -> nn.Module:
-    return _written("Mean", {}, lambda graph, x: graph.call_method("mean", (x, layer.axes)))
+    return _trace_module("Mean", {}, lambda graph, x: graph.call_method("mean", (x, layer.axes)))
 
 
 def _at(layer: At, sample: Shape) -> nn.Module:
-    return _written("At", {}, lambda graph, x: _picked(graph, x, layer.step))
+    return _trace_module("At", {}, lambda graph, x: _select(graph, x, layer.step))
 
 
-_NESTED: dict[type[Layer], Callable[[Any, Shape], nn.Module]] = {
+_CONTAINER_MAKERS: dict[type[Layer], Callable[[Any, Shape], nn.Module]] = {
     At: _at,
-    Chain: sequential,
+    Chain: to_sequential,
     Graph: _graph,
     Mean: _mean,
     Residual: _residual,
-    Reshape: _reshaped,
+    Reshape: _reshape,
 }

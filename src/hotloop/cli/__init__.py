@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.options import run
+from hotloop.cli.options import run_app
 
 COMMANDS = (
     "devices",
@@ -86,4 +86,4 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Entry point of the `hotloop` command and of `python -m hotloop`."""
-    run(build())
+    run_app(build())

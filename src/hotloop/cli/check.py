@@ -9,24 +9,24 @@ import typer
 
 from hotloop.cli.options import (
     FAILED,
-    AsJson,
-    Device,
-    Param,
-    Set,
-    axes,
-    bar,
+    DeviceOption,
+    JsonOption,
+    ParamOption,
+    SetOption,
+    axes_of_options,
     console,
-    end_early,
-    guarded,
-    pairs,
+    exit_early,
+    exit_on_error,
+    parse_pairs,
     print_json,
+    progress_bar,
     say,
     stdout_for,
 )
-from hotloop.core.files.source_files import file_named, split
+from hotloop.core.files.source_files import file_of_reference, split_reference
 
 
-@guarded
+@exit_on_error
 def check(
     task: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)],
     plan: Annotated[
@@ -36,15 +36,15 @@ def check(
             show_default="what hotloop train takes by itself",
         ),
     ] = None,
-    settings: Set = None,
-    device: Device = None,
-    param: Param = None,
+    settings: SetOption = None,
+    device: DeviceOption = None,
+    param: ParamOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     converge: Annotated[
         int, typer.Option(help="Also train to the end with so many seeds, both ways, and compare where they end.")
     ] = 0,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check whether a plan gives the same result as the baseline (eager, under torch's own settings), and say why.
 
@@ -60,24 +60,24 @@ def check(
     Exit code 1 for a plan that is broken, or where a training of --converge fails. Ctrl-C during those trainings
     shows what was found until then.
     """
-    given = pairs(param or [])
-    on_top = axes(settings, device=device)
-    file_named(split(task)[0])
+    given = parse_pairs(param or [])
+    on_top = axes_of_options(settings, device=device)
+    file_of_reference(split_reference(task)[0])
 
-    from hotloop.core.plan_request import Wanted
+    from hotloop.core.plan_request import PlanRequest
 
-    wanted = Wanted.or_auto(plan, on_top)
+    wanted = PlanRequest.with_auto_default(plan, on_top)
 
     from hotloop.report.plan import parity_page
-    from hotloop.task import overridden
+    from hotloop.task import override_fields
     from hotloop.task_file import load_task
-    from hotloop.tuning.check import check_wanted
+    from hotloop.tuning.check import check_requested
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
-    with stdout_for(as_json), bar("comparing", of="") as progress:
+    with stdout_for(as_json), progress_bar("comparing", of="") as progress:
         loaded = load_task(task, given)
-        parity = check_wanted(
-            replace(loaded, task=overridden(loaded.task, overrides)),
+        parity = check_requested(
+            replace(loaded, task=override_fields(loaded.task, overrides)),
             wanted,
             converge=converge,
             say=say,
@@ -88,6 +88,6 @@ def check(
     else:
         console.print(parity_page(parity))
     if (ends := parity.convergence) is not None and ends.ended is not None:
-        end_early(ends.ended_by, f"{ends.ended}; what was found before is shown")
+        exit_early(ends.ended_by, f"{ends.ended}; what was found before is shown")
     if parity.parity == "broken":
         raise typer.Exit(FAILED)

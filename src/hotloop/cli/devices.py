@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.options import AsJson, console, guarded, print_json
+from hotloop.cli.options import JsonOption, console, exit_on_error, print_json
 
 
-@guarded
+@exit_on_error
 def devices(
     device: Annotated[
         str | None,
@@ -18,7 +18,7 @@ def devices(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure anew, in place of what was measured before.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show this machine's devices: memory, precisions, measured speed; and its cores, compiler and versions.
 
@@ -26,9 +26,9 @@ def devices(
     """
     from rich.progress import BarColumn, TextColumn
 
-    from hotloop.core.hardware.probe import probe
+    from hotloop.core.hardware.probe import measure_hardware
     from hotloop.core.terminal import Bar
-    from hotloop.report.hardware import advice, tables
+    from hotloop.report.hardware import advice, hardware_page
 
     columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True) as bar:
@@ -37,9 +37,9 @@ def devices(
         def progress(what: str, done: int, total: int) -> None:
             bar.update(shown, description=what, completed=done, total=total, visible=True)
 
-        hardware = probe(device, refresh=refresh, progress=progress)
+        hardware = measure_hardware(device, refresh=refresh, progress=progress)
 
     if as_json:
         print_json({**hardware.to_dict(), "advice": advice(hardware)})
     else:
-        console.print(tables(hardware))
+        console.print(hardware_page(hardware))

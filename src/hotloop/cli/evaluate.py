@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotloop.cli.options import (
-    AsJson,
-    Device,
-    Trust,
-    Weights,
-    WhichWeights,
-    attempted,
-    bar,
+    DeviceOption,
+    JsonOption,
+    TrustOption,
+    WeightsName,
+    WeightsOption,
     console,
-    end_with,
-    guarded,
+    exit_if_failed,
+    exit_on_error,
     print_json,
+    progress_bar,
     say,
     stdout_for,
+    try_write,
 )
 
 if TYPE_CHECKING:
     from hotloop.core.records.training import Evaluation
 
 
-class Part(StrEnum):
+class DataPart(StrEnum):
     """Of the Task's data."""
 
     test = "test"
@@ -36,16 +36,16 @@ class Part(StrEnum):
     train = "train"
 
 
-@guarded
+@exit_on_error
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
     on: Annotated[
-        Part | None, typer.Option(help="Which data.", show_default="test, or validation without test data")
+        DataPart | None, typer.Option(help="Which data.", show_default="test, or validation without test data")
     ] = None,
-    weights: WhichWeights = Weights.best,
-    device: Device = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    weights: WeightsOption = WeightsName.best,
+    device: DeviceOption = None,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show loss and metrics of a trained network, and for a classification its mistakes.
 
@@ -61,13 +61,13 @@ def evaluate(
     from hotloop import api
     from hotloop.report.confusion import class_tables
 
-    with stdout_for(as_json), bar("evaluating") as progress:
+    with stdout_for(as_json), progress_bar("evaluating") as progress:
         found = api.evaluate(run, on=on, weights=weights.value, trust=trust, device=device, say=say, progress=progress)
-    written, unwritten = attempted(lambda: _written(found, run / "evaluation"))
+    written, unwritten = try_write(lambda: _write_pages(found, run / "evaluation"))
     files = {name: str(path) for name, path in (written or {}).items()}
     if as_json:
         print_json({**found.model_dump(), "files": files})
-        end_with(unwritten)
+        exit_if_failed(unwritten)
         return
     if found.confusion:
         console.print(class_tables(found))
@@ -78,10 +78,10 @@ def evaluate(
         say(found.note)
     if files:
         say("written: " + "  ".join(files.values()))
-    end_with(unwritten)
+    exit_if_failed(unwritten)
 
 
-def _written(found: Evaluation, folder: Path) -> dict[str, Path]:
+def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
     from hotloop.core.files.atomic_files import write_atomic
     from hotloop.report.confusion import write_confusion
     from hotloop.report.mistakes import write_mistakes

@@ -6,16 +6,25 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.options import FAILED, AsJson, Param, console, guarded, pairs, print_json, stdout_for
-from hotloop.core.files.source_files import file_named, split
+from hotloop.cli.options import (
+    FAILED,
+    JsonOption,
+    ParamOption,
+    console,
+    exit_on_error,
+    parse_pairs,
+    print_json,
+    stdout_for,
+)
+from hotloop.core.files.source_files import file_of_reference, split_reference
 
 
-@guarded
+@exit_on_error
 def explain(
     task: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)],
-    param: Param = None,
+    param: ParamOption = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in the batch, instead of the Task's.")] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Explain each layer's forward and backward as matrices: shapes, equations, FLOPs, bytes.
 
@@ -29,13 +38,13 @@ def explain(
 
     Exit code 1 if an equation isn't what autograd computes.
     """
-    given = pairs(param or [])
+    given = parse_pairs(param or [])
     if batch_size is not None and batch_size < 1:
         raise typer.BadParameter(f"--batch-size is {batch_size}; expected 1 or more")
-    file_named(split(task)[0])
+    file_of_reference(split_reference(task)[0])
 
     from hotloop.explainer.explain import explain as explained
-    from hotloop.report.explanation import page
+    from hotloop.report.explanation import explanation_page
     from hotloop.task_file import load_task
 
     with stdout_for(as_json):
@@ -43,6 +52,6 @@ def explain(
     if as_json:
         print_json(explanation.model_dump())
     else:
-        console.print(page(explanation))
+        console.print(explanation_page(explanation))
     if explanation.wrong:
         raise typer.Exit(FAILED)

@@ -7,16 +7,25 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.options import AsJson, Trust, Weights, WhichWeights, guarded, print_json, say, stdout_for
+from hotloop.cli.options import (
+    JsonOption,
+    TrustOption,
+    WeightsName,
+    WeightsOption,
+    exit_on_error,
+    print_json,
+    say,
+    stdout_for,
+)
 
 
-@guarded
+@exit_on_error
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
     to: Annotated[
         Path, typer.Option("--to", help="File to write; .pt2, .onnx, .pt or .safetensors.", show_default=False)
     ],
-    weights: WhichWeights = Weights.best,
+    weights: WeightsOption = WeightsName.best,
     without_prepare: Annotated[
         bool, typer.Option("--without-prepare", help="Leave the Task's prepare out: the file takes prepared inputs.")
     ] = False,
@@ -28,8 +37,8 @@ def export(
         Path | None,
         typer.Option(help="A .npy or .npz file of samples to try the file on.", show_default="the training data"),
     ] = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a trained network to a file that needs no hotloop.
 

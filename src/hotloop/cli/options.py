@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 
 from hotloop.core.processes.parent_death import LAUNCHER, end_with_parent
-from hotloop.core.processes.signals import Terminated, signals_raise
+from hotloop.core.processes.signals import Terminated, raise_on_signals
 from hotloop.core.terminal import Terminal
-from hotloop.errors import DiskError, HotloopError, lost_workers_told, shortened
+from hotloop.errors import DiskError, HotloopError, shorten, translate_worker_death
 
 if TYPE_CHECKING:
     from hotloop.plan import Plan
@@ -42,36 +42,36 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no name of its own 
 
 console = Terminal()
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
-Device = Annotated[
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
+DeviceOption = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, mps or xpu.", show_default="the accelerator, else cpu")
 ]
 
-Param = Annotated[
+ParamOption = Annotated[
     list[str] | None,
     typer.Option("--param", "-p", help="name=value for a task(...) that is a function; repeatable."),
 ]
-Set = Annotated[
+SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="axis=value of the plan, such as compile=step; repeatable."),
 ]
 
 
-Trust = Annotated[
+TrustOption = Annotated[
     bool,
     typer.Option("--trust", help="Run the code in the folder of a run that you didn't start, now and from now on."),
 ]
 
 
-class Weights(StrEnum):
+class WeightsName(StrEnum):
     """Of a run."""
 
     best = "best"
     last = "last"
 
 
-WhichWeights = Annotated[
-    Weights, typer.Option(help="Those of the best epoch by validation (without it, the last), or the last.")
+WeightsOption = Annotated[
+    WeightsName, typer.Option(help="Those of the best epoch by validation (without it, the last), or the last.")
 ]
 
 
@@ -80,11 +80,11 @@ def say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def bar(doing: str, of: str = "samples") -> AbstractContextManager[Callable[[int, int | None], None]]:
+def progress_bar(doing: str, of: str = "samples") -> AbstractContextManager[Callable[[int, int | None], None]]:
     """A progress bar for work that lasts; it is told `(done, of how many)`."""
     from hotloop.report import progress
 
-    return progress.bar(console, doing, of)
+    return progress.progress_bar(console, doing, of)
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def stdout_for(as_json: bool) -> Iterator[None]:
         yield
 
 
-def run(app: typer.Typer) -> None:
+def run_app(app: typer.Typer) -> None:
     """Runs the command line in `sys.argv`; a wrong call fails as anything else does, in one line."""
     _open_streams()
     sys.unraisablehook = _report_unraisable
@@ -139,7 +139,7 @@ def run(app: typer.Typer) -> None:
         if not sys.argv[1:]:
             error.show()  # a bare `hotloop` explains itself
         else:
-            _report("UsageError", _usage(error), "--json" in sys.argv)
+            _report_error("UsageError", _usage(error), "--json" in sys.argv)
         sys.exit(error.exit_code)
     ended = code if isinstance(code, int) else 0
     if ended == INTERRUPTED:
@@ -170,7 +170,7 @@ def _usage(error: Any) -> str:
     return f"{message[:1].lower()}{message[1:]}{stop} See: {command} --help"
 
 
-def guarded(command: Callable[P, R]) -> Callable[P, R]:
+def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:
     """Turns the failures that a user can put right into one line and an exit code.
 
     Goes on a command function that takes `as_json: AsJson = False`: with `--json` the failure is also the one
@@ -182,73 +182,73 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         as_json = bool(kwargs.get("as_json"))
-        with signals_raise():  # while a failure is told, too
-            return _told(command, as_json, *args, **kwargs)
+        with raise_on_signals():  # while a failure is told, too
+            return _run_or_exit(command, as_json, *args, **kwargs)
 
     return run
 
 
-def _told(command: Callable[P, R], as_json: bool, /, *args: P.args, **kwargs: P.kwargs) -> R:
+def _run_or_exit(command: Callable[P, R], as_json: bool, /, *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         try:
-            with lost_workers_told():
+            with translate_worker_death():
                 return command(*args, **kwargs)
         except HotloopError as error:
             if error.detail:
                 say(error.detail)
-            _report(type(error).__name__, str(error), as_json)
+            _report_error(type(error).__name__, str(error), as_json)
             raise typer.Exit(FAILED) from error
         except Terminated as error:
             if not _is_launched():  # else the launcher tells why
-                _report("Interrupted", f"stopped by {signal.Signals(error.number).name}", as_json)
+                _report_error("Interrupted", f"stopped by {signal.Signals(error.number).name}", as_json)
             raise typer.Exit(128 + error.number) from error
         except KeyboardInterrupt as error:
-            _report("Interrupted", "stopped by Ctrl-C", as_json)
+            _report_error("Interrupted", "stopped by Ctrl-C", as_json)
             raise typer.Exit(INTERRUPTED) from error
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
-            _report("RunError", f"a name is too long for the system: {shortened(error.filename)}", as_json)
+            _report_error("RunError", f"a name is too long for the system: {shorten(error.filename)}", as_json)
             raise typer.Exit(FAILED) from error
     except BrokenPipeError as error:
         _silence_stdout()
         raise typer.Exit(READER_GONE) from error
 
 
-def attempted(write: Callable[[], R]) -> tuple[R | None, HotloopError | None]:
-    """Writes what goes beside what is printed; where it can't be, the error is for `end_with`, once all is printed."""
+def try_write(write: Callable[[], R]) -> tuple[R | None, HotloopError | None]:
+    """Writes what goes beside what is printed; where it can't be, the error is for `exit_if_failed`, once all is printed."""
     try:
         return write(), None
     except HotloopError as error:
         return None, error
 
 
-def end_with(error: HotloopError | None) -> None:
+def exit_if_failed(error: HotloopError | None) -> None:
     """Ends a command that has printed its document already, if something went wrong."""
     if error is not None:
         say(f"error: {error}")
         raise typer.Exit(FAILED)
 
 
-def end_early(by: str | None, said: str) -> None:
+def exit_early(by: str | None, said: str) -> None:
     """Ends a command that was kept from its end, by `failure` or a signal, and has printed what it found before."""
     say(f"{'error: ' if by == 'failure' else ''}{said}")
     raise typer.Exit(128 + signal.Signals[by] if by and by in signal.Signals.__members__ else FAILED)
 
 
-def end_with_launcher() -> None:
+def exit_with_launcher() -> None:
     """In a rank, asks the system for SIGTERM when the process that started the rank is killed, which may be before it trains."""
     if _is_launched():
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
 
 
 def _is_launched() -> bool:
-    """Whether this process is one of the ranks that a `hotloop` has started: `LAUNCHED` in distributed/process_group.py, which
+    """Whether this process is one of the ranks that a `hotloop` has started: `LAUNCH_ID_PREFIX` in distributed/process_group.py, which
     takes seconds to import."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("hotloop-")
 
 
-def _report(kind: str, message: str, as_json: bool) -> None:
+def _report_error(kind: str, message: str, as_json: bool) -> None:
     say(f"error: {message}")
     if as_json:
         with suppress(DiskError):  # the line above is all that can be said then
@@ -260,7 +260,7 @@ def _silence_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def pairs(texts: list[str]) -> dict[str, str]:
+def parse_pairs(texts: list[str]) -> dict[str, str]:
     """`["a=1", "b=x"]` as a dict.
 
     Raises:
@@ -272,18 +272,18 @@ def pairs(texts: list[str]) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (text.partition("=") for text in texts)}
 
 
-def shared(ranks: int | None, plan: Plan) -> bool:
+def is_data_parallel_default(ranks: int | None, plan: Plan) -> bool:
     """Whether several ranks without a word on `parallel` are to share each batch, which is `parallel=data`."""
-    return (started_ranks() if ranks is None else ranks) > 1 and "parallel" not in plan.model_fields_set
+    return (launched_ranks() if ranks is None else ranks) > 1 and "parallel" not in plan.model_fields_set
 
 
-def started_ranks() -> int:
+def launched_ranks() -> int:
     """How many processes torchrun, or the like, has started beside this one, which is counted; 1 without it."""
     number = os.environ.get("WORLD_SIZE", "")
     return int(number) if number.isdecimal() else 1
 
 
-def axes(settings: list[str] | None, **short: object) -> dict[str, str]:
+def axes_of_options(settings: list[str] | None, **short: object) -> dict[str, str]:
     """The axes of a plan given by `--set` and by options of their own, which are None where they weren't given.
 
     Raises:
@@ -292,7 +292,7 @@ def axes(settings: list[str] | None, **short: object) -> dict[str, str]:
     found: dict[str, str] = {}
     given = [f"{axis}={value}" for axis, value in short.items() if value is not None]
     for text in [*(settings or []), *given]:
-        for axis, value in pairs([text]).items():
+        for axis, value in parse_pairs([text]).items():
             if found.setdefault(axis, value) != value:
                 raise typer.BadParameter(f"{axis} is given as {found[axis]} and as {value}")
     return found

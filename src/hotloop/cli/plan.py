@@ -6,19 +6,31 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.options import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
-from hotloop.core.files.source_files import file_named, split
+from hotloop.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ParamOption,
+    SetOption,
+    axes_of_options,
+    console,
+    exit_on_error,
+    parse_pairs,
+    print_json,
+    say,
+    stdout_for,
+)
+from hotloop.core.files.source_files import file_of_reference, split_reference
 
 
-@guarded
+@exit_on_error
 def plan(
     task: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)],
-    param: Param = None,
+    param: ParamOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
-    settings: Set = None,
-    device: Device = None,
-    as_json: AsJson = False,
+    settings: SetOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what --plan auto would run here, and why; and what can't be run, and why.
 
@@ -28,22 +40,22 @@ def plan(
 
     What an earlier race or hotloop tune found counts, as in hotloop train. Nothing is trained, and nothing is measured.
     """
-    given = pairs(param or [])
-    on_top = axes(settings, device=device)
-    file_named(split(task)[0])
+    given = parse_pairs(param or [])
+    on_top = axes_of_options(settings, device=device)
+    file_of_reference(split_reference(task)[0])
 
-    from hotloop.core.plan_request import Wanted
+    from hotloop.core.plan_request import PlanRequest
 
-    wanted = Wanted.of("auto", on_top)
+    wanted = PlanRequest.from_value("auto", on_top)
 
     from hotloop import api
-    from hotloop.report.plan import document, page
+    from hotloop.report.plan import plan_document, plan_page
     from hotloop.task_file import load_task
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json):
-        found = api.planned(load_task(task, given), wanted, overrides, say)
+        found = api.plan_loaded_task(load_task(task, given), wanted, overrides, say)
     if as_json:
-        print_json(document(found))
+        print_json(plan_document(found))
     else:
-        console.print(page(found))
+        console.print(plan_page(found))

@@ -7,10 +7,21 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.options import AsJson, Device, Trust, Weights, WhichWeights, bar, guarded, print_json, say, stdout_for
+from hotloop.cli.options import (
+    DeviceOption,
+    JsonOption,
+    TrustOption,
+    WeightsName,
+    WeightsOption,
+    exit_on_error,
+    print_json,
+    progress_bar,
+    say,
+    stdout_for,
+)
 
 
-@guarded
+@exit_on_error
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
     inputs: Annotated[
@@ -19,10 +30,10 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(help="Where to write.", show_default="<name of the inputs>-scores.npy, here")
     ] = None,
-    weights: WhichWeights = Weights.best,
-    device: Device = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    weights: WeightsOption = WeightsName.best,
+    device: DeviceOption = None,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write what a trained network says of new inputs: one row per sample, float32.
 
@@ -38,7 +49,7 @@ def predict(
 
     target = out or Path(f"{inputs.stem}-scores.npy")
     check_output(target, inputs)
-    with stdout_for(as_json), bar("predicting") as progress:
+    with stdout_for(as_json), progress_bar("predicting") as progress:
         scores = api.predict(run, inputs, weights=weights.value, trust=trust, device=device, say=say, progress=progress)
     several = scores if isinstance(scores, dict) else {"scores": scores}
     if out is None and isinstance(scores, dict):

@@ -13,32 +13,32 @@ import typer
 
 from hotloop.cli.options import (
     INTERRUPTED,
-    AsJson,
-    Device,
-    Param,
-    Set,
-    attempted,
-    axes,
+    DeviceOption,
+    JsonOption,
+    ParamOption,
+    SetOption,
+    axes_of_options,
     console,
-    end_with,
-    end_with_launcher,
-    guarded,
-    pairs,
+    exit_if_failed,
+    exit_on_error,
+    exit_with_launcher,
+    is_data_parallel_default,
+    parse_pairs,
     print_json,
     say,
-    shared,
     stdout_for,
+    try_write,
 )
 from hotloop.core.files.atomic_files import check_writable
-from hotloop.core.files.source_files import file_named, holds_task, split
+from hotloop.core.files.source_files import defines_task, file_of_reference, split_reference
 
 if TYPE_CHECKING:
     from hotloop.core.records.profile import Profile
 
-_FOR_TASKS = ("plan", "settings", "device", "param", "batch_size", "ranks")
+_TASK_OPTIONS = ("plan", "settings", "device", "param", "batch_size", "ranks")
 
 
-@guarded
+@exit_on_error
 def profile(
     file: Annotated[
         str,
@@ -51,9 +51,9 @@ def profile(
         str | None,
         typer.Option(help="To run a Task with: auto, baseline, arrays or a TOML file.", show_default="baseline"),
     ] = None,
-    settings: Set = None,
-    device: Device = None,
-    param: Param = None,
+    settings: SetOption = None,
+    device: DeviceOption = None,
+    param: ParamOption = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     ranks: Annotated[
         int | None,
@@ -91,7 +91,7 @@ def profile(
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of a few steps to this file.")] = None,
     pictures: Annotated[Path | None, typer.Option(help="Write pages with pictures into this folder.")] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Profile training: where the time goes, what bounds a step, and what would help.
 
@@ -116,22 +116,22 @@ def profile(
         ranks=ranks,
         try_remedies=try_remedies,
     )
-    path = file if as_module else _script(file, bool(arguments))
+    path = file if as_module else _script_path(file, bool(arguments))
     if steps is not None and steps < 1:
         raise typer.BadParameter(f"--steps is {steps}; expected 1 or more")
     for option, asked in {"--trace": trace, "--pictures": pictures and pictures / "phases.html"}.items():
         if asked is not None:
             check_writable(asked, option)  # not after the steps were run
     if path is not None:
-        refused = [name for name in _FOR_TASKS if given[name]]
+        refused = [name for name in _TASK_OPTIONS if given[name]]
         if refused:
-            raise typer.BadParameter(_not_for_scripts(refused[0], file))
+            raise typer.BadParameter(_task_option_error(refused[0], file))
         tries = (time_limit or "30s") if try_remedies else None
-        found = _of_script(path, arguments or [], steps, stop_after, trace, tries, as_json)
+        found = _profile_script(path, arguments or [], steps, stop_after, trace, tries, as_json)
     else:
         if stop_after is not None:
             raise typer.BadParameter("--stop-after ends a script; a Task is run for --steps steps")
-        of_task = _of_task(file, given, steps, trace, time_limit, as_json)
+        of_task = _profile_task(file, given, steps, trace, time_limit, as_json)
         if of_task is None:
             return  # the first rank speaks for all
         found = of_task
@@ -145,25 +145,25 @@ def profile(
         raise typer.Exit(found.exit_code if found.exit_code > 0 else 128 - found.exit_code)
 
 
-def _script(file: str, arguments: bool) -> Path | None:
+def _script_path(file: str, arguments: bool) -> Path | None:
     """The script that a reference means; None if it means a Task."""
-    where, name = split(file)
+    where, name = split_reference(file)
     if where == file and Path(file).is_file() and not file.endswith(".py"):
         return Path(file)  # such as a command that is written in Python
-    path = file_named(where)
+    path = file_of_reference(where)
     if arguments and (path is None or where != file):
         raise typer.BadParameter(f"{file} names a Task, and arguments behind -- are for a script; pass -p name=value")
-    if path is None or where != file or (not arguments and holds_task(path, name)):
+    if path is None or where != file or (not arguments and defines_task(path, name)):
         return None
     return path
 
 
-def _not_for_scripts(name: str, file: str) -> str:
+def _task_option_error(name: str, file: str) -> str:
     option = {"settings": "set"}.get(name, name).replace("_", "-")
     return f"--{option} is for a Task, and {file} is run as a script: it imports no hotloop, or defines no task"
 
 
-def _of_script(
+def _profile_script(
     path: Path | str,
     arguments: list[str],
     steps: int | None,
@@ -172,22 +172,22 @@ def _of_script(
     tries: str | None,
     as_json: bool,
 ) -> Profile:
-    from hotloop.core.format import seconds
+    from hotloop.core.format import parse_seconds
 
     given: dict[str, Any] = dict(
         steps=steps,
-        stop_after_s=None if stop_after is None else seconds(stop_after, "stop-after"),
+        stop_after_s=None if stop_after is None else parse_seconds(stop_after, "stop-after"),
         stdout=sys.stderr.fileno() if as_json else None,
         trace=trace,
-        try_s=None if tries is None else seconds(tries, "time-limit"),
+        try_s=None if tries is None else parse_seconds(tries, "time-limit"),
     )
 
-    from hotloop.profiler.profile import inspected_script
+    from hotloop.profiler.profile import profile_and_diagnose_script
 
-    return inspected_script(path, arguments, progress=_first_said(), **given)
+    return profile_and_diagnose_script(path, arguments, progress=_say_first(), **given)
 
 
-def _first_said() -> Callable[[str, float], None]:
+def _say_first() -> Callable[[str, float], None]:
     """Says once that something takes a while; a bar would run through what the script prints."""
     said: list[str] = []
 
@@ -199,57 +199,61 @@ def _first_said() -> Callable[[str, float], None]:
     return moved
 
 
-def _of_task(
+def _profile_task(
     file: str, given: Mapping[str, Any], steps: int | None, trace: Path | None, time_limit: str | None, as_json: bool
 ) -> Profile | None:
-    began, on_top = time.monotonic(), axes(given["settings"], device=given["device"], ranks=given["ranks"])
-    parameters = pairs(given["param"] or [])
+    began, on_top = time.monotonic(), axes_of_options(given["settings"], device=given["device"], ranks=given["ranks"])
+    parameters = parse_pairs(given["param"] or [])
 
-    from hotloop.core.plan_request import Wanted
+    from hotloop.core.plan_request import PlanRequest
 
-    wanted = Wanted.of(given["plan"], on_top)  # a wrong plan shows at once
-    if shared(given["ranks"], wanted.plan):
+    wanted = PlanRequest.from_value(given["plan"], on_top)  # a wrong plan shows at once
+    if is_data_parallel_default(given["ranks"], wanted.plan):
         on_top["parallel"] = "data"
-        wanted = Wanted.of(given["plan"], on_top)
+        wanted = PlanRequest.from_value(given["plan"], on_top)
 
-    end_with_launcher()
+    exit_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop.core.records.profile import CTRL_C
-    from hotloop.distributed.join import to_start
-    from hotloop.distributed.launch import command, launch, ranks_of
+    from hotloop.distributed.join import plan_to_launch
+    from hotloop.distributed.launch import launch, local_rank_count, own_command
     from hotloop.distributed.world import World
-    from hotloop.profiler import profile as inspecting
-    from hotloop.task import overridden
+    from hotloop.profiler import profile as profiler_profile
+    from hotloop.task import override_fields
     from hotloop.task_file import load_task
 
-    inspecting.refuse_for_ranks(wanted.plan, try_remedies=given["try_remedies"])
-    if (ranked := to_start(given["plan"], on_top)) is not None:
-        raise typer.Exit(launch(ranks_of(ranked), command(), say, restarts=0)[1])
+    profiler_profile.refuse_for_ranks(wanted.plan, try_remedies=given["try_remedies"])
+    if (ranked := plan_to_launch(given["plan"], on_top)) is not None:
+        raise typer.Exit(launch(local_rank_count(ranked), own_command(), say, restarts=0)[1])
     overrides = {} if given["batch_size"] is None else {"batch_size": given["batch_size"]}
     with stdout_for(as_json):
         loaded = load_task(file, parameters)  # what is wrong on one rank alone shows before the others wait for it
-        with inspecting.as_rank(wanted, console) as moved:
+        with profiler_profile.join_as_rank(wanted, console) as moved:
             common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
-            chosen = inspecting.planned(overridden(loaded.task, overrides), wanted)
-            found = inspecting.inspected(loaded, chosen, steps=steps, trace=trace, keeps=True, **common)
+            chosen = profiler_profile.resolve_plan(override_fields(loaded.task, overrides), wanted)
+            found = profiler_profile.profile_and_diagnose_task(
+                loaded, chosen, steps=steps, trace=trace, keeps=True, **common
+            )
             if given["try_remedies"] and found.stopped != CTRL_C:
-                found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, began=began, **common)
-            return found if World.of(chosen).first else None
+                found = profiler_profile.race_remedies(
+                    loaded, found, chosen, time_limit=time_limit, began=began, **common
+                )
+            return found if World.from_group(chosen).is_rank_zero else None
 
 
 def _show(found: Profile, module: str | None, pictures: Path | None, as_json: bool) -> None:
-    from hotloop.report.profile import page
+    from hotloop.report.profile import profile_page
 
     pages: list[Path] | None = []
     unwritten = None
     if pictures is not None:
-        from hotloop.report.profile_charts import write_pictures
+        from hotloop.report.profile_charts import write_charts
 
-        pages, unwritten = attempted(lambda: write_pictures(found, pictures))
+        pages, unwritten = try_write(lambda: write_charts(found, pictures))
     if as_json:
         print_json({**found.model_dump(), "pages": [str(path) for path in pages or []]})
     else:
-        console.print(page(found, module))
+        console.print(profile_page(found, module))
         for path in pages or []:
             say(f"picture: {path}")
-    end_with(unwritten)
+    exit_if_failed(unwritten)

@@ -8,24 +8,24 @@ from typing import Annotated, Any
 import typer
 
 from hotloop.cli.options import (
-    AsJson,
-    Param,
-    attempted,
-    axes,
+    JsonOption,
+    ParamOption,
+    axes_of_options,
     console,
-    end_early,
-    end_with,
-    guarded,
-    pairs,
+    exit_early,
+    exit_if_failed,
+    exit_on_error,
+    parse_pairs,
     print_json,
     say,
     stdout_for,
+    try_write,
 )
 from hotloop.core.files.atomic_files import check_writable
-from hotloop.core.files.source_files import file_named, split
+from hotloop.core.files.source_files import file_of_reference, split_reference
 
 
-@guarded
+@exit_on_error
 def race(
     task: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)],
     plans: Annotated[
@@ -42,7 +42,7 @@ def race(
         str | None,
         typer.Option(help="name=a,b,c: race at each of these sizes, passed to the file's task(name=...)."),
     ] = None,
-    param: Param = None,
+    param: ParamOption = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="axis=value on top of each plan but the baseline; repeatable."),
@@ -58,7 +58,7 @@ def race(
     ] = None,
     parity: Annotated[bool, typer.Option(help="Prove that each plan gives the baseline's result.")] = True,
     save: Annotated[Path | None, typer.Option(help="The picture of --scale.", show_default="race-NAME.html")] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Race plans side by side: which finishes this run first.
 
@@ -70,35 +70,37 @@ def race(
 
     Windows of steps of all plans run in turn, so that what disturbs one disturbs all. Nothing is trained.
     """
-    given, on_top = pairs(param or []), axes(settings)
+    given, on_top = parse_pairs(param or []), axes_of_options(settings)
     if devices is not None and "device" in on_top:
         raise typer.BadParameter("the device is given by --devices and by --set")
-    sizes = _sizes(scale, given)
+    sizes = _parse_scale(scale, given)
     if save is not None and sizes is None:
         raise typer.BadParameter("--save is for the picture of --scale")
-    file_named(split(task)[0])
+    file_of_reference(split_reference(task)[0])
     if sizes is not None:
         save = save or Path(f"race-{sizes[0]}.html")
         check_writable(save, "--save")  # not after minutes of racing
-    named = _listed(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None)
+    named = _split_list(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
 
-    from hotloop.tuning.contenders import Contest
+    from hotloop.tuning.contenders import RaceSpec
 
-    contest = Contest(named, devices=None if devices is None else _listed(devices), axes=on_top, time_limit=time_limit)
-    contest.entries()  # a wrong plan shows at once, before the seconds that importing torch takes
+    contest = RaceSpec(
+        named, devices=None if devices is None else _split_list(devices), axes=on_top, time_limit=time_limit
+    )
+    contest.requested_plans()  # a wrong plan shows at once, before the seconds that importing torch takes
 
-    from hotloop.report.race import watched
+    from hotloop.report.race import race_progress_bar
     from hotloop.task_file import load_task
-    from hotloop.tuning import race as contests
+    from hotloop.tuning import race as tuning_race
 
-    with stdout_for(as_json), watched(console) as moved:
+    with stdout_for(as_json), race_progress_bar(console) as moved:
         common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
         if sizes is not None:
-            scaling = contests.raced_scales(task, given, sizes, contest, **common)
+            scaling = tuning_race.race_scales(task, given, sizes, contest, **common)
         else:
-            verdict = contests.raced(
-                load_task(task, given), contest, prove=contests.PROVE if parity else None, **common
+            verdict = tuning_race.race_loaded(
+                load_task(task, given), contest, prove=tuning_race.PROVE if parity else None, **common
             )
     if save is not None:
         _show_scaling(scaling, save, as_json)
@@ -107,34 +109,34 @@ def race(
 
 
 def _show(verdict: Any, as_json: bool) -> None:
-    from hotloop.report.race import page
+    from hotloop.report.race import race_page
 
     if as_json:
         print_json(verdict.model_dump())
     else:
-        console.print(page(verdict))
+        console.print(race_page(verdict))
     if verdict.ended is not None:
-        end_early(verdict.ended_by, f"{verdict.ended}; what was raced before is shown")
+        exit_early(verdict.ended_by, f"{verdict.ended}; what was raced before is shown")
 
 
 def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
-    from hotloop.report.race_scaling import page, write_picture
+    from hotloop.report.race_scaling import scaling_page, write_scaling
 
-    _, unwritten = attempted(lambda: write_picture(scaling, path))
+    _, unwritten = try_write(lambda: write_scaling(scaling, path))
     if as_json:
-        print_json({**scaling.model_dump(), **_flat(scaling), "page": None if unwritten else str(path)})
+        print_json({**scaling.model_dump(), **_flatten(scaling), "page": None if unwritten else str(path)})
     else:
-        console.print(page(scaling))
+        console.print(scaling_page(scaling))
         if unwritten is None:
             say(f"picture: {path}")
     if scaling.ended is not None:
         if unwritten is not None:
             say(f"error: {unwritten}")
-        end_early(scaling.ended_by, f"{scaling.ended}; what was raced before is shown")
-    end_with(unwritten)
+        exit_early(scaling.ended_by, f"{scaling.ended}; what was raced before is shown")
+    exit_if_failed(unwritten)
 
 
-def _flat(scaling: Any) -> dict[str, Any]:
+def _flatten(scaling: Any) -> dict[str, Any]:
     """The plans of all sizes in one list, as a race of one size has them; the winner if it is the same at each."""
     plans = [
         {"scale": value, **timing.model_dump()}
@@ -149,15 +151,15 @@ def _flat(scaling: Any) -> dict[str, Any]:
     }
 
 
-def _listed(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _sizes(scale: str | None, given: dict[str, str]) -> tuple[str, list[str]] | None:
+def _parse_scale(scale: str | None, given: dict[str, str]) -> tuple[str, list[str]] | None:
     """`width=0.25,1,4` as `("width", ["0.25", "1", "4"])`."""
     if scale is None:
         return None
-    [(name, values)] = pairs([scale]).items()
+    [(name, values)] = parse_pairs([scale]).items()
     if name in given:
         raise typer.BadParameter(f"{name} is given by --scale and by --param")
-    return name, _listed(values)
+    return name, _split_list(values)

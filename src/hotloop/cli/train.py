@@ -12,29 +12,29 @@ import typer
 
 if TYPE_CHECKING:
     from hotloop.plan import Plan
-    from hotloop.report.progress import Display
-    from hotloop.task_file import Loaded
+    from hotloop.report.progress import TrainingDisplay
+    from hotloop.task_file import LoadedTask
 
 from hotloop.cli.options import (
-    AsJson,
-    Param,
-    Set,
-    Trust,
-    axes,
+    JsonOption,
+    ParamOption,
+    SetOption,
+    TrustOption,
+    axes_of_options,
     console,
-    end_with_launcher,
-    guarded,
-    pairs,
+    exit_on_error,
+    exit_with_launcher,
+    is_data_parallel_default,
+    launched_ranks,
+    parse_pairs,
     print_json,
     say,
-    shared,
-    started_ranks,
     stdout_for,
 )
-from hotloop.core.files.source_files import file_named, split
+from hotloop.core.files.source_files import file_of_reference, split_reference
 
 
-@guarded
+@exit_on_error
 def train(
     task: Annotated[
         str | None,
@@ -49,7 +49,7 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random, instead of the Task's.")] = None,
-    param: Param = None,
+    param: ParamOption = None,
     plan: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +57,7 @@ def train(
             show_default="auto, with --set the baseline, or the run's own",
         ),
     ] = None,
-    settings: Set = None,
+    settings: SetOption = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="First find the fastest plan that is proven equal, unless one is remembered.")
     ] = False,
@@ -88,8 +88,8 @@ def train(
             help="auto (at most 1 % of the time), a number of steps, or a time such as 5m.", show_default="auto"
         ),
     ] = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a Task, or go on with a run.
 
@@ -117,37 +117,40 @@ def train(
         raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
     if trust and resume is None:
         raise typer.BadParameter("--trust is for the code in a run's folder: give it with --resume")
-    given = pairs(param or [])
-    on_top = axes(settings, device=device, workers=workers, ranks=ranks)
-    if tune and (on_top.keys() & {"parallel", "ranks"} or started_ranks() > 1):
+    given = parse_pairs(param or [])
+    on_top = axes_of_options(settings, device=device, workers=workers, ranks=ranks)
+    if tune and (on_top.keys() & {"parallel", "ranks"} or launched_ranks() > 1):
         raise typer.BadParameter("--tune looks for the plan of one process: leave out --ranks and parallel")
     if task is not None:
-        file_named(split(task)[0])  # a wrong path shows at once, before the seconds that importing torch takes
+        # a wrong path shows at once, before the seconds that importing torch takes
+        file_of_reference(split_reference(task)[0])
 
-    from hotloop.core.plan_request import Wanted
+    from hotloop.core.plan_request import PlanRequest
 
-    wanted = Wanted.of(plan, on_top)  # and so does a wrong plan
-    if shared(ranks, wanted.plan) and (resume is None or plan is not None or _was_of_one_process(resume)):
+    wanted = PlanRequest.from_value(plan, on_top)  # and so does a wrong plan
+    if is_data_parallel_default(ranks, wanted.plan) and (
+        resume is None or plan is not None or _has_single_process_plan(resume)
+    ):
         on_top["parallel"] = "data"
 
-    end_with_launcher()
+    exit_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import api
-    from hotloop.distributed.join import to_start
-    from hotloop.distributed.launch import command, launch, ranks_of
-    from hotloop.report.progress import Display, summary
-    from hotloop.task import overridden
+    from hotloop.distributed.join import plan_to_launch
+    from hotloop.distributed.launch import launch, local_rank_count, own_command
+    from hotloop.report.progress import TrainingDisplay, summary
+    from hotloop.task import override_fields
     from hotloop.task_file import load_task
-    from hotloop.training.run import Following, Run
-    from hotloop.training.start import checked
+    from hotloop.training.run import FollowerRun, Run
+    from hotloop.training.start import check_options
 
-    if (ranked := to_start(plan, on_top, resume)) is not None:
+    if (ranked := plan_to_launch(plan, on_top, resume)) is not None:
         if ranked.workforce == "ray":
             from hotloop.distributed.ray.ray_launch import launch_on_ray
 
-            raise typer.Exit(launch_on_ray(ranked, command(), say)[1])
-        raise typer.Exit(launch(ranks_of(ranked), command(), say)[1])
-    display = Display(console)
+            raise typer.Exit(launch_on_ray(ranked, own_command(), say)[1])
+        raise typer.Exit(launch(local_rank_count(ranked), own_command(), say)[1])
+    display = TrainingDisplay(console)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}
     common: dict[str, Any] = dict(
         overrides=overrides,
@@ -162,20 +165,20 @@ def train(
     with stdout_for(as_json):
         try:
             if resume is not None:
-                handle, ended = api.go_on(resume, checkpoint_every=checkpoint_every, trust=trust, **common)
+                handle, ended = api.resume_run(resume, checkpoint_every=checkpoint_every, trust=trust, **common)
             else:
                 assert task is not None
                 loaded, often, began = load_task(task, given), checkpoint_every or "auto", time.monotonic()
                 if tune:
-                    until = began + checked(overridden(loaded.task, overrides), stop_after, often)
+                    until = began + check_options(override_fields(loaded.task, overrides), stop_after, often)
                     if run is not None:
                         Run.check_new(run)
-                    if (found := _found(loaded, on_top, overrides, until, display)) is not None:
+                    if (found := _find_plan(loaded, on_top, overrides, until, display)) is not None:
                         common |= {"plan": found, "axes": {}}
-                handle, ended = api.start(loaded, run=run, checkpoint_every=often, began=began, **common)
+                handle, ended = api.start_run(loaded, run=run, checkpoint_every=often, began=began, **common)
         finally:
             display.close()
-    if isinstance(handle, Following):
+    if isinstance(handle, FollowerRun):
         return  # the first rank speaks for all
     for line in summary(handle.path, handle.plan.brief(), ended.final):
         display.say(line)
@@ -193,7 +196,7 @@ def train(
         raise typer.Exit(128 + signal.Signals[ended.reason])
 
 
-def _was_of_one_process(run: Path) -> bool:
+def _has_single_process_plan(run: Path) -> bool:
     """Whether a run's own plan, which counts where none is given, is for a single process."""
     from hotloop.plan import Plan
 
@@ -201,17 +204,22 @@ def _was_of_one_process(run: Path) -> bool:
     return own.is_file() and Plan.read(own).parallel == "none"
 
 
-def _found(
-    loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], until: float, display: Display
+def _find_plan(
+    loaded: LoadedTask, on_top: dict[str, Any], overrides: dict[str, Any], until: float, display: TrainingDisplay
 ) -> Plan | None:
     """The plan that is remembered for this Task, or that a search finds now; None leaves it to the rules."""
-    from hotloop.core.plan_request import Wanted
-    from hotloop.report.race import watched
-    from hotloop.tuning import tune as seeking
+    from hotloop.core.plan_request import PlanRequest
+    from hotloop.report.race import race_progress_bar
+    from hotloop.tuning import tune as tuning_tune
 
-    with watched(console) as moved:
-        plan, told = seeking.remembered_or_tuned(
-            loaded, Wanted.of("auto", on_top), overrides=overrides, say=display.say, progress=moved, until=until
+    with race_progress_bar(console) as moved:
+        plan, told = tuning_tune.cached_or_tuned_plan(
+            loaded,
+            PlanRequest.from_value("auto", on_top),
+            overrides=overrides,
+            say=display.say,
+            progress=moved,
+            until=until,
         )
     display.say(told)
     return plan

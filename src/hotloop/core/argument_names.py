@@ -13,7 +13,7 @@ _COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|expo
 """A complete command. `name_arguments` doesn't translate it, because the user can enter it in a shell."""
 
 _PATH = r"[^\s;,]*[^\s;,.:]"
-_FORMS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+_PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--[a-z-]+(?: \S+)? \((?:or )?([a-z_]+=[^)]*)\)", r"\1"),  # the message names the argument as well
     (rf"hotloop train --resume ({_PATH})", r"hotloop.fit(task, run='\1', resume=True)"),
     (rf"--resume ({_PATH})", r"run='\1' and resume=True"),
@@ -39,17 +39,17 @@ _NAMES = "rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|in
 def name_arguments(text: str) -> str:
     """Returns the message with Python arguments in place of flags: `--device cpu` becomes `device='cpu'`."""
     commands = re.split(f"({_COMMAND})", text)
-    commands[::2] = map(_translated, commands[::2])
+    commands[::2] = map(_translate, commands[::2])
     return "".join(commands)
 
 
-def _translated(text: str) -> str:
-    for pattern, form in _FORMS:
+def _translate(text: str) -> str:
+    for pattern, form in _PATTERNS:
         text = re.sub(pattern, form, text)
     return re.sub(rf"--({_NAMES})\b(?!-)", lambda found: found[1].replace("-", "_") + "=", text)
 
 
-def naming_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+def name_arguments_in_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a public function so that its errors name Python arguments."""
 
     @wraps(function)

@@ -51,11 +51,11 @@ Callback = Callable[[View], None]
 then a compiled step isn't traced again at each epoch to see whether it did."""
 
 
-def any_of_users(callbacks: Iterable[Any]) -> bool:
+def has_user_callbacks(callbacks: Iterable[Any]) -> bool:
     """Whether one of them may change what is trained: it is not hotloop's own, such as a progress bar, nor does it say
     `read_only = True` of itself."""
-    return any(not (_of_hotloop(one) or getattr(one, "read_only", False) is True) for one in callbacks)
+    return any(not (_is_hotloop_callback(one) or getattr(one, "read_only", False) is True) for one in callbacks)
 
 
-def _of_hotloop(callback: Any) -> bool:
+def _is_hotloop_callback(callback: Any) -> bool:
     return str(getattr(callback, "__module__", "")).startswith("hotloop.")

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Onlooker(TorchDispatchMode):
+class ReadOnlyDispatchMode(TorchDispatchMode):
     """A dispatch mode that only looks.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hotloop.core.number_formats import Switches
+from hotloop.core.number_formats import Float32Switches
 
 _LEVELS = {"ieee": "highest", "tf32": "high", "bf16": "medium"}
 """The levels of `torch.set_float32_matmul_precision` by switch value."""
@@ -29,13 +29,13 @@ _SWITCHES = {
 }
 
 
-def read() -> dict[str, str]:
+def read_switches() -> dict[str, str]:
     """Returns the switches of this process, whichever torch interface set them; `none` counts as `ieee`."""
     return {name: "ieee" if (value := one.fp32_precision) == "none" else value for name, one in _SWITCHES.items()}
 
 
 @contextmanager
-def running_under(switches: Switches, device: str, *, written: bool = False) -> Iterator[None]:
+def apply_switches(switches: Float32Switches, device: str, *, written: bool = False) -> Iterator[None]:
     """Sets torch's switches through all three torch interfaces within the context.
 
     torch refuses to read an tf32_switches interface if a program has set a newer one.
@@ -44,12 +44,12 @@ def running_under(switches: Switches, device: str, *, written: bool = False) -> 
         device: the kind of device that computes; it determines `set_float32_matmul_precision`, which affects CPU and CUDA.
         written: set the switches even if the process has these values already.
     """
-    wanted, level = _consistent(switches, device)
+    wanted, level = _consistent_switches(switches, device)
     matmul_level = _matmul_level()
-    if not written and matmul_level in (level, None) and read() == wanted:
+    if not written and matmul_level in (level, None) and read_switches() == wanted:
         yield
         return
-    with _restoring():
+    with _restore_switches():
         tf32_switches = [(one, one.allow_tf32) for one in (_MATMUL, _CUDNN) if _is_readable(one)]
         try:
             for one, _ in tf32_switches:
@@ -66,7 +66,7 @@ def running_under(switches: Switches, device: str, *, written: bool = False) -> 
                 torch.set_float32_matmul_precision(matmul_level)
 
 
-def _consistent(switches: Switches, device: str) -> tuple[dict[str, str], str]:
+def _consistent_switches(switches: Float32Switches, device: str) -> tuple[dict[str, str], str]:
     """Returns the switches, and the level of `set_float32_matmul_precision` that agrees with them.
 
     torch rejects a level that contradicts a switch. So the switch of the other kind of device, on which the step computes no
@@ -82,7 +82,7 @@ def _consistent(switches: Switches, device: str) -> tuple[dict[str, str], str]:
 
 
 @contextmanager
-def _restoring() -> Iterator[None]:
+def _restore_switches() -> Iterator[None]:
     """Restores the switches after the context."""
     before = {name: one.fp32_precision for name, one in _SWITCHES.items()}
     try:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-Switches = Mapping[str, str]
+Float32Switches = Mapping[str, str]
 """Each switch's name, such as `cudnn.conv`, and its value of torch's `fp32_precision`: `ieee`, `tf32` or `bf16`."""
 
 OPERATORS = {"matmul": "matrix products", "conv": "convolutions", "rnn": "recurrent layers"}
@@ -37,12 +37,12 @@ _NAMES = {
 }
 
 
-def operator_of(name: str) -> str | None:
+def operator_class(name: str) -> str | None:
     """Returns the class of a torch operator, such as `conv` for `convolution_backward`; None if it computes no products."""
     return next((operator for operator, pattern in _NAMES.items() if pattern.search(name)), None)
 
 
-def format_of(operator: str, dtype: str, device: str, switches: Switches) -> str | None:
+def product_format(operator: str, dtype: str, device: str, switches: Float32Switches) -> str | None:
     """Returns the number format in which an operator computes products; None for integers.
 
     Args:
@@ -55,10 +55,10 @@ def format_of(operator: str, dtype: str, device: str, switches: Switches) -> str
     return "fp8" if dtype.startswith("float8") else _FORMAT_OF.get(dtype)
 
 
-def reduced_by(switches: Switches, device: str) -> dict[str, str]:
+def reduced_formats(switches: Float32Switches, device: str) -> dict[str, str]:
     """Returns the formats of the classes of operators that compute float32 products in fewer bits on this kind of device."""
-    formats = {operator: format_of(operator, "float32", device, switches) for operator in OPERATORS}
-    return {operator: each for operator, each in formats.items() if each and _finer("fp32", each)}
+    formats = {operator: product_format(operator, "float32", device, switches) for operator in OPERATORS}
+    return {operator: each for operator, each in formats.items() if each and _has_more_bits("fp32", each)}
 
 
 @dataclass(frozen=True)
@@ -85,22 +85,23 @@ class Arithmetic:
     def halves(self) -> dict[str, float]:
         """Returns the number of products of a whole batch for each 16-bit or 8-bit format; each count includes lower formats."""
         return {
-            limit: sum(count for (_, each), count in self.counts.items() if not _finer(each, limit)) / self.pieces
+            limit: sum(count for (_, each), count in self.counts.items() if not _has_more_bits(each, limit))
+            / self.pieces
             for limit in FORMATS
-            if _finer("tf32", limit)
+            if _has_more_bits("tf32", limit)
         }
 
 
-def coarsest(formats: Mapping[str, str]) -> str:
+def lowest_format(formats: Mapping[str, str]) -> str:
     """Returns the format with the fewest bits; fp32 if `formats` is empty."""
     return max(formats.values(), key=FORMATS.index, default="fp32")
 
 
-def _finer(one: str, other: str) -> bool:
+def _has_more_bits(one: str, other: str) -> bool:
     return FORMATS.index(one) < FORMATS.index(other)
 
 
-def reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
+def describe_reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
     """Returns one line for each class of operators that the plan computes in fewer bits than the baseline.
 
     The baseline may lack a class of operators, because the plan replaced a convolution by a matrix product. Such a class
@@ -110,7 +111,7 @@ def reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
     found = [
         f"{OPERATORS[operator]} run in {own}, the baseline's in {beside}"
         for operator, own in mine.items()
-        if _finer(beside := theirs.get(operator, coarsest(theirs)), own)
+        if _has_more_bits(beside := theirs.get(operator, lowest_format(theirs)), own)
     ]
     return found or list(_more_reduced_products(plan, baseline))
 
@@ -119,17 +120,17 @@ def _more_reduced_products(plan: Arithmetic, baseline: Arithmetic) -> Iterator[s
     """Yields a line if the baseline mixes dtypes, as with the Task's own autocast, and the plan has more reduced products."""
     mine, theirs = plan.halves(), baseline.halves()
     for limit, count in reversed(mine.items()):
-        if count > theirs[limit] and any(_finer(each, limit) for _, each in baseline.counts):
+        if count > theirs[limit] and any(_has_more_bits(each, limit) for _, each in baseline.counts):
             yield f"{count:g} products of a step run in {limit}, {theirs[limit]:g} of the baseline's"
             return
 
 
-def written(switches: Switches) -> str:
+def describe_switches(switches: Float32Switches) -> str:
     """Returns the switches that differ from torch's defaults, as one text; empty if none differs."""
     return ", ".join(f"{name}={kind}" for name, kind in sorted(switches.items()) if kind != TORCH_DEFAULTS[name])
 
 
-def own_settings(switches: Switches, device: str) -> str:
+def own_settings(switches: Float32Switches, device: str) -> str:
     """Returns the line on switches that the user's process reduced for a kind of device; empty if all are torch's defaults."""
     changed = [
         f"{OPERATORS[operator]} in {switches[name]}"
@@ -141,16 +142,16 @@ def own_settings(switches: Switches, device: str) -> str:
     return f"torch's settings allow {' and '.join(changed)}, which precision=default follows; precision=fp32 computes in fp32"
 
 
-def other_settings(then: Switches, now: Switches, device: str) -> str:
+def other_settings(then: Float32Switches, now: Float32Switches, device: str) -> str:
     """Returns the line on a run that resumes in a process with other switches; empty if the device's switches are equal."""
     names = SWITCH_OF.get(device, {}).items()
     other = [
-        f"{OPERATORS[operator]} in {_words(then[name])} then, {_words(now[name])} now"
+        f"{OPERATORS[operator]} in {_format_words(then[name])} then, {_format_words(now[name])} now"
         for operator, name in names
         if then.get(name, now[name]) != now[name]
     ]
     return f"torch's settings: {', '.join(other)}: the run goes on with those that it began with" if other else ""
 
 
-def _words(switch: str) -> str:
+def _format_words(switch: str) -> str:
     return _FORMAT_OF_SWITCH[switch]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_ABSENT = object()
+_MISSING = object()
 
 
 class Patches:
@@ -15,15 +15,15 @@ class Patches:
     def __init__(self) -> None:
         self._put: list[tuple[Any, str, Any, Any]] = []
 
-    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replaces `owner.name` by `make(what it was)`; what is inherited is inherited again afterwards."""
-        before = vars(owner).get(name, _ABSENT)
-        mine = make(getattr(owner, name) if before is _ABSENT else before)
+        before = vars(owner).get(name, _MISSING)
+        mine = make(getattr(owner, name) if before is _MISSING else before)
         self._put.append((owner, name, before, mine))
-        _set(owner, name, mine)
+        _set_attribute(owner, name, mine)
 
     @property
-    def untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether what was put is still there, and nobody has put anything else in its place."""
         return all(vars(owner).get(name) is mine for owner, name, _, mine in self._put)
 
@@ -33,26 +33,26 @@ class Patches:
             owner, name, before, mine = self._put.pop()
             if vars(owner).get(name) is not mine:
                 continue
-            if before is _ABSENT:
-                _delete(owner, name)
+            if before is _MISSING:
+                _delete_attribute(owner, name)
             else:
-                _set(owner, name, before)
+                _set_attribute(owner, name, before)
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
+def _set_attribute(owner: Any, name: str, value: Any) -> None:
     """On the owner itself: what stands around another object, as around a stream, may hand its attributes on to that one."""
     (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
 
 
-def _delete(owner: Any, name: str) -> None:
+def _delete_attribute(owner: Any, name: str) -> None:
     (delattr if isinstance(owner, type) else object.__delattr__)(owner, name)
 
 
 @contextmanager
-def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def patch_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Meanwhile `owner.name` is `make(what it was)`."""
     patches = Patches()
-    patches.put(owner, name, make)
+    patches.patch(owner, name, make)
     try:
         yield
     finally:

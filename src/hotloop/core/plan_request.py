@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotloop.errors import PlanError, kind, shortened
-from hotloop.plan import Plan, left_behind
+from hotloop.errors import PlanError, shorten, type_name
+from hotloop.plan import Plan, axes_dropped_with
 
 AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
 
-NAMED = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
+EXPECTED_PLAN = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """A plan that was asked for.
 
     Attributes:
@@ -27,12 +27,12 @@ class Wanted:
     """
 
     plan: Plan
-    auto: bool = False
-    asked: bool = True
+    is_auto: bool = False
+    is_explicit: bool = True
 
     @classmethod
-    def of(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> Wanted:
-        """What `given` means: a plan, `auto`, `baseline`, `arrays`, a TOML file, or None for the baseline.
+    def from_value(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
+        """What `given` means: a plan, `is_auto`, `baseline`, `arrays`, a TOML file, or None for the baseline.
 
         Args:
             axes: set on top; text as on a command line is read as the axis' type, and `none` where an axis has it. What
@@ -41,7 +41,7 @@ class Wanted:
         Raises:
             PlanError: no such file, axis or value.
         """
-        on_top = {axis: _value(axis, value) for axis, value in (axes or {}).items()}
+        on_top = {axis: _parse_axis_value(axis, value) for axis, value in (axes or {}).items()}
         if isinstance(given, Plan):
             plan = given
         elif given in (None, AUTO, BASELINE):
@@ -49,25 +49,25 @@ class Wanted:
         elif given == ARRAYS:
             plan = Plan(engine="arrays")
         elif isinstance(given, str | Path):
-            plan = _read(Path(given))
+            plan = _read_plan(Path(given))
         else:
             raise PlanError(
-                f"the plan is {kind(given)}",
+                f"the plan is {type_name(given)}",
                 expected="a hotloop.Plan, 'auto', 'baseline', 'arrays', or the path of a TOML file",
                 fix="write hotloop.Plan(optimizer='fused') for single axes",
             )
-        gone = left_behind(plan.parallel, on_top.get("parallel", plan.parallel))
+        gone = axes_dropped_with(plan.parallel, on_top.get("parallel", plan.parallel))
         kept = {axis: getattr(plan, axis) for axis in plan.model_fields_set if axis not in gone}
         return cls(Plan(**{**kept, **on_top}), given == AUTO)
 
     @classmethod
-    def or_auto(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> Wanted:
-        """The same, but without a plan `auto`; with axes on top that say how to compute, the baseline with those."""
+    def with_auto_default(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
+        """The same, but without a plan `is_auto`; with axes on top that say how to compute, the baseline with those."""
         if given is not None or (axes or {}).keys() - {"device", "workers"}:
-            return cls.of(given, axes)
-        return replace(cls.of(AUTO, axes), asked=False)
+            return cls.from_value(given, axes)
+        return replace(cls.from_value(AUTO, axes), is_explicit=False)
 
-    def split_as(self, before: Plan, ranks: int) -> Wanted:
+    def with_split(self, before: Plan, ranks: int) -> PlanRequest:
         """Where stages are to begin where a run had them, unless it is said; their sums differ in the last bits else.
 
         Args:
@@ -83,13 +83,15 @@ class Wanted:
         return replace(self, plan=self.plan.with_axes(split=before.split))
 
 
-def _read(path: Path) -> Plan:
+def _read_plan(path: Path) -> Plan:
     try:
         found = path.is_file()
     except OSError:  # a name that is too long
         found = False
     if not found:
-        raise PlanError(f"no plan at {shortened(str(path))}", expected=NAMED, fix="check the spelling and the path")
+        raise PlanError(
+            f"no plan at {shorten(str(path))}", expected=EXPECTED_PLAN, fix="check the spelling and the path"
+        )
     try:
         return Plan.read(path)
     except PlanError as error:
@@ -97,7 +99,7 @@ def _read(path: Path) -> Plan:
         raise PlanError(f"{inside}{error.given}", expected=error.expected, fix=error.fix) from None
 
 
-def _value(axis: str, value: Any) -> Any:
+def _parse_axis_value(axis: str, value: Any) -> Any:
     """A command line's text as a number where it spells one, and as None where the axis may be left open."""
     field = Plan.model_fields.get(axis)
     if value == "none" and field is not None and field.default is None:

@@ -9,41 +9,41 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Protocol
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 """Shows a line to the user at once."""
 
-_SAY_EVERY_S = 10.0
+_REPORT_INTERVAL_S = 10.0
 
 
-class During(Protocol):
+class ProgressReporter(Protocol):
     """Shows `doing` while the context lasts; unless `counted`, nothing is told of how far it is."""
 
-    def __call__(self, doing: str, counted: bool = True) -> AbstractContextManager[Progress]: ...
+    def __call__(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]: ...
 
 
-def in_lines(say: Say) -> During:
+def report_in_lines(say: Report) -> ProgressReporter:
     """For where there is no bar."""
-    return partial(_lines, say)
+    return partial(_report_lines, say)
 
 
 @contextmanager
-def _lines(say: Say, doing: str, counted: bool = True) -> Iterator[Progress]:
+def _report_lines(say: Report, doing: str, counted: bool = True) -> Iterator[SampleProgress]:
     said = time.monotonic()
 
     def progress(done: int, samples: int) -> None:
         nonlocal said
-        if time.monotonic() - said >= _SAY_EVERY_S:
+        if time.monotonic() - said >= _REPORT_INTERVAL_S:
             said = time.monotonic()
             say(f"{doing}: {done:,} of {samples:,} samples")
 
     yield progress
 
 
-SILENT = in_lines(lambda line: None)
+SILENT = report_in_lines(lambda line: None)
 
 
 @contextmanager
-def unlogged(*names: str) -> Iterator[None]:
+def silence_loggers(*names: str) -> Iterator[None]:
     """Without the lines that torch's loggers of these names, and those below them, write to a stream.
 
     A logger that was asked for more than warnings, as by TORCH_LOGS, says all the same what it has to.
@@ -53,7 +53,7 @@ def unlogged(*names: str) -> Iterator[None]:
         mine = any(f"{record.name}.".startswith(f"{name}.") for name in names)
         return not mine or logging.getLogger(record.name).getEffectiveLevel() < logging.WARNING
 
-    handlers = _to_streams()
+    handlers = _stream_handlers()
     for handler in handlers:
         handler.addFilter(heard)
     try:
@@ -63,7 +63,7 @@ def unlogged(*names: str) -> Iterator[None]:
             handler.removeFilter(heard)
 
 
-def _to_streams() -> list[logging.Handler]:
+def _stream_handlers() -> list[logging.Handler]:
     """Of torch's loggers, several of which have a handler of their own; not those that write files or traces."""
     known = dict(logging.root.manager.loggerDict)
     loggers = [logger for name, logger in known.items() if f"{name}.".startswith("torch.")]
@@ -71,5 +71,5 @@ def _to_streams() -> list[logging.Handler]:
     return [handler for handler in handlers if type(handler) is logging.StreamHandler]
 
 
-Progress = Callable[[int, int], None]
+SampleProgress = Callable[[int, int], None]
 """Is told `(samples read, of how many)`; that none is read yet, while some are looked at."""

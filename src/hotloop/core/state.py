@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hotloop.errors import CheckpointError
 
-_NOT_OF_THE_STATE = {"params", "param_names", "foreach", "fused", "capturable"}
+_UNSAVED_PARTS = {"params", "param_names", "foreach", "fused", "capturable"}
 """Of an optimizer's groups: how they compute, which is the Plan's affair, and what is kept by name elsewhere."""
 
 
@@ -71,42 +71,42 @@ class State:
 
     def nbytes(self) -> int:
         tree = [self.parameters, self.buffers, self.extra, self.optimizer, self.average, self.loss]
-        return sum(tensor.nbytes for _, tensor in leaves(tree) if isinstance(tensor, Tensor))
+        return sum(tensor.nbytes for _, tensor in tree_leaves(tree) if isinstance(tensor, Tensor))
 
 
-def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+def tree_leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     """`(path, value)` of all leaves of nested dicts, lists and tuples."""
     if isinstance(tree, dict):
-        return [leaf for key, value in tree.items() for leaf in leaves(value, f"{path}/{key}")]
+        return [leaf for key, value in tree.items() for leaf in tree_leaves(value, f"{path}/{key}")]
     if isinstance(tree, list | tuple):
-        return [leaf for place, value in enumerate(tree) for leaf in leaves(value, f"{path}/{place}")]
+        return [leaf for place, value in enumerate(tree) for leaf in tree_leaves(value, f"{path}/{place}")]
     return [(path, tree)]
 
 
-def differences(one: State, other: State) -> list[str]:
+def differing_paths(one: State, other: State) -> list[str]:
     """Paths at which two States differ in any bit; empty when they are the same."""
-    a, b = (dict(leaves(vars(state) | {"position": vars(state.position)})) for state in (one, other))
+    a, b = (dict(tree_leaves(vars(state) | {"position": vars(state.position)})) for state in (one, other))
     paths = sorted(a.keys() ^ b.keys())
-    return paths + [path for path in a.keys() & b.keys() if not _same(a[path], b[path])]
+    return paths + [path for path in a.keys() & b.keys() if not _is_same(a[path], b[path])]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bits(a).equal(bits(b))
+        return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a).equal(bytes_of(b))
     return type(a) is type(b) and repr(a) == repr(b)
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, so that NaN equals NaN and -0.0 differs from 0.0."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor as it is; one that is spread over ranks comes together, for which all of them must ask."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def held_like(value: Tensor, other: Any) -> Tensor:
+def shard_like(value: Tensor, other: Any) -> Tensor:
     """A whole tensor as it is, or spread over the ranks as the other one is."""
     if not hasattr(other, "placements"):
         return value
@@ -117,19 +117,19 @@ def held_like(value: Tensor, other: Any) -> Tensor:
 
 def host_copy(value: Any) -> Any:
     """A copy on the CPU that training no longer changes."""
-    return on_host(value, lent=False)
+    return to_host(value, lent=False)
 
 
-def on_host(value: Any, *, lent: bool) -> Any:
+def to_host(value: Any, *, lent: bool) -> Any:
     """On the CPU; `lent` leaves tensors that are there already in training's own memory."""
     if isinstance(value, Tensor):
-        return whole(value.detach()).to("cpu", copy=not lent).contiguous().resolve_conj().resolve_neg()
+        return full_tensor(value.detach()).to("cpu", copy=not lent).contiguous().resolve_conj().resolve_neg()
     if isinstance(value, Counter):  # MultiStepLR counts its milestones
         return Counter(value)
     if isinstance(value, dict):
-        return {key: on_host(item, lent=lent) for key, item in value.items()}
+        return {key: to_host(item, lent=lent) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [on_host(item, lent=lent) for item in value]
+        items = [to_host(item, lent=lent) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
 
@@ -146,7 +146,7 @@ def capture_model(model: nn.Module, *, lent: bool = False) -> dict[str, dict[str
     parameters = dict(model.named_parameters())
     trainable = {name: value.requires_grad for name, value in parameters.items()}
     found = {"parameters": parameters, "buffers": dict(model.named_buffers()), "extra": extra}
-    return on_host(found, lent=lent) | {"trainable": trainable}
+    return to_host(found, lent=lent) | {"trainable": trainable}
 
 
 @torch.no_grad()
@@ -190,12 +190,12 @@ def copy_into(target: dict[str, Tensor], source: dict[str, Tensor], kind: str) -
         value = source[name]
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise CheckpointError(
-                f"the checkpoint is of another model: {kind} {name!r} is {describe(value)} in the checkpoint and"
-                f" {describe(tensor)} in the model",
+                f"the checkpoint is of another model: {kind} {name!r} is {describe_parameters(value)} in the checkpoint and"
+                f" {describe_parameters(tensor)} in the model",
                 expected="the same shapes",
                 fix="use the Task that the run was started with, or start a new run",
             )
-        put_values(tensor, held_like(value, tensor))
+        put_values(tensor, shard_like(value, tensor))
 
 
 def put_values(target: Tensor, values: Tensor) -> None:
@@ -206,7 +206,7 @@ def put_values(target: Tensor, values: Tensor) -> None:
     target.copy_(values)
 
 
-def describe(tensor: Tensor) -> str:
+def describe_parameters(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
@@ -222,7 +222,7 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, len
     """An optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
     names = {id(value): name for name, value in model.named_parameters()}
     groups = [
-        {key: on_host(value, lent=lent) for key, value in group.items() if key not in _NOT_OF_THE_STATE}
+        {key: to_host(value, lent=lent) for key, value in group.items() if key not in _UNSAVED_PARTS}
         | {"params": [names[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
@@ -230,9 +230,9 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, len
     holders: dict[Any, Any] = optimizer.state
     for holder, values in holders.items():
         if isinstance(holder, Tensor):
-            state[names[id(holder)]] = on_host(dict(values), lent=lent)
+            state[names[id(holder)]] = to_host(dict(values), lent=lent)
         else:  # what belongs to no parameter, such as a count of all steps
-            own[holder] = on_host(values, lent=lent)
+            own[holder] = to_host(values, lent=lent)
     return {"name": type(optimizer).__name__, "state": state, "own": own, "groups": groups}
 
 
@@ -256,7 +256,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
         )
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
-            if key in _NOT_OF_THE_STATE:
+            if key in _UNSAVED_PARTS:
                 continue
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                 group[key].copy_(value)  # a learning rate held as a tensor may be captured: keep its identity
@@ -270,7 +270,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
             values = saved["state"].get(names[id(parameter)])
             if values is not None:
                 optimizer.state[parameter] = {
-                    key: _placed(value, parameter, on_host=key == "step" and on_host) for key, value in values.items()
+                    key: _copy_for(value, parameter, on_host=key == "step" and on_host) for key, value in values.items()
                 }
 
 
@@ -280,7 +280,7 @@ def capture_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[l
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _placed(value: Any, parameter: Tensor, *, on_host: bool) -> Any:
+def _copy_for(value: Any, parameter: Tensor, *, on_host: bool) -> Any:
     """A fresh copy of saved values, tensors on the parameter's device or on the host.
 
     What has the parameter's shape also gets its strides: fused optimizers walk through both in the order of memory.
@@ -290,12 +290,12 @@ def _placed(value: Any, parameter: Tensor, *, on_host: bool) -> Any:
             return value.to("cpu", copy=True)
         if value.shape == parameter.shape:
             return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
-                held_like(value, parameter)
+                shard_like(value, parameter)
             )
         return value.to(parameter.device, copy=True)
     if isinstance(value, dict):
-        return {key: _placed(item, parameter, on_host=on_host) for key, item in value.items()}
+        return {key: _copy_for(item, parameter, on_host=on_host) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_placed(item, parameter, on_host=on_host) for item in value]
+        items = [_copy_for(item, parameter, on_host=on_host) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value

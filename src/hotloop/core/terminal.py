@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import Progress
 from rich.segment import Segment
 
-from hotloop.errors import printable
+from hotloop.errors import escape_control_characters
 
 
 class Terminal(Console):
@@ -38,7 +38,7 @@ class Terminal(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             text, style, control = segment
-            yield segment if control or text == "\n" else Segment(printable(text), style)
+            yield segment if control or text == "\n" else Segment(escape_control_characters(text), style)
 
 
 class Bar(Progress):

@@ -23,17 +23,17 @@ from hotloop.core.random.rng import seed_for
 from hotloop.errors import DataError
 
 
-def _signed(word: int) -> int:
+def _to_int64(word: int) -> int:
     """The int64 that has the lowest 64 bits of a number."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
 # Odd, so that steps of them don't come back to where they were within 2**64.
-_BY_SAMPLE = _signed(0xD1342543DE82EF95)
-_BY_CALL = _signed(0xDA942042E4DD58B5)
-_BY_ELEMENT = _signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_BY_SAMPLE = _to_int64(0xD1342543DE82EF95)
+_BY_CALL = _to_int64(0xDA942042E4DD58B5)
+_BY_ELEMENT = _to_int64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _to_int64(0xBF58476D1CE4E5B9), _to_int64(0x94D049BB133111EB)
 
 
 class Draws:
@@ -60,7 +60,7 @@ class Draws:
                 expected="int64 of shape (B,)",
                 fix="Give each sample's position in the training set",
             )
-        self._streams = _mixed(samples * _BY_SAMPLE + seed_for(seed, "augment", epoch))
+        self._streams = _mix_words(samples * _BY_SAMPLE + seed_for(seed, "augment", epoch))
         self._calls = 0
 
     def uniform(self, *shape: int) -> Tensor:
@@ -74,7 +74,7 @@ class Draws:
         or cosine, and in float32 that would show.
         """
         words = self._bits(64, shape)
-        distance = _shifted(words, 32).add_(1).to(torch.float64).mul_(2.0**-32)
+        distance = _shift_right(words, 32).add_(1).to(torch.float64).mul_(2.0**-32)
         angle = (words & 0xFFFFFFFF).to(torch.float64).mul_(math.tau * 2.0**-32)
         return distance.log_().mul_(-2).sqrt_().mul_(angle.cos_()).to(torch.float32)
 
@@ -98,9 +98,9 @@ class Draws:
         """int64 (B, *shape): `count` random bits each, with zeros above; a fresh tensor at each call."""
         self._calls += 1
         elements = torch.arange(math.prod(shape), device=self._streams.device)
-        streams = self._streams + _signed(self._calls * _BY_CALL)
-        words = _mixed(streams.unsqueeze(1) + elements.mul_(_BY_ELEMENT))
-        return _shifted(words, 64 - count).view(len(streams), *shape)
+        streams = self._streams + _to_int64(self._calls * _BY_CALL)
+        words = _mix_words(streams.unsqueeze(1) + elements.mul_(_BY_ELEMENT))
+        return _shift_right(words, 64 - count).view(len(streams), *shape)
 
 
 Augmentation = Callable[[Tensor, Draws], Tensor]
@@ -136,7 +136,7 @@ class random_crop:
     fill: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self.padding >= 0, f"padding={self.padding}", "0 or more")
+        _check_result(self.padding >= 0, f"padding={self.padding}", "0 or more")
 
     def __call__(self, x: Tensor, draws: Draws) -> Tensor:
         _check_images(x)
@@ -176,7 +176,7 @@ class random_erase:
 
     def __post_init__(self) -> None:
         sides = f"smallest={self.smallest} and largest={self.largest}"
-        _check(1 <= self.smallest <= self.largest, sides, "1 <= smallest <= largest")
+        _check_result(1 <= self.smallest <= self.largest, sides, "1 <= smallest <= largest")
         _check_probability(self.p)
 
     def __call__(self, x: Tensor, draws: Draws) -> Tensor:
@@ -211,16 +211,16 @@ class compose:
         return reduce(lambda images, part: part(images, draws), self.parts, x)
 
 
-def _shifted(words: Tensor, bits: int) -> Tensor:
+def _shift_right(words: Tensor, bits: int) -> Tensor:
     """Words moved to the right with zeros coming in, as int64's own shift repeats the sign."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1) if bits else words
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mix_words(words: Tensor) -> Tensor:
     """SplitMix64's finaliser: a permutation of the 64-bit words in which each bit depends on all."""
-    words = (words ^ _shifted(words, 30)).mul_(_FIRST)
-    words = words.bitwise_xor_(_shifted(words, 27)).mul_(_SECOND)
-    return words.bitwise_xor_(_shifted(words, 31))
+    words = (words ^ _shift_right(words, 30)).mul_(_FIRST)
+    words = words.bitwise_xor_(_shift_right(words, 27)).mul_(_SECOND)
+    return words.bitwise_xor_(_shift_right(words, 31))
 
 
 def _per_sample(values: Tensor, x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def _per_sample(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _check_probability(p: float) -> None:
-    _check(0 <= p <= 1, f"a probability of {p}", "a number from 0 to 1")
+    _check_result(0 <= p <= 1, f"a probability of {p}", "a number from 0 to 1")
 
 
 def _check_images(x: Tensor) -> None:
@@ -241,6 +241,6 @@ def _check_images(x: Tensor) -> None:
         )
 
 
-def _check(holds: bool, given: str, expected: str) -> None:
+def _check_result(holds: bool, given: str, expected: str) -> None:
     if not holds:
         raise DataError(given, expected=expected, fix="Correct the augmentation")

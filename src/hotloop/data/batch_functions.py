@@ -9,10 +9,10 @@ import torch
 
 from hotloop.core.random.generators import OwnedGenerators
 from hotloop.data.batch_tree import apply_to_inputs, map_tensors
-from hotloop.errors import calling
+from hotloop.errors import call_user_code
 
 
-class OnBatches:
+class BatchFunction:
     """A function of the Task that receives the inputs of batches.
 
     Args:
@@ -32,15 +32,15 @@ class OnBatches:
             further: functions that return the function's other arguments.
         """
         spare = map_tensors(torch.clone, batch) if self._is_first else None
-        result = self._applied(batch, seed, further)
-        if self._is_first and self._owned.found_late():  # the first call of the function may create its generators
-            result = self._applied(spare, seed, further)
+        result = self._apply(batch, seed, further)
+        if self._is_first and self._owned.has_late_finds():  # the first call of the function may create its generators
+            result = self._apply(spare, seed, further)
         self._is_first = False
         return result
 
-    def _applied(self, batch: Any, seed: Callable[[], int], further: tuple[Callable[[], Any], ...]) -> Any:
+    def _apply(self, batch: Any, seed: Callable[[], int], further: tuple[Callable[[], Any], ...]) -> Any:
         self._owned.refresh()
         self._owned.seed(seed())
         return apply_to_inputs(
-            lambda inputs: calling(self._name, self._function, inputs, *(make() for make in further)), batch
+            lambda inputs: call_user_code(self._name, self._function, inputs, *(make() for make in further)), batch
         )

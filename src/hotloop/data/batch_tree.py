@@ -23,11 +23,11 @@ def map_tensors(
     if isinstance(tree, tuple | list):
         return type(tree)(map_tensors(function, item, others) for item in tree)
     if isinstance(tree, Mapping):
-        return _same_mapping(tree, {key: map_tensors(function, item, others) for key, item in tree.items()})
+        return _rebuild_mapping(tree, {key: map_tensors(function, item, others) for key, item in tree.items()})
     return others(tree)
 
 
-def _same_mapping(original: Mapping, items: dict) -> Any:
+def _rebuild_mapping(original: Mapping, items: dict) -> Any:
     """A mapping of the original's class (tokenizers return their own, with attribute access), or a plain dict."""
     try:
         return type(original)(items)  # type: ignore[call-arg]
@@ -35,19 +35,19 @@ def _same_mapping(original: Mapping, items: dict) -> Any:
         return items
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
+def tree_tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from tensors(item)
+            yield from tree_tensors(item)
     elif isinstance(tree, Mapping):  # asked last: that takes longest
         for item in tree.values():
-            yield from tensors(item)
+            yield from tree_tensors(item)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+def flatten_tree(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     """The leaves of a tree, in order, and a function that makes the same tree of other leaves."""
     leaves: list[Any] = []
 
@@ -63,12 +63,12 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     return leaves, unflatten
 
 
-def copied(tree: Any) -> Any:
+def copy_tree(tree: Any) -> Any:
     """`tree` with tensors of their own memory, laid out as they were: `torch.clone` closes the gaps of a slice."""
-    return map_tensors(_copied, tree)
+    return map_tensors(_copy_tensor, tree)
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy_tensor(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     if tensor.layout != torch.strided or copy.stride() == tensor.stride() or not tensor.numel():
         return copy
@@ -99,21 +99,21 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 def batch_length(tree: Any) -> int:
     """Samples in a batch: the length of its first tensor, else of its first sized item."""
-    for tensor in tensors(tree):
+    for tensor in tree_tensors(tree):
         return tensor.shape[0] if tensor.ndim else 1
     first = next(iter(tree.values())) if isinstance(tree, Mapping) else tree
     return len(first) if hasattr(first, "__len__") else 1
 
 
-def inputs_of(batch: Any) -> Any:
+def batch_inputs(batch: Any) -> Any:
     """What the model sees of an `(inputs..., target)` batch: one input alone, or a tuple of several."""
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         return batch[0] if len(batch) == 2 else tuple(batch[:-1])
     return batch
 
 
-def with_inputs(batch: Any, inputs: Any) -> Any:
-    """`batch` with its inputs replaced; the inverse of `inputs_of`."""
+def replace_inputs(batch: Any, inputs: Any) -> Any:
+    """`batch` with its inputs replaced; the inverse of `batch_inputs`."""
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         return (inputs, batch[-1]) if len(batch) == 2 else (*inputs, batch[-1])
     return inputs
@@ -121,4 +121,4 @@ def with_inputs(batch: Any, inputs: Any) -> Any:
 
 def apply_to_inputs(function: Callable[[Any], Any], batch: Any) -> Any:
     """`batch` with `function` applied to its inputs."""
-    return with_inputs(batch, function(inputs_of(batch)))
+    return replace_inputs(batch, function(batch_inputs(batch)))

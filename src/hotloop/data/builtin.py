@@ -24,7 +24,7 @@ from hotloop.data.bundle import Bundle, Pair, Standardize
 from hotloop.data.downloads.idx_files import read_idx
 from hotloop.errors import DataError
 
-SIDE = 28
+IMAGE_SIDE = 28
 DIGITS_TEST = 297
 DIGITS_VALIDATION = 200
 
@@ -125,7 +125,7 @@ def fashion_mnist(
         DataError: the data isn't there and can't be downloaded, or a file isn't what it should be.
         DiskError: the disk is full.
     """
-    return load(FASHION_MNIST, folder, validation, seed, download, otherwise)
+    return load_builtin(FASHION_MNIST, folder, validation, seed, download, otherwise)
 
 
 def mnist(
@@ -137,7 +137,7 @@ def mnist(
     otherwise: Literal["digits"] | None = None,
 ) -> Bundle:
     """MNIST: 28x28 grey pictures of handwritten digits; all else is as with `fashion_mnist`."""
-    return load(MNIST, folder, validation, seed, download, otherwise)
+    return load_builtin(MNIST, folder, validation, seed, download, otherwise)
 
 
 def digits(*, validation: int = DIGITS_VALIDATION, seed: int = 0) -> Bundle:
@@ -166,7 +166,7 @@ def digits(*, validation: int = DIGITS_VALIDATION, seed: int = 0) -> Bundle:
     x = torch.nn.functional.pad(blocks, [2] * 4)
     y = torch.from_numpy(raw.target.astype(np.int64))
     _check_request(validation, seed, len(y) - DIGITS_TEST)
-    tested, held, rest = _split(len(y), (DIGITS_TEST, validation), seed)
+    tested, held, rest = _split_positions(len(y), (DIGITS_TEST, validation), seed)
     return Bundle(
         name="digits",
         train=(x[rest], y[rest]),
@@ -177,26 +177,26 @@ def digits(*, validation: int = DIGITS_VALIDATION, seed: int = 0) -> Bundle:
     )
 
 
-def load(
+def load_builtin(
     spec: IdxSet, folder: str | Path | None, validation: int, seed: int, download: bool, otherwise: str | None
 ) -> Bundle:
     """The data set of `spec`, as told by `fashion_mnist`."""
     if otherwise not in (None, "digits"):
         raise DataError(f"otherwise={otherwise!r}", expected="None or 'digits'", fix="Pass otherwise='digits'")
     if folder is not None:
-        return _read(spec, _given(spec, Path(folder).expanduser()), validation, seed)
+        return _read_bundle(spec, _local_folder(spec, Path(folder).expanduser()), validation, seed)
     try:
-        place = _find(spec, download)
+        place = _find_folder(spec, download)
     except DataError as error:
         if otherwise is None:
             raise
         note = f"these are scikit-learn's digits, 1,797 small pictures, as {error.given}"
         return replace(digits(validation=min(validation, DIGITS_VALIDATION), seed=seed), note=note)
-    return _read(spec, place, validation, seed)
+    return _read_bundle(spec, place, validation, seed)
 
 
-def _given(spec: IdxSet, folder: Path) -> Path:
-    if lacking := _lacking(spec, folder):
+def _local_folder(spec: IdxSet, folder: Path) -> Path:
+    if lacking := _missing_files(spec, folder):
         raise DataError(
             f"{folder} lacks {', '.join(lacking)}" if folder.is_dir() else f"{folder} isn't a folder",
             expected=f"the four IDX files of {spec.name}, with or without .gz",
@@ -205,11 +205,11 @@ def _given(spec: IdxSet, folder: Path) -> Path:
     return folder
 
 
-def _find(spec: IdxSet, download: bool) -> Path:
+def _find_folder(spec: IdxSet, download: bool) -> Path:
     """The folder that holds all four files, after downloading them if need be."""
     cache = cache_folder() / spec.key
     for place in (spec.system, cache):
-        if not _lacking(spec, place):
+        if not _missing_files(spec, place):
             return place
     sought = f"{spec.name} is neither in {spec.system} nor in {cache}"
     install = f"install the Debian package {spec.package}, " if spec.package else ""
@@ -224,39 +224,39 @@ def _find(spec: IdxSet, download: bool) -> Path:
     return cache
 
 
-def _lacking(spec: IdxSet, folder: Path) -> list[str]:
-    return [name for name in spec.sha256 if not _file(folder, name).is_file()]
+def _missing_files(spec: IdxSet, folder: Path) -> list[str]:
+    return [name for name in spec.sha256 if not _find_file(folder, name).is_file()]
 
 
-def _file(folder: Path, name: str) -> Path:
+def _find_file(folder: Path, name: str) -> Path:
     packed = folder / name
     return packed if packed.is_file() else folder / name.removesuffix(".gz")
 
 
-def _read(spec: IdxSet, folder: Path, validation: int, seed: int) -> Bundle:
-    images, labels, test_images, test_labels = (_file(folder, name) for name in spec.sha256)
-    x, y = _pair(spec, images, labels)
+def _read_bundle(spec: IdxSet, folder: Path, validation: int, seed: int) -> Bundle:
+    images, labels, test_images, test_labels = (_find_file(folder, name) for name in spec.sha256)
+    x, y = _read_pair(spec, images, labels)
     _check_request(validation, seed, len(y))
-    held, rest = _split(len(y), (validation,), seed)
+    held, rest = _split_positions(len(y), (validation,), seed)
     prepare = _standardize(x)
     published = prepare.mean == spec.pixel_sum / x.numel() / 255
     return Bundle(
         name=spec.name,
         train=(x[rest], y[rest]),
         validation=(x[held], y[held]) if validation else None,
-        test=_pair(spec, test_images, test_labels),
+        test=_read_pair(spec, test_images, test_labels),
         classes=spec.classes,
         prepare=prepare,
         note="" if published else f"the images in {folder} are not those published as {spec.name}",
     )
 
 
-def _pair(spec: IdxSet, images: Path, labels: Path) -> Pair:
+def _read_pair(spec: IdxSet, images: Path, labels: Path) -> Pair:
     x, y = read_idx(images), read_idx(labels)
     again = f"Give the folder of a sound copy of {spec.name}"
-    if x.dtype != np.uint8 or x.shape[1:] != (SIDE, SIDE) or not len(x):
+    if x.dtype != np.uint8 or x.shape[1:] != (IMAGE_SIDE, IMAGE_SIDE) or not len(x):
         raise DataError(
-            f"{images} holds {x.dtype} of shape {x.shape}", expected=f"uint8 (N, {SIDE}, {SIDE})", fix=again
+            f"{images} holds {x.dtype} of shape {x.shape}", expected=f"uint8 (N, {IMAGE_SIDE}, {IMAGE_SIDE})", fix=again
         )
     if y.dtype != np.uint8 or y.shape != x.shape[:1]:
         raise DataError(
@@ -284,7 +284,7 @@ def _check_request(validation: int, seed: int, available: int) -> None:
         raise DataError(f"seed={seed!r}", expected="a whole number, 0 or more", fix="Pass seed=0, for one")
 
 
-def _split(samples: int, counts: tuple[int, ...], seed: int) -> list[Tensor]:
+def _split_positions(samples: int, counts: tuple[int, ...], seed: int) -> list[Tensor]:
     """Random disjoint sets of `counts` positions, then the rest; each in ascending order."""
     # NumPy promises to keep RandomState's numbers for ever, which its newer generators and torch's don't.
     order = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed))).permutation(samples)
@@ -297,4 +297,4 @@ def _standardize(images: Tensor) -> Standardize:
     total = sum(value * count for value, count in zip(values, counts, strict=True))
     squares = sum(value**2 * count for value, count in zip(values, counts, strict=True))
     n = images.numel()
-    return Standardize(total / n / 255, math.sqrt(n * squares - total**2) / n / 255, (SIDE, SIDE))
+    return Standardize(total / n / 255, math.sqrt(n * squares - total**2) / n / 255, (IMAGE_SIDE, IMAGE_SIDE))

@@ -33,7 +33,7 @@ _LIBRARIES = (
 )
 
 
-def summary(dataset: Any) -> tuple[Any, ...]:
+def dataset_summary(dataset: Any) -> tuple[Any, ...]:
     """Returns a summary of the objects that a data set refers to: attributes, items, closures, and globals that its functions
     read.
 
@@ -47,12 +47,12 @@ def summary(dataset: Any) -> tuple[Any, ...]:
             found.append(repr(one) if isinstance(one, float | complex) else one)
         elif id(one) not in seen:
             seen.add(id(one))
-            found.append(_own_summary(one))
-            waiting.extend(_parts(one))
+            found.append(_object_summary(one))
+            waiting.extend(_referenced_objects(one))
     return tuple(found)
 
 
-def _own_summary(one: Any) -> tuple[Any, ...]:
+def _object_summary(one: Any) -> tuple[Any, ...]:
     """Returns values that differ if the object itself, apart from its parts, was changed."""
     name = type(one).__qualname__
     if isinstance(one, Tensor):
@@ -74,17 +74,17 @@ def _content(array: np.ndarray) -> bytes:
     return array[steps].tobytes()
 
 
-def _parts(one: Any) -> Iterator[Any]:
+def _referenced_objects(one: Any) -> Iterator[Any]:
     """Yields the objects that an object refers to, in a fixed order."""
     if isinstance(one, Tensor | np.ndarray | ModuleType):
         return
     if isinstance(one, Mapping):
-        for key, value in _first(one.items()):
+        for key, value in _first_items(one.items()):
             yield from (key, value)
     elif isinstance(one, list | tuple):
-        yield from _first(one)
+        yield from _first_items(one)
     elif isinstance(one, set | frozenset):
-        yield from sorted(map(repr, _first(one)))
+        yield from sorted(map(repr, _first_items(one)))
     elif isinstance(one, MethodType):
         yield from (one.__self__, one.__func__)
     elif isinstance(one, functools.partial):
@@ -92,7 +92,7 @@ def _parts(one: Any) -> Iterator[Any]:
     elif isinstance(one, FunctionType):
         yield from _parts_of_function(one)
     elif isinstance(one, type):
-        if not _is_of_library(one):
+        if not _is_library_object(one):
             yield from (value for name, value in vars(one).items() if not name.startswith("__") or callable(value))
     else:
         yield from _attributes(one)
@@ -100,7 +100,7 @@ def _parts(one: Any) -> Iterator[Any]:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[Any]:
-    if _is_of_library(function):
+    if _is_library_object(function):
         return
     for cell in function.__closure__ or ():
         try:
@@ -124,12 +124,12 @@ def _attributes(one: Any) -> Iterator[Any]:
                 yield getattr(one, name, None)
 
 
-def _first(items: Any) -> Iterator[Any]:
+def _first_items(items: Any) -> Iterator[Any]:
     for number, item in enumerate(items):
         if number == _MAX_ITEMS:
             return
         yield item
 
 
-def _is_of_library(one: Any) -> bool:
+def _is_library_object(one: Any) -> bool:
     return str(getattr(one, "__module__", "")).partition(".")[0] in _LIBRARIES

@@ -59,13 +59,13 @@ class Order:
         return permutation[number * self.batch_size : (number + 1) * self.batch_size]
 
 
-def part(samples: int, rank: int, ranks: int) -> tuple[int, int]:
+def rank_bounds(samples: int, rank: int, ranks: int) -> tuple[int, int]:
     """Where a rank's rows of a batch begin and end: in turn, nearly as many for each; none where there are too few."""
     return samples * rank // ranks, samples * (rank + 1) // ranks
 
 
 @dataclass(frozen=True)
-class Parted(Order):
+class RankRows(Order):
     """The same order, of whose batches each rank takes its rows; one without any takes the first, which counts nothing.
 
     Attributes:
@@ -78,12 +78,12 @@ class Parted(Order):
     def batch(self, permutation: Tensor, number: int) -> Tensor:
         """Sample numbers of the rank's rows of batch `number`: int64 (rows,)."""
         whole = super().batch(permutation, number)
-        first, last = part(len(whole), self.rank, self.ranks)
+        first, last = rank_bounds(len(whole), self.rank, self.ranks)
         return whole[first:last] if first < last else whole[:1]
 
 
 @dataclass(frozen=True)
-class Dealt(Order):
+class DealtBatches(Order):
     """The same order, of whose batches each rank gets whole ones, in turn.
 
     Attributes:
@@ -101,7 +101,7 @@ class Dealt(Order):
         return super().batch(permutation, self.rank + number * self.ranks)
 
 
-def split(samples: int, share: float | int, seed: int) -> tuple[Tensor, Tensor]:
+def split_positions(samples: int, share: float | int, seed: int) -> tuple[Tensor, Tensor]:
     """Sample numbers for training and for validation, drawn by seed.
 
     Args:

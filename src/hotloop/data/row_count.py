@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 
-class Rows(NamedTuple):
+class RowCount(NamedTuple):
     """The rows of a batch.
 
     Attributes:
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     doubt: str = ""
 
 
-def count_rows(batch: Any, asked: int | None = None) -> Rows:
+def count_rows(batch: Any, asked: int | None = None) -> RowCount:
     """Counts the rows of a batch.
 
     Args:
@@ -30,13 +30,13 @@ def count_rows(batch: Any, asked: int | None = None) -> Rows:
         asked: the number of samples that `collate` received; None if the number is unknown.
     """
     if type(batch) in (tuple, list) and asked is not None and all(map(_has_rows(asked), batch)):
-        return Rows(asked)  # a fast path, because this function runs at each step
+        return RowCount(asked)  # a fast path, because this function runs at each step
     columns = list(_columns(batch))
     if not columns:
-        return Rows(1, "it has no tensors") if asked is None else Rows(asked)
-    if common := _common(columns):
-        return _agreed(columns, common, asked)
-    return _disagreed(columns, batch, asked)
+        return RowCount(1, "it has no tensors") if asked is None else RowCount(asked)
+    if common := _common_sizes(columns):
+        return _agreed_count(columns, common, asked)
+    return _disagreed_count(columns, batch, asked)
 
 
 class _Column(NamedTuple):
@@ -76,10 +76,10 @@ def _columns(item: Any, outermost: bool = True) -> Iterator[_Column]:
         for value in item.values():
             yield from _columns(value, outermost=False)
     elif isinstance(item, tuple | list) and item:
-        yield from _of_sequence(item, outermost)
+        yield from _sequence_columns(item, outermost)
 
 
-def _of_sequence(items: tuple | list, outermost: bool) -> Iterator[_Column]:
+def _sequence_columns(items: tuple | list, outermost: bool) -> Iterator[_Column]:
     """Yields the columns of a sequence: of columns such as `(inputs, target)`, or of samples such as images of several sizes."""
     inner = [column for item in items for column in _columns(item, outermost=False)]
     same = len({column.firsts for column in inner}) == 1
@@ -92,43 +92,44 @@ def _of_sequence(items: tuple | list, outermost: bool) -> Iterator[_Column]:
         yield _Column(inner[0].firsts | {len(items)})
 
 
-def _common(columns: list[_Column]) -> frozenset[int]:
+def _common_sizes(columns: list[_Column]) -> frozenset[int]:
     return reduce(frozenset.intersection, (column.firsts for column in columns))
 
 
-def _agreed(columns: list[_Column], common: frozenset[int], asked: int | None) -> Rows:
+def _agreed_count(columns: list[_Column], common: frozenset[int], asked: int | None) -> RowCount:
     """Counts rows if all columns have the same size in their first dimension."""
     if asked in common:
-        return Rows(asked)
+        return RowCount(asked)
     wide = [column for column in columns if len(column.shape) > 1]
     is_time_first = asked is not None and bool(wide) and all(asked in column.seconds for column in wide)
     if is_time_first and len(wide) == len(columns):
         assert asked is not None
         if min(common) > asked:
-            return Rows(asked)  # (time, rows, ...), because `collate` adds no samples
-        return Rows(asked, f"{_shapes(columns)}, so either dimension may count the rows of {asked} samples")
+            return RowCount(asked)  # (time, rows, ...), because `collate` adds no samples
+        return RowCount(asked, f"{_shapes(columns)}, so either dimension may count the rows of {asked} samples")
     if len(common) > 1:
-        return _unsure(columns, asked)
+        return _unsure_count(columns, asked)
     (number,) = common
     if asked is None or number <= asked or number % asked == 0:
-        return Rows(number)
-    return Rows(asked, f"{_shapes(columns)}, of {asked} samples")
+        return RowCount(number)
+    return RowCount(asked, f"{_shapes(columns)}, of {asked} samples")
 
 
-def _disagreed(columns: list[_Column], batch: Any, asked: int | None) -> Rows:
+def _disagreed_count(columns: list[_Column], batch: Any, asked: int | None) -> RowCount:
     """Counts rows if the columns have different sizes in their first dimension."""
     possible = reduce(frozenset.intersection, (column.either for column in columns))
     if len(possible) == 1 and (asked is None or min(possible) <= asked):
-        return Rows(min(possible))  # (time, rows, ...) beside (rows, ...)
+        return RowCount(min(possible))  # (time, rows, ...) beside (rows, ...)
     target = next(_columns(batch[-1], outermost=False), None) if isinstance(batch, tuple | list) else None
     if asked is not None and any(asked in column.firsts for column in ([target] if target else columns)):
-        return Rows(asked)  # no sample was dropped: inputs of graphs have a row per node, and targets a row per graph
-    return _unsure(columns, asked, target)
+        # no sample was dropped: inputs of graphs have a row per node, and targets a row per graph
+        return RowCount(asked)
+    return _unsure_count(columns, asked, target)
 
 
-def _unsure(columns: list[_Column], asked: int | None, target: _Column | None = None) -> Rows:
+def _unsure_count(columns: list[_Column], asked: int | None, target: _Column | None = None) -> RowCount:
     number = min((target or columns[0]).firsts) if asked is None else asked
-    return Rows(number, _shapes(columns) + (f", of {asked} samples" if asked is not None else ""))
+    return RowCount(number, _shapes(columns) + (f", of {asked} samples" if asked is not None else ""))
 
 
 def _shapes(columns: list[_Column]) -> str:

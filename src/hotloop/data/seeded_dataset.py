@@ -11,30 +11,30 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from hotloop.core.random.generators import OwnedGenerators
-from hotloop.core.random.rng import Streams, seed_for
+from hotloop.core.random.rng import RandomStreams, seed_for
 from hotloop.data.sources import Samples, Source, Stream
 
-NOTE = "in sample "
+SAMPLE_NOTE = "in sample "
 """The start of an error's note that names the sample."""
 
 
-def sample_of(dataset: Any, sample: int) -> Any:
+def get_sample(dataset: Any, sample: int) -> Any:
     """Returns one sample; an error's note names the sample."""
     try:
         return dataset[sample]
     except Exception as error:
-        error.add_note(f"{NOTE}{sample}")  # a worker sends the note as the last line of its traceback
+        error.add_note(f"{SAMPLE_NOTE}{sample}")  # a worker sends the note as the last line of its traceback
         raise
 
 
-def owners_of(source: Source | None, name: str = "data") -> dict[str, Any]:
+def generator_owners(source: Source | None, name: str = "data") -> dict[str, Any]:
     """Returns the objects of a source that may contain random generators, by their names in messages."""
     if isinstance(source, Samples):
         return {name: source.dataset, "collate": source.collate}
     return {name: source.loader} if isinstance(source, Stream) else {}
 
 
-class Seeded(torch.utils.data.Dataset):
+class SeededDataset(torch.utils.data.Dataset):
     """The user's data set with keys `(epoch, sample)`, which seeds all random generators for each sample.
 
     All generators are the global ones and those of the data set and of `collate`, of which each process has copies.
@@ -42,16 +42,16 @@ class Seeded(torch.utils.data.Dataset):
 
     def __init__(self, samples: Samples, seed: int) -> None:
         self.dataset, self.seed = samples.dataset, seed
-        self._owners = owners_of(samples)
+        self._owners = generator_owners(samples)
         self._epoch: int | None = None
 
     @cached_property
-    def owned(self) -> OwnedGenerators:
+    def owned_generators(self) -> OwnedGenerators:
         return OwnedGenerators(self._owners)
 
     @cached_property
-    def _streams(self) -> Streams:
-        return Streams(self.seed)
+    def _streams(self) -> RandomStreams:
+        return RandomStreams(self.seed)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
         return [self._sample(epoch, sample) for epoch, sample in keys]
@@ -61,28 +61,28 @@ class Seeded(torch.utils.data.Dataset):
 
     def _sample(self, epoch: int, sample: int) -> Any:
         self.begin("sample", epoch, sample)
-        item = sample_of(self.dataset, sample)
-        if self.owned.found_late():  # the first request may create generators, as in MONAI
+        item = get_sample(self.dataset, sample)
+        if self.owned_generators.has_late_finds():  # the first request may create generators, as in MONAI
             self.begin("sample", epoch, sample)
-            item = sample_of(self.dataset, sample)
+            item = get_sample(self.dataset, sample)
         return item
 
     def begin(self, name: str, epoch: int, sample: int) -> None:
         """Seeds all generators for one sample."""
         if epoch != self._epoch:
-            self.owned.refresh()
+            self.owned_generators.refresh()
             self._epoch = epoch
-        self.owned.seed(self._streams.reseed(name, epoch, sample))
+        self.owned_generators.seed(self._streams.reseed(name, epoch, sample))
 
 
 def show_dataset() -> None:
     """In a worker process, makes `torch.utils.data.get_worker_info()` return the user's data set instead of its wrapper."""
     info = get_worker_info()
-    if info is not None and isinstance(info.dataset, Seeded):
+    if info is not None and isinstance(info.dataset, SeededDataset):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch declares it read-only
 
 
-def iterated(loader: Any, seed: int) -> Iterator[Any]:
+def iterate_loader(loader: Any, seed: int) -> Iterator[Any]:
     """Returns `iter(loader)`; each torch worker that it starts seeds the generators of its copy of the data set."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)

@@ -28,9 +28,9 @@ from torch.utils.data import (
 )
 
 from hotloop.core.random.rng import seed_for
-from hotloop.data.batch_functions import OnBatches
-from hotloop.data.batch_tree import inputs_of, map_tensors, named_columns, tensors
-from hotloop.errors import DataError, kind
+from hotloop.data.batch_functions import BatchFunction
+from hotloop.data.batch_tree import batch_inputs, map_tensors, named_columns, tree_tensors
+from hotloop.errors import DataError, type_name
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -63,13 +63,13 @@ class Table:
     """
 
     columns: Any
-    prepared: bool = False
-    read: bool = False
+    is_prepared: bool = False
+    is_read: bool = False
     device: torch.device = _CPU
     batching: Batching = Batching()
 
     def __len__(self) -> int:
-        return next(tensors(self.columns)).shape[0]
+        return next(tree_tensors(self.columns)).shape[0]
 
     def take(self, index: Tensor) -> Any:
         """The samples of an int64 (batch,) index, as a batch, where the table lies."""
@@ -86,16 +86,16 @@ class Table:
         return replace(self, columns=map_tensors(lambda column: column.to(device), self.columns), device=device)
 
     def nbytes(self) -> int:
-        return sum(column.nbytes for column in tensors(self.columns))
+        return sum(column.nbytes for column in tree_tensors(self.columns))
 
     def apply(self, prepare: Callable[[Any], Any] | None, seed: int = 0, *, chunk: int = 4096) -> Table:
         """The table with `prepare` applied once to all inputs, where the result fits in half of the free memory."""
-        if prepare is None or self.prepared:
-            return replace(self, prepared=True)
-        prepared = OnBatches("prepare", prepare)
+        if prepare is None or self.is_prepared:
+            return replace(self, is_prepared=True)
+        prepared = BatchFunction("prepare", prepare)
         first = prepared(self.take(torch.arange(1)), lambda: seed_for(seed, "prepare", 0, 0))
-        _check_rows(inputs_of(first))
-        needed = sum(tensor.nbytes for tensor in tensors(first)) * len(self)
+        _check_rows(batch_inputs(first))
+        needed = sum(tensor.nbytes for tensor in tree_tensors(first)) * len(self)
         if needed > psutil.virtual_memory().available // 2:
             return self
         index = torch.arange(len(self))
@@ -103,7 +103,7 @@ class Table:
             prepared(self.take(piece), lambda number=number: seed_for(seed, "prepare", 0, number))  # type: ignore[misc]
             for number, piece in enumerate(index.split(chunk))
         ]
-        return replace(self, columns=_concatenate(pieces), prepared=True)
+        return replace(self, columns=_concatenate(pieces), is_prepared=True)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TableRows:
     """Columns of one length as a map-style data set, for a `collate` that wants samples."""
 
     columns: Any
@@ -161,7 +161,7 @@ Source = Table | Samples | Stream
 
 
 @dataclass(frozen=True)
-class Given:
+class DataInput:
     """A source together with what the user's DataLoader says of batches; None where it says nothing."""
 
     source: Source
@@ -192,7 +192,7 @@ def as_source(
     collate: Callable | None = None,
     batch_size: int | None = None,
     drop_last: bool | None = None,
-) -> Given:
+) -> DataInput:
     """Brings a user's data into one form.
 
     Args:
@@ -208,8 +208,8 @@ def as_source(
     """
     if isinstance(data, IterableDataset):
         size = batch_size or DEFAULT_BATCH_SIZE
-        return Given(Stream(DataLoader(data, batch_size=size, collate_fn=collate, drop_last=bool(drop_last))))
-    given = _recognise(data, name, collate)
+        return DataInput(Stream(DataLoader(data, batch_size=size, collate_fn=collate, drop_last=bool(drop_last))))
+    given = _recognise_source(data, name, collate)
     if isinstance(given.source, Stream) and drop_last not in (None, getattr(data, "drop_last", None)):
         raise DataError(
             f"drop_last={drop_last}, and {name} cuts its batches itself",
@@ -221,69 +221,69 @@ def as_source(
     return given
 
 
-def _recognise(data: Any, name: str, collate: Callable | None) -> Given:
+def _recognise_source(data: Any, name: str, collate: Callable | None) -> DataInput:
     if isinstance(data, DataLoader):
         return _from_loader(data, name, collate)
     if isinstance(data, TensorDataset) and collate is None:
-        return Given(_table(data.tensors if len(data.tensors) > 1 else data.tensors[0], name))
+        return DataInput(_make_table(data.tensors if len(data.tensors) > 1 else data.tensors[0], name))
     if isinstance(data, list) and data and (collate or isinstance(data[0], tuple | Mapping)):
-        return Given(Samples(data, collate or default_collate))  # a list of samples, not of columns
+        return DataInput(Samples(data, collate or default_collate))  # a list of samples, not of columns
     if isinstance(data, tuple | Mapping) and data and collate:
         columns = data.items() if isinstance(data, Mapping) else enumerate(data)
         check_lengths([(f"{name}[{key!r}]", column) for key, column in columns])
-        return Given(Samples(Rows(data), collate))
+        return DataInput(Samples(TableRows(data), collate))
     if isinstance(data, tuple | list) or _is_array(data):
-        return Given(_table(data, name))
+        return DataInput(_make_table(data, name))
     if isinstance(data, Mapping):
         parts = [key for key, value in data.items() if not _is_array(value) and not isinstance(value, list)]
         if parts:
             raise DataError(
-                f"{name} is a mapping whose {parts[0]!r} is {kind(data[parts[0]])}",
+                f"{name} is a mapping whose {parts[0]!r} is {type_name(data[parts[0]])}",
                 expected="arrays",
                 fix=f"pass one of them if it is a collection of data sets, such as {name}=...[{parts[0]!r}]",
             )
-        return Given(_table(dict(data), name))
+        return DataInput(_make_table(dict(data), name))
     text = isinstance(data, str | bytes | Path)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not text:
-        return Given(Samples(_as_tensors(data), collate or default_collate))
+        return DataInput(Samples(_as_tensors(data), collate or default_collate))
     if isinstance(data, Iterable) and not isinstance(data, Iterator) and not text:
-        return Given(Stream(data))
+        return DataInput(Stream(data))
     raise DataError(
-        f"{name} is {kind(data)}" + (f", {data!r}" if text else ""),
+        f"{name} is {type_name(data)}" + (f", {data!r}" if text else ""),
         expected="(x, y) arrays or tensors, a data set, or a DataLoader",
         fix="load the file, say with numpy.load, and pass the arrays" if text else "see data in hotloop.Task's help",
     )
 
 
-def _from_loader(loader: DataLoader, name: str, collate: Callable | None) -> Given:
+def _from_loader(loader: DataLoader, name: str, collate: Callable | None) -> DataInput:
     sampler = loader.sampler
     plain = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
     plain = plain and type(loader.batch_sampler) is BatchSampler and type(loader).__iter__ is DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset) or not plain:
-        return Given(Stream(loader), loader.batch_size)
+        return DataInput(Stream(loader), loader.batch_size)
     said: dict[str, Any] = dict(
         batch_size=loader.batch_size, shuffle=type(sampler) is RandomSampler, drop_last=loader.drop_last
     )
     collate = collate or loader.collate_fn
     if isinstance(loader.dataset, TensorDataset) and collate is default_collate and not loader.num_workers:
-        return Given(_recognise(loader.dataset, name, None).source, **said)
+        return DataInput(_recognise_source(loader.dataset, name, None).source, **said)
     options = {
         key: getattr(loader, key)
         for key in ("pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
         if getattr(loader, key, None)
     }
-    return Given(Samples(loader.dataset, collate, loader.num_workers, options), **said)
+    return DataInput(Samples(loader.dataset, collate, loader.num_workers, options), **said)
 
 
-_CONTENT = {"U": "text", "S": "bytes", "O": "Python objects", "M": "dates", "m": "time spans"}
+_DTYPE_WORDS = {"U": "text", "S": "bytes", "O": "Python objects", "M": "dates", "m": "time spans"}
 """What arrays that aren't of numbers hold, by NumPy's kind of dtype."""
 
 
 def _check_rows(inputs: Any) -> None:
     """Refuses a `prepare` that doesn't give one row for one sample."""
-    for tensor in tensors(inputs):
+    for tensor in tree_tensors(inputs):
         if tensor.ndim == 0 or len(tensor) != 1:
             raise DataError(
                 f"prepare turned a batch of 1 sample into a tensor of shape {tuple(tensor.shape)}",
@@ -302,7 +302,7 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor | np.ndarray) or (hasattr(value, "__array__") and not hasattr(value, "features"))
 
 
-def _table(data: Any, name: str) -> Table:
+def _make_table(data: Any, name: str) -> Table:
     if isinstance(data, dict):
         columns: Any = {key: as_tensor(value, f"{name}[{key!r}]") for key, value in data.items()}
     elif isinstance(data, tuple | list):
@@ -341,13 +341,13 @@ def as_tensor(value: Any, name: str) -> Tensor:
         array = np.asarray(value)
     except ValueError:
         raise DataError(
-            f"{name} is {kind(value)} whose rows are of different lengths",
+            f"{name} is {type_name(value)} whose rows are of different lengths",
             expected="an array",
             fix="pad the rows to one length, or give a data set and a collate function",
         ) from None
     if array.dtype.kind not in "biufc":
         raise DataError(
-            f"{name} holds {_CONTENT.get(array.dtype.kind, f'values of dtype {array.dtype}')}",
+            f"{name} holds {_DTYPE_WORDS.get(array.dtype.kind, f'values of dtype {array.dtype}')}",
             expected="numbers",
             fix="turn them into numbers, such as 0, 1, 2 for the names of classes",
         )
@@ -366,6 +366,6 @@ def _as_target(target: Tensor) -> Tensor:
 
 
 def _concatenate(pieces: list[Any]) -> Any:
-    columns = [list(tensors(piece)) for piece in pieces]
+    columns = [list(tree_tensors(piece)) for piece in pieces]
     whole = iter([torch.cat(column) for column in zip(*columns, strict=True)])
     return map_tensors(lambda _: next(whole), pieces[0])

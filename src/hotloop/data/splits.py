@@ -14,14 +14,14 @@ from torch import Tensor
 
 from hotloop.data.batch_tree import named_columns
 from hotloop.data.bundle import Bundle
-from hotloop.data.order import Order, split
-from hotloop.data.sources import DEFAULT_BATCH_SIZE, Given, Source, Stream, Table, as_source, evaluation_source
+from hotloop.data.order import Order, split_positions
+from hotloop.data.sources import DEFAULT_BATCH_SIZE, DataInput, Source, Stream, Table, as_source, evaluation_source
 from hotloop.errors import DataError
 
-_AT_ONCE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 """Numbers that are summed up at once: torch makes a copy in float64 of what it sums up so."""
 
-_INSTEAD = (
+_NONFINITE_FIX = (
     "remove those samples; or put a number in place of what is missing (nan_to_num) and a mask beside it, as data=(x, y,"
     " mask), for a step(model, batch) that leaves it out of the loss"
 )
@@ -33,7 +33,7 @@ def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
         if not column.is_floating_point() or column.numel() == 0:
             continue
         # A sum is finite if all its terms are (float64 can't overflow here), and needs no mask as large as the data.
-        if all(torch.isfinite(part.sum(dtype=torch.float64)) for part in column.split(_rows_at_once(column))):
+        if all(torch.isfinite(part.sum(dtype=torch.float64)) for part in column.split(_rows_per_chunk(column))):
             continue
         bad = ~torch.isfinite(column.flatten(1) if column.ndim > 1 else column[:, None]).all(dim=1)
         if bad.any():
@@ -42,12 +42,12 @@ def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
                 f"{label} has NaN or infinity{' after prepare' if prepared else ''} in {int(bad.sum())} of {len(bad)}"
                 f" samples, first in sample {first}",
                 expected="finite numbers",
-                fix="check what prepare makes of them" if prepared else _INSTEAD,
+                fix="check what prepare makes of them" if prepared else _NONFINITE_FIX,
             )
 
 
-def _rows_at_once(column: Tensor) -> int:
-    return max(1, _AT_ONCE * len(column) // column.numel())
+def _rows_per_chunk(column: Tensor) -> int:
+    return max(1, _CHUNK_BYTES * len(column) // column.numel())
 
 
 def check_labels(target: Tensor, classes: int, name: str, *, ignore_index: int | None = None) -> None:
@@ -66,7 +66,7 @@ def check_labels(target: Tensor, classes: int, name: str, *, ignore_index: int |
 
 
 @dataclass(frozen=True)
-class Roles:
+class DataSplits:
     """A Task's data by role.
 
     Attributes:
@@ -93,8 +93,8 @@ class Roles:
     classes: tuple[str, ...]
     note: str
     collate: Callable | None = None
-    raw_test: Source | None = None
-    read: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    make_test: Source | None = None
+    read_names: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     reading_s: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
     moved: WeakValueDictionary[tuple[str, str], Table] = field(
         default_factory=WeakValueDictionary, compare=False, repr=False
@@ -103,11 +103,11 @@ class Roles:
     @cached_property
     def test(self) -> Source | None:
         """Data that is read once, at the end: prepared only when asked for."""
-        return None if self.raw_test is None else ready(self.raw_test, "test", self.prepare, self.seed)
+        return None if self.make_test is None else prepare_source(self.make_test, "test", self.prepare, self.seed)
 
     @property
     def has_test(self) -> bool:
-        return self.raw_test is not None
+        return self.make_test is not None
 
     @property
     def batches(self) -> int | None:
@@ -115,7 +115,7 @@ class Roles:
         return self.train.batches if isinstance(self.train, Stream) else self.order.batches if self.order else None
 
     @property
-    def held_out(self) -> int | None:
+    def is_held_out(self) -> int | None:
         """Samples of the validation data; None without, or for a stream."""
         return None if self.validation is None or isinstance(self.validation, Stream) else len(self.validation)
 
@@ -124,15 +124,15 @@ class Roles:
         """Hash of what decides the order of the data and which of it is held out; empty for a stream."""
         if self.order is None:
             return ""
-        return hashlib.sha256(repr((self.order, self.held_out)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.order, self.is_held_out)).encode()).hexdigest()
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether order and draws follow from the seed alone; a user's own sampler or stream can't promise that."""
         return self.order is not None
 
 
-def assign_roles(
+def split_data(
     data: Any,
     validation: Any,
     test: Any,
@@ -143,7 +143,7 @@ def assign_roles(
     collate: Callable | None,
     shuffle: bool | None = None,
     drop_last: bool | None = None,
-) -> Roles:
+) -> DataSplits:
     """Brings the data of a Task in, checks it, splits off validation, and prepares what fits in memory.
 
     Raises:
@@ -157,7 +157,7 @@ def assign_roles(
         test = data.test if test is None else test
         data = data.train
     given = as_source(data, "data", collate=collate, batch_size=batch_size, drop_last=drop_last)
-    train, held_out = _split_off(given.source, validation, seed, collate, batch_size)
+    train, held_out = _split_validation(given.source, validation, seed, collate, batch_size)
     raw_test = None if test is None else evaluation_source(test, "test", collate=collate, batch_size=batch_size)
     if isinstance(raw_test, Table):
         check_finite(raw_test.columns, "test")  # now, rather than after hours of training
@@ -166,9 +166,9 @@ def assign_roles(
     if not isinstance(train, Stream):
         shuffled = shuffle if shuffle is not None else given.shuffle is not False
         order = Order(len(train), size, seed, shuffled, given.drop_last if drop_last is None else drop_last)
-    return Roles(
-        train=ready(train, "data", prepare, seed),
-        validation=ready(held_out, "validation", prepare, seed) if held_out is not None else None,
+    return DataSplits(
+        train=prepare_source(train, "data", prepare, seed),
+        validation=prepare_source(held_out, "validation", prepare, seed) if held_out is not None else None,
         order=order,
         batch_size=size,
         seed=seed,
@@ -176,11 +176,11 @@ def assign_roles(
         classes=classes,
         note=note,
         collate=collate,
-        raw_test=raw_test,
+        make_test=raw_test,
     )
 
 
-def _split_off(
+def _split_validation(
     source: Source, validation: Any, seed: int, collate: Callable | None, batch_size: int | None
 ) -> tuple[Source, Source | None]:
     if validation is None:
@@ -195,11 +195,11 @@ def _split_off(
             expected="validation data",
             fix="give validation a data set of its own",
         )
-    training, held_out = split(len(source), validation, seed)
+    training, held_out = split_positions(len(source), validation, seed)
     return source.subset(training), source.subset(held_out)
 
 
-def _batch_size(asked: int | None, given: Given, train: Source) -> int:
+def _batch_size(asked: int | None, given: DataInput, train: Source) -> int:
     if asked is not None and given.batch_size is not None and asked != given.batch_size:
         raise DataError(
             f"batch_size={asked} but the DataLoader has batch_size={given.batch_size}",
@@ -210,12 +210,12 @@ def _batch_size(asked: int | None, given: Given, train: Source) -> int:
     return asked or given.batch_size or default
 
 
-def ready(source: Source, name: str, prepare: Callable[[Any], Any] | None, seed: int) -> Source:
+def prepare_source(source: Source, name: str, prepare: Callable[[Any], Any] | None, seed: int) -> Source:
     """The source, checked, and prepared where that fits in memory."""
     if not isinstance(source, Table):
         return source
     check_finite(source.columns, name)
     prepared = source.apply(prepare, seed)
-    if prepare is not None and prepared.prepared:
+    if prepare is not None and prepared.is_prepared:
         check_finite(prepared.columns, name, prepared=True)
     return prepared

@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hotloop.core.format import milliseconds
+from hotloop.core.format import format_milliseconds
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile_terms import Phase
 from hotloop.distributed.world import World
 
-_WORTH_A_LINE = 0.2
+_MIN_SHARE = 0.2
 """Share of the time; ranks that wait less for each other have little to win by more even work."""
 
 
 @dataclass(frozen=True)
-class Spent:
+class CommTime:
     """Seconds of one rank.
 
     Attributes:
@@ -31,11 +31,11 @@ class Spent:
     waited_s: float = 0.0
     communicated_s: float = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(self.waited_s + other.waited_s, self.communicated_s + other.communicated_s)
+    def __add__(self, other: CommTime) -> CommTime:
+        return CommTime(self.waited_s + other.waited_s, self.communicated_s + other.communicated_s)
 
 
-class Ear(Protocol):
+class CommListener(Protocol):
     """Hears what a rank does for the others at the moment that it does."""
 
     def enter(self, phase: Phase) -> None:
@@ -48,7 +48,7 @@ class Ear(Protocol):
         """Nothing but this is left of what it did."""
 
 
-class Meter:
+class CommMeter:
     """Adds up what one rank spends on the others. On a GPU, whose work is only queued, what the host sees of it.
 
     Attributes:
@@ -56,38 +56,38 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.ear: Ear | None = None
-        self._spent = Spent()
+        self.ear: CommListener | None = None
+        self._spent = CommTime()
         self._waiting = False
         self._open, self._since = 0, 0.0
         self._lock = threading.Lock()  # what was begun here may end in a thread of gloo's
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def measure_waiting(self) -> Iterator[None]:
         """For a word to all that is too short to take time itself; what is within another wait is a part of that."""
         if self._waiting:
             yield
             return
         began, self._waiting = time.perf_counter(), True
         try:
-            with self._heard("waiting"):
+            with self._read_events("waiting"):
                 yield
         finally:
             self._waiting = False
             with self._lock:
-                self._spent += Spent(waited_s=time.perf_counter() - began)
+                self._spent += CommTime(waited_s=time.perf_counter() - began)
 
     @contextmanager
-    def communicating(self) -> Iterator[None]:
+    def measure_communication(self) -> Iterator[None]:
         self.begin()
         try:
-            with self._heard("communication"):
+            with self._read_events("communication"):
                 yield
         finally:
             self.end()
 
     @contextmanager
-    def hearing_engines(self, *, relayed: bool) -> Iterator[None]:
+    def measure_engines(self, *, relayed: bool) -> Iterator[None]:
         """Counts what torch's own engines wait for: nothing of fully_shard, DTensor or pipelines tells of it.
 
         Args:
@@ -96,7 +96,7 @@ class Meter:
         import torch.distributed as dist
         from torch.distributed import _functional_collectives as functional
 
-        counted = self.waiting if relayed else self._sending
+        counted = self.measure_waiting if relayed else self._measure_sending
 
         def told(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -107,20 +107,20 @@ class Meter:
             return wait
 
         patches = Patches()
-        patches.put(dist.Work, "wait", told)
-        patches.put(functional, "wait_tensor", told)
+        patches.patch(dist.Work, "wait", told)
+        patches.patch(functional, "wait_tensor", told)
         try:
             yield
         finally:
             patches.undo()
 
     @contextmanager
-    def _sending(self) -> Iterator[None]:
+    def _measure_sending(self) -> Iterator[None]:
         """Communication, unless it is a word that is waited for."""
         if self._waiting:
             yield
         else:
-            with self.communicating():
+            with self.measure_communication():
                 yield
 
     def begin(self, *, last: bool = False) -> None:
@@ -139,16 +139,16 @@ class Meter:
         with self._lock:
             self._open -= 1
             if not self._open:
-                self._spent += Spent(communicated_s=time.perf_counter() - self._since)
+                self._spent += CommTime(communicated_s=time.perf_counter() - self._since)
 
-    def take(self) -> Spent:
+    def take(self) -> CommTime:
         """What was spent since the last call."""
         with self._lock:
-            spent, self._spent = self._spent, Spent()
+            spent, self._spent = self._spent, CommTime()
         return spent
 
     @contextmanager
-    def _heard(self, phase: Phase) -> Iterator[None]:
+    def _read_events(self, phase: Phase) -> Iterator[None]:
         if (ear := self.ear) is None:
             yield
             return
@@ -159,7 +159,7 @@ class Meter:
             ear.leave()
 
 
-class Waits:
+class CommReport:
     """What the ranks of a training spend on each other; all of them ask at the same places.
 
     Args:
@@ -169,9 +169,9 @@ class Waits:
 
     def __init__(self, world: World, log: Callable[..., None], say: Callable[[str], None]) -> None:
         self._world, self._log, self._say = world, log, say
-        self._spent, self._train_s, self._steps = Spent(), 0.0, 0
+        self._spent, self._train_s, self._steps = CommTime(), 0.0, 0
 
-    def note(self, epoch: int, spent: Spent, train_s: float, steps: int) -> None:
+    def add_step(self, epoch: int, spent: CommTime, train_s: float, steps: int) -> None:
         """Counts an epoch; the journal gets what a step of it cost each rank.
 
         A line names the slowest rank, the one that waits least, if others waited long for it.
@@ -181,44 +181,44 @@ class Waits:
             spent: by this rank.
             train_s: seconds that its steps took.
         """
-        of_ranks = self._counted(spent, spent, train_s, steps)
+        of_ranks = self._add_counts(spent, spent, train_s, steps)
         if not of_ranks or not steps:
             return
-        waited = _waited(of_ranks)
-        last = _least(waited)
+        waited = _waiting_ms(of_ranks)
+        last = _least_waiting_rank(waited)
         self._log("waiting", epoch=epoch, **per_step(of_ranks, steps), slowest=last)
         lost = max(waited) - waited[last]
-        if lost >= _WORTH_A_LINE * train_s:
+        if lost >= _MIN_SHARE * train_s:
             self._say(f"rank {last} is the slowest: others waited {lost / train_s:.0%} of the epoch for it")
 
-    def tell(self, spent: Spent, train_s: float, steps: int) -> None:
+    def report(self, spent: CommTime, train_s: float, steps: int) -> None:
         """What all came to, with what was spent since the last epoch: to the journal, and in a line.
 
         Nothing of a process that trains alone, and where nothing was measured.
         """
-        of_ranks = self._counted(self._spent + spent, spent, train_s, steps)
+        of_ranks = self._add_counts(self._spent + spent, spent, train_s, steps)
         if not of_ranks or not self._steps:
             return
         shares = {
             "waiting": [round(one.waited_s / self._train_s, 4) for one in of_ranks],
             "communication": [round(one.communicated_s / self._train_s, 4) for one in of_ranks],
-            "slowest": _least(_waited(of_ranks)),
+            "slowest": _least_waiting_rank(_waiting_ms(of_ranks)),
             "step_ms": round(1e3 * self._train_s / self._steps, 3),
             **per_step(of_ranks, self._steps),
         }
         self._log("ranks", **shares)
-        self._say(told(shares))
+        self._say(describe_shares(shares))
 
-    def _counted(self, asked: Spent, spent: Spent, train_s: float, steps: int) -> list[Spent]:
+    def _add_counts(self, asked: CommTime, spent: CommTime, train_s: float, steps: int) -> list[CommTime]:
         """Adds up, and returns what each rank says when asked; nothing of one alone, or where none has spent anything."""
-        if self._world.alone:
+        if self._world.is_single:
             return []
         self._spent, self._train_s, self._steps = self._spent + spent, self._train_s + train_s, self._steps + steps
-        found = self._world.gathered(asked)
-        return found if any(one != Spent() for one in found) else []
+        found = self._world.all_gather(asked)
+        return found if any(one != CommTime() for one in found) else []
 
 
-def per_step(of_ranks: Sequence[Spent], steps: int) -> dict[str, list[float]]:
+def per_step(of_ranks: Sequence[CommTime], steps: int) -> dict[str, list[float]]:
     """Milliseconds in a step, rank by rank."""
     return {
         "waiting_ms": [round(1e3 * one.waited_s / steps, 3) for one in of_ranks],
@@ -226,13 +226,13 @@ def per_step(of_ranks: Sequence[Spent], steps: int) -> dict[str, list[float]]:
     }
 
 
-def told(shares: dict[str, Any]) -> str:
+def describe_shares(shares: dict[str, Any]) -> str:
     """The shares in a line; where each piece of work comes from another rank, waiting and sending are one."""
     for column, other in (("waiting", "communication"), ("communication", "waiting")):
         if not any(shares[other]):
             each = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares[column]))
             return (
-                f"of a step's {milliseconds(shares['step_ms'])} in {column}, with {other} in it: {each};"
+                f"of a step's {format_milliseconds(shares['step_ms'])} in {column}, with {other} in it: {each};"
                 f" the slowest is rank {shares['slowest']}"
             )
     ranks = [
@@ -240,15 +240,15 @@ def told(shares: dict[str, Any]) -> str:
         for rank, (waiting, communication) in enumerate(zip(shares["waiting"], shares["communication"], strict=True))
     ]
     return (
-        f"of a step's {milliseconds(shares['step_ms'])} in waiting and in communication: {', '.join(ranks)};"
+        f"of a step's {format_milliseconds(shares['step_ms'])} in waiting and in communication: {', '.join(ranks)};"
         f" the slowest is rank {shares['slowest']}"
     )
 
 
-def _waited(of_ranks: Sequence[Spent]) -> list[float]:
+def _waiting_ms(of_ranks: Sequence[CommTime]) -> list[float]:
     """What tells by how much a rank was ahead: who sends to a slower one waits there, too."""
     return [one.waited_s + one.communicated_s for one in of_ranks]
 
 
-def _least(waited: list[float]) -> int:
+def _least_waiting_rank(waited: list[float]) -> int:
     return min(range(len(waited)), key=waited.__getitem__)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hotloop.errors import is_library
+from hotloop.errors import is_library_file
 
 FILE = "frames.txt"
 """Name of the file with a rank's frames, beside the error file that torch's agent gives each rank."""
@@ -60,4 +60,4 @@ def find_place(frames: str) -> str:
 
 def is_user_code(path: str) -> bool:
     """Whether a path of a frame is a file of the user's own code."""
-    return path.endswith(".py") and not is_library(path)
+    return path.endswith(".py") and not is_library_file(path)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from hotloop.core.hardware.limits import room_bytes, size
+from hotloop.core.hardware.limits import format_binary_bytes, free_memory_bytes
 from hotloop.errors import PlanError, TrainingError
 from hotloop.plan import Plan
 
-_SOFT = 1
+_SOFT_PAUSE = 1
 """OpenMP's `omp_pause_soft`: threads are given back, and all settings stay."""
 
 
@@ -30,7 +30,7 @@ def check_cuda(plan: Plan) -> None:
         )
 
 
-def put_threads_away() -> None:
+def end_openmp_threads() -> None:
     """Ends the threads that GNU's OpenMP keeps between operations; this process and its forks each start new ones.
 
     Other libraries of OpenMP see a fork by themselves. GNU's doesn't (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=60035):
@@ -41,7 +41,7 @@ def put_threads_away() -> None:
     """
     for path in _libraries():
         try:
-            done = ctypes.CDLL(path).omp_pause_resource_all(_SOFT) == 0
+            done = ctypes.CDLL(path).omp_pause_resource_all(_SOFT_PAUSE) == 0
         except (OSError, AttributeError):
             done = False
         if not done and torch.get_num_threads() > 1:
@@ -63,16 +63,16 @@ OWN_BYTES, FORK_BYTES = 256 << 20, 50 << 20
 """That a rank takes at least, for Python and torch alone: as a process of its own, and as a fork that shares most of it."""
 
 
-def check_room(processes: int, each_bytes: int, what: str = "ranks") -> None:
+def check_process_memory(processes: int, each_bytes: int, what: str = "ranks") -> None:
     """Without memory for all of them the system would kill processes, and not only these.
 
     Raises:
         PlanError: there is none.
     """
-    room = room_bytes(torch.device("cpu"))
+    room = free_memory_bytes(torch.device("cpu"))
     if processes * each_bytes > room:
         raise PlanError(
-            f"{processes} {what}, with {size(room)} of memory free",
-            expected=f"at most {max(1, room // each_bytes)}, since each takes {size(each_bytes)} before it trains",
+            f"{processes} {what}, with {format_binary_bytes(room)} of memory free",
+            expected=f"at most {max(1, room // each_bytes)}, since each takes {format_binary_bytes(each_bytes)} before it trains",
             fix="use fewer, at most one for each core or device",
         )

@@ -16,14 +16,14 @@ _PATIENCE_S = 4.0
 """Without a sign for so long, a rank has stopped, or its machine is in trouble."""
 
 
-_LISTEN_S = 3 * _EVERY_S
+_OBSERVATION_S = 3 * _EVERY_S
 """Whoever is alive gives a sign meanwhile."""
 
-_OVER = "over"
+_ENDED = "over"
 """The last sign of a rank that leaves."""
 
 
-class Beats:
+class Heartbeat:
     """Signs of life of one rank, and the watch over those of the others.
 
     Args:
@@ -39,7 +39,7 @@ class Beats:
         self._over = threading.Event()
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
+    def beat(self) -> Iterator[None]:
         """Gives signs in a thread of its own, until the end; the first at once, since a rank may be stopped before the next."""
         self._store.set(self._key(self._rank), "0")
         thread = threading.Thread(target=self._beat, name="hotloop-beats", daemon=True)
@@ -50,7 +50,7 @@ class Beats:
             self._over.set()
             thread.join()
             with suppress(RuntimeError):  # the store may be gone
-                self._store.set(self._key(self._rank), _OVER)
+                self._store.set(self._key(self._rank), _ENDED)
 
     def _beat(self) -> None:
         count = 0
@@ -58,13 +58,13 @@ class Beats:
             while not self._over.wait(_EVERY_S):
                 count += 1
                 self._store.set(self._key(self._rank), str(count))
-                self.look(time.monotonic())
+                self.silent_ranks(time.monotonic())
 
-    def look(self, now: float) -> None:
+    def silent_ranks(self, now: float) -> None:
         """Notes who has given a sign since the last look, and tells what has changed; `now` in seconds."""
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
-            beat = _read(self._store, self._key(rank))
+            beat = _read_beat(self._store, self._key(rank))
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = beat, now
         silent = {rank for rank in others if now - self._seen[rank][1] > _PATIENCE_S}
@@ -80,10 +80,10 @@ class Beats:
             self._tell(f"rank {rank} goes on")
 
     def _key(self, rank: int) -> str:
-        return _key(self._launch, rank)
+        return _beat_key(self._launch, rank)
 
 
-class Outside:
+class LaunchWatch:
     """The watch over the first rank by who has started it: the ranks have nobody else who could speak of that one.
 
     Args:
@@ -96,13 +96,13 @@ class Outside:
     def __init__(
         self, store: dist.Store, launch: str, tell: Callable[[str], None], kill: Callable[[], None] = lambda: None
     ) -> None:
-        self._store, self._key, self._tell, self._kill = store, _key(launch, 0), tell, kill
+        self._store, self._key, self._tell, self._kill = store, _beat_key(launch, 0), tell, kill
         self._ended_key = ended_key(launch)
         self._beat, self._since, self._silent = "", 0.0, False
         self._over = threading.Event()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Looks each second, in a thread of its own, until the end."""
         thread = threading.Thread(target=self._watch, name="hotloop-outside", daemon=True)
         thread.start()
@@ -114,16 +114,16 @@ class Outside:
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):
-            self.look(time.monotonic())
+            self.is_silent(time.monotonic())
             if self._store.check([self._ended_key]) and not self._over.wait(_EVERY_S):
                 self._kill()
 
-    def look(self, now: float) -> None:
+    def is_silent(self, now: float) -> None:
         """Tells what has changed since the last look; `now` in seconds. Before its first sign it may do what it likes."""
-        beat = _read(self._store, self._key)
+        beat = _read_beat(self._store, self._key)
         if beat != self._beat:
             self._beat, self._since = beat, now
-        silent = beat not in ("", _OVER) and now - self._since > _PATIENCE_S
+        silent = beat not in ("", _ENDED) and now - self._since > _PATIENCE_S
         if silent and not self._silent:
             self._tell(f"waiting for rank 0: no sign of life for {now - self._since:.0f}s")
         elif self._silent and not silent:
@@ -131,20 +131,20 @@ class Outside:
         self._silent = silent
 
 
-def silent(store: dist.Store, launch: str, ranks: int) -> list[int]:
+def silent_ranks(store: dist.Store, launch: str, ranks: int) -> list[int]:
     """The ranks that give no sign of life within some seconds from now, and haven't said that they leave."""
 
     def signs() -> list[str]:
-        return [_read(store, _key(launch, rank)) for rank in range(ranks)]
+        return [_read_beat(store, _beat_key(launch, rank)) for rank in range(ranks)]
 
     before = signs()
-    time.sleep(_LISTEN_S)
-    return [rank for rank, (then, now) in enumerate(zip(before, signs(), strict=True)) if then == now != _OVER]
+    time.sleep(_OBSERVATION_S)
+    return [rank for rank, (then, now) in enumerate(zip(before, signs(), strict=True)) if then == now != _ENDED]
 
 
-def _read(store: dist.Store, key: str) -> str:
+def _read_beat(store: dist.Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _key(launch: str, rank: int) -> str:
+def _beat_key(launch: str, rank: int) -> str:
     return f"hotloop/beat/{launch}/{rank}"

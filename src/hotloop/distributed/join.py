@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from hotloop.core.format import seconds
-from hotloop.core.hardware.devices import placed
-from hotloop.core.plan_request import Wanted
-from hotloop.distributed.process_group import Joined, Seat, joined, threads_for
-from hotloop.distributed.world import loss_of
+from hotloop.core.format import parse_seconds
+from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.plan_request import PlanRequest
+from hotloop.distributed.process_group import RankEnv, RankSession, join_process_group, threads_per_rank
+from hotloop.distributed.world import rank_loss_error
 from hotloop.errors import HotloopError, PlanError, RankLostError
 from hotloop.plan import Plan
 
 
-def to_start(plan: Plan | str | Path | None, axes: Mapping[str, Any], resume: Path | None = None) -> Plan | None:
+def plan_to_launch(plan: Plan | str | Path | None, axes: Mapping[str, Any], resume: Path | None = None) -> Plan | None:
     """The plan, where it is for ranks and this process isn't one of them yet; None where it can train as it is.
 
     Args:
@@ -29,14 +29,14 @@ def to_start(plan: Plan | str | Path | None, axes: Mapping[str, Any], resume: Pa
     """
     if plan is None and resume is not None and (resume / "plan.toml").is_file():
         plan = resume / "plan.toml"
-    wanted = Wanted.of(plan, axes).plan
-    return None if not wanted.ranked or Seat.here() is not None else wanted
+    wanted = PlanRequest.from_value(plan, axes).plan
+    return None if not wanted.ranked or RankEnv.from_env() is not None else wanted
 
 
 @contextmanager
-def taking_part(
+def join_ranks(
     plan: Plan, say: Callable[[str], None], named: int | None, rank_timeout: str | None = None
-) -> Iterator[Joined]:
+) -> Iterator[RankSession]:
     """Joins the other ranks, if the plan is for some; what ends this rank is noted where its agent looks for it.
 
     Args:
@@ -48,8 +48,8 @@ def taking_part(
     Raises:
         PlanError: `rank_timeout` is no time, or as many ranks as the plan is for were not started.
     """
-    seat = Seat.here()
-    limit_s = None if rank_timeout is None else seconds(rank_timeout, "rank-timeout")
+    seat = RankEnv.from_env()
+    limit_s = None if rank_timeout is None else parse_seconds(rank_timeout, "rank-timeout")
     if not plan.ranked:
         if seat is not None and seat.ranks > 1 and plan.parallel == "async":
             raise PlanError(
@@ -63,11 +63,11 @@ def taking_part(
                 expected="a plan for them",
                 fix="use --set parallel=data",
             )
-        yield Joined(limit_s=limit_s)
+        yield RankSession(limit_s=limit_s)
         return
     if seat is None:
         raise PlanError(f"parallel={plan.parallel} in a process that is no rank", fix="start it with --ranks")
-    if plan.workforce == "ray" and not seat.watched:
+    if plan.workforce == "ray" and not seat.is_watched:
         raise PlanError(
             f"workforce=ray, and {seat.ranks} ranks were started already",
             expected="ranks that Ray starts",
@@ -75,9 +75,12 @@ def taking_part(
         )
     if named is not None and named != seat.ranks:
         raise PlanError(f"ranks={named} in the plan, and {seat.ranks} were started", fix="make both the same")
-    if plan.threads is None and (threads := threads_for(seat)) is not None:
+    if plan.threads is None and (threads := threads_per_rank(seat)) is not None:
         torch.set_num_threads(threads)
-    with _noted(seat), joined(seat, placed(plan).device.partition(":")[0], say, limit_s) as ranks:
+    with (
+        _record_rank_error(seat),
+        join_process_group(seat, resolve_device(plan).device.partition(":")[0], say, limit_s) as ranks,
+    ):
         yield ranks
 
 
@@ -91,15 +94,15 @@ def _wait_for_the_agent() -> None:
 
 
 @contextmanager
-def _noted(seat: Seat) -> Iterator[None]:
+def _record_rank_error(seat: RankEnv) -> Iterator[None]:
     """Leaves an error to the agent, which tells it if it is hotloop's own."""
     try:
         yield
     except Exception as raised:
-        error = loss_of(raised, seat.rank) or raised
+        error = rank_loss_error(raised, seat.rank) or raised
         get_error_handler().record_exception(error)
-        if isinstance(error, RankLostError) and seat.watched:
+        if isinstance(error, RankLostError) and seat.is_watched:
             _wait_for_the_agent()
-        if isinstance(error, HotloopError) and seat.watched:
+        if isinstance(error, HotloopError) and seat.is_watched:
             raise SystemExit(1) from raised
         raise error from raised

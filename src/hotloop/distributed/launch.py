@@ -25,31 +25,31 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hotloop import errors
-from hotloop.core.hardware.devices import devices, placed
-from hotloop.core.patches import patched
+from hotloop.core.hardware.devices import device_names, resolve_device
+from hotloop.core.patches import patch_attribute
 from hotloop.core.processes.parent_death import LAUNCHER
-from hotloop.core.processes.signals import HANGUP, INTERRUPTING
-from hotloop.core.reporter import unlogged
+from hotloop.core.processes.signals import HANGUP, STOP_SIGNALS
+from hotloop.core.reporter import silence_loggers
 from hotloop.distributed.crash_frames import find_place, read_frames
-from hotloop.distributed.fork_safety import FORK_BYTES, OWN_BYTES, check_room, put_threads_away
-from hotloop.distributed.heartbeat import Outside
-from hotloop.distributed.process_group import LAUNCHED, run_in
-from hotloop.distributed.signal_forwarding import Forwarding
+from hotloop.distributed.fork_safety import FORK_BYTES, OWN_BYTES, check_process_memory, end_openmp_threads
+from hotloop.distributed.heartbeat import LaunchWatch
+from hotloop.distributed.process_group import LAUNCH_ID_PREFIX, run_in
+from hotloop.distributed.signal_forwarding import SignalForwarder
 from hotloop.distributed.watchdog import last_place
 from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
 from hotloop.plan import Plan
 
 RESTARTS = 3
 
-STOPPED = {128 + number: number for number in INTERRUPTING}
+STOP_CODES = {128 + number: number for number in STOP_SIGNALS}
 """Exit codes of a training that saved and stopped."""
 
 LOOPBACK = "127.0.0.1"
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def ranks_of(plan: Plan) -> int:
+def local_rank_count(plan: Plan) -> int:
     """How many ranks the plan is for on this machine: those that it names, else one for each device of its kind.
 
     Raises:
@@ -57,8 +57,8 @@ def ranks_of(plan: Plan) -> int:
     """
     if plan.ranks is not None:
         return plan.ranks
-    kind = placed(plan).device.partition(":")[0]
-    found = [name for name in devices() if name.partition(":")[0] == kind and kind != "cpu"]
+    kind = resolve_device(plan).device.partition(":")[0]
+    found = [name for name in device_names() if name.partition(":")[0] == kind and kind != "cpu"]
     if not found:
         cores = psutil.cpu_count(logical=False) or 1
         raise PlanError(
@@ -69,13 +69,15 @@ def ranks_of(plan: Plan) -> int:
     return len(found)
 
 
-def command() -> list[str]:
+def own_command() -> list[str]:
     """This command line of hotloop's, for a rank to run as it was typed."""
     beside = sys.path[0] in ("", os.getcwd())  # `python -m hotloop` looks for modules there, `hotloop` doesn't
     return [sys.executable, *([] if beside else ["-P"]), "-m", "hotloop", *sys.argv[1:]]
 
 
-def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, restarts: int = RESTARTS) -> tuple[str, int]:
+def launch(
+    ranks: int, entry: Callable[..., Any] | list[str], say: Report, *, restarts: int = RESTARTS
+) -> tuple[str, int]:
     """Runs `entry` as so many ranks, to its end; again from the last checkpoint, a few times, if one is killed.
 
     Args:
@@ -92,29 +94,29 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
         HotloopError: the error of the rank that failed first.
         TrainingError: ranks were killed, again and again if they may start again.
     """
-    check_room(ranks, OWN_BYTES if isinstance(entry, list) else FORK_BYTES)
-    signals = Forwarding(say)
+    check_process_memory(ranks, OWN_BYTES if isinstance(entry, list) else FORK_BYTES)
+    signals = SignalForwarder(say)
     with (
-        signals.listening(),
-        opened_store() as store,
-        unlogged("torch.distributed.elastic", "torch.multiprocessing.spawn"),
-        tempfile.TemporaryDirectory(prefix=LAUNCHED) as logs,
+        signals.listen(),
+        open_store() as store,
+        silence_loggers("torch.distributed.elastic", "torch.multiprocessing.spawn"),
+        tempfile.TemporaryDirectory(prefix=LAUNCH_ID_PREFIX) as logs,
     ):
 
         def start(name: str) -> None:
-            _start(_config(name, ranks, store.port, logs), entry, signals)
+            _start_ranks(_config(name, ranks, store.port, logs), entry, signals)
 
-        return until_done(
+        return launch_until_done(
             start, ranks, store, logs, say, restarts=restarts, heard=lambda: signals.heard, kill=signals.kill
         )
 
 
-def until_done(
+def launch_until_done(
     start: Callable[[str], None],
     ranks: int,
     store: dist.TCPStore,
     logs: str,
-    say: Say,
+    say: Report,
     *,
     restarts: int = RESTARTS,
     heard: Callable[[], signal.Signals | None] = lambda: None,
@@ -129,23 +131,25 @@ def until_done(
         heard: the last signal that was passed on to the ranks, if any was.
         kill: kills the ranks.
     """
-    launched = LAUNCHED + uuid.uuid4().hex[:8]
+    launched = LAUNCH_ID_PREFIX + uuid.uuid4().hex[:8]
     for attempt in range(restarts + 1):
         name = f"{launched}-{attempt}"
         try:
-            with _outside(store, f"{name}/0", say, kill).watching():
+            with _launch_watch(store, f"{name}/0", say, kill).watch():
                 start(name)
             return run_in(store) or "", 0
         except ChildFailedError as failed:
-            cause = _cause(failed.failures)
-            if (code := cause[1].exitcode) in STOPPED:
-                if words := _recorded(cause[1])[1]:  # of a watchdog
+            cause = _first_failure(failed.failures)
+            if (code := cause[1].exitcode) in STOP_CODES:
+                if words := _recorded_error(cause[1])[1]:  # of a watchdog
                     say(words)
                 elif run_in(store) is None and code != 128 + signal.SIGINT:  # of Ctrl-C a rank tells by itself
-                    say(f"stopped ({STOPPED[code].name})")
+                    say(f"stopped ({STOP_CODES[code].name})")
                 return run_in(store) or "", code
-            killed = _killed(*cause, logs)
-            if cause[1].signal_name() in _BY_ITSELF and (place := _crash_place(store, f"{name}/0", cause[0], logs)):
+            killed = _describe_kill(*cause, logs)
+            if cause[1].signal_name() in _OWN_EXIT_CODES and (
+                place := _crash_place(store, f"{name}/0", cause[0], logs)
+            ):
                 killed += f", last seen {place}"
             if (
                 number := heard()
@@ -159,11 +163,11 @@ def until_done(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _outside(store: dist.TCPStore, name: str, say: Say, kill: Callable[[], None]) -> Outside:
-    return Outside(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say, kill)
+def _launch_watch(store: dist.TCPStore, name: str, say: Report, kill: Callable[[], None]) -> LaunchWatch:
+    return LaunchWatch(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say, kill)
 
 
-def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals: Forwarding) -> None:
+def _start_ranks(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals: SignalForwarder) -> None:
     """Runs the ranks to their end.
 
     Args:
@@ -197,18 +201,18 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals:
         except KeyboardInterrupt:  # torch takes it for a good end, and waits for what it never returned
             raise SystemExit(128 + signal.SIGINT) from None
 
-    put_threads_away()
+    end_openmp_threads()
     # A store that a fork inherits must not be collected there: its end waits for a thread that only the parent has.
     gc.collect()
     gc.disable()
     try:
-        with _releasing(config.nproc_per_node):
+        with _release_ranks(config.nproc_per_node):
             elastic_launch(config, call)()
     finally:
         gc.enable()
 
 
-class _Release:
+class _ReleaseEvent:
     """An event for which ranks wait after their last line, until the launcher has their results.
 
     `multiprocessing.Event.set`, which torch 2.13 calls here, waits without end for a process that was killed in `wait`.
@@ -231,9 +235,9 @@ class _Release:
 
 
 @contextmanager
-def _releasing(ranks: int) -> Iterator[None]:
-    """Torch's agent uses `_Release` meanwhile."""
-    with closing(_Release(ranks)) as release:
+def _release_ranks(ranks: int) -> Iterator[None]:
+    """Torch's agent uses `_ReleaseEvent` meanwhile."""
+    with closing(_ReleaseEvent(ranks)) as release:
 
         def start(torchs: Callable[[MultiprocessContext], None]) -> Callable[[MultiprocessContext], None]:
             def started(context: MultiprocessContext) -> None:
@@ -243,7 +247,7 @@ def _releasing(ranks: int) -> Iterator[None]:
 
             return started
 
-        with patched(MultiprocessContext, "_start", start):
+        with patch_attribute(MultiprocessContext, "_start", start):
             yield
 
 
@@ -264,7 +268,7 @@ def _config(name: str, ranks: int, port: int, logs: str) -> LaunchConfig:
 
 
 @contextmanager
-def opened_store(host: str = LOOPBACK) -> Iterator[dist.TCPStore]:
+def open_store(host: str = LOOPBACK) -> Iterator[dist.TCPStore]:
     """Through which ranks and who starts them find each other; it outlives them, and listens at this address alone."""
     with socket.socket() as listening:
         listening.bind((host, 0))
@@ -280,16 +284,16 @@ def opened_store(host: str = LOOPBACK) -> Iterator[dist.TCPStore]:
         )
 
 
-def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that failed by itself, of all that failed; the others only lost it."""
 
     def follows(failure: ProcessFailure) -> bool:
-        return _recorded(failure)[0] == RankLostError.__name__ or failure.exitcode == -signal.SIGTERM
+        return _recorded_error(failure)[0] == RankLostError.__name__ or failure.exitcode == -signal.SIGTERM
 
     return min(failures.items(), key=lambda item: (follows(item[1]), item[1].timestamp, item[0]))
 
 
-def _recorded(failure: ProcessFailure) -> tuple[str, str]:
+def _recorded_error(failure: ProcessFailure) -> tuple[str, str]:
     """Class and text of the error that the rank noted; empty if it noted none."""
     message = failure.error_file_data.get("message") if failure.error_file_data else None
     text = message.get("message", "") if isinstance(message, dict) else ""
@@ -297,20 +301,20 @@ def _recorded(failure: ProcessFailure) -> tuple[str, str]:
     return (name, words) if name else ("", "")
 
 
-_BY_ITSELF = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+_OWN_EXIT_CODES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 """What a process does to itself, mostly with a word of why."""
 
 
-def _killed(rank: int, failure: ProcessFailure, logs: str) -> str:
+def _describe_kill(rank: int, failure: ProcessFailure, logs: str) -> str:
     """What to say of a rank that was killed by a signal.
 
     Raises:
         HotloopError: it wasn't, but failed by itself.
     """
-    name, words = _recorded(failure)
+    name, words = _recorded_error(failure)
     if name == RankLostError.__name__ or failure.exitcode < 0:
         sort = failure.signal_name() if failure.exitcode < 0 else "lost its connection to the others"
-        last = _last_line(logs, rank) if sort in _BY_ITSELF else ""
+        last = _last_line(logs, rank) if sort in _OWN_EXIT_CODES else ""
         sort += f", after it wrote {last!r}" if last else ""
         return f"rank {rank} was killed ({sort})" if failure.exitcode < 0 else f"rank {rank} {sort}"
     kind = getattr(errors, name, None)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hotloop.distributed.crash_frames import recording_frames
-from hotloop.distributed.heartbeat import Beats, silent
-from hotloop.distributed.rank_progress import PROGRESS
+from hotloop.distributed.heartbeat import Heartbeat, silent_ranks
+from hotloop.distributed.rank_progress import RANK_PROGRESS
 from hotloop.distributed.watchdog import LONGEST_WAIT_S, Watchdog, record_collectives
-from hotloop.distributed.world import ALONE, World, loss_of
+from hotloop.distributed.world import SINGLE_RANK, World, rank_loss_error
 from hotloop.errors import PlanError, RankLostError, TrainingError
 
 # Where these are first imported when there is a group already, as torch._dynamo does, it becomes a default argument of
@@ -30,17 +30,17 @@ from hotloop.errors import PlanError, RankLostError, TrainingError
 if dist.is_available():
     import torch.distributed.nn.functional
 
-LAUNCHED = "hotloop-"
+LAUNCH_ID_PREFIX = "hotloop-"
 """How the name of a launch of hotloop's own begins; under the user's torchrun it is another."""
 
 RUN, BEGAN = "hotloop/run", "hotloop/began"
 """Under which keys the store holds the run, and when it began, in s since 1970."""
-_SPARE_S = 60.0
+_EXTRA_TIMEOUT_S = 60.0
 """torch's own timeout comes so much later than that of the watchdog, which says more."""
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankEnv:
     """What the environment says of this process.
 
     Attributes:
@@ -62,12 +62,12 @@ class Seat:
     port: int
     launch: str
     restarts: int
-    outlives: bool
-    elastic: bool
-    watched: bool
+    outlives_launcher: bool
+    is_elastic: bool
+    is_watched: bool
 
     @classmethod
-    def here(cls, environment: Mapping[str, str] = os.environ) -> Seat | None:
+    def from_env(cls, environment: Mapping[str, str] = os.environ) -> RankEnv | None:
         """This process' own; None if nobody has started it as a rank.
 
         Raises:
@@ -96,46 +96,46 @@ class Seat:
             port,
             launch=f"{launch}/{restarts if outlives else 0}",
             restarts=restarts,
-            outlives=outlives,
-            elastic=bool(launch),
-            watched=launch.startswith(LAUNCHED),
+            outlives_launcher=outlives,
+            is_elastic=bool(launch),
+            is_watched=launch.startswith(LAUNCH_ID_PREFIX),
         )
 
     @property
-    def serves(self) -> bool:
+    def serves_store(self) -> bool:
         """Whether this process must open the store."""
-        return self.rank == 0 and not self.outlives
+        return self.rank == 0 and not self.outlives_launcher
 
     @property
-    def forgetful(self) -> bool:
+    def without_restarts(self) -> bool:
         """Whether torchrun may start the ranks again, and nothing would tell them of the run that they were in."""
-        return self.elastic and not self.watched and not self.outlives
+        return self.is_elastic and not self.is_watched and not self.outlives_launcher
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A rank among the others, for as long as `joined` lasts; or a process that trains alone.
+class RankSession:
+    """A rank among the others, for as long as `join_process_group` lasts; or a process that trains alone.
 
     Attributes:
         restarts: how often this machine's agent has started its processes again after a loss; not counted are those times
             when machines came or went.
         started: when this machine's torchrun began, and when this process did, in s since 1970; None without torchrun.
-        forgetful: see `Seat`.
+        forgetful: see `RankEnv`.
         limit_s: the user's limit on the wait of processes for each other, in seconds; None without such a limit.
     """
 
-    world: World = ALONE
+    world: World = SINGLE_RANK
     store: dist.Store | None = None
     restarts: int = 0
-    started: tuple[float, float] | None = None
-    forgetful: bool = False
+    is_started: tuple[float, float] | None = None
+    without_history: bool = False
     limit_s: float | None = None
 
     def begun(self) -> str | None:
         """The run of ranks that were started before, and cut short; None if these are the first."""
         return run_in(self.store) if self.store is not None else None
 
-    def cut_short(self, named: Path, theirs: bool = False) -> float | None:
+    def is_cut_short(self, named: Path, theirs: bool = False) -> float | None:
         """When the first torchrun began, in s since 1970, if ranks that it started before these began the run named; or None.
 
         The store that knew of the run has ended with them, where torchrun doesn't share its own.
@@ -143,10 +143,10 @@ class Joined:
         Args:
             theirs: they may have gone on with one that was there before.
         """
-        if self.started is None:
+        if self.is_started is None:
             return None
-        agent, own = self.started
-        again, before_ms, last_ms = self.world.largest([self.restarts, -int(1e3 * agent), int(1e3 * own)])
+        agent, own = self.is_started
+        again, before_ms, last_ms = self.world.all_reduce_max([self.restarts, -int(1e3 * agent), int(1e3 * own)])
         before, last = -before_ms / 1e3, last_ms / 1e3
 
         def find() -> float | None:
@@ -155,7 +155,7 @@ class Joined:
             recent = before <= made
             return before if (recent and made < last) or (again and (recent or theirs)) else None
 
-        return self.world.from_first(find)
+        return self.world.broadcast_object(find)
 
     def begin(self, run: str, at: float | None = None) -> float:
         """Notes the run, for ranks that may have to go on with it, and when these or ranks before them began it.
@@ -168,7 +168,7 @@ class Joined:
         """
         if self.store is None:
             return 0.0
-        return self.world.from_first(partial(self._note, self.store, run, time.time() if at is None else at))
+        return self.world.broadcast_object(partial(self._note, self.store, run, time.time() if at is None else at))
 
     @staticmethod
     def _note(store: dist.Store, run: str, at: float) -> float:
@@ -182,7 +182,9 @@ def run_in(store: dist.Store) -> str | None:
 
 
 @contextmanager
-def joined(seat: Seat, device: str, say: Callable[[str], None], limit_s: float | None = None) -> Iterator[Joined]:
+def join_process_group(
+    seat: RankEnv, device: str, say: Callable[[str], None], limit_s: float | None = None
+) -> Iterator[RankSession]:
     """Makes this process a rank, until the end.
 
     Args:
@@ -195,11 +197,11 @@ def joined(seat: Seat, device: str, say: Callable[[str], None], limit_s: float |
     """
     if device == "cuda":
         _check_gpus(seat)
-    timeout = timedelta(seconds=max(LONGEST_WAIT_S, limit_s or 0.0) + _SPARE_S)
+    timeout = timedelta(seconds=max(LONGEST_WAIT_S, limit_s or 0.0) + _EXTRA_TIMEOUT_S)
     record_collectives()
-    store = dist.TCPStore(seat.host, seat.port, is_master=seat.serves, wait_for_workers=False, timeout=timeout)
-    if seat.watched or seat.host in ("127.0.0.1", "localhost"):
-        _keep_to_way(seat.host, seat.port)
+    store = dist.TCPStore(seat.host, seat.port, is_master=seat.serves_store, wait_for_workers=False, timeout=timeout)
+    if seat.is_watched or seat.host in ("127.0.0.1", "localhost"):
+        _use_store_interface(seat.host, seat.port)
     if device == "cuda":
         torch.cuda.set_device(seat.local_rank)
     dist.init_process_group(
@@ -211,44 +213,46 @@ def joined(seat: Seat, device: str, say: Callable[[str], None], limit_s: float |
     )
     # One for each thread, so that none waits for another.
     own, watched = store.clone(), store.clone()  # type: ignore[attr-defined]
-    beats = Beats(own, seat.launch, seat.rank, seat.ranks, say)
-    watchdog = Watchdog(watched, seat.launch, seat.rank, seat.ranks, limit_s, partial(_end, seat))
+    beats = Heartbeat(own, seat.launch, seat.rank, seat.ranks, say)
+    watchdog = Watchdog(watched, seat.launch, seat.rank, seat.ranks, limit_s, partial(_exit_process, seat))
     try:
-        with recording_frames(), beats.beating(), watchdog.watching(), _naming(seat, store):
+        with recording_frames(), beats.beat(), watchdog.watch(), _name_lost_ranks(seat, store):
             check_sums(World(seat.rank, seat.ranks), device)
-            yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat), seat.forgetful, limit_s)
-            PROGRESS.phase = "end"
+            yield RankSession(
+                World(seat.rank, seat.ranks), store, seat.restarts, _start_time(seat), seat.without_restarts, limit_s
+            )
+            RANK_PROGRESS.phase = "end"
             dist.barrier()  # whoever is ready first stays until the last word of the others has come through
     finally:
         dist.destroy_process_group()
 
 
-def _end(seat: Seat, error: TrainingError, code: int) -> None:
+def _exit_process(seat: RankEnv, error: TrainingError, code: int) -> None:
     """Ends the process at once: its main thread waits where nothing can interrupt it."""
     get_error_handler().record_exception(error)
-    if not seat.watched:
+    if not seat.is_watched:
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
     os._exit(code)
 
 
 @contextmanager
-def _naming(seat: Seat, store: dist.Store) -> Iterator[None]:
+def _name_lost_ranks(seat: RankEnv, store: dist.Store) -> Iterator[None]:
     """Says which ranks were lost, where no agent of hotloop's own will."""
     try:
         yield
     except Exception as error:
-        if seat.watched or (loss := loss_of(error, seat.rank)) is None:
+        if seat.is_watched or (loss := rank_loss_error(error, seat.rank)) is None:
             raise
         try:
-            names = ", ".join(f"rank {rank}" for rank in silent(store, seat.launch, seat.ranks))
+            names = ", ".join(f"rank {rank}" for rank in silent_ranks(store, seat.launch, seat.ranks))
         except RuntimeError:
-            names = "the machine that holds torchrun's store" if seat.outlives else "rank 0"
+            names = "the machine that holds torchrun's store" if seat.outlives_launcher else "rank 0"
         raise RankLostError(f"{loss.given}: {names} gives no sign of life" if names else loss.given) from error
 
 
-def _started(seat: Seat) -> tuple[float, float] | None:
-    if not seat.elastic or seat.watched:
+def _start_time(seat: RankEnv) -> tuple[float, float] | None:
+    if not seat.is_elastic or seat.is_watched:
         return None
     own = psutil.Process()
     parent = own.parent()
@@ -274,7 +278,7 @@ def check_sums(world: World, device: str) -> None:
             )
 
 
-def _check_gpus(seat: Seat) -> None:
+def _check_gpus(seat: RankEnv) -> None:
     gpus = torch.cuda.device_count()
     if seat.local_ranks > gpus:
         raise PlanError(
@@ -286,7 +290,7 @@ def _check_gpus(seat: Seat) -> None:
         )
 
 
-def _keep_to_way(host: str, port: int) -> None:
+def _use_store_interface(host: str, port: int) -> None:
     """Has gloo and NCCL talk by the device that leads to the store; on loopback the rest of the network can't reach them."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, port))  # which sends nothing
@@ -297,7 +301,7 @@ def _keep_to_way(host: str, port: int) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def threads_for(seat: Seat) -> int | None:
+def threads_per_rank(seat: RankEnv) -> int | None:
     """Threads for each rank's operations, so that the ranks of a machine don't fight for its cores; None: as asked."""
     if "OMP_NUM_THREADS" in os.environ:
         return None

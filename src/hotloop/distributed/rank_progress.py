@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Progress:
+class RankProgress:
     """The progress of one process, which has one training run at a time.
 
     Attributes:
@@ -49,5 +49,5 @@ class Progress:
             self.phase, self._began = before, time.monotonic()  # the step's time excludes the phase
 
 
-PROGRESS = Progress()
+RANK_PROGRESS = RankProgress()
 """The progress of this process."""

@@ -13,16 +13,16 @@ from types import FrameType
 
 import psutil
 
-from hotloop.core.processes.signals import INTERRUPTING, handled
+from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
 
 _PATIENCE_S = 5.0
 """What ranks have for their end after a second Ctrl-C; one that has stopped, or waits within C++, hears neither."""
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 """How often, once a signal came, it looks for ranks that have only just begun."""
 
 
-class Forwarding:
+class SignalForwarder:
     """Gives Ctrl-C and SIGTERM to the ranks; the agent itself would end them in its own way.
 
     Args:
@@ -42,18 +42,18 @@ class Forwarding:
         self._came: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # whose `put` a handler may call
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listen(self) -> Iterator[None]:
         """Passes signals on until the end, in a thread of its own: the main one may be within a wait of the agent's."""
         thread = threading.Thread(target=self._pass_on, name="hotloop-forwarding", daemon=True)
         thread.start()
         try:
-            with handled(self._hear, *INTERRUPTING) as self.active:
+            with signal_handlers(self._on_signal, *STOP_SIGNALS) as self.active:
                 yield
         finally:
             self._came.put(None)
             thread.join()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.heard is not None and number == signal.SIGINT
         self.heard = signal.SIGINT if again else signal.Signals(number)
         if os.getpid() == self._owner:
@@ -65,14 +65,14 @@ class Forwarding:
         kill_at: float | None = None
         while True:
             with suppress(queue.Empty):
-                if (number := self._came.get(timeout=_LOOK_S if came else None)) is None:
+                if (number := self._came.get(timeout=_POLL_S if came else None)) is None:
                     return
                 if came and number == signal.SIGINT and kill_at is None:
                     kill_at = time.monotonic() + _PATIENCE_S
                 came.append(number)
             for rank in self._ranks():
                 for number in came[given.get(rank.pid, 0) :]:
-                    _send(rank, number)
+                    _send_signal(rank, number)
                 given[rank.pid] = len(came)
             if kill_at is not None and time.monotonic() > kill_at:
                 self._kill()
@@ -86,12 +86,12 @@ class Forwarding:
     def kill(self) -> None:
         """Kills all ranks."""
         for rank in self._ranks():
-            _send(rank, signal.SIGKILL)
+            _send_signal(rank, signal.SIGKILL)
 
     def _ranks(self) -> list[psutil.Process]:
         return [child for child in psutil.Process().children() if child.pid not in self._others]
 
 
-def _send(process: psutil.Process, number: signal.Signals) -> None:
+def _send_signal(process: psutil.Process, number: signal.Signals) -> None:
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hotloop.core.processes.signals import INTERRUPTING
+from hotloop.core.processes.signals import STOP_SIGNALS
 from hotloop.distributed.crash_frames import is_user_code
-from hotloop.distributed.rank_progress import PROGRESS
+from hotloop.distributed.rank_progress import RANK_PROGRESS
 from hotloop.errors import TrainingError
 
 LONGEST_WAIT_S = 1800.0
@@ -35,7 +35,7 @@ The same as torch's default timeout of gloo. The user's own limit counts if it i
 """
 
 _LEAST_WAIT_S = 60.0
-_STEPS = 20
+_TIMED_STEPS = 20
 """Without the user's own limit, ranks wait for each other for this multiple of the longest step."""
 
 _EVERY_S = 0.5
@@ -49,15 +49,15 @@ _ORPHAN_WRITES_S = 30.0
 _SILENT_S = 3.0
 """A rank without a newly published place for this time is stopped or has ended."""
 
-_SHARED = ("training", "evaluation")
+_JOINT_PHASES = ("training", "evaluation")
 """Phases in which all ranks compute. In other phases one rank may work while the others wait."""
 
-_RECORDED = 64
+_RECORDED_COLLECTIVES = 64
 """Number of collective operations that torch's flight recorder stores."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The place of a rank in its training.
 
     Attributes:
@@ -75,7 +75,7 @@ class Place:
     operation: str
     newest: int
     line: str
-    signalled: int
+    is_signalled: int
 
     def __str__(self) -> str:
         where = self.operation or "no collective operation"
@@ -121,19 +121,19 @@ class Watchdog:
         self._signals: socket.socket | None = None
         self._signalled = 0
         self._orphaned_at = math.inf
-        self._place: Place | None = None
+        self._place: RankPlace | None = None
         self._since, self._checked_at = 0.0, math.inf
         self._others: dict[int, tuple[str, float]] = {}
         self._checks = 0
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Runs two threads within the context: one uses the store, whose calls may hang; the other works without it."""
         threads = [
             threading.Thread(target=run, name="hotloop-watchdog", daemon=True)
             for run in (self._check_ranks, self._check_parent)
         ]
-        with self._receiving_signals():
+        with self._receive_signals():
             for thread in threads:
                 thread.start()
             try:
@@ -144,7 +144,7 @@ class Watchdog:
                     thread.join()
 
     @contextmanager
-    def _receiving_signals(self) -> Iterator[None]:
+    def _receive_signals(self) -> Iterator[None]:
         """Receives signal numbers at once; Python's handlers run only in the main thread, after a call of C++ returns."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -175,7 +175,7 @@ class Watchdog:
             if self._orphaned_at == math.inf and os.getppid() != self._parent:
                 self._orphaned_at = now
                 os.kill(os.getpid(), signal.SIGTERM)  # the rank saves and stops if the other ranks respond
-            limit_s = _ORPHAN_WRITES_S if PROGRESS.phase == "checkpoint" else _ORPHAN_S
+            limit_s = _ORPHAN_WRITES_S if RANK_PROGRESS.phase == "checkpoint" else _ORPHAN_S
             if now - self._orphaned_at > limit_s:
                 os._exit(128 + signal.SIGTERM)
 
@@ -185,7 +185,7 @@ class Watchdog:
             return
         with suppress(BlockingIOError):  # no signal
             for number in self._signals.recv(64):
-                if number in INTERRUPTING and not self._signalled:
+                if number in STOP_SIGNALS and not self._signalled:
                     self._signalled = number
 
     def _check_ranks(self) -> None:
@@ -219,23 +219,23 @@ class Watchdog:
         if waited_s > limit_s:
             self._give_up(waited_s, others)
 
-    def _current_place(self) -> Place:
+    def _current_place(self) -> RankPlace:
         operation, newest = self._operation()
         frame = sys._current_frames().get(self._main or 0)
-        return Place(
-            PROGRESS.phase,
-            PROGRESS.step,
-            PROGRESS.steps,
-            PROGRESS.batches,
-            operation or _wait_in(frame),
+        return RankPlace(
+            RANK_PROGRESS.phase,
+            RANK_PROGRESS.step,
+            RANK_PROGRESS.steps,
+            RANK_PROGRESS.batches,
+            operation or _waiting_function(frame),
             newest,
-            _line_of_user(frame),
+            _user_line(frame),
             self._signalled,
         )
 
     def _operation(self) -> tuple[str, int]:
         """Returns the oldest collective operation that hasn't ended, and the number of the newest operation."""
-        entries = _records()
+        entries = _collective_records()
         waiting = next((one for one in entries if not one["retired"]), None)
         newest = max((one["record_id"] for one in entries), default=-1)
         if waiting is None:
@@ -243,9 +243,9 @@ class Watchdog:
         number = waiting["p2p_seq_id"] if waiting.get("is_p2p") else waiting["collective_seq_id"]
         return f"{waiting['profiling_name'].rpartition(':')[2]}, operation {number}", newest
 
-    def _read_others(self, now: float) -> dict[int, Place | None]:
+    def _read_others(self, now: float) -> dict[int, RankPlace | None]:
         """Returns the places of the other ranks; None for a rank that no longer writes its place."""
-        places: dict[int, Place | None] = {}
+        places: dict[int, RankPlace | None] = {}
         for rank in range(self._ranks):
             if rank == self._rank:
                 continue
@@ -254,25 +254,25 @@ class Watchdog:
             if rank not in self._others or self._others[rank][0] != text:
                 self._others[rank] = text, now
             silent = not text or now - self._others[rank][1] > _SILENT_S
-            places[rank] = None if silent else Place(**json.loads(text)[1])
+            places[rank] = None if silent else RankPlace(**json.loads(text)[1])
         return places
 
-    def _limit(self, others: dict[int, Place | None]) -> float:
+    def _limit(self, others: dict[int, RankPlace | None]) -> float:
         """Returns the longest allowed wait of this rank, in seconds."""
         busy = [one for one in others.values() if one is not None and not one.is_waiting]
-        if any(one.phase not in _SHARED or not one.steps for one in busy):
+        if any(one.phase not in _JOINT_PHASES or not one.steps for one in busy):
             return max(LONGEST_WAIT_S, self._limit_s or 0.0)
-        step_s = PROGRESS.longest_s
+        step_s = RANK_PROGRESS.longest_s
         limit_s = self._limit_s or default_limit_s(step_s)
         if self._stop_number(others):
             limit_s = min(limit_s, max(_SIGNAL_WAIT_S, 2 * step_s) if busy else _SIGNAL_WAIT_S)
         return limit_s
 
-    def _stop_number(self, others: dict[int, Place | None]) -> int:
+    def _stop_number(self, others: dict[int, RankPlace | None]) -> int:
         """Returns the number of the signal that any rank received; 0 without a signal."""
-        return max([self._signalled, *(one.signalled for one in others.values() if one is not None)])
+        return max([self._signalled, *(one.is_signalled for one in others.values() if one is not None)])
 
-    def _give_up(self, waited_s: float, others: dict[int, Place | None]) -> None:
+    def _give_up(self, waited_s: float, others: dict[int, RankPlace | None]) -> None:
         number = self._stop_number(others)
         places = others | {self._rank: self._place}
         each = [f"rank {rank} {places[rank] or 'gives no sign of life'}" for rank in range(self._ranks)]
@@ -303,13 +303,13 @@ def default_limit_s(step_s: float) -> float:
     Args:
         step_s: the duration of the longest step so far, in seconds.
     """
-    return min(LONGEST_WAIT_S, max(_LEAST_WAIT_S, _STEPS * step_s))
+    return min(LONGEST_WAIT_S, max(_LEAST_WAIT_S, _TIMED_STEPS * step_s))
 
 
-def last_place(store: dist.Store, launch: str, rank: int) -> Place | None:
+def last_place(store: dist.Store, launch: str, rank: int) -> RankPlace | None:
     """Returns the last published place of a rank; None if there is none."""
     key = _place_key(launch, rank)
-    return Place(**json.loads(store.get(key))[1]) if store.check([key]) else None
+    return RankPlace(**json.loads(store.get(key))[1]) if store.check([key]) else None
 
 
 def _place_key(launch: str, rank: int) -> str:
@@ -323,16 +323,16 @@ def ended_key(launch: str) -> str:
 
 def record_collectives() -> None:
     """Makes torch's flight recorder store the newest collective operations; call this before the process group exists."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
 
 
-def _records() -> list[dict[str, Any]]:
+def _collective_records() -> list[dict[str, Any]]:
     """Returns the flight recorder's records, oldest first; empty if this version of torch has no flight recorder."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
 
 
-def _wait_in(frame: FrameType | None) -> str:
+def _waiting_function(frame: FrameType | None) -> str:
     """Returns the function of torch.distributed that the thread executes; the flight recorder lacks sends and receives."""
     for _ in range(3):
         if frame is None:
@@ -343,7 +343,7 @@ def _wait_in(frame: FrameType | None) -> str:
     return ""
 
 
-def _line_of_user(frame: FrameType | None) -> str:
+def _user_line(frame: FrameType | None) -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if is_user_code(path):

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hotloop.core.state import State, bits, leaves
+from hotloop.core.state import State, bytes_of, tree_leaves
 from hotloop.errors import HotloopError, OutOfStepError, PlanError, RankLostError
 from hotloop.plan import Plan
 
 T = TypeVar("T")
 
-_LOST = (
+_LOST_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
@@ -43,14 +43,14 @@ class World:
     ranks: int = 1
 
     @classmethod
-    def of(cls, plan: Plan) -> World:
+    def from_group(cls, plan: Plan) -> World:
         """The ranks that this process has joined, see `joining`; itself alone under a plan of one process.
 
         Raises:
             PlanError: the plan is for ranks, and this process is none.
         """
         if not plan.ranked:
-            return ALONE
+            return SINGLE_RANK
         if not dist.is_initialized():
             raise PlanError(
                 f"parallel={plan.parallel} in a single process",
@@ -60,23 +60,23 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self.ranks == 1
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this process writes and speaks."""
         return self.rank == 0
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def broadcast_object(self, make: Callable[[], T]) -> T:
         """What `make` gives on the first rank, on all of them; an error that it raises there, too.
 
         What it gives is pickled on its way, which is between processes of one training alone.
         """
-        if self.alone:
+        if self.is_single:
             return make()
         made: list[Any] = [None, None]
-        if self.first:
+        if self.is_rank_zero:
             try:
                 made[0] = make()
             except HotloopError as error:
@@ -86,50 +86,52 @@ class World:
             raise made[1]
         return made[0]
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """What each rank has, by rank, on all of them."""
-        if self.alone:
+        if self.is_single:
             return [value]
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, value)
         return found
 
-    def largest(self, numbers: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         """Number by number, the largest that a rank has."""
-        if self.alone:
+        if self.is_single:
             return list(numbers)
         found = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.tolist()
 
-    def of_first(self, number: int) -> int:
+    def broadcast_int(self, number: int) -> int:
         """A number of the first rank's, on all of them."""
-        return self.largest([number if self.first else -(1 << 62)])[0]
+        return self.all_reduce_max([number if self.is_rank_zero else -(1 << 62)])[0]
 
 
-ALONE = World()
+SINGLE_RANK = World()
 
 
-def is_loss(error: BaseException | None) -> bool:
+def is_rank_loss(error: BaseException | None) -> bool:
     """Whether an error, or what it came of, is that another rank is gone."""
     while error is not None:
         text = str(error).lower()
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(s in text for s in _LOST)):
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(s in text for s in _LOST_MESSAGES)
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def loss_of(error: Exception, rank: int) -> RankLostError | None:
+def rank_loss_error(error: Exception, rank: int) -> RankLostError | None:
     """An error of a rank as what it says of another one that is gone; None where it says something else."""
     if isinstance(error, RankLostError):
         return error
-    if isinstance(error, HotloopError) or not is_loss(error):
+    if isinstance(error, HotloopError) or not is_rank_loss(error):
         return None
     return RankLostError(f"rank {rank} lost another rank ({' '.join(str(error).split())})")
 
 
-_READ = ("data", "validation", "test", "collate")
+_COMPARED_PARTS = ("data", "validation", "test", "collate")
 """Roots of attributes that differ without a report: each rank reads samples of its own."""
 
 
@@ -142,15 +144,15 @@ def check_in_step(world: World, state: State) -> list[str]:
     Raises:
         OutOfStepError: naming what differs first, and on which rank.
     """
-    if world.alone:
+    if world.is_single:
         return []
     content = vars(state) | {"position": (), "attributes": ()}
-    of_ranks = world.gathered(
-        (_digests(content), {place: _digest(value) for place, value in (state.attributes or {}).items()})
+    of_ranks = world.all_gather(
+        (_part_digests(content), {place: _digest(value) for place, value in (state.attributes or {}).items()})
     )
     first, first_attributes = of_ranks[0]
     for rank, (digests, _) in enumerate(of_ranks):
-        if odd := _different(first, digests):
+        if odd := _differing_parts(first, digests):
             what = odd[0].strip("/").replace("/", " ", 1)
             raise OutOfStepError(
                 f"after step {state.position.step} rank {rank} and rank 0 differ in {what!r}"
@@ -158,22 +160,22 @@ def check_in_step(world: World, state: State) -> list[str]:
                 expected="the same on all ranks",
                 fix="use parallel=none: something in the model depends on which samples a rank sees, or on chance",
             )
-    places = dict.fromkeys(place for _, own in of_ranks for place in _different(first_attributes, own))
+    places = dict.fromkeys(place for _, own in of_ranks for place in _differing_parts(first_attributes, own))
     return [
         f"{place.replace('/', '.')} is another value on each rank, and a checkpoint stores that of rank 0"
         for place in places
-        if place.split("/")[0] not in _READ
+        if place.split("/")[0] not in _COMPARED_PARTS
     ]
 
 
-def _different(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
+def _differing_parts(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
     return [path for path in {**one, **other} if one.get(path) != other.get(path)]
 
 
-def _digests(content: dict[str, Any]) -> dict[str, bytes]:
-    return {path: _digest(value) for path, value in leaves(content)}
+def _part_digests(content: dict[str, Any]) -> dict[str, bytes]:
+    return {path: _digest(value) for path, value in tree_leaves(content)}
 
 
 def _digest(value: Any) -> bytes:
-    content = bits(value).numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
+    content = bytes_of(value).numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
     return hashlib.blake2b(content, digest_size=16).digest()

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from hotloop.core.records.explanation import Equation, Layer, Matrix
-from hotloop.explainer.layers.equation import Call, Formula, Term, Unexplained, Worked
+from hotloop.core.records.explanation import Equation, LayerExplanation, MatrixRecord
+from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered
 from hotloop.explainer.layers.shape_ops import CASTS
-from hotloop.explainer.recorder import Recorded
+from hotloop.explainer.recorder import TorchCall
 
 ROUNDING = 1e-9
 """Of the numbers that go into an equation: float64 has 2e-16, and sums of a batch gather many of them."""
@@ -22,31 +22,31 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedLayer:
     """A layer, and what its equations say of the gradients of parameters, by the parameter's name, in float64."""
 
-    layer: Layer
+    layer: LayerExplanation
     gradients: dict[str, Tensor]
 
 
-def check_call(one: Recorded, formula: Formula, bytes_of: Callable[[int], int]) -> Checked:
+def check_call(one: TorchCall, formula: Formula, bytes_of: Callable[[int], int]) -> CheckedLayer:
     """The equations of a call, computed and compared on its own inputs and the gradient that came back to it.
 
     Args:
         bytes_of: bytes that training has of a floating-point tensor with so many numbers.
     """
-    layer = layer_of(one)
-    if one.spoiled:
-        return _only_named(layer, "an input was overwritten later: nothing left to compute with")
+    layer = layer_without_equations(one)
+    if one.is_overwritten:
+        return _name_parameters(layer, "an input was overwritten later: nothing left to compute with")
     # A layer that nothing flows back to is as well explained by a gradient of ones.
-    call, leaves = _call(one)
+    call, leaves = _to_float64(one)
     try:
         worked = formula(call)
-    except Unexplained as reason:
-        return _only_named(layer, f"not explained: {reason}")
+    except NotCovered as reason:
+        return _name_parameters(layer, f"not explained: {reason}")
     flows = bool(one.gradients)
     wanted = {name for name, value in worked.operands.items() if value.requires_grad}
-    expected = _autograd(call, worked, wanted)
+    expected = _autograd_gradients(call, worked, wanted)
     scale = _largest([*leaves, *call.gradients])
     forward = [
         _equation(term, call.outputs[0] if term.result == "Z" else None, scale, bytes_of) for term in worked.forward
@@ -59,32 +59,32 @@ def check_call(one: Recorded, formula: Formula, bytes_of: Callable[[int], int]) 
             continue
         value = term.value().detach()
         backward.append(_equation(term, expected.get(name), scale, bytes_of, value))
-        parameter = one.parameters[_place(leaves, worked.operands.get(name))] if name in worked.operands else ""
+        parameter = one.parameters[_occurrence(leaves, worked.operands.get(name))] if name in worked.operands else ""
         if parameter:
             gradients[parameter] = gradients.get(parameter, torch.zeros(())) + value
     notes = [*layer.notes, *worked.notes]
     if not flows:
         notes.append("nothing flows back here")
     matrices = [_matrix(name, value, one, leaves) for name, value in worked.operands.items()]
-    matrices.append(Matrix(name="Z", shape=list(call.outputs[0].shape)))
+    matrices.append(MatrixRecord(name="Z", shape=list(call.outputs[0].shape)))
     changes = {"matrices": matrices, "forward": forward, "backward": backward, "notes": notes, "known": True}
-    return Checked(layer.model_copy(update=changes), gradients)
+    return CheckedLayer(layer.model_copy(update=changes), gradients)
 
 
-def layer_of(one: Recorded) -> Layer:
+def layer_without_equations(one: TorchCall) -> LayerExplanation:
     """A call without equations: its matrices by shape."""
     floating = [leaf for leaf in one.tensors if leaf.is_floating_point()]
     matrices = [
-        Matrix(name=f"input {number}", shape=list(value.shape), parameter=name)
+        MatrixRecord(name=f"input {number}", shape=list(value.shape), parameter=name)
         for number, (value, name) in enumerate(zip(floating, one.parameters, strict=True), start=1)
     ]
-    matrices += [Matrix(name="output", shape=list(value.shape)) for value in one.outputs]
+    matrices += [MatrixRecord(name="output", shape=list(value.shape)) for value in one.outputs]
     held = {name: value.numel() for value, name in zip(floating, one.parameters, strict=True) if name}
-    return Layer(
-        module=one.place.module,
-        kind=one.place.kind,
+    return LayerExplanation(
+        module=one.module_call.module,
+        kind=one.module_call.kind,
         operation=one.name,
-        call=one.place.call,
+        call=one.module_call.call,
         where=one.where,
         known=False,
         parameters=sum(held.values()),
@@ -92,11 +92,11 @@ def layer_of(one: Recorded) -> Layer:
     )
 
 
-def _only_named(layer: Layer, reason: str) -> Checked:
-    return Checked(layer.model_copy(update={"notes": [*layer.notes, reason]}), {})
+def _name_parameters(layer: LayerExplanation, reason: str) -> CheckedLayer:
+    return CheckedLayer(layer.model_copy(update={"notes": [*layer.notes, reason]}), {})
 
 
-def _call(one: Recorded) -> tuple[Call, list[Tensor]]:
+def _to_float64(one: TorchCall) -> tuple[FunctionCall, list[Tensor]]:
     """The call in float64 with leaves of their own, and these floating-point leaves in order; a cast becomes a copy."""
     needs = iter(one.needs)
     leaves: list[Tensor] = []
@@ -134,7 +134,7 @@ def _call(one: Recorded) -> tuple[Call, list[Tensor]]:
         else gradient.double()
         for z, gradient in zip(outputs, given, strict=True)
     ]
-    call = Call(one.name, function, arguments, options, list(outputs), [g.detach() for g in gradients], drawn)
+    call = FunctionCall(one.name, function, arguments, options, list(outputs), [g.detach() for g in gradients], drawn)
     return call, leaves
 
 
@@ -149,7 +149,7 @@ def _outputs(function: Callable[..., Any], arguments: Any, options: Any) -> list
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _autograd(call: Call, worked: Worked, wanted: set[str]) -> dict[str, Tensor]:
+def _autograd_gradients(call: FunctionCall, worked: LayerEquations, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients by the operands' names."""
     names = sorted(wanted)
     pairs = [(z, dz) for z, dz in zip(call.outputs, call.gradients, strict=True) if z.requires_grad]
@@ -161,7 +161,7 @@ def _autograd(call: Call, worked: Worked, wanted: set[str]) -> dict[str, Tensor]
 
 
 def _equation(
-    term: Term, truth: Tensor | None, scale: float, bytes_of: Callable[[int], int], value: Tensor | None = None
+    term: EquationTerm, truth: Tensor | None, scale: float, bytes_of: Callable[[int], int], value: Tensor | None = None
 ) -> Equation:
     with torch.no_grad():
         value = term.value() if value is None else value
@@ -188,10 +188,10 @@ def _largest(tensors: list[Tensor]) -> float:
     return float(torch.stack(found).max()) if found else 0.0
 
 
-def _place(leaves: list[Tensor], value: Tensor | None) -> int:
+def _occurrence(leaves: list[Tensor], value: Tensor | None) -> int:
     return next(place for place, leaf in enumerate(leaves) if leaf is value)
 
 
-def _matrix(name: str, value: Tensor, one: Recorded, leaves: list[Tensor]) -> Matrix:
+def _matrix(name: str, value: Tensor, one: TorchCall, leaves: list[Tensor]) -> MatrixRecord:
     found = [place for place, leaf in enumerate(leaves) if leaf is value]
-    return Matrix(name=name, shape=list(value.shape), parameter=one.parameters[found[0]] if found else "")
+    return MatrixRecord(name=name, shape=list(value.shape), parameter=one.parameters[found[0]] if found else "")

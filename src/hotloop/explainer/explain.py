@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from hotloop import arrays
-from hotloop.core.random.rng import Streams, preserved
-from hotloop.core.records.explanation import Explanation, Layer, Matrix
-from hotloop.core.task_parts.module_modes import set_training, stays_in_eval
-from hotloop.data.batch_tree import tensors
-from hotloop.data.feeds.feed import peek
-from hotloop.errors import TaskError, calling
-from hotloop.explainer.autograd_check import check_call, layer_of
+from hotloop.core.random.rng import RandomStreams, preserve_generators
+from hotloop.core.records.explanation import Explanation, LayerExplanation, MatrixRecord
+from hotloop.core.task_parts.module_modes import modules_in_eval, set_training
+from hotloop.data.batch_tree import tree_tensors
+from hotloop.data.feeds.feed import first_batch
+from hotloop.errors import TaskError, call_user_code
+from hotloop.explainer.autograd_check import check_call, layer_without_equations
 from hotloop.explainer.layers import (
     activations,
     attention,
@@ -31,11 +31,11 @@ from hotloop.explainer.layers import (
     shape_ops,
 )
 from hotloop.explainer.layers.equation import Formula
-from hotloop.explainer.recorder import Recorded, Recorder, Unseen
-from hotloop.lowering.context import built_model
-from hotloop.task import Task, Yielded
+from hotloop.explainer.recorder import TorchCall, TorchCallRecorder, UnrecordedNode
+from hotloop.lowering.context import build_model
+from hotloop.task import Task, YieldedResult
 
-_OF_OPERATIONS: dict[str, type[Any]] = {
+_OPERATION_EQUATIONS: dict[str, type[Any]] = {
     "adaptive_avg_pool2d": arrays.AveragePool,
     "avg_pool2d": arrays.AveragePool,
     "batch_norm": arrays.BatchNorm,
@@ -63,13 +63,13 @@ _OF_OPERATIONS: dict[str, type[Any]] = {
 """By the name of the torch function."""
 
 
-def written_out(layers: Iterable[Layer]) -> dict[str, str]:
+def arrays_equations(layers: Iterable[LayerExplanation]) -> dict[str, str]:
     """The matrices of each class of `hotloop.arrays` that does what one of the layers does, by its name."""
-    used = [_OF_OPERATIONS[one.operation] for one in layers if one.operation in _OF_OPERATIONS]
-    return {one.__name__: matrices(one) for one in used}
+    used = [_OPERATION_EQUATIONS[one.operation] for one in layers if one.operation in _OPERATION_EQUATIONS]
+    return {one.__name__: docstring_equations(one) for one in used}
 
 
-def matrices(layer: type[Any]) -> str:
+def docstring_equations(layer: type[Any]) -> str:
     """The equations in a class's docstring: the block that begins with `forward`, or else the first paragraph."""
     text = inspect.cleandoc(layer.__doc__ or "").splitlines()
     begin = next((at for at, line in enumerate(text) if line.lstrip().startswith("forward ")), 0)
@@ -110,15 +110,15 @@ def explain(task: Task, *, batch_size: int | None = None) -> Explanation:
     Raises:
         TaskError, DataError: the Task can't compute a loss.
     """
-    batch = peek(task.roles, batch_size or task.roles.batch_size)
-    with preserved():
-        model = built_model(task)
-        set_training(model, stays_in_eval(model))
-        Streams(task.seed).reseed("explain")
-        recorder = Recorder(model, FORMULAS.__contains__)
-        with recorder.watching():
-            computed = calling("the forward pass", task.compute, model, batch)
-        if isinstance(computed, Yielded):
+    batch = first_batch(task.roles, batch_size or task.roles.batch_size)
+    with preserve_generators():
+        model = build_model(task)
+        set_training(model, modules_in_eval(model))
+        RandomStreams(task.seed).reseed("explain")
+        recorder = TorchCallRecorder(model, FORMULAS.__contains__)
+        with recorder.record():
+            computed = call_user_code("the forward pass", task.compute, model, batch)
+        if isinstance(computed, YieldedResult):
             raise TaskError(
                 "step yields losses for several optimizers, and explain follows one loss",
                 fix="explain a Task of one of the networks",
@@ -126,42 +126,42 @@ def explain(task: Task, *, batch_size: int | None = None) -> Explanation:
         loss = computed.loss
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             raise TaskError("the loss is no single number with a gradient", expected="a 0-dim tensor made by the model")
-        calling("the backward pass", loss.backward)
-        return _explained(task, batch, model, recorder)
+        call_user_code("the backward pass", loss.backward)
+        return _explain_call(task, batch, model, recorder)
 
 
-def _explained(task: Task, batch: Any, model: nn.Module, recorder: Recorder) -> Explanation:
-    layers: list[Layer] = []
+def _explain_call(task: Task, batch: Any, model: nn.Module, recorder: TorchCallRecorder) -> Explanation:
+    layers: list[LayerExplanation] = []
     summed: dict[str, Tensor] = {}
     for one in recorder.calls:
-        layer, gradients = _layer(one)
+        layer, gradients = _explain_layer(one)
         layers.append(layer)
         for name, gradient in gradients.items():
             summed[name] = summed[name] + gradient if name in summed else gradient
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     largest = max((_largest(value.grad) for value in trained.values() if value.grad is not None), default=0.0)
-    unlike = [name for name, value in trained.items() if not _alike(value.grad, summed.get(name), largest)]
+    unlike = [name for name, value in trained.items() if not _is_consistent(value.grad, summed.get(name), largest)]
     equations = [(layer, one) for layer in layers for one in layer.equations]
     return Explanation(
         task=task.name,
-        batch=["x".join(map(str, tensor.shape)) for tensor in tensors(batch)],
+        batch=["x".join(map(str, tensor.shape)) for tensor in tree_tensors(batch)],
         parameters=sum(value.numel() for value in trained.values()),
         layers=layers,
         flops=sum(one.flops for _, one in equations),
         bytes=sum(one.bytes for _, one in equations),
         gradients=(len(trained) - len(unlike), len(trained)),
         unexplained=unlike,
-        written=written_out(layers),
-        **_furthest(layers),
+        written=arrays_equations(layers),
+        **_worst_equation(layers),
     )
 
 
-def _layer(one: Recorded | Unseen) -> tuple[Layer, dict[str, Tensor]]:
-    if isinstance(one, Unseen):
+def _explain_layer(one: TorchCall | UnrecordedNode) -> tuple[LayerExplanation, dict[str, Tensor]]:
+    if isinstance(one, UnrecordedNode):
         place = one.place
-        matrices = [Matrix(name="output", shape=one.shape)]
+        matrices = [MatrixRecord(name="output", shape=one.shape)]
         notes = ["made by something that can't be looked into"]
-        unseen = Layer(
+        unseen = LayerExplanation(
             module=place.module,
             kind=place.kind,
             operation=one.node,
@@ -173,7 +173,7 @@ def _layer(one: Recorded | Unseen) -> tuple[Layer, dict[str, Tensor]]:
         return unseen, {}
     formula = FORMULAS.get(one.name)
     if formula is None:
-        return layer_of(one), {}
+        return layer_without_equations(one), {}
     checked = check_call(one, formula, lambda numbers: 4 * numbers)
     return checked.layer, checked.gradients
 
@@ -182,7 +182,7 @@ def _largest(gradient: Tensor) -> float:
     return float(gradient.to_dense().abs().max()) if gradient.numel() else 0.0
 
 
-def _alike(real: Tensor | None, ours: Tensor | None, largest: float) -> bool:
+def _is_consistent(real: Tensor | None, ours: Tensor | None, largest: float) -> bool:
     """Whether the network's own gradient of a parameter is the sum of what the equations say."""
     if real is None or ours is None:
         return real is None and ours is None
@@ -191,7 +191,7 @@ def _alike(real: Tensor | None, ours: Tensor | None, largest: float) -> bool:
     return bool((real.double() - ours).abs().max() <= allowed)
 
 
-def _furthest(layers: list[Layer]) -> dict[str, Any]:
+def _worst_equation(layers: list[LayerExplanation]) -> dict[str, Any]:
     """The equation with the largest difference for its size."""
     ratios = [
         (one.difference / one.largest if one.largest else one.difference, f"{layer.module}: {one.result}")

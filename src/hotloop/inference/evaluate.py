@@ -8,34 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.random.rng import preserved
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import Evaluation, Mistake, Picture
-from hotloop.data.batch_tree import inputs_of
+from hotloop.data.batch_tree import batch_inputs
 from hotloop.data.sources import Source, Stream, evaluation_source
-from hotloop.data.splits import ready
+from hotloop.data.splits import prepare_source
 from hotloop.errors import DataError
-from hotloop.inference.predict import Chosen, Progress
-from hotloop.lowering.context import Ingredients
+from hotloop.inference.predict import ChosenWeights, Progress
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.evaluation import evaluate
-from hotloop.lowering.failures.explanation import explained
+from hotloop.lowering.failures.explanation import explain_error
 from hotloop.lowering.program import Program
-from hotloop.task import Computed
+from hotloop.task import StepResult
 
-PARTS = ("test", "validation", "train")
+EVALUATED_PARTS = ("test", "validation", "train")
 
-MOST_CLASSES = 1000
+MAX_CLASSES = 1000
 """A confusion matrix of more has more cells than anyone reads, and grows with their square."""
 
-KEPT = 24
+MAX_MISTAKES = 24
 """Mistakes that are kept."""
 
-_SIDE = 128
+_MAX_SIDE_PX = 128
 """Pictures are thinned out to at most so many pixels a side."""
 
 
 def evaluate_weights(
     program: Program,
-    chosen: Chosen,
+    chosen: ChosenWeights,
     *,
     run: str,
     on: str | None = None,
@@ -49,14 +49,14 @@ def evaluate_weights(
         DataError: there is no such part.
         CheckpointError: the weights are another model's.
     """
-    with preserved(*program.devices):
+    with preserve_generators(*program.devices):
         program.restore_weights(chosen.state)
         program.position = chosen.state.position
         name, source = choose_data(program.parts, on, data)
-        answers = Answers(program.parts.task.objective.ignore_index)
+        answers = Evaluator(program.parts.task.objective.ignore_index)
         total = None if isinstance(source, Stream) else len(source)
 
-        def watch(batch: Any, samples: int, computed: Computed) -> None:
+        def watch(batch: Any, samples: int, computed: StepResult) -> None:
             answers(batch, samples, computed)
             if progress is not None:
                 progress(answers.samples, total)
@@ -64,7 +64,7 @@ def evaluate_weights(
         try:
             figures = evaluate(program, source, watch)
         except Exception as error:
-            raise explained(error, program, None, name) from error
+            raise explain_error(error, program, None, name) from error
     metrics = {name: value for name, value in figures.values.items() if name != "loss"}
     return Evaluation(
         run=run,
@@ -78,15 +78,15 @@ def evaluate_weights(
     )
 
 
-def choose_data(parts: Ingredients, on: str | None, data: Any) -> tuple[str, Source]:
+def choose_data(parts: LoweringContext, on: str | None, data: Any) -> tuple[str, Source]:
     """`(name, source)` of what to evaluate on: by default test data, else validation data."""
-    roles = parts.roles
+    roles = parts.splits
     if data is not None:
         if on is not None:
             raise DataError(f"both data and on={on!r}", expected="one of them", fix="leave one out")
         task = parts.task
         given = evaluation_source(data, "data", collate=task.collate, batch_size=task.batch_size)
-        return "data", ready(given, "data", roles.prepare, roles.seed)
+        return "data", prepare_source(given, "data", roles.prepare, roles.seed)
     if on is None:
         on = "test" if roles.has_test else "validation"
         if on == "validation" and roles.validation is None:
@@ -95,8 +95,8 @@ def choose_data(parts: Ingredients, on: str | None, data: Any) -> tuple[str, Sou
                 expected="either",
                 fix="evaluate on train, or pass data",
             )
-    if on not in PARTS:
-        raise DataError(f"no data is called {on!r}", expected=" or ".join(PARTS), fix="check the spelling")
+    if on not in EVALUATED_PARTS:
+        raise DataError(f"no data is called {on!r}", expected=" or ".join(EVALUATED_PARTS), fix="check the spelling")
     source = getattr(roles, on)
     if source is None:
         raise DataError(
@@ -105,48 +105,48 @@ def choose_data(parts: Ingredients, on: str | None, data: Any) -> tuple[str, Sou
     return on, source
 
 
-class Answers:
+class Evaluator:
     """Watches the evaluation of a classifier: counts which class is taken for which, keeps the worst mistakes.
 
     What it keeps doesn't grow with the data: one matrix, and the `keep` most confident mistakes with their inputs.
     """
 
-    def __init__(self, ignored: int | None = None, keep: int = KEPT) -> None:
+    def __init__(self, ignored: int | None = None, keep: int = MAX_MISTAKES) -> None:
         self.ignored, self.keep = ignored, keep
         self.samples = 0
         self.classes = 0
         self._counts: Tensor | None = None
         self._worst: dict[str, Tensor] = {}
 
-    def __call__(self, batch: Any, samples: int, computed: Computed) -> None:
+    def __call__(self, batch: Any, samples: int, computed: StepResult) -> None:
         if computed.classified:
-            self._watch(inputs_of(batch), computed.output, batch[-1])
+            self._count_batch(batch_inputs(batch), computed.output, batch[-1])
         self.samples += samples
 
-    def _watch(self, inputs: Any, output: Tensor, target: Tensor) -> None:
+    def _count_batch(self, inputs: Any, output: Tensor, target: Tensor) -> None:
         self.classes = output.shape[1]
         confidence, predicted = output.float().softmax(dim=1).max(dim=1)
         counted = (target >= 0) & (target < self.classes)
         if self.ignored is not None:
             counted &= target != self.ignored
-        if self.classes <= MOST_CLASSES:
+        if self.classes <= MAX_CLASSES:
             pairs = (target * self.classes + predicted)[counted]
             counts = pairs.bincount(minlength=self.classes**2)
             self._counts = counts if self._counts is None else self._counts + counts
         if target.ndim == 1:
             wrong = counted & (predicted != target)
-            self._keep(
+            self._keep_worst(
                 confidence=torch.where(wrong, confidence.nan_to_num(0.0), -1.0),
                 index=self.samples + torch.arange(len(target), device=target.device),
                 true=target,
                 predicted=predicted,
-                **_pictures(inputs),
+                **_pictures_of_inputs(inputs),
             )
 
-    def _keep(self, **rows: Tensor) -> None:
+    def _keep_worst(self, **rows: Tensor) -> None:
         """Merges a batch's worst mistakes with those so far."""
         rows = _most_confident(rows, self.keep)
-        self._worst = _most_confident(_joined(self._worst, rows), self.keep) if self._worst else rows
+        self._worst = _most_confident(_concatenate(self._worst, rows), self.keep) if self._worst else rows
 
     def findings(self, names: Sequence[str] = ()) -> dict[str, Any]:
         """The fields of an `Evaluation` that belong to classifications; empty for anything else."""
@@ -155,7 +155,7 @@ class Answers:
         classes = [*names[: self.classes], *map(str, range(len(names), self.classes))]
         found: dict[str, Any] = {"classes": classes, "mistakes": self._mistakes()}
         if self._counts is None:
-            note = f"{self.classes:,} classes are more than the {MOST_CLASSES:,} that a confusion matrix is made for"
+            note = f"{self.classes:,} classes are more than the {MAX_CLASSES:,} that a confusion matrix is made for"
             return found | {"note": note}
         confusion = self._counts.view(self.classes, self.classes).tolist()
         totals = [sum(row) for row in confusion]
@@ -170,7 +170,7 @@ class Answers:
             return []
         rows = {name: values[self._worst["confidence"] >= 0].cpu() for name, values in self._worst.items()}
         pictures = rows.pop("pictures", None)
-        shown = [None] * len(rows["index"]) if pictures is None else as_pictures(pictures)
+        shown = [None] * len(rows["index"]) if pictures is None else to_pictures(pictures)
         lists = {name: values.tolist() for name, values in rows.items()}
         return [
             Mistake(**{name: values[place] for name, values in lists.items()}, picture=picture)
@@ -183,13 +183,13 @@ def _most_confident(rows: dict[str, Tensor], keep: int) -> dict[str, Tensor]:
     return {name: values[worst] for name, values in rows.items()}
 
 
-def _joined(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+def _concatenate(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
     """Both, one after the other; pictures of unequal sizes are left out."""
     same = [name for name in one if name in other and one[name].shape[1:] == other[name].shape[1:]]
     return {name: torch.cat([one[name], other[name]]) for name in same}
 
 
-def _pictures(inputs: Any) -> dict[str, Tensor]:
+def _pictures_of_inputs(inputs: Any) -> dict[str, Tensor]:
     """The inputs (batch, channels, height, width), if they are pictures, thinned out; empty if they aren't."""
     if not isinstance(inputs, Tensor) or inputs.ndim not in (3, 4) or inputs.is_complex():
         return {}
@@ -197,11 +197,11 @@ def _pictures(inputs: Any) -> dict[str, Tensor]:
     height, width = images.shape[2:]
     if images.shape[1] not in (1, 3) or min(height, width) < 4 or max(height, width) > 8 * min(height, width):
         return {}
-    step = -(-max(height, width) // _SIDE)
+    step = -(-max(height, width) // _MAX_SIDE_PX)
     return {"pictures": images[:, :, ::step, ::step]}
 
 
-def as_pictures(images: Tensor) -> list[Picture]:
+def to_pictures(images: Tensor) -> list[Picture]:
     """Images (N, channels, height, width) of any numbers as pictures.
 
     Bytes stay what they are, and floats from 0 to 1 are scaled to them. Anything else was standardised: each channel's

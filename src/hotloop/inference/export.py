@@ -20,23 +20,30 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.random.rng import preserved
-from hotloop.core.records.training import Exported, Port
-from hotloop.core.task_parts.module_modes import rewrites_weights
-from hotloop.data.batch_tree import tensors
-from hotloop.errors import ExportError, HotloopError, blame, calling
-from hotloop.inference.export_formats import FORMATS, Format, Graph, Runner, Subject, names_of
-from hotloop.inference.predict import Chosen, first_inputs, preparation, restored_model, samples_of
+from hotloop.core.random.rng import preserve_generators
+from hotloop.core.records.training import ExportPort, ExportRecord
+from hotloop.core.task_parts.module_modes import may_rewrite_weights
+from hotloop.data.batch_tree import tree_tensors
+from hotloop.errors import ExportError, HotloopError, call_user_code, describe_error
+from hotloop.inference.export_formats import (
+    FORMATS,
+    ExportFormat,
+    ExportSubject,
+    GraphFormat,
+    LoadedModel,
+    tensor_names,
+)
+from hotloop.inference.predict import ChosenWeights, first_inputs, first_samples, model_for_export, prepare_function
 from hotloop.task import Task
 
-_TRIED = (1, 4, 7)
+_CHECKED_SIZES = (1, 4, 7)
 """Numbers of samples that a file for any number is run on."""
 
 
 def export_weights(
     task: Task,
     model: nn.Module,
-    chosen: Chosen,
+    chosen: ChosenWeights,
     path: Path,
     *,
     run: str,
@@ -44,7 +51,7 @@ def export_weights(
     batch_size: int | None = None,
     inputs: Any = None,
     versions: Mapping[str, str],
-) -> Exported:
+) -> ExportRecord:
     """Writes a model that has the chosen weights to `path`, in the format of its suffix.
 
     Args:
@@ -54,31 +61,31 @@ def export_weights(
         ExportError: no such format, the model can't be captured, or what was written answers differently; then there is
             no new file.
     """
-    form = _format(path)
-    graph = isinstance(form, Graph)
+    form = _format_of(path)
+    graph = isinstance(form, GraphFormat)
     if batch_size is not None and batch_size < 1:
         raise ExportError(
             f"batch_size={batch_size}", expected="1 or more", fix="leave it out for any number of samples"
         )
-    with preserved(), torch.no_grad(), _quiet():
-        subject = _subject(task, model, prepare and graph, batch_size if graph else None, inputs)
+    with preserve_generators(), torch.no_grad(), _silence_exporters():
+        subject = _make_subject(task, model, prepare and graph, batch_size if graph else None, inputs)
         if not graph:
-            source = restored_model(task, chosen.state) if rewrites_weights(model) else model
+            source = model_for_export(task, chosen.state) if may_rewrite_weights(model) else model
             subject = replace(subject, weights=source.state_dict())
         content = form.write(subject)
-        loaded = _loaded(form, content, subject, path.name)
-        sizes = _TRIED if subject.batch_size is None else (subject.batch_size,)
+        loaded = _load_written(form, content, subject, path.name)
+        sizes = _CHECKED_SIZES if subject.batch_size is None else (subject.batch_size,)
         differences = [_difference(subject, loaded, size, path.name) for size in sizes]
         takes, gives = _ports(subject) if graph else ([], [])
     write_atomic(path, content)
-    return Exported(
+    return ExportRecord(
         run=run,
         file=str(path),
         format=path.suffix.lower().removeprefix("."),
         size_bytes=len(content),
         weights=chosen.weights,
         epoch=chosen.epoch,
-        prepare=subject.prepare is not None if graph and preparation(task) is not None else None,
+        prepare=subject.prepare is not None if graph and prepare_function(task) is not None else None,
         inputs=takes,
         outputs=gives,
         batch_sizes=list(sizes),
@@ -88,7 +95,7 @@ def export_weights(
     )
 
 
-def _format(path: Path) -> Format:
+def _format_of(path: Path) -> ExportFormat:
     found = FORMATS.get(path.suffix.lower())
     if found is None:
         raise ExportError(
@@ -99,49 +106,53 @@ def _format(path: Path) -> Format:
     return found
 
 
-def _subject(task: Task, model: nn.Module, with_prepare: bool, batch_size: int | None, given: Any) -> Subject:
-    prepare = preparation(task)
-    inputs = first_inputs(task, max(_TRIED)) if given is None else samples_of(task, given, max(_TRIED))
+def _make_subject(
+    task: Task, model: nn.Module, with_prepare: bool, batch_size: int | None, given: Any
+) -> ExportSubject:
+    prepare = prepare_function(task)
+    inputs = (
+        first_inputs(task, max(_CHECKED_SIZES)) if given is None else first_samples(task, given, max(_CHECKED_SIZES))
+    )
     if prepare is not None and not with_prepare:
-        inputs, prepare = calling("prepare", prepare, inputs), None
-    subject = Subject(task, model, prepare, inputs, batch_size)
+        inputs, prepare = call_user_code("prepare", prepare, inputs), None
+    subject = ExportSubject(task, model, prepare, inputs, batch_size)
     try:
-        subject.whole(*subject.example)
+        subject.prediction_module(*subject.example)
     except HotloopError:
         raise
     except Exception as error:
         whose = "the training data's inputs" if given is None else "these inputs"
-        shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors(inputs))
+        shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tree_tensors(inputs))
         raise ExportError(
-            f"the model can't take {whose}, of shape {shapes}: {blame(error)}",
+            f"the model can't take {whose}, of shape {shapes}: {describe_error(error)}",
             expected="samples to try the file on, as predict takes them",
             fix="give some by --inputs samples.npy (inputs=samples)",
         ) from error
     return subject
 
 
-def _loaded(form: Format, content: bytes, subject: Subject, name: str) -> Runner:
+def _load_written(form: ExportFormat, content: bytes, subject: ExportSubject, name: str) -> LoadedModel:
     try:
         return form.read(content, subject)
     except Exception as error:
-        raise ExportError(f"{name} can't be loaded again: {blame(error)}", fix="try another format") from error
+        raise ExportError(f"{name} can't be loaded again: {describe_error(error)}", fix="try another format") from error
 
 
-def _difference(subject: Subject, loaded: Runner, size: int, name: str) -> tuple[float, float]:
+def _difference(subject: ExportSubject, loaded: LoadedModel, size: int, name: str) -> tuple[float, float]:
     """`(largest difference, what it may be)` between the outputs of the loaded file and the model's own."""
-    own = pytree.tree_leaves(subject.whole(*subject.batch(size)))
+    own = pytree.tree_leaves(subject.prediction_module(*subject.batch(size)))
     try:
         given = pytree.tree_leaves(loaded(*subject.batch(size)))
     except Exception as error:
         raise ExportError(
-            f"{name}, loaded again, can't run {size} samples: {blame(error)}", fix="try another format"
+            f"{name}, loaded again, can't run {size} samples: {describe_error(error)}", fix="try another format"
         ) from error
     shapes, wanted = ([tuple(tensor.shape) for tensor in output] for output in (given, own))
     if shapes != wanted:
         raise ExportError(
             f"{name}, loaded again, turns {size} samples into {shapes}", expected=f"{wanted}", fix="try another format"
         )
-    found = [(_distance(one, other), _tolerance(one)) for one, other in zip(own, given, strict=True)]
+    found = [(_largest_difference(one, other), _tolerance(one)) for one, other in zip(own, given, strict=True)]
     for distance, tolerance in found:
         if not distance <= tolerance:
             raise ExportError(
@@ -152,7 +163,7 @@ def _difference(subject: Subject, loaded: Runner, size: int, name: str) -> tuple
     return max(found)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def _largest_difference(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max())
 
 
@@ -163,21 +174,21 @@ def _tolerance(output: Tensor) -> float:
     return float(torch.finfo(output.dtype).eps ** 0.5 * output.double().abs().max().clamp(min=1e-6))
 
 
-def _ports(subject: Subject) -> tuple[list[Port], list[Port]]:
+def _ports(subject: ExportSubject) -> tuple[list[ExportPort], list[ExportPort]]:
     batch = subject.batch_size or "batch"
-    output = subject.whole(*subject.example)
-    return _described(subject.inputs, "input", batch), _described(output, "output", batch)
+    output = subject.prediction_module(*subject.example)
+    return _describe_ports(subject.inputs, "input", batch), _describe_ports(output, "output", batch)
 
 
-def _described(tree: Any, alone: str, batch: int | str) -> list[Port]:
+def _describe_ports(tree: Any, alone: str, batch: int | str) -> list[ExportPort]:
     return [
-        Port(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=[batch, *value.shape[1:]])
-        for name, value in zip(names_of(tree, alone), pytree.tree_leaves(tree), strict=True)
+        ExportPort(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=[batch, *value.shape[1:]])
+        for name, value in zip(tensor_names(tree, alone), pytree.tree_leaves(tree), strict=True)
     ]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_exporters() -> Iterator[None]:
     """Without the advice, and the half-made graphs, that torch's exporters print for those who call them directly."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

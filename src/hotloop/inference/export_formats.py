@@ -1,6 +1,6 @@
 """The formats that a trained network is exported in: graphs, which run by themselves, and weights.
 
-A format writes a `Subject` as bytes, and reads bytes back as a program that has nothing else would.
+A format writes a `ExportSubject` as bytes, and reads bytes back as a program that has nothing else would.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from hotloop.core.task_parts.module_modes import set_training, stays_in_eval
-from hotloop.data.batch_tree import map_tensors, tensors
-from hotloop.errors import ExportError, HotloopError, blame
-from hotloop.inference.predict import output_of
-from hotloop.lowering.context import built_model
+from hotloop.core.task_parts.module_modes import modules_in_eval, set_training
+from hotloop.data.batch_tree import map_tensors, tree_tensors
+from hotloop.errors import ExportError, HotloopError, describe_error
+from hotloop.inference.predict import model_output
+from hotloop.lowering.context import build_model
 from hotloop.task import Task
 
-_CAPTURED_WITH = 4
+_CAPTURE_SAMPLES = 4
 """Samples that a graph is captured with; a batch of one would be taken for a constant."""
 
-Runner = Callable[..., Any]
+LoadedModel = Callable[..., Any]
 """Takes inputs as a file does, and returns its output."""
 
 
-class Whole(nn.Module):
+class PredictionModule(nn.Module):
     """From inputs to output: `prepare`, the model, and the Task's `predict`."""
 
     __module__ = "exported"  # graphs name the classes that they came from
@@ -44,11 +44,11 @@ class Whole(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor | dict[str, Tensor]:
         given = inputs[0] if len(inputs) == 1 else inputs
-        return output_of(self._task, self.model, given if self._prepare is None else self._prepare(given))
+        return model_output(self._task, self.model, given if self._prepare is None else self._prepare(given))
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExportSubject:
     """What is exported.
 
     Attributes:
@@ -67,13 +67,13 @@ class Subject:
     weights: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def whole(self) -> Whole:
-        return Whole(self.task, self.model, self.prepare)
+    def prediction_module(self) -> PredictionModule:
+        return PredictionModule(self.task, self.model, self.prepare)
 
     @property
     def example(self) -> tuple[Any, ...]:
         """Arguments to capture a graph with."""
-        return self.batch(self.batch_size or _CAPTURED_WITH)
+        return self.batch(self.batch_size or _CAPTURE_SAMPLES)
 
     def batch(self, size: int) -> tuple[Any, ...]:
         """Arguments for a batch of `size`; the samples at hand are repeated."""
@@ -81,20 +81,20 @@ class Subject:
         return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
-class Format(Protocol):
+class ExportFormat(Protocol):
     """One kind of file."""
 
-    def write(self, subject: Subject) -> bytes:
+    def write(self, subject: ExportSubject) -> bytes:
         """The file's content."""
 
-    def read(self, content: bytes, subject: Subject) -> Runner:
+    def read(self, content: bytes, subject: ExportSubject) -> LoadedModel:
         """What can be run with this content alone; of `subject`, weights take the model's source and no number."""
 
 
-class Graph:
+class GraphFormat:
     """What the model computes, as operations."""
 
-    def captured(self, subject: Subject) -> ExportedProgram:
+    def captured(self, subject: ExportSubject) -> ExportedProgram:
         """The operations, for any number of samples or for a fixed one.
 
         Raises:
@@ -108,25 +108,25 @@ class Graph:
             try:
                 return _capture(subject, strict=True)  # slower, but it reads the source: len(x) is no constant to it
             except Exception:
-                raise _uncaptured(subject, error) from error
+                raise _capture_error(subject, error) from error
 
 
-class Pt2(Graph):
+class Pt2Format(GraphFormat):
     """torch.export: `torch.export.load(file).module()(inputs)`."""
 
-    def write(self, subject: Subject) -> bytes:
+    def write(self, subject: ExportSubject) -> bytes:
         stream = io.BytesIO()
         torch.export.save(self.captured(subject), stream)
         return stream.getvalue()
 
-    def read(self, content: bytes, subject: Subject) -> Runner:
+    def read(self, content: bytes, subject: ExportSubject) -> LoadedModel:
         return torch.export.load(io.BytesIO(content)).module()
 
 
-class Onnx(Graph):
+class OnnxFormat(GraphFormat):
     """ONNX, for other runtimes and languages."""
 
-    def write(self, subject: Subject) -> bytes:
+    def write(self, subject: ExportSubject) -> bytes:
         lacking = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
         if lacking:
             raise ExportError(
@@ -137,20 +137,24 @@ class Onnx(Graph):
         from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
         graph = self.captured(subject)
-        inputs, outputs = names_of(subject.inputs, "input"), names_of(subject.whole(*subject.example), "output")
+        inputs, outputs = (
+            tensor_names(subject.inputs, "input"),
+            tensor_names(subject.prediction_module(*subject.example), "output"),
+        )
         try:
             program = torch.onnx.export(graph, dynamo=True, verbose=False, input_names=inputs, output_names=outputs)
             assert program is not None
             ClearMetadataAndDocStringPass()(program.model)  # file paths and source lines of whoever exports
             proto = program.model_proto
-            _name_batch(proto.graph)
+            _name_batch_dimension(proto.graph)
             return bytes(proto.SerializeToString())
         except Exception as error:
             raise ExportError(
-                f"the model can't be written as ONNX: {blame(error)}", fix="write .pt2, or the weights as .safetensors"
+                f"the model can't be written as ONNX: {describe_error(error)}",
+                fix="write .pt2, or the weights as .safetensors",
             ) from error
 
-    def read(self, content: bytes, subject: Subject) -> Runner:
+    def read(self, content: bytes, subject: ExportSubject) -> LoadedModel:
         import onnxruntime
 
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
@@ -163,28 +167,28 @@ class Onnx(Graph):
         return run
 
 
-class Weights:
+class WeightsFormat:
     """The `state_dict`, for who has the model's source: `model.load_state_dict(torch.load(file))`."""
 
-    def write(self, subject: Subject) -> bytes:
+    def write(self, subject: ExportSubject) -> bytes:
         stream = io.BytesIO()
         torch.save(subject.weights, stream)
         return stream.getvalue()
 
-    def read(self, content: bytes, subject: Subject) -> Runner:
-        model = built_model(subject.task)
-        set_training(model, stays_in_eval(model))
+    def read(self, content: bytes, subject: ExportSubject) -> LoadedModel:
+        model = build_model(subject.task)
+        set_training(model, modules_in_eval(model))
         model.load_state_dict(self.load(content))
-        return replace(subject, model=model.eval()).whole
+        return replace(subject, model=model.eval()).prediction_module
 
     def load(self, content: bytes) -> dict[str, Any]:
         return torch.load(io.BytesIO(content), weights_only=True)
 
 
-class Safetensors(Weights):
+class SafetensorsFormat(WeightsFormat):
     """The `state_dict` as safetensors: `model.load_state_dict(safetensors.torch.load_file(file))`."""
 
-    def write(self, subject: Subject) -> bytes:
+    def write(self, subject: ExportSubject) -> bytes:
         state = subject.weights
         other = [name for name, value in state.items() if not isinstance(value, Tensor)]
         if other:
@@ -199,30 +203,35 @@ class Safetensors(Weights):
             return safetensors.torch.save(own, {"format": "pt"})
         except (SafetensorError, KeyError, ValueError) as error:
             raise ExportError(
-                f"the weights can't be written as safetensors: {blame(error)}", fix="write a .pt file"
+                f"the weights can't be written as safetensors: {describe_error(error)}", fix="write a .pt file"
             ) from error
 
     def load(self, content: bytes) -> dict[str, Any]:
         return safetensors.torch.load(content)
 
 
-FORMATS: dict[str, Format] = {".pt2": Pt2(), ".onnx": Onnx(), ".pt": Weights(), ".safetensors": Safetensors()}
+FORMATS: dict[str, ExportFormat] = {
+    ".pt2": Pt2Format(),
+    ".onnx": OnnxFormat(),
+    ".pt": WeightsFormat(),
+    ".safetensors": SafetensorsFormat(),
+}
 """By a file's suffix."""
 
 
-def names_of(tree: Any, alone: str) -> list[str]:
+def tensor_names(tree: Any, alone: str) -> list[str]:
     """A name for each tensor: a dict's keys, else `input` (`alone`), or `input_0`, `input_1` and so on."""
     if isinstance(tree, Mapping):
         return [str(name) for name in tree]
-    count = len(list(tensors(tree)))
+    count = len(list(tree_tensors(tree)))
     return [alone] if count == 1 else [f"{alone}_{place}" for place in range(count)]
 
 
-def _capture(subject: Subject, *, strict: bool = False) -> ExportedProgram:
+def _capture(subject: ExportSubject, *, strict: bool = False) -> ExportedProgram:
     arguments = subject.example
     batch = {0: Dim("batch")}
     shapes = None if subject.batch_size else (pytree.tree_map(lambda _: batch, arguments),)  # of the parameter *inputs
-    program = torch.export.export(subject.whole, arguments, dynamic_shapes=shapes, strict=strict)
+    program = torch.export.export(subject.prediction_module, arguments, dynamic_shapes=shapes, strict=strict)
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)  # file paths and source lines of whoever exports
@@ -230,26 +239,26 @@ def _capture(subject: Subject, *, strict: bool = False) -> ExportedProgram:
     return program
 
 
-def _uncaptured(subject: Subject, error: Exception) -> ExportError:
+def _capture_error(subject: ExportSubject, error: Exception) -> ExportError:
     """Why the model can't be captured, and the way that does work."""
     weights = "write the weights as .safetensors"
     prepare = subject.prepare
-    if prepare is not None and _works(replace(subject, prepare=None, inputs=prepare(subject.inputs))):
+    if prepare is not None and _can_capture(replace(subject, prepare=None, inputs=prepare(subject.inputs))):
         return ExportError(
-            f"prepare can't be captured by torch.export: {blame(error)}",
+            f"prepare can't be captured by torch.export: {describe_error(error)}",
             expected="a prepare of tensor operations, for any number of samples",
             fix="leave it out with --without-prepare (prepare=False), and give prepared inputs to the file",
         )
-    if subject.batch_size is None and _works(replace(subject, batch_size=_CAPTURED_WITH)):
+    if subject.batch_size is None and _can_capture(replace(subject, batch_size=_CAPTURE_SAMPLES)):
         return ExportError(
             "the model doesn't take any number of samples, as far as torch.export can tell",
             expected="operations that hold for each",
             fix=f"give --batch-size N (batch_size=N) for a file that takes N samples at a time, or {weights}",
         )
-    return ExportError(f"the model can't be captured by torch.export: {blame(error)}", fix=weights)
+    return ExportError(f"the model can't be captured by torch.export: {describe_error(error)}", fix=weights)
 
 
-def _works(subject: Subject) -> bool:
+def _can_capture(subject: ExportSubject) -> bool:
     try:
         _capture(subject)
     except Exception:
@@ -257,7 +266,7 @@ def _works(subject: Subject) -> bool:
     return True
 
 
-def _name_batch(graph: Any) -> None:
+def _name_batch_dimension(graph: Any) -> None:
     """Calls the batch dimension of an ONNX graph `batch`, in place of the symbol that torch gave it."""
     symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in [*graph.input, *graph.output, *graph.value_info]:

@@ -13,11 +13,11 @@ from typing import IO
 import numpy as np
 
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.errors import DataError, shortened
+from hotloop.errors import DataError, shorten
 
-_ANEW = "write it anew with numpy.savez"
+_REWRITE_HINT = "write it anew with numpy.savez"
 _ENCRYPTED = 1
-_MOST_COMPRESSED = 1100
+_MAX_COMPRESSION = 1100
 """Deflate makes data at most 1,032 times smaller."""
 
 _MAGIC = {b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz"}
@@ -29,7 +29,7 @@ def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
     Raises:
         DataError: it's gone, is no such file, is damaged, or holds Python objects, which could run code.
     """
-    kind = _kind(path)
+    kind = _suffix_by_content(path)
     try:
         if kind == ".npy":
             return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -37,7 +37,9 @@ def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as archive:
             return dict(archive)
     except MemoryError as error:
-        raise DataError(f"{path} declares more than the memory holds", expected="arrays that fit", fix=_ANEW) from error
+        raise DataError(
+            f"{path} declares more than the memory holds", expected="arrays that fit", fix=_REWRITE_HINT
+        ) from error
     except (
         ValueError,
         OSError,
@@ -54,7 +56,7 @@ def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
                 expected="an array of numbers",
                 fix="save it as one, such as numpy.asarray(rows, dtype='float32')",
             ) from error
-        raise DataError(f"{path} is damaged ({error})", expected=f"a {kind} file", fix=_ANEW) from error
+        raise DataError(f"{path} is damaged ({error})", expected=f"a {kind} file", fix=_REWRITE_HINT) from error
 
 
 def _check_archive(path: Path) -> None:
@@ -66,22 +68,24 @@ def _check_archive(path: Path) -> None:
     """
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
-            shown = f"{path} has the member {shortened(member.filename)}"
+            shown = f"{path} has the member {shorten(member.filename)}"
             if member.flag_bits & _ENCRYPTED:
-                raise DataError(f"{shown}, which is encrypted", expected="arrays that anybody can read", fix=_ANEW)
+                raise DataError(
+                    f"{shown}, which is encrypted", expected="arrays that anybody can read", fix=_REWRITE_HINT
+                )
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 kind = f"compression {member.compress_type}"
-                raise DataError(f"{shown}, which has {kind}", expected="what numpy.savez writes", fix=_ANEW)
+                raise DataError(f"{shown}, which has {kind}", expected="what numpy.savez writes", fix=_REWRITE_HINT)
             if not member.filename.endswith(".npy"):
-                raise DataError(f"{shown}, which is no array", expected="arrays alone, named *.npy", fix=_ANEW)
+                raise DataError(f"{shown}, which is no array", expected="arrays alone, named *.npy", fix=_REWRITE_HINT)
             with archive.open(member) as file:
                 declared = _declared_bytes(file)
-            if declared > member.file_size or member.compress_size * _MOST_COMPRESSED < member.file_size - 4096:
+            if declared > member.file_size or member.compress_size * _MAX_COMPRESSION < member.file_size - 4096:
                 raise DataError(
                     f"{shown}, which declares {max(declared, member.file_size) / 1e9:.1f} GB and has"
                     f" {member.compress_size / 1e6:.1f} MB",
                     expected="as much as it declares",
-                    fix=_ANEW,
+                    fix=_REWRITE_HINT,
                 )
 
 
@@ -93,7 +97,7 @@ def _declared_bytes(file: IO[bytes]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _kind(path: Path) -> str:
+def _suffix_by_content(path: Path) -> str:
     if not path.exists():
         raise DataError(f"no file {path}", expected="a .npy or .npz file", fix="check the path")
     try:

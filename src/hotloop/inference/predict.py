@@ -14,41 +14,50 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.random.generators import OwnedGenerators
-from hotloop.core.random.rng import Streams, preserved
+from hotloop.core.random.rng import RandomStreams, preserve_generators
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.state import State, copy_into, restore_model
-from hotloop.core.task_parts.module_modes import set_training, stays_in_eval, switching
+from hotloop.core.task_parts.module_modes import modules_in_eval, set_training, switchable_optimizers
 from hotloop.core.task_parts.optimizer_state import inner_optimizers
-from hotloop.core.task_parts.optimizer_state import restore as restore_optimizer
-from hotloop.data.batch_tree import inputs_of, tensors, to_device
+from hotloop.core.task_parts.optimizer_state import restore_state as restore_optimizer
+from hotloop.data.batch_tree import batch_inputs, to_device, tree_tensors
 from hotloop.data.bundle import Bundle
-from hotloop.data.feeds.feed import peek
+from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import as_source, as_tensor
-from hotloop.data.splits import Roles
-from hotloop.errors import DataError, HotloopError, MemoryExhausted, RunError, TaskError, blame, kind, out_of_memory
+from hotloop.data.splits import DataSplits
+from hotloop.errors import (
+    DataError,
+    HotloopError,
+    MemoryExhausted,
+    RunError,
+    TaskError,
+    describe_error,
+    is_out_of_memory,
+    type_name,
+)
 from hotloop.inference.npy import read_arrays
-from hotloop.lowering.context import built_model
-from hotloop.lowering.evaluation import enlarged
+from hotloop.lowering.context import build_model
+from hotloop.lowering.evaluation import inference_batch_size
 from hotloop.lowering.object_state.attributes import restore_model_attributes
 from hotloop.task import Task
 from hotloop.training.run import Run
 
-Weights = Literal["best", "last"]
+WeightsChoice = Literal["best", "last"]
 Say = Callable[[str], None]
 Progress = Callable[[int, int | None], None]
 """Is told how many samples are done, of how many (None: not known)."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenWeights:
     """The weights of a run that are put to use; `epoch` is the one they are of, 0 before the first has ended."""
 
     state: State
-    weights: Weights
+    weights: WeightsChoice
     epoch: int
 
 
-def choose_weights(run: Run, weights: Weights = "best", say: Say = warnings.warn) -> Chosen:
+def choose_weights(run: Run, weights: WeightsChoice = "best", say: Say = warnings.warn) -> ChosenWeights:
     """The weights of a run's best epoch, or its last ones.
 
     Without validation data nothing tells which epoch is best, so that `best` means the last, as in the run's own
@@ -57,19 +66,19 @@ def choose_weights(run: Run, weights: Weights = "best", say: Say = warnings.warn
     Raises:
         RunError: the run has no good checkpoint, its best epoch's weights are lost, or `weights` is neither.
     """
-    if weights not in get_args(Weights):
+    if weights not in get_args(WeightsChoice):
         raise RunError(f"weights={weights!r}", expected="'best' or 'last'", fix="choose one of them")
     found = run.checkpoints.newest(say, best_needed=weights == "best")
     if found is None:
-        raise _no_weights(run, weights)
+        raise _no_weights_error(run, weights)
     checkpoint, _ = found
     if weights == "best" and checkpoint.best is not None and checkpoint.history[-1].validation:
         best = checkpoint.best
-        return Chosen(run.checkpoints.load_best(best).state, "best", best.epoch)
-    return Chosen(checkpoint.state, "last", checkpoint.state.position.epoch)
+        return ChosenWeights(run.checkpoints.load_best(best).state, "best", best.epoch)
+    return ChosenWeights(checkpoint.state, "last", checkpoint.state.position.epoch)
 
 
-def _no_weights(run: Run, weights: Weights) -> RunError:
+def _no_weights_error(run: Run, weights: WeightsChoice) -> RunError:
     """What is lacking, and what gets the user further: each remedy named is known to work."""
     files = run.checkpoints.files()
     if not files and run.last_saved() is None:
@@ -99,18 +108,18 @@ def trained_model(task: Task, state: State, device: torch.device) -> nn.Module:
     Raises:
         CheckpointError: they are another model's.
     """
-    return restored_model(task, state).to(device).eval()
+    return model_for_export(task, state).to(device).eval()
 
 
-def restored_model(task: Task, state: State) -> nn.Module:
+def model_for_export(task: Task, state: State) -> nn.Module:
     """The same in training mode on the CPU: a module that merges weights in `eval()` has not merged them yet.
 
     Raises:
         CheckpointError: they are another model's.
     """
-    with preserved():
-        model = built_model(task)
-        set_training(model, state.in_eval if state.in_eval is not None else stays_in_eval(model))
+    with preserve_generators():
+        model = build_model(task)
+        set_training(model, state.in_eval if state.in_eval is not None else modules_in_eval(model))
         optimizer = task.build_optimizer(model) if state.optimizer.get("switched") else None
     restore_model(model, state)
     restore_model_attributes(model, state.attributes)
@@ -120,12 +129,12 @@ def restored_model(task: Task, state: State) -> nn.Module:
     if optimizer is not None:  # the weights of the last step; an optimizer such as a schedule-free one evaluates others
         restore_optimizer(optimizer, model, state.optimizer)
         with torch.no_grad():
-            for one in switching(optimizer, list(inner_optimizers(optimizer).values())):
+            for one in switchable_optimizers(optimizer, list(inner_optimizers(optimizer).values())):
                 one.eval()
     return model
 
 
-def preparation(task: Task) -> Callable[[Any], Any] | None:
+def prepare_function(task: Task) -> Callable[[Any], Any] | None:
     """What turns raw inputs into the model's, without a look at the data."""
     return task.prepare or (task.data.prepare if isinstance(task.data, Bundle) else None)
 
@@ -134,17 +143,17 @@ def first_inputs(task: Task, samples: int) -> Any:
     """Raw inputs of the first samples of the training data."""
     data = task.data.train if isinstance(task.data, Bundle) else task.data
     given = as_source(data, "data", collate=task.collate, batch_size=task.batch_size)
-    raw = Roles(given.source, None, None, task.batch_size or 1, task.seed, prepare=None, classes=(), note="")
-    return inputs_of(peek(raw, samples))
+    raw = DataSplits(given.source, None, None, task.batch_size or 1, task.seed, prepare=None, classes=(), note="")
+    return batch_inputs(first_batch(raw, samples))
 
 
-def samples_of(task: Task, x: Any, most: int) -> Any:
+def first_samples(task: Task, x: Any, most: int) -> Any:
     """The first of the samples that a user gave as `predict` takes them: arrays, or a file of them."""
-    columns = _from_file(task, Path(x)) if isinstance(x, str | Path) else columns_of(x)
-    return cut(columns, 0, min(most, samples_in(columns)))
+    columns = _read_inputs(task, Path(x)) if isinstance(x, str | Path) else input_columns(x)
+    return cut_rows(columns, 0, min(most, count_samples(columns)))
 
 
-def output_of(task: Task, model: nn.Module, inputs: Any) -> Tensor | dict[str, Tensor]:
+def model_output(task: Task, model: nn.Module, inputs: Any) -> Tensor | dict[str, Tensor]:
     """What the model says of prepared inputs, as one tensor, or as tensors by name.
 
     Of a mapping or object with `logits` these alone; a tuple's items are called `output_0`, `output_1` and so on.
@@ -165,10 +174,12 @@ def output_of(task: Task, model: nn.Module, inputs: Any) -> Tensor | dict[str, T
         items = output._asdict()
     elif isinstance(output, tuple | list):
         items = {f"output_{place}": item for place, item in enumerate(output)}
-    other = next((f"{name!r} is {kind(item)}" for name, item in items.items() if not isinstance(item, Tensor)), None)
+    other = next(
+        (f"{name!r} is {type_name(item)}" for name, item in items.items() if not isinstance(item, Tensor)), None
+    )
     if other is not None or not items:
         raise TaskError(
-            f"the model's output is {kind(output)}" + (f" whose {other}" if other else ""),
+            f"the model's output is {type_name(output)}" + (f" whose {other}" if other else ""),
             expected="a tensor, or tensors by name",
             fix="give the Task a predict(model, inputs) that picks one",
         )
@@ -179,16 +190,16 @@ def predict(
     task: Task, model: nn.Module, x: Any, facts: TaskFacts, device: torch.device, progress: Progress | None = None
 ) -> np.ndarray | dict[str, np.ndarray]:
     """What the model says of each sample of `x`, on the CPU; see `hotloop.predict`."""
-    columns = _from_file(task, Path(x)) if isinstance(x, str | Path) else columns_of(x)
-    total = samples_in(columns)
-    size = enlarged(facts.batch_size, 4 * sum(math.prod(shape) for shape in facts.inputs))
+    columns = _read_inputs(task, Path(x)) if isinstance(x, str | Path) else input_columns(x)
+    total = count_samples(columns)
+    size = inference_batch_size(facts.batch_size, 4 * sum(math.prod(shape) for shape in facts.inputs))
     gathered: dict[str, np.ndarray] = {}
     alone = True
-    with preserved(device), torch.no_grad():
+    with preserve_generators(device), torch.no_grad():
         for start, output in _outputs(task, model, columns, size, facts, device):
             alone = isinstance(output, Tensor)
             for name, rows in ({"": output} if isinstance(output, Tensor) else output).items():
-                values = on_host(rows)
+                values = to_numpy(rows)
                 if name not in gathered:
                     gathered[name] = np.empty((total, *values.shape[1:]), values.dtype)
                 gathered[name][start : start + len(values)] = values
@@ -201,28 +212,28 @@ def _outputs(
     task: Task, model: nn.Module, columns: Any, size: int, facts: TaskFacts, device: torch.device
 ) -> Iterator[tuple[int, Tensor | dict[str, Tensor]]]:
     """`(number of its first sample, output)` batch by batch; random draws follow from the Task's seed."""
-    prepare = preparation(task)
-    streams, owned = Streams(task.seed, device), OwnedGenerators({**task.owners(model), "prepare": prepare})
+    prepare = prepare_function(task)
+    streams, owned = RandomStreams(task.seed, device), OwnedGenerators({**task.owners(model), "prepare": prepare})
     owned.refresh()
-    for number, start in enumerate(range(0, samples_in(columns), size)):
-        batch = cut(columns, start, start + size)
+    for number, start in enumerate(range(0, count_samples(columns), size)):
+        batch = cut_rows(columns, start, start + size)
         _check_finite(batch, start)
         owned.seed(streams.reseed("predict", number))
-        prepared = batch if prepare is None else _explained(batch, facts, prepare, batch)
+        prepared = batch if prepare is None else _call_on_new_inputs(batch, facts, prepare, batch)
         if start == 0 and task.loss is not None:
             _check_dimensions(prepared, facts)
-        output = _explained(batch, facts, output_of, task, model, to_device(prepared, device))
-        _check_rows(output, samples_in(batch))
+        output = _call_on_new_inputs(batch, facts, model_output, task, model, to_device(prepared, device))
+        _check_rows(output, count_samples(batch))
         yield start, output
 
 
-def on_host(output: Tensor) -> np.ndarray:
+def to_numpy(output: Tensor) -> np.ndarray:
     """An output as a NumPy array: floating-point numbers as float32, others as they are."""
     wanted = torch.float32 if output.is_floating_point() else output.dtype
     return output.detach().to("cpu", wanted).numpy()
 
 
-def _from_file(task: Task, path: Path) -> Any:
+def _read_inputs(task: Task, path: Path) -> Any:
     """The inputs in a file: several arrays by name where the Task's data has names, else in the file's order."""
     found = read_arrays(path)
     if not isinstance(found, dict) or isinstance(first_inputs(task, 1), Mapping):
@@ -230,7 +241,7 @@ def _from_file(task: Task, path: Path) -> Any:
     return tuple(found.values()) if len(found) != 1 else next(iter(found.values()))
 
 
-def columns_of(x: Any) -> Any:
+def input_columns(x: Any) -> Any:
     """The inputs as arrays that are cut into batches later, and only then converted: one, a tuple, or a dict."""
     if isinstance(x, Mapping):
         return {name: _array(value) for name, value in x.items()}
@@ -241,7 +252,7 @@ def _array(value: Any) -> Any:
     return value if isinstance(value, Tensor | np.ndarray) else as_tensor(value, "x")
 
 
-def cut(columns: Any, start: int, stop: int) -> Any:
+def cut_rows(columns: Any, start: int, stop: int) -> Any:
     """Some samples, as CPU tensors of their own: a `prepare` may change them in place."""
     if isinstance(columns, dict):
         return {name: _rows(value, start, stop, f"x[{name!r}]") for name, value in columns.items()}
@@ -254,7 +265,7 @@ def _rows(array: Any, start: int, stop: int, name: str) -> Tensor:
     return as_tensor(array[start:stop], name).clone()
 
 
-def samples_in(columns: Any) -> int:
+def count_samples(columns: Any) -> int:
     """How many samples there are.
 
     Raises:
@@ -277,7 +288,7 @@ def samples_in(columns: Any) -> int:
 
 
 def _check_finite(batch: Any, start: int) -> None:
-    for tensor in tensors(batch):
+    for tensor in tree_tensors(batch):
         finite = torch.isfinite(tensor).flatten(1).all(dim=1) if tensor.ndim > 1 else torch.isfinite(tensor)
         if not finite.all():
             first = start + int((~finite).nonzero()[0])
@@ -292,7 +303,7 @@ def _check_dimensions(prepared: Any, facts: TaskFacts) -> None:
     """Refuses inputs of another number of dimensions, which some models take without a word, and take wrongly."""
     if isinstance(prepared, Mapping):
         return
-    given = [list(tensor.shape[1:]) for tensor in tensors(prepared)]
+    given = [list(tensor.shape[1:]) for tensor in tree_tensors(prepared)]
     trained = facts.inputs[: len(given)] if len(given) < len(facts.inputs) else facts.inputs[:-1] or facts.inputs
     if len(given) != max(1, len(facts.inputs) - 1):
         raise DataError(
@@ -300,8 +311,8 @@ def _check_dimensions(prepared: Any, facts: TaskFacts) -> None:
         )
     if [len(shape) for shape in given] != [len(shape) for shape in trained]:
         raise DataError(
-            f"samples of x have shape {_shapes(given)}",
-            expected=f"shape {_shapes(trained)}, as in training",
+            f"samples of x have shape {_format_shapes(given)}",
+            expected=f"shape {_format_shapes(trained)}, as in training",
             fix="reshape them",
         )
 
@@ -316,27 +327,27 @@ def _check_rows(output: Tensor | dict[str, Tensor], samples: int) -> None:
             )
 
 
-def _explained(batch: Any, facts: TaskFacts, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_on_new_inputs(batch: Any, facts: TaskFacts, function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs the user's code on new inputs; where it can't take them, one line says what it was trained on."""
     try:
         return function(*arguments)
     except HotloopError:
         raise
     except Exception as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise MemoryExhausted(
-                f"the memory ran out on {samples_in(batch)} samples: {blame(error)}",
+                f"the memory ran out on {count_samples(batch)} samples: {describe_error(error)}",
                 expected="room for them",
                 fix="free some, or use a device with more, such as --device cpu",
             ) from error
-        given = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape[1:])}" for t in tensors(batch))
+        given = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape[1:])}" for t in tree_tensors(batch))
         shapes = facts.inputs[:-1] or facts.inputs
         raise DataError(
-            f"the model can't take samples {given}: {blame(error)}",
-            expected=f"samples that are {_shapes(shapes)} once prepared, as in training",
+            f"the model can't take samples {given}: {describe_error(error)}",
+            expected=f"samples that are {_format_shapes(shapes)} once prepared, as in training",
             fix="give inputs of the shape and dtype of the training data",
         ) from error
 
 
-def _shapes(shapes: list[list[int]]) -> str:
+def _format_shapes(shapes: list[list[int]]) -> str:
     return ", ".join(str(tuple(shape)) for shape in shapes)

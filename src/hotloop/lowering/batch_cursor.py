@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Any
 
 from hotloop.core.state import Position
-from hotloop.data.feeds.batches import Cut
+from hotloop.data.feeds.batches import RowBatches
 from hotloop.data.feeds.feed import Feed, TableFeed
-from hotloop.distributed.rank_progress import PROGRESS
+from hotloop.distributed.rank_progress import RANK_PROGRESS
 from hotloop.lowering.checks.batch_rows import BatchChecks
 from hotloop.lowering.eager_step import EagerStep
 
@@ -29,32 +29,32 @@ class BatchCursor:
         """Returns up to `steps` checked batches of the position's epoch."""
         if self._batches is None:
             self._batches = self._open(feed, position)
-            self._step.cut_from = _rows_of(feed)
+            self._step.first_split_step = _row_arrays(feed)
         taken: Iterator[Any] = (
-            self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
+            self._batches.take(steps) if isinstance(self._batches, RowBatches) else islice(self._batches, steps)
         )
-        if not self._step.parts.world.alone:
-            taken = _recorded(taken, position.step)
-        return self._checks.passing(taken, position.step) if self._checks.needed else taken
+        if not self._step.parts.world.is_single:
+            taken = _record_batches(taken, position.step)
+        return self._checks.check_while_passing(taken, position.step) if self._checks.is_needed else taken
 
     def reset(self) -> None:
         """Closes the feed. The next call of `take` opens the feed again and repeats batches that weren't used for training."""
         self._batches = None
 
     def _open(self, feed: Feed, position: Position) -> Iterator[tuple[Any, int]]:
-        if self._step.cuts_batches and not self._checks.needed and isinstance(feed, TableFeed) and feed.untouched:
-            return feed.cut(position.epoch, position.batch)
+        if self._step.cuts_batches and not self._checks.is_needed and isinstance(feed, TableFeed) and feed.is_untouched:
+            return feed.row_batches(position.epoch, position.batch)
         return feed.epoch(position.epoch, position.batch)
 
 
-def _recorded(batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
+def _record_batches(batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
     for number, batch in enumerate(batches, step + 1):
-        PROGRESS.begin_step(number)
+        RANK_PROGRESS.begin_step(number)
         yield batch
 
 
-def _rows_of(feed: Feed) -> Any:
+def _row_arrays(feed: Feed) -> Any:
     """Returns the arrays whose rows are the batches; None if batches are transformed or on another device."""
-    if isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu":
+    if isinstance(feed, TableFeed) and feed.is_untouched and feed.treatment.device.type == "cpu":
         return feed.table.columns
     return None

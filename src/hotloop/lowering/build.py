@@ -12,68 +12,70 @@ import torch
 
 from hotloop.core.feasibility.violations import check, is_plain
 from hotloop.core.hardware.devices import check_device
-from hotloop.core.hardware.probe import here
-from hotloop.core.random.rng import preserved
-from hotloop.core.reporter import During, Say, in_lines
+from hotloop.core.hardware.probe import probe_hardware
+from hotloop.core.random.rng import preserve_generators
+from hotloop.core.reporter import ProgressReporter, Report, report_in_lines
 from hotloop.core.task_parts.named_optimizers import NamedOptimizers
-from hotloop.data.feeds.feed import Feed, Treatment, open_feed
-from hotloop.data.feeds.rank_rows import CutFeed, PartedFeed, looks_around
-from hotloop.data.order import Parted
+from hotloop.data.feeds.feed import BatchTransform, Feed, open_feed
+from hotloop.data.feeds.rank_rows import RankRowsFeed, WholeBatchFeed, uses_whole_batch
+from hotloop.data.order import RankRows
 from hotloop.distributed.world import World
-from hotloop.errors import MemoryExhausted, blame, out_of_memory
+from hotloop.errors import MemoryExhausted, describe_error, is_out_of_memory
 from hotloop.lowering.checks.single_sample import check_single_samples
-from hotloop.lowering.context import Ingredients, placed
+from hotloop.lowering.context import LoweringContext, move_to_device
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.object_state.attributes import unchanged
-from hotloop.lowering.parameter_server.server import Policy
-from hotloop.lowering.parameter_server.server_program import served
+from hotloop.lowering.object_state.attributes import preserve_attributes
+from hotloop.lowering.parameter_server.server import StalenessPolicy
+from hotloop.lowering.parameter_server.server_program import parameter_server_program
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps.alternating_step import AlternatingStep
-from hotloop.lowering.task_facts import facts_of, trial_optimizer
-from hotloop.lowering.transforms.allocator import with_allocator
-from hotloop.lowering.transforms.cudnn import with_cudnn
-from hotloop.lowering.transforms.layout import in_layout
-from hotloop.lowering.transforms.optimizer import check_whole_gradients, with_implementation
-from hotloop.lowering.transforms.placement import in_places
-from hotloop.lowering.transforms.precision import in_precision
-from hotloop.lowering.transforms.residency import resident
-from hotloop.lowering.transforms.threads import repeatable, with_threads
+from hotloop.lowering.task_facts import task_facts, trial_optimizer
+from hotloop.lowering.transforms.allocator import apply_allocator
+from hotloop.lowering.transforms.cudnn import apply_cudnn
+from hotloop.lowering.transforms.layout import apply_layout
+from hotloop.lowering.transforms.optimizer import apply_optimizer, check_whole_gradients
+from hotloop.lowering.transforms.placement import apply_placement
+from hotloop.lowering.transforms.precision import apply_precision
+from hotloop.lowering.transforms.residency import apply_residency
+from hotloop.lowering.transforms.threads import apply_determinism, apply_threads
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
 
 
-def on_device(parts: Ingredients) -> Ingredients:
+def apply_device(parts: LoweringContext) -> LoweringContext:
     """The device axis, and modules that are placed elsewhere; each rank has the device of its own number."""
     device = check_device(parts.plan.device)
-    if device.type == "cuda" and not parts.world.alone:
+    if device.type == "cuda" and not parts.world.is_single:
         device = torch.device("cuda", torch.cuda.current_device())
-    return placed(parts, device) if parts.plan.placement is None else in_places(parts, device)
+    return move_to_device(parts, device) if parts.plan.placement is None else apply_placement(parts, device)
 
 
-def with_engines_heard(parts: Ingredients) -> Ingredients:
+def apply_engine_timing(parts: LoweringContext) -> LoweringContext:
     """The parallel axis, where torch's engines send by themselves: their time goes to the rank's meter."""
     if parts.plan.parallel not in ("sharded", "tensor", "stages"):
         return parts
-    hearing = partial(parts.meter.hearing_engines, relayed=parts.relayed)
+    hearing = partial(parts.meter.measure_engines, relayed=parts.is_pipelined)
     return replace(parts, around=(*parts.around, hearing))
 
 
-TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
-    on_device,
-    resident,
-    in_layout,
-    in_precision,
-    with_implementation,
-    with_threads,
-    with_allocator,
-    with_cudnn,
-    repeatable,
-    with_engines_heard,
+TRANSFORMS: tuple[Callable[[LoweringContext], LoweringContext], ...] = (
+    apply_device,
+    apply_residency,
+    apply_layout,
+    apply_precision,
+    apply_optimizer,
+    apply_threads,
+    apply_allocator,
+    apply_cudnn,
+    apply_determinism,
+    apply_engine_timing,
 )
 """Each turns ingredients into ingredients; they apply from first to last."""
 
 
-def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, during: During | None = None) -> Program:
+def lower(
+    task: Task, plan: Plan = BASELINE, say: Report = lambda line: None, during: ProgressReporter | None = None
+) -> Program:
     """Makes a Task runnable under a Plan; the caller's random generators stay as they are.
 
     Args:
@@ -88,57 +90,58 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
     """
     check_device(plan.device)
     if plan.ranked:
-        plan = plan.with_axes(ranks=World.of(plan).ranks)  # those that are there, whatever was there before
-    with making_ready(plan), preserved():
-        parts = replace(Ingredients.of(task, plan), say=say, during=during or in_lines(say))
-        parts = replace(parts, trial=trial_optimizer(task, parts.model))
-        _check(parts)
+        plan = plan.with_axes(ranks=World.from_group(plan).ranks)  # those that are there, whatever was there before
+    with translate_memory_errors(plan), preserve_generators():
+        parts = replace(LoweringContext.from_task(task, plan), say=say, during=during or report_in_lines(say))
+        parts = replace(parts, trial_optimizer=trial_optimizer(task, parts.model))
+        _check_plan(parts)
         for transform in TRANSFORMS:
             parts = transform(parts)
         for note in parts.notes:
             say(note)
-        with unchanged(parts.task):
+        with preserve_attributes(parts.task):
             check_single_samples(parts)
         if plan.parallel == "async":
-            return served(parts, Policy.of(plan))
+            return parameter_server_program(parts, StalenessPolicy.from_plan(plan))
         check_whole_gradients(parts.model, plan)
-        step = _step(parts)
+        step = _make_step(parts)
         check_whole_gradients(step.holder, plan)  # the optimizer's factory may hang some up, too
-        return _checked(Program(step.parts, step, _feed(parts)))  # a step may settle what its plan leaves open
+        # a step may settle what its plan leaves open
+        return _check_first_batch(Program(step.parts, step, _make_feed(parts)))
 
 
 @contextmanager
-def making_ready(plan: Plan) -> Iterator[None]:
+def translate_memory_errors(plan: Plan) -> Iterator[None]:
     """Turns a lack of memory into one line, while model and data come into being."""
     try:
         yield
     except Exception as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         where = " and ".join(dict.fromkeys([plan.device, *(plan.placement or {}).values()]))
         raise MemoryExhausted(
-            f"making model and data ready on {where} ran out of memory: {blame(error)}",
+            f"making model and data ready on {where} ran out of memory: {describe_error(error)}",
             fix="use a smaller model, less data at once, or a device with more memory",
         ) from error
 
 
-def _step(parts: Ingredients) -> EagerStep:
+def _make_step(parts: LoweringContext) -> EagerStep:
     """Imports what the plan needs and no more: torch's compiler and its parts for ranks take seconds to import."""
     plan = parts.plan
     if plan.engine == "arrays":
         from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
 
         return ArraysStep(parts)
-    if parts.relayed:
-        from hotloop.lowering.pipeline.pipeline_step import StagedStep
+    if parts.is_pipelined:
+        from hotloop.lowering.pipeline.pipeline_step import PipelineStep
 
-        return StagedStep(parts)
+        return PipelineStep(parts)
     if plan.ranked:
-        return _ranked(parts)
+        return _make_rank_step(parts)
     if plan.graphs != "none":
-        from hotloop.lowering.steps.cuda_graph import GraphedStep
+        from hotloop.lowering.steps.cuda_graph import CudaGraphStep
 
-        return GraphedStep(parts)
+        return CudaGraphStep(parts)
     if plan.compile != "none":
         from hotloop.lowering.steps.compiled_step import CompiledStep
 
@@ -148,33 +151,35 @@ def _step(parts: Ingredients) -> EagerStep:
     return AlternatingStep(made) if isinstance(optimizer, NamedOptimizers) else EagerStep(made)
 
 
-def _ranked(parts: Ingredients) -> EagerStep:
+def _make_rank_step(parts: LoweringContext) -> EagerStep:
     if parts.plan.parallel == "tensor":
         from hotloop.lowering.steps.tensor_parallel import TensorStep
 
         return TensorStep(parts)
-    from hotloop.lowering.steps.data_parallel import SharedStep, TowersStep
-    from hotloop.lowering.steps.local_sgd import LocalStep
+    from hotloop.lowering.steps.data_parallel import DataParallelStep, ParameterHostStep
+    from hotloop.lowering.steps.local_sgd import LocalSgdStep
 
-    return {"towers": TowersStep, "local": LocalStep}.get(parts.plan.parallel, SharedStep)(parts)
+    return {"towers": ParameterHostStep, "local": LocalSgdStep}.get(parts.plan.parallel, DataParallelStep)(parts)
 
 
-def _checked(program: Program) -> Program:
+def _check_first_batch(program: Program) -> Program:
     """Tries on a first batch what may not work for this Task; nothing of it stays in the program's State."""
     parts, plan = program.parts, program.parts.plan
     made = " and ".join(["compiled"] * (plan.compile != "none") + ["recorded"] * (plan.graphs != "none"))
     if plan.accumulation == 1 and not made:
         return program
-    with unchanged(parts.task):
-        batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
+    with preserve_attributes(parts.task):
+        batch, samples = next(
+            open_feed(parts.splits.train, parts.splits.order, _make_transform(parts), workers=0).epoch(0)
+        )
     if plan.accumulation > 1:
-        with unchanged(parts.task):
+        with preserve_attributes(parts.task):
             program.checks.compare_first(batch, samples)
     if made:
         began = time.perf_counter()
         if plan.compile != "none":
             parts.say("compiling the step, which may take half a minute")
-        with parts.during("compiling the step", counted=False), closed_unless_done(program):
+        with parts.during("compiling the step", counted=False), close_on_error(program):
             program.prepare(batch, samples)
         program.compile_s = time.perf_counter() - began
         parts.say(f"{made} the step in {program.compile_s:.1f}s")
@@ -182,7 +187,7 @@ def _checked(program: Program) -> Program:
 
 
 @contextmanager
-def closed_unless_done(program: Program) -> Iterator[None]:
+def close_on_error(program: Program) -> Iterator[None]:
     """Whatever ends what is done with a Program, Ctrl-C too, closes it."""
     try:
         yield
@@ -191,28 +196,28 @@ def closed_unless_done(program: Program) -> Iterator[None]:
         raise
 
 
-def _check(parts: Ingredients) -> None:
+def _check_plan(parts: LoweringContext) -> None:
     """Refuses what can't be run; the baseline can, so nobody has to look at the machine for it."""
     if not is_plain(parts.plan) or parts.plan.threads or parts.plan.workers:
         device = str(check_device(parts.plan.device))
-        check(parts.plan.with_axes(device=device), facts_of(parts), here(device))
+        check(parts.plan.with_axes(device=device), task_facts(parts), probe_hardware(device))
 
 
-def _feed(parts: Ingredients) -> Feed:
-    order, world, source = parts.roles.order, parts.world, parts.roles.train
+def _make_feed(parts: LoweringContext) -> Feed:
+    order, world, source = parts.splits.order, parts.world, parts.splits.train
     # A data set that is said to change is copied anew into each epoch's workers, as torch's loaders do.
     opened = partial(open_feed, source, workers=parts.plan.workers, endless=parts.task.deterministic is not False)
-    if parts.dealt.alone:
-        return opened(order, _treatment(parts))
+    if parts.is_dealt.is_single:
+        return opened(order, _make_transform(parts))
     assert order is not None
-    rows = Parted(**vars(order), rank=world.rank, ranks=world.ranks)
-    if world.from_first(lambda: looks_around(source, order)):
+    rows = RankRows(**vars(order), rank=world.rank, ranks=world.ranks)
+    if world.broadcast_object(lambda: uses_whole_batch(source, order)):
         parts.say(
             "collate makes a sample's row depend on others (padding): each rank loads whole batches, and cuts them"
         )
-        return CutFeed(opened(order, _treatment(parts)), rows)
-    return PartedFeed(opened(rows, replace(_treatment(parts), rank=world.rank)), order)
+        return WholeBatchFeed(opened(order, _make_transform(parts)), rows)
+    return RankRowsFeed(opened(rows, replace(_make_transform(parts), rank=world.rank)), order)
 
 
-def _treatment(parts: Ingredients) -> Treatment:
-    return Treatment(parts.device, parts.task.seed, parts.roles.prepare, parts.task.augment)
+def _make_transform(parts: LoweringContext) -> BatchTransform:
+    return BatchTransform(parts.device, parts.task.seed, parts.splits.prepare, parts.task.augment)

@@ -12,28 +12,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hotloop.core.feasibility.rank_plans import JOINT
-from hotloop.core.number_formats import Switches
-from hotloop.core.reporter import SILENT, During, Say
+from hotloop.core.feasibility.rank_plans import JOINT_MODES
+from hotloop.core.number_formats import Float32Switches
+from hotloop.core.reporter import SILENT, ProgressReporter, Report
 from hotloop.core.state import put_values
 from hotloop.core.task_parts.keras import is_built
 from hotloop.core.task_parts.memory_layout import check_memory
-from hotloop.core.task_parts.module_modes import evaluation_mode, note_of_modes, set_training, stays_in_eval
-from hotloop.data.batch_tree import inputs_of, tensors
-from hotloop.data.feeds.feed import peek
+from hotloop.core.task_parts.module_modes import describe_modes, evaluation_mode, modules_in_eval, set_training
+from hotloop.data.batch_tree import batch_inputs, tree_tensors
+from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import Table
-from hotloop.data.splits import Roles, check_labels
-from hotloop.distributed.comm_stats import Meter
-from hotloop.distributed.world import ALONE, World
-from hotloop.errors import DataError, TaskError, calling, kind
-from hotloop.lowering.losses.loss_copy import copied_loss
-from hotloop.lowering.object_state.attributes import hand_on, unchanged
+from hotloop.data.splits import DataSplits, check_labels
+from hotloop.distributed.comm_stats import CommMeter
+from hotloop.distributed.world import SINGLE_RANK, World
+from hotloop.errors import DataError, TaskError, call_user_code, type_name
+from hotloop.lowering.losses.loss_copy import copy_loss
+from hotloop.lowering.object_state.attributes import pass_initial_values, preserve_attributes
 from hotloop.plan import Plan
-from hotloop.task import Computed, Task, forward
+from hotloop.task import StepResult, Task, forward
 
 
 @dataclass(frozen=True)
-class Ingredients:
+class LoweringContext:
     """Model, objective and data of one Task under one Plan.
 
     Attributes:
@@ -58,23 +58,23 @@ class Ingredients:
 
     task: Task
     plan: Plan
-    roles: Roles
+    splits: DataSplits
     device: torch.device
     model: nn.Module
     weigh: Callable[[Any, int], Any]
-    compute: Callable[[nn.Module, Any], Computed]
+    compute: Callable[[nn.Module, Any], StepResult]
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     scaled: bool = False
     around: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
-    switches: Switches = field(default_factory=dict)
-    say: Say = lambda line: None
-    during: During = SILENT
-    world: World = ALONE
-    meter: Meter = field(default_factory=Meter)
+    switches: Float32Switches = field(default_factory=dict)
+    say: Report = lambda line: None
+    during: ProgressReporter = SILENT
+    world: World = SINGLE_RANK
+    meter: CommMeter = field(default_factory=CommMeter)
     notes: tuple[str, ...] = ()
     elsewhere: tuple[torch.device, ...] = ()
     in_eval: frozenset[str] = frozenset()
-    trial: torch.optim.Optimizer | None = None
+    trial_optimizer: torch.optim.Optimizer | None = None
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -82,7 +82,7 @@ class Ingredients:
         return (self.device, *self.elsewhere)
 
     @contextmanager
-    def on_copied_loss(self) -> Iterator[Ingredients]:
+    def with_copied_loss(self) -> Iterator[LoweringContext]:
         """The same, to try something: what the loss counts or stores meanwhile is a copy's, or is put back.
 
         Raises:
@@ -90,9 +90,9 @@ class Ingredients:
         """
         task = self.task
         if self.compute == task.compute and task.loss is not None:
-            task = replace(task, loss=copied_loss(task.loss))
-            vars(task)["roles"] = self.roles
-            weigh = self.weigh if self.weigh is _samples else task.weight_of
+            task = replace(task, loss=copy_loss(task.loss))
+            vars(task)["roles"] = self.splits
+            weigh = self.weigh if self.weigh is _count_samples else task.weight_of
             yield replace(self, task=task, compute=task.compute, weigh=weigh)
             return
         buffers = list(task.loss.buffers()) if isinstance(task.loss, nn.Module) else []
@@ -105,68 +105,68 @@ class Ingredients:
                     value.copy_(then)
 
     @property
-    def relayed(self) -> bool:
+    def is_pipelined(self) -> bool:
         """Whether each batch goes from rank to rank, of which the last has what comes of it."""
         return self.plan.parallel == "stages"
 
     @property
-    def joint(self) -> World:
+    def is_joint(self) -> World:
         """The ranks that compute each batch together, since each has a part of the model: then they must all go on with
         it, or none; this process alone where each has the whole model."""
-        return self.world if self.plan.parallel in JOINT else ALONE
+        return self.world if self.plan.parallel in JOINT_MODES else SINGLE_RANK
 
     @property
-    def dealt(self) -> World:
+    def is_dealt(self) -> World:
         """The ranks among which the batches of an evaluation are dealt: those that have the whole model."""
-        return ALONE if self.plan.parallel in JOINT else self.world
+        return SINGLE_RANK if self.plan.parallel in JOINT_MODES else self.world
 
     @classmethod
-    def of(cls, task: Task, plan: Plan) -> Ingredients:
+    def from_task(cls, task: Task, plan: Plan) -> LoweringContext:
         """The Task as it stands: eager, on the CPU."""
         roles = task.roles
         _check_loss(task)
-        model = built_model(task)
+        model = build_model(task)
         check_memory(model)
         if isinstance(task.loss, nn.Module):
             check_memory(task.loss, "loss")
         _check_output(task, roles, model)
-        note, in_eval = note_of_modes(model), stays_in_eval(model)
+        note, in_eval = describe_modes(model), modules_in_eval(model)
         set_training(model, in_eval)
-        weigh = _weigher(task, roles)
-        device, world = torch.device("cpu"), World.of(plan)
+        weigh = _make_weight_function(task, roles)
+        device, world = torch.device("cpu"), World.from_group(plan)
         whole = (task, plan, roles, device, model, weigh, task.compute, task.build_optimizer)
         return cls(*whole, world=world, notes=(note,) if note else (), in_eval=in_eval)
 
 
-def built_model(task: Task) -> nn.Module:
+def build_model(task: Task) -> nn.Module:
     """A new model on the CPU with all its parameters; those of lazy modules come into being on a first batch."""
     model = task.build_model()
-    if _unbuilt(model):
-        _run_once(task, model, peek(task.roles))
+    if _has_lazy_parameters(model):
+        _run_once(task, model, first_batch(task.roles))
     return model
 
 
-def placed(
-    parts: Ingredients, device: torch.device, move: Callable[[nn.Module], nn.Module] | None = None
-) -> Ingredients:
+def move_to_device(
+    parts: LoweringContext, device: torch.device, move: Callable[[nn.Module], nn.Module] | None = None
+) -> LoweringContext:
     """Model and loss moved to `device`; the loss is copied, since it may have buffers that training changes.
 
     Args:
         move: how the model is moved, if parts of it go elsewhere.
     """
     task = parts.task
-    if parts.relayed:  # each rank moves what it holds, once it is known
+    if parts.is_pipelined:  # each rank moves what it holds, once it is known
         return replace(parts, device=device)
     if isinstance(task.loss, nn.Module):
         task = replace(task, loss=copy.deepcopy(task.loss).to(device))
-        vars(task)["roles"] = parts.roles
-        hand_on(parts.task, task)
-    weigh = _samples if parts.weigh is _samples else task.weight_of  # with the class weights on the device
+        vars(task)["roles"] = parts.splits
+        pass_initial_values(parts.task, task)
+    weigh = _count_samples if parts.weigh is _count_samples else task.weight_of  # with the class weights on the device
     model = parts.model.to(device) if move is None else move(parts.model)
     return replace(parts, task=task, device=device, model=model, weigh=weigh, compute=task.compute)
 
 
-def _unbuilt(model: nn.Module) -> bool:
+def _has_lazy_parameters(model: nn.Module) -> bool:
     """Whether parameters come into being only when the model first runs."""
     values = list(model.parameters())
     return any(map(is_lazy, values)) or not values or not all(map(is_built, model.modules()))
@@ -175,11 +175,11 @@ def _unbuilt(model: nn.Module) -> bool:
 def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
     """The output for one small batch; buffers are put back, so that nothing has happened."""
     buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
-    with torch.no_grad(), evaluation_mode([model]), unchanged(task):
+    with torch.no_grad(), evaluation_mode([model]), preserve_attributes(task):
         try:
             if task.step is not None:
-                return calling("the step", task.compute, model, batch)
-            return calling("the model", forward, model, inputs_of(batch))
+                return call_user_code("the step", task.compute, model, batch)
+            return call_user_code("the model", forward, model, batch_inputs(batch))
         finally:
             for name, value in model.named_buffers():
                 if name in buffers:
@@ -199,11 +199,11 @@ def _check_loss(task: Task) -> None:
         )
 
 
-def _check_output(task: Task, roles: Roles, model: nn.Module) -> None:
+def _check_output(task: Task, roles: DataSplits, model: nn.Module) -> None:
     """For a classification of arrays in memory: every label is one that the model can put out."""
     if not task.objective.cross_entropy or not isinstance(roles.train, Table):
         return
-    targets = _targets(roles.train)
+    targets = _target_column(roles.train)
     if targets is None or (targets.is_floating_point() and targets.ndim > 1):  # probabilities of classes
         return
     if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -213,13 +213,13 @@ def _check_output(task: Task, roles: Roles, model: nn.Module) -> None:
             fix="turn them into integers, such as y.astype('int64') or y.long()",
         )
     try:
-        output = _run_once(task, model, peek(roles))
+        output = _run_once(task, model, first_batch(roles))
     except TaskError:
         # The first step says what is wrong, and where; or nothing is, but that the model takes no batch as small.
         return
     if not isinstance(output, Tensor) or output.ndim < 2:
         raise TaskError(
-            f"the model's output for a batch of 2 is {_shape(output)}",
+            f"the model's output for a batch of 2 is {_describe_shape(output)}",
             expected="a tensor (batch, classes, ...) for a cross entropy",
             fix="check the model's last layer",
         )
@@ -230,40 +230,40 @@ def _check_output(task: Task, roles: Roles, model: nn.Module) -> None:
             fix="reshape the targets, or check the model's last layer",
         )
     ignored = task.objective.ignore_index
-    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.raw_test)):
-        target = _targets(source) if isinstance(source, Table) else None
+    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.make_test)):
+        target = _target_column(source) if isinstance(source, Table) else None
         if target is not None and not target.is_floating_point():
             check_labels(target, output.shape[1], name, ignore_index=ignored)
 
 
-def _shape(output: Any) -> str:
-    return f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else kind(output)
+def _describe_shape(output: Any) -> str:
+    return f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type_name(output)
 
 
-def _targets(table: Table) -> Tensor | None:
+def _target_column(table: Table) -> Tensor | None:
     """The last of its columns, as the loss takes it; None where that is no tensor, or one of another kind of batch."""
     columns = table.columns
     last = columns[-1] if isinstance(columns, tuple | list) and len(columns) > 1 else None
     return last if isinstance(last, Tensor) else None
 
 
-def counts_samples(parts: Ingredients) -> bool:
+def counts_samples(parts: LoweringContext) -> bool:
     """Whether what a batch's loss counts is the number of its samples, whatever they hold."""
-    return parts.weigh is _samples
+    return parts.weigh is _count_samples
 
 
-def _weigher(task: Task, roles: Roles) -> Callable[[Any, int], Any]:
+def _make_weight_function(task: Task, roles: DataSplits) -> Callable[[Any, int], Any]:
     """`Task.weight_of`, or the plain number of samples where a look at the data shows that none is ignored."""
     plain = task.weight is None and task.objective.class_weights is None
     if plain and isinstance(roles.train, Table):
-        target = _targets(roles.train)
+        target = _target_column(roles.train)
         ignored = task.objective.ignore_index
         if target is None or ignored is None or not bool((target == ignored).any()):
-            return _samples
+            return _count_samples
     return task.weight_of
 
 
-def _samples(batch: Any, samples: int) -> int:
+def _count_samples(batch: Any, samples: int) -> int:
     return samples
 
 
@@ -275,4 +275,4 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 def input_shapes(batch: Any) -> list[list[int]]:
     """Shapes of one sample's tensors, without the batch dimension."""
-    return [list(tensor.shape[1:]) for tensor in tensors(batch)]
+    return [list(tensor.shape[1:]) for tensor in tree_tensors(batch)]

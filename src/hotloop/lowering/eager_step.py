@@ -13,23 +13,23 @@ from torch.fx import GraphModule
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hotloop.core.random.rng import StepDraws
-from hotloop.core.state import State, copy_into, leaves
-from hotloop.core.task_parts.loss_info import weighted
-from hotloop.core.task_parts.module_modes import switching
-from hotloop.core.task_parts.optimizer_state import capture as capture_optimizer
+from hotloop.core.random.rng import StepSeeds
+from hotloop.core.state import State, copy_into, tree_leaves
+from hotloop.core.task_parts.loss_info import weight_mean
+from hotloop.core.task_parts.module_modes import switchable_optimizers
+from hotloop.core.task_parts.optimizer_state import capture_state as capture_optimizer
 from hotloop.core.task_parts.optimizer_state import inner_optimizers
 from hotloop.core.task_parts.schedules import schedules_of
 from hotloop.errors import TaskError
-from hotloop.lowering.checks.first_step import check_clipping, check_loss, checking_losses, say_means
+from hotloop.lowering.checks.first_step import check_clipping, check_loss, check_losses, report_means
 from hotloop.lowering.checks.plan_limits import check_optimizer, check_trainable
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.losses.loss_sum import sum_doubt
-from hotloop.lowering.object_state.attributes import functions_of
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.losses.loss_sum import check_loss_sum
+from hotloop.lowering.object_state.attributes import schedule_functions
 from hotloop.lowering.step_generators import StepGenerators
 from hotloop.lowering.transforms.accumulation import accumulate
-from hotloop.lowering.transforms.optimizer import swept
-from hotloop.task import Computed, Yielded, one_for_a_generator
+from hotloop.lowering.transforms.optimizer import flush_subnormals
+from hotloop.task import StepResult, YieldedResult, single_optimizer_error
 
 
 class EagerStep:
@@ -43,8 +43,8 @@ class EagerStep:
         ran: how many steps its compiled program took; None without one.
         look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
         cut_from: the arrays whose rows `run` gets as batches, as they are; None where batches come otherwise.
-        cuts_batches: whether `run` takes a `Cut`, and cuts several batches at once.
-        draws_by_words: whether its random zeros and ones are other ones than the baseline's; see `ByWords`.
+        cuts_batches: whether `run` takes a `RowBatches`, and cuts several batches at once.
+        draws_by_words: whether its random zeros and ones are other ones than the baseline's; see `WordDrawMode`.
         scaler: decides by how much fp16's loss is scaled; None in other precisions.
         scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
         average: exponential average by parameter name, of what this rank holds; empty without one.
@@ -53,20 +53,20 @@ class EagerStep:
             `samples`.
     """
 
-    ran: int | None = None
+    steps_run: int | None = None
     look_s = 0.0
     draws_by_words = False
-    cut_from: Any = None
+    first_split_step: Any = None
     cuts_batches = False
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         task, model = parts.task, parts.model
         self.parts = parts
         self.optimizer = parts.build_optimizer(self.holder)
         self.scaler = torch.amp.GradScaler(parts.device.type) if parts.scaled else None
         self.scale = torch.ones((), device=parts.device) if parts.scaled else None
-        self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
-        self.switched = switching(self.optimizer, list(inner_optimizers(self.optimizer).values()))
+        self.schedule = task.build_schedule(self.optimizer, parts.splits.batches)
+        self.switched = switchable_optimizers(self.optimizer, list(inner_optimizers(self.optimizer).values()))
         check_optimizer(parts, self.optimizer, switches=bool(self.switched))
         for optimizer in self.switched:
             optimizer.train()
@@ -81,7 +81,7 @@ class EagerStep:
         self.owned = StepGenerators(task, model, self.optimizer, self.schedule, parts.world)
         self.draws = self._step_draws(*parts.devices)
         self._needs_closure = needs_closure(self.optimizer)
-        self._sweeps = parts.plan.optimizer == "fused" and parts.device.type == "cpu" and parts.world.alone
+        self._sweeps = parts.plan.optimizer == "fused" and parts.device.type == "cpu" and parts.world.is_single
         self._checked = self._has_said_means = False
         self.outer: dict[str, Tensor] = {}
         self.sums: dict[str, Any] = {}
@@ -106,21 +106,21 @@ class EagerStep:
             step += 1
             yield 1, samples
 
-    def _step_draws(self, *devices: torch.device, rank: int = 0) -> StepDraws:
+    def _step_draws(self, *devices: torch.device, rank: int = 0) -> StepSeeds:
         """What seeds the generators before each step, those among them that the Task's parts hold."""
-        return StepDraws(self.parts.task.seed, *devices, rank=rank, further=self.owned.seed)
+        return StepSeeds(self.parts.task.seed, *devices, rank=rank, further=self.owned.seed)
 
     def begin_span(self) -> None:
         """Prepares the generators for steps that follow; anything may have changed them before."""
         self.draws.begin_span()
         self.owned.refresh()
 
-    def _run(self, batch: Any, samples: int, step: int) -> Computed:
+    def _run(self, batch: Any, samples: int, step: int) -> StepResult:
         """Gradients and update."""
         computed = self._backward(batch, samples, step)
         self._update()
         if self._sweeps:
-            swept(self.optimizer, step)
+            flush_subnormals(self.optimizer, step)
         return computed
 
     def _update(self) -> None:
@@ -130,12 +130,12 @@ class EagerStep:
             self.scaler.step(self.optimizer)
             self.scaler.update()
 
-    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
+    def _backward(self, batch: Any, samples: int, step: int) -> StepResult:
         self.draws.seed(step)
         self._clear_gradients()
         first = not self._checked
         if self.parts.plan.accumulation > 1:
-            with checking_losses(self.parts, batch) if first else nullcontext():
+            with check_losses(self.parts, batch) if first else nullcontext():
                 computed = accumulate(self.parts, self.parts.model, batch, samples, self._backward_of)
             self._checked = True
         else:
@@ -146,7 +146,7 @@ class EagerStep:
         self._clip_unscaled()
         return computed
 
-    def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
+    def _differentiate(self, computed: StepResult, batch: Any, samples: int) -> StepResult:
         """Gradients of the loss; returns what the whole batch came to."""
         self._backward_of(computed.loss)
         return computed
@@ -196,7 +196,7 @@ class EagerStep:
     def objects(self) -> dict[str, Any]:
         """What this step alone holds, whose attributes training may change."""
         loss = self.parts.task.loss
-        found = {"model": self.parts.model, "optimizer": self.optimizer, "scheduler": functions_of(self.schedule)}
+        found = {"model": self.parts.model, "optimizer": self.optimizer, "scheduler": schedule_functions(self.schedule)}
         return found | ({"loss": loss} if isinstance(loss, nn.Module) else {})
 
     def saved_tensors(self) -> set[int]:
@@ -204,43 +204,43 @@ class EagerStep:
         loss = self.parts.task.loss
         modules = [self.parts.model, *([loss] if isinstance(loss, nn.Module) else [])]
         own = [value for module in modules for value in (*module.parameters(), *module.buffers())]
-        kept = [value for _, value in leaves([list(self.optimizer.state.values()), self.average, self.outer])]
+        kept = [value for _, value in tree_leaves([list(self.optimizer.state.values()), self.average, self.outer])]
         return {id(value) for value in (*own, *self._trainable, *kept) if isinstance(value, Tensor)}
 
     def trainable(self) -> tuple[bool, ...]:
         """`requires_grad` of each of the model's parameters."""
         return tuple(value.requires_grad for value in self.parts.model.parameters())
 
-    def meet(self) -> None:
+    def sync_ranks(self) -> None:
         """Brings ranks together that have gone ways of their own; all of them call it at the same places."""
 
     def totals(self) -> dict[str, Any]:
         """The sums over the epoch so far, of all ranks, which call it together."""
         return self.sums
 
-    def together(self) -> AbstractContextManager[None]:
+    def full_model(self) -> AbstractContextManager[None]:
         """The model as a whole, to compute something else with; only ranks may have it in shards."""
         return nullcontext()
 
-    def in_full(self) -> AbstractContextManager[None]:
+    def full_parameters(self) -> AbstractContextManager[None]:
         """All parameters with memory of their own, to read them or to write them."""
         return nullcontext()
 
-    def gathered(self, state: State) -> State:
+    def gather_state(self, state: State) -> State:
         """The whole State, of which ranks may have a part each."""
         return state
 
-    def evaluated(self, batch: Any, samples: int) -> Computed | None:
+    def evaluation_model(self, batch: Any, samples: int) -> StepResult | None:
         """The forward pass of an evaluation; None where another rank has what came of it."""
         return self.parts.task.compute(self.parts.model, batch)
 
-    def make_ready(self, batch: Any, samples: int) -> None:
+    def warm_up(self, batch: Any, samples: int) -> None:
         """Trains on such a batch as often as it takes to compile or record what follows; here there is nothing to do."""
 
-    def rebind(self) -> None:
+    def on_state_restored(self) -> None:
         """Notes that a State was restored, and tensors of the optimizer's state replaced."""
 
-    def unbind(self) -> None:
+    def invalidate_bindings(self) -> None:
         """Notes that callbacks may have put other tensors, or other memory, in the step's place, or added some."""
         self._list_parameters()
         if self.parts.plan.parallel != "none":
@@ -252,7 +252,7 @@ class EagerStep:
         self._filled = list(named.values())  # frozen ones, too, which a callback may have thawed
         self._averaged = [named[name] for name in self.average]
 
-    def look_again(self) -> None:
+    def schedule_recheck(self) -> None:
         """Has a compiled step see, before the next batch, whether it still does what was compiled."""
 
     def run_eagerly(self) -> None:
@@ -272,26 +272,26 @@ class EagerStep:
         for value in self._filled:
             value.grad = None
 
-    def _compute(self, batch: Any) -> Computed:
+    def _compute(self, batch: Any) -> StepResult:
         return self.parts.compute(self.parts.model, batch)
 
-    def _compute_first(self, batch: Any) -> Computed:
+    def _compute_first(self, batch: Any) -> StepResult:
         """The first forward pass: what would train, but on something wrong, is refused."""
-        with checking_losses(self.parts, batch):
+        with check_losses(self.parts, batch):
             computed = self._compute(batch)
-        if isinstance(computed, Yielded):
-            raise one_for_a_generator()
+        if isinstance(computed, YieldedResult):
+            raise single_optimizer_error()
         check_loss(computed.loss)
         self._checked = True
         parts = self.parts
-        if parts.world.alone and computed.output is not None:
-            doubt = sum_doubt(parts.task, computed.output, batch[-1], parts.device)
+        if parts.world.is_single and computed.output is not None:
+            doubt = check_loss_sum(parts.task, computed.output, batch[-1], parts.device)
             parts.say(doubt) if doubt else None
         return computed
 
-    def _closure_step(self, batch: Any, samples: int, step: int) -> Computed:
+    def _closure_step(self, batch: Any, samples: int, step: int) -> StepResult:
         """For optimizers such as LBFGS, which ask for the loss several times; each time the draws are the same."""
-        first: list[Computed] = []
+        first: list[StepResult] = []
 
         def closure() -> Tensor:
             computed = self._backward(batch, samples, step)
@@ -304,15 +304,15 @@ class EagerStep:
     def _add(self, loss: Tensor, scalars: dict[str, Tensor], weight: Any) -> None:
         sums, wide = self.sums, self.sums["loss"].dtype
         if isinstance(weight, Tensor):
-            sums["loss"] += weighted(loss.to(wide), weight)
+            sums["loss"] += weight_mean(loss.to(wide), weight)
         else:
             sums["loss"].add_(loss, alpha=weight)
         sums["weight"] += weight
         if scalars and not self._has_said_means:
             self._has_said_means = True
-            say_means(self.parts, scalars)
+            report_means(self.parts, scalars)
         for name, value in scalars.items():
-            sums[name] = sums.get(name, 0.0) + weighted(value.detach().to(wide), weight)
+            sums[name] = sums.get(name, 0.0) + weight_mean(value.detach().to(wide), weight)
 
     def reset_sums(self) -> None:
         """Begins the sums of an epoch."""
@@ -360,17 +360,17 @@ class EagerStep:
             )
 
 
-OF_WEIGHT = "weight of "
+WEIGHT_SUMS = "weight of "
 """In the name of a sum: what the batches counted that had the figure named after it, where some have not."""
 
 
-def means_of(sums: Mapping[str, float]) -> dict[str, float]:
+def epoch_means(sums: Mapping[str, float]) -> dict[str, float]:
     """The epoch's loss and further figures: each the mean over the batches that had it."""
     whole = sums["weight"] or 1.0
     return {
-        name: value / (sums.get(OF_WEIGHT + name, whole) or 1.0)
+        name: value / (sums.get(WEIGHT_SUMS + name, whole) or 1.0)
         for name, value in sums.items()
-        if name not in ("weight", "samples") and not name.startswith(OF_WEIGHT)
+        if name not in ("weight", "samples") and not name.startswith(WEIGHT_SUMS)
     }
 
 

@@ -10,70 +10,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.processes.signals import Stopped
+from hotloop.core.processes.signals import StopRequested
 from hotloop.core.random.generators import OwnedGenerators
-from hotloop.core.random.rng import Streams
+from hotloop.core.random.rng import RandomStreams
 from hotloop.core.records.training import Figures
-from hotloop.core.task_parts.classification_check import LossReads, correct, has_class_shapes
-from hotloop.core.task_parts.loss_info import weighted
-from hotloop.data.feeds.feed import SamplesFeed, StreamFeed, Treatment, open_feed
-from hotloop.data.order import Dealt
+from hotloop.core.task_parts.classification_check import LossReads, count_correct, has_class_shapes
+from hotloop.core.task_parts.loss_info import weight_mean
+from hotloop.data.feeds.feed import BatchTransform, SamplesFeed, StreamFeed, open_feed
+from hotloop.data.order import DealtBatches
 from hotloop.data.row_count import count_rows
 from hotloop.data.sources import Source, Stream, Table
-from hotloop.distributed.rank_progress import PROGRESS
-from hotloop.distributed.world import ALONE, World
-from hotloop.errors import TaskError, calling
+from hotloop.distributed.rank_progress import RANK_PROGRESS
+from hotloop.distributed.world import SINGLE_RANK, World
+from hotloop.errors import TaskError, call_user_code
 from hotloop.lowering.program import Program
-from hotloop.task import Computed
+from hotloop.task import StepResult
 
 _INPUT_BYTES = 1 << 20
 """Inputs of this size make a batch large enough that its overhead no longer matters."""
 
 
-Watch = Callable[[Any, int, Any], None]
+BatchObserver = Callable[[Any, int, Any], None]
 """Sees each batch of an evaluation: `(batch, samples, computed)`, on the device; None where another rank has it."""
 
 
-def evaluate(program: Program, source: Source, watch: Watch | None = None) -> Figures:
+def evaluate(program: Program, source: Source, watch: BatchObserver | None = None) -> Figures:
     """Loss and metrics over `source`, each averaged over all that they count.
 
     The figures follow from the model and the data alone: random draws are reseeded batch by batch.
     """
-    sums = _Sums(program)
+    sums = _WeightedSums(program)
     parts, stopped = program.parts, ""
-    world = ALONE if isinstance(source, Stream) else parts.dealt
+    world = SINGLE_RANK if isinstance(source, Stream) else parts.is_dealt
     try:
-        with PROGRESS.within("evaluation"), program.inference():
-            for batch, samples in batches(program, source, world):
+        with RANK_PROGRESS.within("evaluation"), program.inference():
+            for batch, samples in evaluation_batches(program, source, world):
                 computed = sums.add(batch, samples)
                 if watch is not None:
                     watch(batch, samples, computed)
-    except Stopped as error:
+    except StopRequested as error:
         stopped = error.reason
-    together = parts.world if parts.relayed else world
-    everyone = together.gathered((stopped, sums.plain()))  # also by one that was stopped: the others wait for its word
+    together = parts.world if parts.is_pipelined else world
+    # also by one that was stopped: the others wait for its word
+    everyone = together.all_gather((stopped, sums.plain()))
     if reasons := [reason for reason, _ in everyone if reason]:
-        raise Stopped(reasons[0])
-    return figures_of([own for _, own in everyone])
+        raise StopRequested(reasons[0])
+    return merge_figures([own for _, own in everyone])
 
 
-def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[tuple[Any, int]]:
+def evaluation_batches(program: Program, source: Source, world: World = SINGLE_RANK) -> Iterator[tuple[Any, int]]:
     """`(batch, samples)` of `source` in its own order, prepared, on the device; of several ranks' in turn, this one's."""
-    roles = program.parts.roles
-    treatment = Treatment(program.device, roles.seed, roles.prepare)
+    roles = program.parts.splits
+    treatment = BatchTransform(program.device, roles.seed, roles.prepare)
     order = None
     if not isinstance(source, Stream):
         sums_samples = program.parts.task.objective.sums_samples
         size = min(evaluation_batch_size(source, roles.batch_size, sums_samples), len(source))
         drops = source.batching.drop_last
-        order = Dealt(len(source), size, roles.seed, shuffle=False, drop_last=drops, rank=world.rank, ranks=world.ranks)
+        order = DealtBatches(
+            len(source), size, roles.seed, shuffle=False, drop_last=drops, rank=world.rank, ranks=world.ranks
+        )
     feed = open_feed(source, order, treatment, workers=program.parts.plan.workers, endless=False)
     if isinstance(feed, SamplesFeed | StreamFeed):
         feed.check = program.check
-    streams, owned = Streams(roles.seed, *program.devices), OwnedGenerators(program.parts.task.owners(program.model))
+    streams, owned = (
+        RandomStreams(roles.seed, *program.devices),
+        OwnedGenerators(program.parts.task.owners(program.model)),
+    )
     try:
         for number, (batch, samples) in enumerate(feed.epoch(0)):
-            PROGRESS.begin_batch()
+            RANK_PROGRESS.begin_batch()
             owned.refresh()
             owned.seed(streams.reseed("evaluate", world.rank + number * world.ranks))
             yield batch, samples
@@ -92,17 +98,17 @@ def evaluation_batch_size(source: Source, batch_size: int, sums_samples: bool) -
     """
     if not isinstance(source, Stream) and source.batching.batch_size is not None:
         return source.batching.batch_size
-    if not isinstance(source, Table) or source.read or not sums_samples:
+    if not isinstance(source, Table) or source.is_read or not sums_samples:
         return batch_size
-    return enlarged(batch_size, source.nbytes() // len(source))
+    return inference_batch_size(batch_size, source.nbytes() // len(source))
 
 
-def enlarged(batch_size: int, sample_bytes: int) -> int:
+def inference_batch_size(batch_size: int, sample_bytes: int) -> int:
     """A batch size for inference with inputs of this size."""
     return max(batch_size, min(_INPUT_BYTES // max(1, sample_bytes), 4096))
 
 
-class _Sums:
+class _WeightedSums:
     """Weighted sums on the device; they are read once, at the end."""
 
     def __init__(self, program: Program) -> None:
@@ -113,32 +119,32 @@ class _Sums:
         self.totals: dict[str, Any] = {}
         self.counts: dict[str, Any] = {}
 
-    def add(self, batch: Any, samples: int) -> Computed | None:
-        computed = self._computed(batch, samples)
+    def add(self, batch: Any, samples: int) -> StepResult | None:
+        computed = self._compute(batch, samples)
         if computed is None:
             return None
         weight = self.task.weight_of(batch, samples)
         rows, doubt = count_rows(batch, samples)
         if doubt and self.task.weight is None:
             self.program.checks.say_uncounted(doubt)
-        self._add("loss", weighted(computed.loss.detach().to(self.wide), weight), weight)
+        self._add("loss", weight_mean(computed.loss.detach().to(self.wide), weight), weight)
         for name, value in computed.scalars.items():
-            self._add(name, weighted(value.to(self.wide), weight), weight)
+            self._add(name, weight_mean(value.to(self.wide), weight), weight)
         if computed.output is not None:
             for name, metric in self._metrics(computed).items():
-                self._add(name, *self._counted(name, metric, computed.output, batch[-1], rows))
+                self._add(name, *self._count(name, metric, computed.output, batch[-1], rows))
         self.samples += rows
         return computed
 
-    def _computed(self, batch: Any, samples: int) -> Computed | None:
+    def _compute(self, batch: Any, samples: int) -> StepResult | None:
         """The forward pass, with a word on whether it is of a classification, which the first batch shows."""
         if self.classifies is None and not self.task.objective.cross_entropy:
             with LossReads() as reads:
-                computed = self.program.evaluated(batch, samples)
+                computed = self.program.evaluation_model(batch, samples)
             if computed is not None and computed.output is not None:
                 self.classifies = reads.as_classes(computed.output, batch[-1])
         else:
-            computed = self.program.evaluated(batch, samples)
+            computed = self.program.evaluation_model(batch, samples)
         if computed is None or computed.output is None:
             return computed
         certain = self.task.objective.cross_entropy or bool(self.classifies)
@@ -148,16 +154,16 @@ class _Sums:
         self.totals[name] = self.totals.get(name, 0) + total
         self.counts[name] = self.counts.get(name, 0) + count
 
-    def _metrics(self, computed: Computed) -> dict[str, Callable[[Any, Any], Any]]:
+    def _metrics(self, computed: StepResult) -> dict[str, Callable[[Any, Any], Any]]:
         if self.task.metrics is not None:
             return dict(self.task.metrics)
         ignored = self.task.objective.ignore_index
         if computed.classified:
-            return {"accuracy": lambda output, target: correct(output, target, ignored)}
+            return {"accuracy": lambda output, target: count_correct(output, target, ignored)}
         return {}
 
-    def _counted(self, name: str, metric: Callable, output: Any, target: Any, rows: int) -> tuple[Any, Any]:
-        value = calling(f"the metric {name!r}", metric, output, target)
+    def _count(self, name: str, metric: Callable, output: Any, target: Any, rows: int) -> tuple[Any, Any]:
+        value = call_user_code(f"the metric {name!r}", metric, output, target)
         if isinstance(value, tuple):
             return value[0], value[1]
         if isinstance(value, Tensor) and value.ndim == 1:
@@ -169,16 +175,16 @@ class _Sums:
             expected="a number, a value per sample, or (sum, count)",
         )
 
-    def plain(self) -> Sums:
+    def plain(self) -> FigureSums:
         """The sums as numbers; waits for the device."""
         return self.samples, {name: (float(self.totals[name]), float(self.counts[name])) for name in self.totals}
 
 
-Sums = tuple[int, dict[str, tuple[float, float]]]
+FigureSums = tuple[int, dict[str, tuple[float, float]]]
 """Samples, and by name of a figure what was added up and what it counts."""
 
 
-def figures_of(parts: Sequence[Sums]) -> Figures:
+def merge_figures(parts: Sequence[FigureSums]) -> Figures:
     """The figures of a data set that was evaluated in parts."""
     values = {}
     for name in dict.fromkeys(name for _, own in parts for name in own):

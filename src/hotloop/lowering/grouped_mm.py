@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.patches import patched
+from hotloop.core.patches import patch_attribute
 
 _ALIGNED = 16
 """Bytes that a row of the result takes a multiple of, but on AMD's GPUs."""
@@ -24,20 +24,20 @@ def traceable_groups() -> Iterator[None]:
     """Meanwhile tensors without content are multiplied in any dtype, into the strides that a product with content has."""
     from torch import _meta_registrations as without_content
 
-    with patched(without_content, "_meta_grouped_mm_common", _of_any_dtype):
+    with patch_attribute(without_content, "_meta_grouped_mm_common", _multiply_any_dtype):
         yield
 
 
-def _of_any_dtype(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _multiply_any_dtype(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def product(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **how: Any) -> Tensor:
         if scale_a is not None:
             return torchs(mat_a, mat_b, scale_a=scale_a, scale_b=scale_b, **how)
-        return _empty(mat_a, mat_b, how.get("offs"), how.get("out_dtype") or mat_a.dtype)
+        return _empty_product(mat_a, mat_b, how.get("offs"), how.get("out_dtype") or mat_a.dtype)
 
     return product
 
 
-def _empty(left: Tensor, right: Tensor, ends: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _empty_product(left: Tensor, right: Tensor, ends: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What a product is written to: each row, in memory, as long as a multiple of 16 bytes."""
     stacked = left.ndim == right.ndim
     groups = [ends.shape[0] if ends is not None else left.shape[0]] if stacked else []
@@ -60,7 +60,7 @@ def multiply_groups(
         offs: (groups,), where each group ends: of rows where `left` is one matrix, of columns where `right` is, of k where
             both are; None where neither is.
     """
-    out = _empty(left, right, offs, out_dtype or left.dtype).zero_()
+    out = _empty_product(left, right, offs, out_dtype or left.dtype).zero_()
     begin = 0
     for group, end in enumerate(offs.tolist() if offs is not None else [0] * len(left)):
         part = slice(begin, end)
@@ -76,7 +76,7 @@ def multiply_groups(
     return out if bias is None else out + bias
 
 
-def in_float64(function: Any, args: Any) -> Any:
+def float64_operation(function: Any, args: Any) -> Any:
     """The operation of a graph, or what stands for it where its operands are of float64, in which torch doesn't have it."""
     grouped = function is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64
     return multiply_groups if grouped else function

@@ -11,40 +11,40 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from hotloop.core.callback import any_of_users
-from hotloop.core.random.rng import preserved
+from hotloop.core.callback import has_user_callbacks
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.state import (
     Position,
     State,
     capture_model,
     copy_into,
     host_copy,
-    on_host,
     restore_model,
     sums_on_host,
+    to_host,
 )
 from hotloop.core.task_parts.module_modes import evaluation_mode
-from hotloop.core.task_parts.optimizer_state import restore as restore_optimizer
-from hotloop.core.task_parts.schedules import state_of
+from hotloop.core.task_parts.optimizer_state import restore_state as restore_optimizer
+from hotloop.core.task_parts.schedules import schedule_state
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import Feed, SamplesFeed, StreamFeed
-from hotloop.data.feeds.loader_workers import Check, goes_on
+from hotloop.data.feeds.loader_workers import Check, never_stop
 from hotloop.data.row_count import count_rows
-from hotloop.distributed.comm_stats import Spent
+from hotloop.distributed.comm_stats import CommTime
 from hotloop.lowering.batch_cursor import BatchCursor
 from hotloop.lowering.checks.batch_rows import BatchChecks
 from hotloop.lowering.checks.dataset_staleness import DataChanges
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.object_state.attributes import Attributes, changes_of_samples
-from hotloop.lowering.object_state.schedule_state import restore_schedule, schedule_left
+from hotloop.lowering.object_state.attributes import TaskAttributes, worker_changes
+from hotloop.lowering.object_state.schedule_state import restore_schedule, steps_left_in_schedule
 from hotloop.lowering.training_mode import TrainingMode
-from hotloop.lowering.transforms.allocator import keeps, let_go
-from hotloop.task import Computed
+from hotloop.lowering.transforms.allocator import keeps_freed_memory, restore_allocator
+from hotloop.task import StepResult
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AdvanceResult:
     """What a call of `advance` did.
 
     Attributes:
@@ -65,28 +65,28 @@ class Program:
         checks: of each batch before its step.
         watched: whether callbacks of the user's are called in training, which may change what the step does.
         inexact: a line for each reason found so far why a resumed run may differ from an uninterrupted one.
-        check: raises Stopped, for who waits for a batch; see `heed`.
+        check: raises Stopped, for who waits for a batch; see `set_stop`.
         compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
     """
 
-    def __init__(self, parts: Ingredients, step: EagerStep, feed: Feed) -> None:
+    def __init__(self, parts: LoweringContext, step: EagerStep, feed: Feed) -> None:
         self.parts = parts
         self.feed = feed
         self.position = Position()
         self.compile_s = 0.0
-        self.check: Check = goes_on
-        self.watched = any_of_users(parts.task.callbacks)
+        self.check: Check = never_stop
+        self.watched = has_user_callbacks(parts.task.callbacks)
         self.inexact: list[str] = []
         self.checks = BatchChecks(parts)
         self._step = step
         self._mode = TrainingMode(parts.model, parts.in_eval)
         self._switched = step.switched
         self._trainable = step.trainable()
-        self._attributes = Attributes(parts.task, step.objects(), step.saved_tensors)
+        self._attributes = TaskAttributes(parts.task, step.objects(), step.saved_tensors)
         self._batches = BatchCursor(step, self.checks)
         self._tells_users = False
         self._data_changes = DataChanges(parts)
-        if feed.reseeds or not parts.world.alone:
+        if feed.reseeds or not parts.world.is_single:
             self.seed_all()
 
     @property
@@ -105,7 +105,7 @@ class Program:
     @property
     def compiled_steps(self) -> int | None:
         """How many steps its compiled program took so far; None where none was compiled."""
-        return self._step.ran
+        return self._step.steps_run
 
     @property
     def captured(self) -> GraphModule | None:
@@ -113,8 +113,8 @@ class Program:
         return self._step.graph
 
     @property
-    def looking_s(self) -> float:
-        """Seconds in each epoch of seeing whether callbacks have changed what was compiled; see `look_again`."""
+    def recheck_s(self) -> float:
+        """Seconds in each epoch of seeing whether callbacks have changed what was compiled; see `schedule_recheck`."""
         return self._step.look_s if self.watched else 0.0
 
     @property
@@ -126,14 +126,14 @@ class Program:
         """All that it computes on, the plan's first."""
         return self.parts.devices
 
-    def advance(self, steps: int) -> Outcome:
+    def advance(self, steps: int) -> AdvanceResult:
         """Runs up to `steps` steps from the present position, not past the end of the epoch."""
         self._attributes.begin()
         if self._tells_users:
-            self._step.unbind()
+            self._step.invalidate_bindings()
             self._note_thawed()
-            if self._mode.follow(self.parts.plan.parallel):
-                self._step.look_again()
+            if self._mode.enter_with(self.parts.plan.parallel):
+                self._step.schedule_recheck()
         epoch, first = self.position.epoch, self.position.batch
         number = start = self.position.step
         self._mode.set()
@@ -152,8 +152,8 @@ class Program:
             self.position = Position(number, epoch, first + done)
         self.inexact += self._step.owned.find_late()
         # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
-        ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
-        return Outcome(done, samples, ended)
+        ended = done < steps or (self.parts.splits.is_exact and first + done == self.feed.batches)
+        return AdvanceResult(done, samples, ended)
 
     def step(self, batch: Any) -> Tensor:
         """Runs one step on a batch of the caller's, for a loop of one's own; returns the loss, 0-dim, detached.
@@ -164,9 +164,9 @@ class Program:
         self._attributes.begin()
         self._mode.set()
         self._step.begin_span()
-        with preserved(*self.devices), self.around():
+        with preserve_generators(*self.devices), self.around():
             batch = to_device(batch, self.device)
-            if self.checks.needed:
+            if self.checks.is_needed:
                 self.checks.check(batch, count_rows(batch).number, self.position.step)
             loss = self._step(batch, count_rows(batch).number, self.position.step)
         self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)
@@ -182,9 +182,9 @@ class Program:
 
     def prime(self) -> bool:
         """Sets what the plan changes in the process; whether the process kept memory by another plan before."""
-        before = keeps()
+        before = keeps_freed_memory()
         with self.around():
-            return keeps() != before
+            return keeps_freed_memory() != before
 
     def prepare(self, batch: Any, samples: int) -> None:
         """Compiles or records the step for batches like this one; the State stays as it is.
@@ -195,10 +195,10 @@ class Program:
         before = self.state()
         self._mode.set()
         with self.around():
-            self._step.make_ready(batch, samples)
+            self._step.warm_up(batch, samples)
         self.restore(before)
 
-    def heed(self, reason: Callable[[], str | None], check: Check = goes_on) -> None:
+    def set_stop(self, reason: Callable[[], str | None], check: Check = never_stop) -> None:
         """Says how to ask why to stop, if there is a reason: for who may wait for others within a step, or for a batch.
 
         Ranks go on together, so that none of them gives up a wait by itself.
@@ -206,19 +206,19 @@ class Program:
         Args:
             check: raises Stopped if there is a reason.
         """
-        if self.parts.world.alone:
+        if self.parts.world.is_single:
             self.check = check
             if isinstance(self.feed, SamplesFeed | StreamFeed):
                 self.feed.check = check
 
-    def look_again(self, callbacks: Iterable[Any]) -> None:
+    def schedule_recheck(self, callbacks: Iterable[Any]) -> None:
         """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's.
 
         From then on each call of `advance` begins with the tensors that are there, which callbacks may have replaced.
         """
-        self._tells_users = any_of_users(callbacks)
+        self._tells_users = has_user_callbacks(callbacks)
         if self._tells_users:
-            self._step.look_again()
+            self._step.schedule_recheck()
             self._data_changes.report()
 
     def seed_all(self) -> None:
@@ -234,7 +234,7 @@ class Program:
         """The epoch's sums so far as numbers; waits for the device, and all ranks ask for them together."""
         return {name: float(value) for name, value in self._step.totals().items()}
 
-    def take_spent(self) -> Spent:
+    def take_spent(self) -> CommTime:
         """What this rank has spent on the others since the last call."""
         return self.parts.meter.take()
 
@@ -252,8 +252,8 @@ class Program:
         """
         loss = self.parts.task.loss
         modules = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
-        self._step.meet()
-        with torch.no_grad(), self._step.together():
+        self._step.sync_ranks()
+        with torch.no_grad(), self._step.full_model():
             self._swap_average()
             try:
                 with evaluation_mode(modules, self._switched):
@@ -267,14 +267,14 @@ class Program:
             live = parameters[name].data
             parameters[name].data, self._step.average[name] = average, live
 
-    def evaluated(self, batch: Any, samples: int) -> Computed | None:
+    def evaluation_model(self, batch: Any, samples: int) -> StepResult | None:
         """Within `inference`, the forward pass of a batch; None where another rank has what came of it."""
-        return self._step.evaluated(batch, samples)
+        return self._step.evaluation_model(batch, samples)
 
     def check_exactness(self) -> None:
         """Notes before training what shows then that a resumed run may differ: in modules, and in a data set that workers have."""
-        self.inexact += self._attributes.compiled()
-        self.inexact += changes_of_samples(self.parts.task, self.parts.plan.workers, self.parts.world.ranks)
+        self.inexact += self._attributes.compiled_attributes()
+        self.inexact += worker_changes(self.parts.task, self.parts.plan.workers, self.parts.world.ranks)
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's part of the State, in training's own memory; of several ranks all must ask."""
@@ -282,9 +282,9 @@ class Program:
 
     def weights(self) -> State:
         """The weights that an evaluation uses, copied to the CPU; of several ranks all must ask."""
-        self._step.meet()
+        self._step.sync_ranks()
         with evaluation_mode([self.model], self._switched) if self._switched else nullcontext():
-            return self._step.gathered(self._weights())
+            return self._step.gather_state(self._weights())
 
     def state(self, *, lent: bool = False) -> State:
         """Everything that training changes, on the CPU; of several ranks all must ask.
@@ -292,22 +292,22 @@ class Program:
         Args:
             lent: what lies there already isn't copied, for who is done with it before anything is trained on.
         """
-        self._step.meet()
+        self._step.sync_ranks()
         own = replace(
             self._weights(lent=lent),
             optimizer=self._step.optimizer_state(lent=lent),
-            schedule=host_copy(state_of(self._step.schedule)),
+            schedule=host_copy(schedule_state(self._step.schedule)),
             sums=sums_on_host(self._step.totals()),
             scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
-            outer=on_host(self._step.outer, lent=lent),
+            outer=to_host(self._step.outer, lent=lent),
         )
-        return self._step.gathered(own)
+        return self._step.gather_state(own)
 
     def _weights(self, *, lent: bool = False) -> State:
         """This process' own."""
         return State(
             **capture_model(self.model, lent=lent),
-            average=on_host(self._step.average, lent=lent),
+            average=to_host(self._step.average, lent=lent),
             loss=host_copy(self._loss_buffers()),
             position=self.position,
             in_eval=sorted(self._mode.in_eval),
@@ -339,7 +339,7 @@ class Program:
             self._step.scaler.load_state_dict(dict(state.scaler))
         if self._step.outer:
             copy_into(self._step.outer, state.outer or host_copy(self._step.outer), "outer momentum")
-        self._step.rebind()
+        self._step.on_state_restored()
         self._step.draws.drawn = state.drawn is not False
         self._attributes.restore(state.attributes)
         self.position = state.position
@@ -359,7 +359,7 @@ class Program:
 
     def _restore_model(self, state: State, below: tuple[str, ...]) -> None:
         self._attributes.begin()  # before the optimizer's load_state_dict sets some
-        with self._step.in_full():
+        with self._step.full_parameters():
             restore_model(self.model, state)
             self._step.restore_average(state.average)
         copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
@@ -379,12 +379,12 @@ class Program:
         trainable = self._step.trainable()
         if trainable != self._trainable:
             self._trainable = trainable
-            self._step.unbind()
-            self._step.look_again()
+            self._step.invalidate_bindings()
+            self._step.schedule_recheck()
 
     def schedule_left(self) -> int | None:
         """Steps that the learning-rate schedule can still take, or epochs if it goes by these; None if it has no end."""
-        return schedule_left(self._step.schedule)
+        return steps_left_in_schedule(self._step.schedule)
 
     def steps_left(self) -> int | None:
         """Training steps that the learning-rate schedule allows from here; None if it has no end, or an epoch none."""
@@ -397,4 +397,4 @@ class Program:
         """Ends worker processes, and gives back the memory that was kept for steps."""
         self._batches.reset()
         self.feed.close()
-        let_go(self.parts)
+        restore_allocator(self.parts)

@@ -17,20 +17,25 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from hotloop.core.files.source_files import versions_of
+from hotloop.core.files.source_files import installed_versions
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers, checked_optimizer, described, members_of
+from hotloop.core.task_parts.named_optimizers import (
+    NamedOptimizers,
+    check_optimizer,
+    describe_optimizer,
+    member_optimizers,
+)
 from hotloop.core.task_parts.optimizer_state import inner_optimizers
-from hotloop.data.batch_tree import inputs_of, tensors
-from hotloop.data.feeds.feed import peek
+from hotloop.data.batch_tree import batch_inputs, tree_tensors
+from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import Stream, Table
-from hotloop.data.splits import Roles
-from hotloop.errors import TaskError, calling
+from hotloop.data.splits import DataSplits
+from hotloop.errors import TaskError, call_user_code
 from hotloop.lowering.checks.exactness import inexact_reasons
-from hotloop.lowering.context import Ingredients, count_parameters, counts_samples, input_shapes
+from hotloop.lowering.context import LoweringContext, count_parameters, counts_samples, input_shapes
 from hotloop.lowering.eager_step import needs_closure
-from hotloop.lowering.object_state.attributes import unchanged
-from hotloop.lowering.transforms.optimizer import gapless
+from hotloop.lowering.object_state.attributes import preserve_attributes
+from hotloop.lowering.transforms.optimizer import is_gapless
 from hotloop.task import Parameters, Task
 
 _OPTIONS = ("clip_norm", "clip_value", "average", "schedule_every", "deterministic")
@@ -39,7 +44,8 @@ _FUNCTIONS = ("loss", "step", "schedule", "weight", "prepare", "augment", "colla
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
-_NEITHER = {*vars(nn.Module())}  # `training` changes while a Task is looked at, and the others are torch's own
+# `training` changes while a Task is looked at, and the others are torch's own
+_MODULE_ATTRIBUTES = {*vars(nn.Module())}
 
 
 def fingerprint(
@@ -48,33 +54,33 @@ def fingerprint(
     """SHA-256 over the sizes that are `known`, the hash of the source, and what the parts show of themselves."""
     text = json.dumps(
         [
-            dict(known) | {"order": _arrangement(task.roles)},
+            dict(known) | {"order": _batching_facts(task.roles)},
             source_digest,
-            [str(value.dtype) for value in tensors(batch)],
-            [_of_tensor(name, value) for name, value in model.named_parameters()],
-            [_of_tensor(name, value) for name, value in model.named_buffers()],
-            [[name, *_of_module(module)] for name, module in model.named_modules()],
+            [str(value.dtype) for value in tree_tensors(batch)],
+            [_tensor_facts(name, value) for name, value in model.named_parameters()],
+            [_tensor_facts(name, value) for name, value in model.named_buffers()],
+            [[name, *_module_facts(module)] for name, module in model.named_modules()],
             _optimizer_settings(optimizer),
             {name: getattr(task, name) for name in _OPTIONS},
-            {name: _of_function(getattr(task, name)) for name in _FUNCTIONS},
-            versions_of(_packages(model, optimizer)),
+            {name: _function_facts(getattr(task, name)) for name in _FUNCTIONS},
+            installed_versions(_imported_packages(model, optimizer)),
         ],
         sort_keys=True,
     )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _arrangement(roles: Roles) -> Any:
+def _batching_facts(roles: DataSplits) -> Any:
     """What decides how batches are cut, whatever the seed makes of it."""
     order = None if roles.order is None else {**asdict(roles.order), "seed": 0}
-    return [order, roles.held_out]
+    return [order, roles.is_held_out]
 
 
-def _of_tensor(name: str, value: Tensor) -> list[Any]:
+def _tensor_facts(name: str, value: Tensor) -> list[Any]:
     return [name, list(value.shape), str(value.dtype)]
 
 
-def _of_module(module: nn.Module) -> list[Any]:
+def _module_facts(module: nn.Module) -> list[Any]:
     """Its class, what it says of itself, and its settings: attributes that are plain values.
 
     Private ones as well, where the class is the user's own: a library's may name what differs each time.
@@ -85,36 +91,38 @@ def _of_module(module: nn.Module) -> list[Any]:
         said = ""
     private = _is_local(type(module).__module__.partition(".")[0])
     shown = {name: value for name, value in vars(module).items() if private or name[0] != "_"}
-    plain = {name: value for name, value in shown.items() if name not in _NEITHER and _is_json(value)}
-    return [_named(type(module)), said, plain]
+    plain = {name: value for name, value in shown.items() if name not in _MODULE_ATTRIBUTES and _is_json(value)}
+    return [_function_name(type(module)), said, plain]
 
 
 def _optimizer_settings(optimizer: Optimizer) -> list[Any]:
     groups = [
-        {str(name): _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
+        {str(name): _to_json(value) for name, value in group.items() if name not in ("params", "param_names")}
         | {"params": len(group["params"])}
         for group in optimizer.param_groups
     ]
-    return [*(_named(type(member)) for member in members_of(optimizer)), groups]
+    return [*(_function_name(type(member)) for member in member_optimizers(optimizer)), groups]
 
 
-def _of_function(function: Any) -> Any:
+def _function_facts(function: Any) -> Any:
     if isinstance(function, nn.Module):
-        return [[name, *_of_module(module)] for name, module in function.named_modules()]
-    return None if function is None else _named(function if hasattr(function, "__qualname__") else type(function))
+        return [[name, *_module_facts(module)] for name, module in function.named_modules()]
+    return (
+        None if function is None else _function_name(function if hasattr(function, "__qualname__") else type(function))
+    )
 
 
-def _packages(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    kinds = {*map(type, model.modules()), *map(type, members_of(optimizer))}
+def _imported_packages(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    kinds = {*map(type, model.modules()), *map(type, member_optimizers(optimizer))}
     return {kind.__module__.partition(".")[0] for kind in kinds}
 
 
 @cache
 def _is_local(package: str) -> bool:
-    return not versions_of([package])
+    return not installed_versions([package])
 
 
-def _named(thing: Any) -> str:
+def _function_name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '')}.{thing.__qualname__}"
 
 
@@ -127,22 +135,22 @@ def _is_json(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """A setting as JSON has it; a tensor of one number is this number, and what else JSON hasn't is its class."""
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and not value.is_meta else _of_tensor("", value)
-    return value if _is_json(value) else _named(type(value))
+        return float(value) if value.numel() == 1 and not value.is_meta else _tensor_facts("", value)
+    return value if _is_json(value) else _function_name(type(value))
 
 
-_IMAGES = (4, 5)
+_IMAGE_DIMENSIONS = (4, 5)
 """Dimensions of a batch of images or volumes, and of the weights of a convolution over them."""
 
 
-def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
+def task_facts(parts: LoweringContext, source_digest: str = "") -> TaskFacts:
     """Facts of the Task that `parts` are of; `source_digest` is the hash of its source, where there is one."""
     roles, model = parts.task.roles, parts.model  # as given, wherever the plan puts them
-    with unchanged(parts.task):
-        batch = peek(roles)
+    with preserve_attributes(parts.task):
+        batch = first_batch(roles)
     parameters, trainable = count_parameters(model)
     known: dict[str, Any] = {
         "parameters": parameters,
@@ -152,62 +160,64 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         "batch_size": roles.batch_size,
         "inputs": input_shapes(batch),
         "data": type(roles.train).__name__,
-        "exact": roles.exact,
+        "exact": roles.is_exact,
         "order": roles.digest,
     }
     counted = {"counts_samples": counts_samples(parts)}  # whatever the labels are: it makes another step
-    optimizer = parts.trial or trial_optimizer(parts.task, model)
+    optimizer = parts.trial_optimizer or trial_optimizer(parts.task, model)
     inexact = inexact_reasons(parts.task, model, optimizer)
     dimensions = {value.ndim for value in model.parameters()}
     return TaskFacts(
-        **known | {"exact": roles.exact and not inexact},
+        **known | {"exact": roles.is_exact and not inexact},
         inexact=inexact,
         fingerprint=fingerprint(parts.task, model, optimizer, batch, known | counted, source_digest),
-        **_of_optimizer(optimizer, model),
-        images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
-        convolutions=not dimensions.isdisjoint(_IMAGES),
-        has_convolution_layers=not dimensions.isdisjoint(_IMAGES) or _convolves(model),
-        normed=normalises(model),
+        **_optimizer_facts(optimizer, model),
+        images=not (dimensions | {value.ndim for value in tree_tensors(batch_inputs(batch))}).isdisjoint(
+            _IMAGE_DIMENSIONS
+        ),
+        convolutions=not dimensions.isdisjoint(_IMAGE_DIMENSIONS),
+        has_convolution_layers=not dimensions.isdisjoint(_IMAGE_DIMENSIONS) or _is_convolution(model),
+        normed=has_batch_normalization(model),
         recurrent=any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()),
-        drops=any(map(_drops, model.modules())),
+        drops=any(map(_has_dropout, model.modules())),
         data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
-        steps=_steps(parts.task, roles),
+        steps=_step_count(parts.task, roles),
     )
 
 
-def normalises(model: nn.Module) -> bool:
+def has_batch_normalization(model: nn.Module) -> bool:
     """Whether it has a layer of torch's that normalises over the batch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def _convolves(model: nn.Module) -> bool:
+def _is_convolution(model: nn.Module) -> bool:
     """Whether a layer of torch's is a convolution."""
     return any(isinstance(module, _ConvNd) for module in model.modules())
 
 
-def _drops(module: nn.Module) -> bool:
+def _has_dropout(module: nn.Module) -> bool:
     """Whether it has dropout: of attention and recurrent layers that is a number of theirs."""
     share = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
     return isinstance(share, float) and 0.0 < share < 1.0
 
 
-def _steps(task: Task, roles: Roles) -> int | None:
+def _step_count(task: Task, roles: DataSplits) -> int | None:
     return None if roles.batches is None else roles.batches * task.epochs
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+def _optimizer_facts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     # A wrapped optimizer may read its groups or not.
-    able = () if any(map(inner_optimizers, members_of(optimizer))) else ("foreach", "fused")
+    able = () if any(map(inner_optimizers, member_optimizers(optimizer))) else ("foreach", "fused")
     switches = [name for name in able if all(name in group for group in optimizer.param_groups)]
-    unfit = _not_fused(model) if "fused" in switches else ""
+    unfit = _why_not_fused(model) if "fused" in switches else ""
     known = ["forloop", *switches] if switches else []
     return {
-        "optimizer": described(optimizer),
+        "optimizer": describe_optimizer(optimizer),
         "optimizers": list(optimizer.members) if isinstance(optimizer, NamedOptimizers) else [],
         "implementations": [name for name in known if name != "fused" or not unfit],
         "one_operation": _is_plain(optimizer),
         "not_fused": unfit,
-        "closure": any(map(needs_closure, members_of(optimizer))),
+        "closure": any(map(needs_closure, member_optimizers(optimizer))),
     }
 
 
@@ -218,7 +228,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _not_fused(model: nn.Module) -> str:
+def _why_not_fused(model: nn.Module) -> str:
     """Why torch's fused kernels can't update the model; empty if they can.
 
     They walk through parameters as if there were no gaps, and through gradients that are dense and of real numbers.
@@ -229,7 +239,7 @@ def _not_fused(model: nn.Module) -> str:
     for name, value in model.named_parameters():
         if not value.is_floating_point():
             return f"the parameter {name!r} is not of real numbers"
-        if value.requires_grad and not gapless(value):
+        if value.requires_grad and not is_gapless(value):
             return f"the parameter {name!r} is a view with gaps in memory, of strides {value.stride()}"
     return ""
 
@@ -237,7 +247,7 @@ def _not_fused(model: nn.Module) -> str:
 def trial_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer to look at, over stand-ins for the parameters: a factory may put hooks on what it is given."""
     try:
-        return checked_optimizer(calling("the optimizer factory", task.optimizer, _stand_ins(model)))
+        return check_optimizer(call_user_code("the optimizer factory", task.optimizer, _stand_ins(model)))
     except TaskError:  # it compares them with those of the model
         return task.build_optimizer(model)
 

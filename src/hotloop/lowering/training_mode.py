@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from hotloop.core.task_parts.module_modes import set_training, stays_in_eval
+from hotloop.core.task_parts.module_modes import modules_in_eval, set_training
 from hotloop.errors import PlanError
 
 
@@ -25,7 +25,7 @@ class TrainingMode:
         """Switches the model to training mode, except for the modules that stay in evaluation mode."""
         set_training(self._model, self.in_eval)
 
-    def follow(self, parallel: str) -> bool:
+    def enter_with(self, parallel: str) -> bool:
         """Adopts the modes of single modules that a callback switched; returns whether there are any.
 
         A switch of the whole model, such as for an evaluation, has no effect.
@@ -34,7 +34,7 @@ class TrainingMode:
             PlanError: the plan has several processes, and the callback runs in one of them.
         """
         modes = {module.training for module in self._model.modules()}
-        if len(modes) == 1 or (found := stays_in_eval(self._model)) == self.in_eval:
+        if len(modes) == 1 or (found := modules_in_eval(self._model)) == self.in_eval:
             return False
         if parallel != "none":
             raise PlanError(

@@ -10,36 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.state import State, leaves
-from hotloop.data.batch_tree import copied, tensors
+from hotloop.core.state import State, tree_leaves
+from hotloop.data.batch_tree import copy_tree, tree_tensors
 from hotloop.lowering.program import Program
 
 Key = tuple[str, str]
 """(what, name), as in `TensorError`."""
 
-Seen = Mapping[Key, Tensor]
+StepTensors = Mapping[Key, Tensor]
 """float64 on the CPU; what is counted stays whole."""
 
 KINDS = ("count", "loss", "buffer", "gradient", "optimizer", "update", "size of update", "average")
 """In the order in which a step makes them."""
 
-UNIT = 2.0**-24
+FLOAT32_UNIT = 2.0**-24
 """Unit roundoff of fp32: half of the distance from 1 to the next number."""
 
 
-class _Noted(Seen):
+class _StepRecord(StepTensors):
     """Keeps what it is told of as it is, and makes float64 of one after the other: a whole network so would be large."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, tuple[Any, Any]] = {}
 
-    def note(self, key: Key, value: Any, before: Any = None) -> None:
+    def record(self, key: Key, value: Any, before: Any = None) -> None:
         """With a value `before`, by how much it has changed."""
         self._kept[key] = value, before
 
     def __getitem__(self, key: Key) -> Tensor:
         value, before = self._kept[key]
-        return wide(value) if before is None else _change(value, before)
+        return to_float64(value) if before is None else _parameter_change(value, before)
 
     def __contains__(self, key: object) -> bool:
         return key in self._kept
@@ -51,7 +51,7 @@ class _Noted(Seen):
         return len(self._kept)
 
 
-def one_step(program: Program, state: State, batch: Any, *, lent: bool = False) -> tuple[Seen, State]:
+def run_one_step(program: Program, state: State, batch: Any, *, lent: bool = False) -> tuple[StepTensors, State]:
     """Runs a step from `state` on a copy of `batch`; the State after it is also given as it is.
 
     Args:
@@ -59,28 +59,28 @@ def one_step(program: Program, state: State, batch: Any, *, lent: bool = False) 
     """
     program.restore(replace(state, sums={}))
     before = {name: (value.grad, _version(value.grad)) for name, value in program.model.named_parameters()}
-    given = copied(batch)
+    given = copy_tree(batch)
     program.step(given)
-    after, seen = program.state(lent=lent), _Noted()
+    after, seen = program.state(lent=lent), _StepRecord()
     for name, value in after.sums.items():
-        seen.note(("count" if name in _COUNTS else "loss", name), value)
+        seen.record(("count" if name in _COUNTS else "loss", name), value)
     for key, value in _buffers(after):
-        seen.note(key, value)
+        seen.record(key, value)
     for name, parameter in program.model.named_parameters():
         gradient, (old, version) = parameter.grad, before[name]
         if gradient is not None and (gradient is not old or gradient._version != version):  # made in this step
-            seen.note(("gradient", name), gradient.detach().to("cpu", copy=not lent))
-    for path, value in leaves({key: after.optimizer[key] for key in ("state", "own", "groups")}):
+            seen.record(("gradient", name), gradient.detach().to("cpu", copy=not lent))
+    for path, value in tree_leaves({key: after.optimizer[key] for key in ("state", "own", "groups")}):
         if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
-            seen.note(("optimizer", path.strip("/")), value)
+            seen.record(("optimizer", path.strip("/")), value)
     for name, value in after.parameters.items():
         if is_real(value):
-            seen.note(("update", name), value, state.parameters[name])
+            seen.record(("update", name), value, state.parameters[name])
     for name, value in after.average.items():
-        seen.note(("average", name), value)
-    for place, (was, now) in enumerate(zip(tensors(batch), tensors(given), strict=True)):
+        seen.record(("average", name), value)
+    for place, (was, now) in enumerate(zip(tree_tensors(batch), tree_tensors(given), strict=True)):
         changed = 0 if torch.equal(was, now) else 1
-        seen.note(("count", f"tensors {place} of the batch that were changed"), changed)
+        seen.record(("count", f"tensors {place} of the batch that were changed"), changed)
     return seen, after
 
 
@@ -92,13 +92,13 @@ def _buffers(state: State) -> Iterator[tuple[Key, Any]]:
         yield ("buffer", name), value
 
 
-def _change(value: Tensor, before: Tensor) -> Tensor:
+def _parameter_change(value: Tensor, before: Tensor) -> Tensor:
     """In float64, which is made of neither as a whole."""
     if value.layout != torch.strided or value.is_complex():
-        return wide(value) - wide(before)
+        return to_float64(value) - to_float64(before)
     change = torch.empty(value.shape, dtype=torch.float64)
-    for part, (mine, theirs) in zip(change.view(-1).split(_SLICE), _in_slices(value, before), strict=True):
-        torch.sub(wide(mine), wide(theirs), out=part)
+    for part, (mine, theirs) in zip(change.view(-1).split(_SLICE), _slices(value, before), strict=True):
+        torch.sub(to_float64(mine), to_float64(theirs), out=part)
     return change
 
 
@@ -106,13 +106,13 @@ def _version(tensor: Tensor | None) -> int:
     return -1 if tensor is None else tensor._version
 
 
-def _exact(number: float) -> torch.dtype:
+def _exact_dtype(number: float) -> torch.dtype:
     return torch.int64 if isinstance(number, int) else torch.float64
 
 
-def wide(value: Any) -> Tensor:
+def to_float64(value: Any) -> Tensor:
     """As float64 on the CPU, strided and real; what is counted stays whole."""
-    tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=_exact(value))
+    tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=_exact_dtype(value))
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
@@ -120,43 +120,44 @@ def wide(value: Any) -> Tensor:
     return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
 
-def scales(truth: Seen, before: State) -> dict[Key, float]:
+def tensor_scales(truth: StepTensors, before: State) -> dict[Key, float]:
     """The size of each tensor: its norm, but not less than a hundredth of what its kind comes to.
 
     So an error in what is truly zero, such as the gradient of a bias before a batch normalisation, is measured by its
     neighbours; but not by a buffer that the step leaves as it was `before`, such as a mask, which may have any size.
     """
-    constant = {key for key, value in _buffers(before) if key in truth and torch.equal(wide(value), truth[key])}
-    sizes = {key: _size(value) for key, value in truth.items()}
+    constant = {key for key, value in _buffers(before) if key in truth and torch.equal(to_float64(value), truth[key])}
+    sizes = {key: _finite_norm(value) for key, value in truth.items()}
     largest: dict[Key, float] = {}
     for key, value in truth.items():
         if value.numel() and key not in constant and sizes[key] < math.inf:
-            largest[_kin(key)] = max(largest.get(_kin(key), 0.0), sizes[key] / value.numel() ** 0.5)
+            largest[_tensor_kind(key)] = max(largest.get(_tensor_kind(key), 0.0), sizes[key] / value.numel() ** 0.5)
     return {
-        key: max(sizes[key], 0.01 * largest.get(_kin(key), 0.0) * value.numel() ** 0.5) for key, value in truth.items()
+        key: max(sizes[key], 0.01 * largest.get(_tensor_kind(key), 0.0) * value.numel() ** 0.5)
+        for key, value in truth.items()
     }
 
 
-def _kin(key: Key) -> Key:
+def _tensor_kind(key: Key) -> Key:
     """Those of a kind; of an optimizer's state and of buffers, those with the same role, as running means have."""
     separator = {"optimizer": "/", "buffer": "."}.get(key[0])
     return key[0], key[1].rpartition(separator)[2] if separator else ""
 
 
-def _size(value: Tensor) -> float:
+def _finite_norm(value: Tensor) -> float:
     """The norm of what is finite in it."""
     norm = _norm(value)
     return norm if math.isfinite(norm) else _norm(value.nan_to_num(0.0, 0.0, 0.0))
 
 
-def errors(seen: Seen, truth: Seen, sizes: dict[Key, float]) -> dict[Key, float]:
+def relative_errors(seen: StepTensors, truth: StepTensors, sizes: dict[Key, float]) -> dict[Key, float]:
     """Each tensor's distance from the truth, as a share of its size; infinite where shapes or whole numbers differ.
 
     The size of an update is looked at once more by itself: rounding hides it in single numbers, not in their sum.
     """
     found: dict[Key, float] = {}
-    for group in _in_groups(seen, truth):
-        for (key, value, true), off in zip(group, _distances(group, sizes), strict=True):
+    for group in _tensor_groups(seen, truth):
+        for (key, value, true), off in zip(group, _distance_norms(group, sizes), strict=True):
             found[key] = off
             if key[0] == "update" and 0 < (size := float(torch.dot(true.flatten(), true.flatten()))) < math.inf:
                 along = torch.dot(value.double().flatten(), true.flatten())
@@ -164,7 +165,7 @@ def errors(seen: Seen, truth: Seen, sizes: dict[Key, float]) -> dict[Key, float]
     return found | {key: math.inf for key in seen if key not in found}
 
 
-def _in_groups(seen: Seen, truth: Seen) -> Iterator[list[tuple[Key, Tensor, Tensor]]]:
+def _tensor_groups(seen: StepTensors, truth: StepTensors) -> Iterator[list[tuple[Key, Tensor, Tensor]]]:
     """What both have in one shape, as (key, value, truth), as many at once as one slice has numbers, or one tensor by itself."""
     group: list[tuple[Key, Tensor, Tensor]] = []
     numbers = 0
@@ -183,55 +184,57 @@ def _in_groups(seen: Seen, truth: Seen) -> Iterator[list[tuple[Key, Tensor, Tens
         yield group
 
 
-def missing(seen: Seen, truth: Seen) -> list[Key]:
+def missing_tensors(seen: StepTensors, truth: StepTensors) -> list[Key]:
     """What the truth has and a step doesn't; gradients are not, since a compiled step keeps them to itself."""
     return [key for key in truth if key not in seen and key[0] != "gradient"]
 
 
-def _distances(group: Sequence[tuple[Key, Tensor, Tensor]], sizes: dict[Key, float]) -> list[float]:
+def _distance_norms(group: Sequence[tuple[Key, Tensor, Tensor]], sizes: dict[Key, float]) -> list[float]:
     """Those of several tensors at once: a call of torch's for each takes longer than what it computes for a small one."""
     real = [(value, true) for _, value, true in group if value.is_floating_point() and true.is_floating_point()]
-    apart = iter(_norms_apart(real))
+    apart = iter(_difference_norms(real))
     return [
-        _share(next(apart), sizes[key])
+        _relative_error(next(apart), sizes[key])
         if value.is_floating_point() and true.is_floating_point()
         else (0.0 if torch.equal(value.double(), true.double()) else math.inf)
         for key, value, true in group
     ]
 
 
-def _share(off: float, size: float) -> float:
+def _relative_error(off: float, size: float) -> float:
     if off == 0:
         return 0.0
     return off / size if math.isfinite(off) and 0 < size < math.inf else math.inf
 
 
-def _norms_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """As `norm_apart` of each."""
+def _difference_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """As `difference_norm` of each."""
     if len(pairs) < 2:
-        return [norm_apart(*pair) for pair in pairs]
+        return [difference_norm(*pair) for pair in pairs]
     off = torch._foreach_norm(torch._foreach_sub(*map(list, zip(*pairs, strict=True))))
     norms = torch.stack(list(off)).tolist()
-    return [norm if math.isfinite(norm) else norm_apart(*pair) for norm, pair in zip(norms, pairs, strict=True)]
+    return [norm if math.isfinite(norm) else difference_norm(*pair) for norm, pair in zip(norms, pairs, strict=True)]
 
 
-def norm_apart(value: Tensor, true: Tensor) -> float:
+def difference_norm(value: Tensor, true: Tensor) -> float:
     """The norm of the difference of two of a shape; what isn't finite is none where it is the same on both sides."""
-    return math.hypot(*(_norm_apart(wide(mine), wide(theirs)) for mine, theirs in _in_slices(value, true)))
+    return math.hypot(
+        *(_slice_difference_norm(to_float64(mine), to_float64(theirs)) for mine, theirs in _slices(value, true))
+    )
 
 
 _SLICE = 2**20
 """Numbers of which float64 is made at once: one layer may have most of a network's weights."""
 
 
-def _in_slices(value: Tensor, true: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _slices(value: Tensor, true: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     if value.layout != torch.strided or true.layout != torch.strided:
         yield value, true
     else:
         yield from zip(value.flatten().split(_SLICE), true.flatten().split(_SLICE), strict=True)
 
 
-def _norm_apart(value: Tensor, true: Tensor) -> float:
+def _slice_difference_norm(value: Tensor, true: Tensor) -> float:
     off = _norm(value - true)
     if math.isfinite(off):
         return off

@@ -9,25 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from hotloop.core.processes.signals import how_ended
-from hotloop.core.random.rng import preserved
+from hotloop.core.processes.signals import end_reason
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Convergence
 from hotloop.data.sources import Source
 from hotloop.errors import HotloopError, PlanError
 from hotloop.lowering.build import lower
 from hotloop.lowering.evaluation import evaluate
-from hotloop.lowering.failures.explanation import explained
+from hotloop.lowering.failures.explanation import explain_error
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
 
-_LEAST_MARGIN = 0.01
+_MIN_MARGIN = 0.01
 """Of the baseline's figure."""
 
 _LEVEL, _LEAST_SEEDS = 0.05, 3
 
 
-def converges(
+def check_convergence(
     task: Task, plan: Plan, seeds: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Convergence:
     """Trains a Task to its end, under the baseline and under a plan, once with each of so many seeds from its own on.
@@ -45,14 +45,14 @@ def converges(
     done, ended = 0, dict[str, str]()
     try:
         for done, (number, name) in enumerate(todo):
-            found[name].append(_final(replace(task, seed=number), plans[name]))
+            found[name].append(_final_loss(replace(task, seed=number), plans[name]))
             progress(done + 1, len(todo))
     except (HotloopError, KeyboardInterrupt) as error:
         number, name = todo[done]
-        ended = how_ended(f"the training of the {name} with seed {number}", error)
+        ended = end_reason(f"the training of the {name} with seed {number}", error)
     what = "train_loss" if task.roles.validation is None else "validation_loss"
     both, seen = (found["baseline"], found["plan"]), numbers[: len(found["baseline"])]
-    return compared(*both, what=what, epochs=task.epochs, seeds=seen, ended=ended)
+    return compare_losses(*both, what=what, epochs=task.epochs, seeds=seen, ended=ended)
 
 
 def check_seeds(seeds: int) -> None:
@@ -62,7 +62,7 @@ def check_seeds(seeds: int) -> None:
         raise PlanError(f"{seeds} seeds for a test of convergence", expected=expected, fix=f"use {_LEAST_SEEDS}")
 
 
-def compared(
+def compare_losses(
     baseline: Sequence[float],
     plan: Sequence[float],
     *,
@@ -85,12 +85,12 @@ def compared(
         seeds=list(seeds),
         baseline=list(baseline),
         plan=list(plan),
-        **(_tested(pairs) if able else {"equivalent": False}),
+        **(_test_figures(pairs) if able else {"equivalent": False}),
         **(ended or {}),
     )
 
 
-def _tested(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _test_figures(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """The figures of the test."""
     from scipy import stats  # takes half a second and 50 MB, which no training shall pay for
 
@@ -98,7 +98,7 @@ def _tested(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     apart = ours - theirs
     mean, error = float(apart.mean()), float(stats.sem(apart))
     reach = float(stats.t.ppf(1 - _LEVEL, len(apart) - 1)) * error
-    margin = max(float(theirs.std(ddof=1)), _LEAST_MARGIN * abs(float(theirs.mean())))
+    margin = max(float(theirs.std(ddof=1)), _MIN_MARGIN * abs(float(theirs.mean())))
     within = bool(mean - reach > -margin and mean + reach < margin) or not apart.any()
     return {
         "difference": mean,
@@ -109,35 +109,35 @@ def _tested(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def _final(task: Task, plan: Plan) -> float:
+def _final_loss(task: Task, plan: Plan) -> float:
     """The loss that a training ends with: on the validation data, or else over its last epoch."""
-    with preserved():
+    with preserve_generators():
         program = lower(task, plan)
         try:
             loss = math.nan
             for _ in range(task.epochs):
-                loss = _trained(program)
+                loss = _training_loss(program)
                 if (validation := task.roles.validation) is not None:
-                    loss = _validated(program, validation)
+                    loss = _validation_loss(program, validation)
                 program.end_epoch(loss)
             return loss
         finally:
             program.close()
 
 
-def _trained(program: Program) -> float:
+def _training_loss(program: Program) -> float:
     """The loss over an epoch."""
     try:
         while not program.advance(1000).ended:
             pass
         sums = program.read_sums()
     except Exception as error:
-        raise explained(error, program, None) from error
+        raise explain_error(error, program, None) from error
     return sums["loss"] / (sums["weight"] or math.nan)
 
 
-def _validated(program: Program, source: Source) -> float:
+def _validation_loss(program: Program, source: Source) -> float:
     try:
         return evaluate(program, source).values["loss"]
     except Exception as error:
-        raise explained(error, program, None, "validation") from error
+        raise explain_error(error, program, None, "validation") from error

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hotloop.core.number_formats import Arithmetic, reductions
+from hotloop.core.number_formats import Arithmetic, describe_reductions
 from hotloop.core.state import State
 from hotloop.parity.comparison import Key
 
-Errors = dict[Key, float]
+TensorErrors = dict[Key, float]
 
 
 @dataclass
-class Account:
+class StepErrors:
     """What was seen of a baseline or a candidate.
 
     Attributes:
@@ -28,29 +28,29 @@ class Account:
     """
 
     name: str
-    errors: list[Errors] = field(default_factory=list)
-    eagerly: set[int] = field(default_factory=set)
+    errors: list[TensorErrors] = field(default_factory=list)
+    is_eager: set[int] = field(default_factory=set)
     differs: str | None = None
     unequal: set[Key] = field(default_factory=set)
     failed: str | None = None
-    drawn: bool = False
+    draw_notes: bool = False
     draws: str | None = None
     unproven: str | None = None
     short_of_memory: bool = False
     arithmetic: Arithmetic | None = None
-    looked_in_vain: int = 0
+    has_unseen_draws: int = 0
 
     @property
-    def able(self) -> bool:
+    def is_able(self) -> bool:
         """Whether more is asked of it."""
         return self.failed is None and self.unproven is None
 
     @property
-    def of_its_own(self) -> list[Errors]:
+    def has_own_draws(self) -> list[TensorErrors]:
         """The errors at each state, but where a compiled plan ran eagerly only what it never shows of its program."""
-        shown = {key for state, one in enumerate(self.errors) if state not in self.eagerly for key in one}
+        shown = {key for state, one in enumerate(self.errors) if state not in self.is_eager for key in one}
         return [
-            {key: error for key, error in one.items() if state not in self.eagerly or key not in shown}
+            {key: error for key, error in one.items() if state not in self.is_eager or key not in shown}
             for state, one in enumerate(self.errors)
         ]
 
@@ -71,25 +71,25 @@ class Evidence:
         unproven: why nothing can be said, where that is so.
     """
 
-    baselines: list[Account]
-    peers: list[Account]
-    candidates: list[Account]
+    baselines: list[StepErrors]
+    peers: list[StepErrors]
+    candidates: list[StepErrors]
     last: State
     steps: list[int] = field(default_factory=list)
-    rounding: list[Errors] = field(default_factory=list)
-    followed: str = ""
+    rounding: list[TensorErrors] = field(default_factory=list)
+    shared_draws: str = ""
     unproven: str | None = None
-    closer: list[Errors] = field(default_factory=list)
-    asked: bool = False
+    has_closer_look: list[TensorErrors] = field(default_factory=list)
+    requested: bool = False
 
-    def reductions(self, account: Account) -> list[str]:
+    def reductions(self, account: StepErrors) -> list[str]:
         """What a candidate computes in fewer bits than the baseline, one line for each class of operators."""
         baseline = self.baselines[0].arithmetic if self.baselines else None
         if account.arithmetic is None or baseline is None:
             return []
-        return reductions(account.arithmetic, baseline)
+        return describe_reductions(account.arithmetic, baseline)
 
     @property
-    def judges(self) -> list[Account]:
+    def judges(self) -> list[StepErrors]:
         """Those whose errors tell what rounding comes to in the candidates' precision."""
         return self.peers or self.baselines

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hotloop.core.dispatch_mode import Onlooker
-from hotloop.core.random.rng import preserved
+from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.state import State
 from hotloop.data.batch_tree import map_tensors
 from hotloop.data.feeds.feed import Feed
-from hotloop.lowering.compile.compiled_rng import draws
-from hotloop.lowering.context import Ingredients, placed
+from hotloop.lowering.compile.compiled_rng import is_random_op
+from hotloop.lowering.context import LoweringContext, move_to_device
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.grouped_mm import in_float64
+from hotloop.lowering.grouped_mm import float64_operation
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.task import Computed, Task
+from hotloop.task import StepResult, Task
 
 _FACTORIES = ("rand", "randn", "normal")
 """Operations that draw numbers of the default dtype."""
@@ -38,36 +38,36 @@ _WIDE = {
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
 }
-_SINGLE = (torch.float32, torch.complex64)
+_SINGLE_DTYPES = (torch.float32, torch.complex64)
 """What a Task may ask for by name and mean the numbers that it computes with."""
 
-_MADE = (torch.ops.aten.lift_fresh.default,)
+_COPYING_OPS = (torch.ops.aten.lift_fresh.default,)
 """Gives the tensor of `torch.tensor(...)` as it is."""
 
-_CUT_OFF = tuple(
+_CUT_OFF_OPS = tuple(
     getattr(torch.ops.aten, name)
     for name in ("floor", "ceil", "round", "trunc", "frac", "sign", "floor_divide", "remainder", "fmod")
 )
 """Operations that jump where rounding moves a number over a whole one."""
 
-_DRAWS_WITHIN = ("rrelu", "_scaled_dot_product", "_fused", "_cudnn", "miopen", "mkldnn")
+_DRAWING_OPS = ("rrelu", "_scaled_dot_product", "_fused", "_cudnn", "miopen", "mkldnn")
 """Operations that compute with what they draw."""
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
-def lower_exactly(task: Task, device: torch.device) -> Program:
+def lower_in_float64(task: Task, device: torch.device) -> Program:
     """The Task's step in float64.
 
     Raises:
         TaskError, RuntimeError: model or loss can't be turned into float64.
     """
-    with preserved():
-        parts = placed(Ingredients.of(task, Plan(device=str(device))), device)
+    with preserve_generators():
+        parts = move_to_device(LoweringContext.from_task(task, Plan(device=str(device))), device)
         for module in (parts.model, parts.task.loss):
             if isinstance(module, nn.Module):
-                module._apply(_wide)  # module.double() leaves complex numbers as they are
-        return _Exact(parts, ExactStep(parts), _NoFeed())
+                module._apply(_to_wide)  # module.double() leaves complex numbers as they are
+        return _Float64Program(parts, Float64Step(parts), _NoFeed())
 
 
 class _NoFeed(Feed):
@@ -83,14 +83,14 @@ class _NoFeed(Feed):
         pass
 
 
-class _Exact(Program):
+class _Float64Program(Program):
     """In float64; the States that it goes to may be of any Program of the Task."""
 
     def restore(self, state: State) -> None:
-        super().restore(_in_float64(state))
+        super().restore(_state_in_float64(state))
 
 
-class _Widened(Mapping[str, Any]):
+class _WidenedTensors(Mapping[str, Any]):
     """Makes float64 of one tensor after the other, as it is asked for them: all at once are twice the State."""
 
     def __init__(self, kept: Mapping[str, Any], but: str = "") -> None:
@@ -99,8 +99,8 @@ class _Widened(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = self._kept[name]
         if not isinstance(value, dict):
-            return _widened(value)
-        return {key: one if key == self._but else _widened(one) for key, one in value.items()}
+            return _widen_tree(value)
+        return {key: one if key == self._but else _widen_tree(one) for key, one in value.items()}
 
     def __contains__(self, name: object) -> bool:
         return name in self._kept
@@ -112,75 +112,75 @@ class _Widened(Mapping[str, Any]):
         return len(self._kept)
 
 
-def _in_float64(state: State) -> State:
+def _state_in_float64(state: State) -> State:
     """A State with each number that the step computes with as float64; steps that an optimizer counts stay counts."""
     optimizer = dict(state.optimizer)
     if optimizer:
-        optimizer["state"] = _Widened(optimizer["state"], but="step")
-    wide: Any = {part: _Widened(getattr(state, part)) for part in ("parameters", "buffers", "average", "loss")}
+        optimizer["state"] = _WidenedTensors(optimizer["state"], but="step")
+    wide: Any = {part: _WidenedTensors(getattr(state, part)) for part in ("parameters", "buffers", "average", "loss")}
     return replace(state, optimizer=optimizer, **wide)
 
 
-def _wide(value: Tensor) -> Tensor:
+def _to_wide(value: Tensor) -> Tensor:
     return value.to(_WIDE.get(value.dtype, value.dtype))
 
 
-def _narrow(value: Tensor) -> Tensor:
+def _to_narrow(value: Tensor) -> Tensor:
     return value.to(_NARROW.get(value.dtype, value.dtype))
 
 
-def _wide_single(value: Tensor) -> Tensor:
-    return _wide(value) if value.dtype in _SINGLE else value
+def _to_wide_single(value: Tensor) -> Tensor:
+    return _to_wide(value) if value.dtype in _SINGLE_DTYPES else value
 
 
-def _asking_for_wide(kwargs: Any) -> Any:
+def _request_wide(kwargs: Any) -> Any:
     """A cast to fp32, such as of logits or in a norm, is none where the numbers are fp32: so here it isn't one either."""
-    return {**kwargs, "dtype": _WIDE[kwargs["dtype"]]} if kwargs.get("dtype") in _SINGLE else kwargs
+    return {**kwargs, "dtype": _WIDE[kwargs["dtype"]]} if kwargs.get("dtype") in _SINGLE_DTYPES else kwargs
 
 
-def _single_widened(tree: Any) -> Any:
-    return tree_map_only(Tensor, _wide_single, tree)
+def _widen_single(tree: Any) -> Any:
+    return tree_map_only(Tensor, _to_wide_single, tree)
 
 
-def _but(kept: Sequence[Tensor], change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def _replace_tensors(kept: Sequence[Tensor], change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with all tensors changed but these."""
     return tree_map_only(Tensor, lambda value: value if any(value is one for one in kept) else change(value), tree)
 
 
-def _widened(tree: Any) -> Any:
-    return map_tensors(_wide, tree)
+def _widen_tree(tree: Any) -> Any:
+    return map_tensors(_to_wide, tree)
 
 
-class ExactStep(EagerStep):
+class Float64Step(EagerStep):
     """One training step in float64.
 
     Attributes:
         watch: what was seen of its operations since it was made.
     """
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         super().__init__(parts)
-        self.watch = Watch(parts.model)
+        self.watch = Float64Check(parts.model)
 
-    def _compute(self, batch: Any) -> Computed:
-        exact = _widened(batch)  # before anybody watches, or it would follow from constants
-        with self.watch.watching():
+    def _compute(self, batch: Any) -> StepResult:
+        exact = _widen_tree(batch)  # before anybody watches, or it would follow from constants
+        with self.watch.check_step():
             return super()._compute(exact)
 
     def _backward_of(self, loss: Tensor) -> None:
-        with self.watch.watching():  # what is computed again in backward draws again
+        with self.watch.check_step():  # what is computed again in backward draws again
             super()._backward_of(loss)
 
     def _update(self) -> None:
-        with self.watch.updating(self.optimizer):
+        with self.watch.check_update(self.optimizer):
             super()._update()
 
-    def _closure_step(self, batch: Any, samples: int, step: int) -> Computed:
-        with self.watch.updating(self.optimizer):
+    def _closure_step(self, batch: Any, samples: int, step: int) -> StepResult:
+        with self.watch.check_update(self.optimizer):
             return super()._closure_step(batch, samples, step)
 
 
-class Watch(Onlooker):
+class Float64Check(ReadOnlyDispatchMode):
     """Sees each operation of a step that should be float64 throughout.
 
     Attributes:
@@ -198,11 +198,11 @@ class Watch(Onlooker):
         self._constants: dict[int, weakref.ref[Tensor]] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def check_step(self) -> Iterator[None]:
         """Model and loss, whose numbers of the default dtype are float64 then."""
         before = torch.get_default_dtype()
         with ExitStack() as stack:
-            stack.enter_context(self._looking("the loss, or what surrounds the model,", updating=False))
+            stack.enter_context(self._observe("the loss, or what surrounds the model,", updating=False))
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
@@ -213,13 +213,13 @@ class Watch(Onlooker):
             yield
 
     @contextmanager
-    def updating(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def check_update(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """The optimizer, whose counts of steps keep their default dtype; it may ask for model and loss on the way."""
-        with self._looking(f"the optimizer ({type(optimizer).__name__})", updating=True):
+        with self._observe(f"the optimizer ({type(optimizer).__name__})", updating=True):
             yield
 
     @contextmanager
-    def _looking(self, where: str, *, updating: bool) -> Iterator[None]:
+    def _observe(self, where: str, *, updating: bool) -> Iterator[None]:
         with nullcontext() if self._inside else self:
             before, depth = self._updating, len(self._inside)
             self._inside.append(where)
@@ -243,31 +243,31 @@ class Watch(Onlooker):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        if draws(function, args, kwargs):
+        if is_random_op(function, args, kwargs):
             self.draws = self.draws or not self._updating
-            if not name.startswith(_DRAWS_WITHIN):
-                return _drawn(function, args, kwargs)
+            if not name.startswith(_DRAWING_OPS):
+                return _draw_in_float32(function, args, kwargs)
             self._note(f"draws inside of {name}, which float64 can't repeat")
-        follows = function not in _MADE and self._follows(args)
+        follows = function not in _COPYING_OPS and self._depends_on_batch(args)
         if self._updating:
             result = function(*args, **kwargs)
         elif function._schema.is_mutable:
             result = self._write(function, args, kwargs, follows)
         elif follows:
-            kwargs = _asking_for_wide(kwargs)
-            wide = _single_widened(args) if _first_of(_SINGLE, args) else args
-            result = in_float64(function, wide)(*wide, **kwargs)
+            kwargs = _request_wide(kwargs)
+            wide = _widen_single(args) if _first_dtype(_SINGLE_DTYPES, args) else args
+            result = float64_operation(function, wide)(*wide, **kwargs)
         else:
             return self._constant(function, args, kwargs)
-        if follows and (dtype := _first_of(_WIDE, result)) is not None:
+        if follows and (dtype := _first_dtype(_WIDE, result)) is not None:
             self._note(f"turns float64 into {str(dtype).removeprefix('torch.')} ({name})")
         return result
 
-    def _follows(self, tree: Any) -> bool:
+    def _depends_on_batch(self, tree: Any) -> bool:
         """Whether a float64 number among them is no constant: it comes from parameters, inputs or draws."""
         if isinstance(tree, Tensor):
             return tree.dtype in _NARROW and not self._is_constant(tree)
-        return isinstance(tree, list | tuple) and any(self._follows(one) for one in tree)
+        return isinstance(tree, list | tuple) and any(self._depends_on_batch(one) for one in tree)
 
     def _is_constant(self, value: Tensor) -> bool:
         known = self._constants.get(id(value)) if self._constants else None
@@ -278,17 +278,17 @@ class Watch(Onlooker):
 
         But what is cut off to whole numbers, or compared, is so as fp32 has it: rounding would choose others.
         """
-        if function.is_view and function not in _MADE:  # a widened one would be no view
-            return self._noted(function(*args, **kwargs))
-        if _first_of(_SINGLE, args):
-            args = _single_widened(args)
+        if function.is_view and function not in _COPYING_OPS:  # a widened one would be no view
+            return self._is_recorded(function(*args, **kwargs))
+        if _first_dtype(_SINGLE_DTYPES, args):
+            args = _widen_single(args)
         result = function(*args, **kwargs)
-        cuts_off = function.overloadpacket in _CUT_OFF or kwargs.get("rounding_mode") or _has_whole(result)
-        if cuts_off and _first_of(_NARROW, args) is not None:
-            result = function(*tree_map_only(Tensor, _narrow, args), **kwargs)
-        return self._noted(_single_widened(result))
+        cuts_off = function.overloadpacket in _CUT_OFF_OPS or kwargs.get("rounding_mode") or _has_whole(result)
+        if cuts_off and _first_dtype(_NARROW, args) is not None:
+            result = function(*tree_map_only(Tensor, _to_narrow, args), **kwargs)
+        return self._is_recorded(_widen_single(result))
 
-    def _noted(self, result: Any) -> Any:
+    def _is_recorded(self, result: Any) -> Any:
         for value in result if isinstance(result, list | tuple) else (result,):
             if isinstance(value, Tensor) and value.dtype in _NARROW:
                 self._constants[id(value)] = weakref.ref(value)
@@ -296,11 +296,11 @@ class Watch(Onlooker):
 
     def _write(self, function: Any, args: Any, kwargs: Any, follows: bool) -> Any:
         """In place: constants become what they are written to, and that is none any more if something else is written too."""
-        targets = _targets(function, args, kwargs)
-        if not follows and _first_of(_SINGLE, targets) is not None:
-            args = _but(targets, _narrow, args)
-        elif _first_of(_NARROW, targets) is not None:
-            args = _but(targets, _wide_single, args)
+        targets = _written_tensors(function, args, kwargs)
+        if not follows and _first_dtype(_SINGLE_DTYPES, targets) is not None:
+            args = _replace_tensors(targets, _to_narrow, args)
+        elif _first_dtype(_NARROW, targets) is not None:
+            args = _replace_tensors(targets, _to_wide_single, args)
         result = function(*args, **kwargs)
         if follows and self._constants:
             self._forget(targets)
@@ -317,7 +317,7 @@ class Watch(Onlooker):
         self.narrowed = self.narrowed or f"{self._inside[-1]} {what}"
 
 
-def _targets(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written_tensors(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """What an operation writes to."""
     arguments = function._schema.arguments
     written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
@@ -331,18 +331,18 @@ def _has_whole(result: Any) -> bool:
     return any(not (one.is_floating_point() or one.is_complex()) for one in given)
 
 
-def _first_of(dtypes: Collection[torch.dtype], tree: Any) -> torch.dtype | None:
+def _first_dtype(dtypes: Collection[torch.dtype], tree: Any) -> torch.dtype | None:
     """The first of these dtypes in what an operation takes or gives; by hand, since a step has thousands of them."""
     if isinstance(tree, Tensor):
         return tree.dtype if tree.dtype in dtypes else None
     if isinstance(tree, list | tuple):
         for one in tree:
-            if (found := _first_of(dtypes, one)) is not None:
+            if (found := _first_dtype(dtypes, one)) is not None:
                 return found
     return None
 
 
-def _drawn(function: Any, args: Any, kwargs: Any) -> Any:
+def _draw_in_float32(function: Any, args: Any, kwargs: Any) -> Any:
     """What the operation draws in fp32, as float64."""
     if function is torch.ops.aten.native_dropout.default:
         x, p, training = args
@@ -354,7 +354,7 @@ def _drawn(function: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {**kwargs, "dtype": _NARROW[given]}
     elif given is None and named and function.overloadpacket.__name__ in _FACTORIES:
         kwargs = {**kwargs, "dtype": torch.float32}
-    narrow = tree_map_only(Tensor, _narrow, args)
+    narrow = tree_map_only(Tensor, _to_narrow, args)
     result = function(*narrow, **kwargs)
     if function._schema.is_mutable:
         args[0].copy_(narrow[0])

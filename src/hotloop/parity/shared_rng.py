@@ -12,30 +12,36 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.core.random.rng import Streams, generator_states, preserved
-from hotloop.core.task_parts.model_copy import copied
+from hotloop.core.random.rng import RandomStreams, generator_states, preserve_generators
+from hotloop.core.task_parts.model_copy import copy_model
 from hotloop.core.task_parts.module_modes import set_training
 from hotloop.data.batch_tree import to_device
-from hotloop.data.feeds.feed import peek
-from hotloop.distributed.wrappers.global_batch_rng import Batchwise, Drawing, Drawn, Watching, along
+from hotloop.data.feeds.feed import first_batch
+from hotloop.distributed.wrappers.global_batch_rng import (
+    BatchDimension,
+    DrawRecorder,
+    RandomDraw,
+    RandomOp,
+    batch_dimension,
+)
 from hotloop.lowering.context import counts_samples
 from hotloop.lowering.program import Program
-from hotloop.lowering.rewrites.dropout_from_words import ByWords
-from hotloop.lowering.transforms.accumulation import bounds
-from hotloop.parity.references import within
+from hotloop.lowering.rewrites.dropout_from_words import WordDrawMode
+from hotloop.lowering.transforms.accumulation import piece_bounds
+from hotloop.parity.references import run_within
 
 _FEW, _MORE = 2, 3
 """Samples of the batches that show how a model draws."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RandomOpPlace:
     """One draw of a model's forward pass, and along which of its dimensions it goes with the samples."""
 
-    drawing: Drawing
-    along: Batchwise
+    drawing: RandomOp
+    along: BatchDimension
 
-    def drawn(self, rows: int) -> Tensor:
+    def draw_shape(self, rows: int) -> Tensor:
         """As much as so many samples draw."""
         shape = list(self.drawing.shape)
         shape[self.along.dim] = rows * self.along.each
@@ -48,7 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Look:
+class RandomOps:
     """How a model draws in its forward pass.
 
     Attributes:
@@ -56,84 +62,84 @@ class Look:
         odd: why pieces of a batch can't be put together; empty if they can.
     """
 
-    places: tuple[Place, ...] = ()
-    odd: str = ""
+    places: tuple[RandomOpPlace, ...] = ()
+    irregular: str = ""
 
 
-def look(program: Program) -> Look:
+def find_random_ops(program: Program) -> RandomOps:
     """Runs a copy of the model on 2 and on 3 samples; what isn't seen here may still be drawn in a step."""
     try:
-        with preserved(*program.devices):
-            few, more = (_seen(program, samples) for samples in (_FEW, _MORE))
+        with preserve_generators(*program.devices):
+            few, more = (_observe_draws(program, samples) for samples in (_FEW, _MORE))
     except Exception:  # the step itself will say what there is to say
-        return Look()
+        return RandomOps()
     if few.elsewhere or more.elsewhere:
-        return Look(odd="numbers come from Python's or NumPy's generator")
+        return RandomOps(irregular="numbers come from Python's or NumPy's generator")
     if not few.drawn and not more.drawn:
-        return Look()
+        return RandomOps()
     if len(few.known) != len(few.drawn):
-        return Look(odd="an operation computes with what it draws")
+        return RandomOps(irregular="an operation computes with what it draws")
     if [one.name for one in few.drawn] != [one.name for one in more.drawn]:
-        return Look(odd="a batch of another size draws otherwise")
+        return RandomOps(irregular="a batch of another size draws otherwise")
     if not counts_samples(program.parts):
-        return Look(odd="a piece in which nothing counts draws nothing")
+        return RandomOps(irregular="a piece in which nothing counts draws nothing")
     places = []
     for drawing, one, other in zip(few.known, few.drawn, more.drawn, strict=True):
         if one.shape == other.shape:
-            return Look(odd="what is drawn once for a batch is drawn once for each piece")
-        dimension = along(one, other, (_FEW, _MORE))
+            return RandomOps(irregular="what is drawn once for a batch is drawn once for each piece")
+        dimension = batch_dimension(one, other, (_FEW, _MORE))
         if dimension is None or drawing.how is None or not one.dense:
-            return Look(odd=f"what {one.name} draws isn't known well enough")
-        places.append(Place(drawing, dimension))
-    return Look(tuple(places))
+            return RandomOps(irregular=f"what {one.name} draws isn't known well enough")
+        places.append(RandomOpPlace(drawing, dimension))
+    return RandomOps(tuple(places))
 
 
 @dataclass
-class _Seen:
-    drawn: list[Drawn]
-    known: list[Drawing]
+class _ObservedDraws:
+    drawn: list[RandomDraw]
+    known: list[RandomOp]
     elsewhere: bool
 
 
-def _seen(program: Program, samples: int) -> _Seen:
+def _observe_draws(program: Program, samples: int) -> _ObservedDraws:
     """What a copy of the model draws from torch's generator, what of it can be repeated, and whether others are asked."""
     parts = program.parts
-    model = set_training(copied(parts.model), parts.in_eval)
-    batch = to_device(peek(parts.roles, samples), parts.device)
-    Streams(parts.task.seed, parts.device).reseed("look")
+    model = set_training(copy_model(parts.model), parts.in_eval)
+    batch = to_device(first_batch(parts.splits, samples), parts.device)
+    RandomStreams(parts.task.seed, parts.device).reseed("look")
     before = generator_states()
-    with _Noting() as known, Watching(parts.device) as watching, torch.no_grad():
+    with _DrawObserver() as known, DrawRecorder(parts.device) as watching, torch.no_grad():
         parts.compute(model, batch)
     after = generator_states()
     moved = any(before[whose] != after[whose] for whose in before if whose != "torch's")
-    return _Seen(watching.drawn, known.drawings, moved)
+    return _ObservedDraws(watching.drawn, known.drawings, moved)
 
 
-class _Noting(TorchDispatchMode):
+class _DrawObserver(TorchDispatchMode):
     """Notes each draw that can be repeated."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawings: list[Drawing] = []
+        self.drawings: list[RandomOp] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (drawing := Drawing.of(function, args, kwargs or {})) is not None:
+        if (drawing := RandomOp.of(function, args, kwargs or {})) is not None:
             self.drawings.append(drawing)
         return function(*args, **(kwargs or {}))
 
 
-class Words:
+class WordDraws:
     """What a step draws that was rewritten to draw by words; see `lowering/rewrites/dropout_from_words.py`."""
 
-    odd, told = "", "which are cut out of random words"
+    irregular, description = "", "which are cut out of random words"
 
-    def followed(self, programs: Sequence[Program]) -> AbstractContextManager[None]:
+    def follow(self, programs: Sequence[Program]) -> AbstractContextManager[None]:
         """Has Programs that run operation by operation draw by words."""
-        return within(programs, ByWords)
+        return run_within(programs, WordDrawMode)
 
 
 @dataclass
-class Pieces:
+class PieceDraws:
     """What the pieces of a batch draw, one after the other, put together to what the whole batch draws.
 
     Attributes:
@@ -143,31 +149,31 @@ class Pieces:
         odd: why this can't be had after all; empty as long as it can.
     """
 
-    told: ClassVar[str] = "which come for each piece of a batch"
+    description: ClassVar[str] = "which come for each piece of a batch"
 
     device: torch.device
     count: int
-    places: tuple[Place, ...]
-    odd: str = ""
+    places: tuple[RandomOpPlace, ...]
+    irregular: str = ""
 
     def drawn(self, samples: int) -> Iterator[Tensor]:
         """Draws for a batch from where torch's generator stands, piece by piece; yields what the whole batch gets."""
-        rows = [last - first for first, last in itertools.pairwise(bounds(samples, self.count)) if first < last]
-        of_pieces = [[place.drawn(each) for place in self.places] for each in rows]
+        rows = [last - first for first, last in itertools.pairwise(piece_bounds(samples, self.count)) if first < last]
+        of_pieces = [[place.draw_shape(each) for place in self.places] for each in rows]
         for number, place in enumerate(self.places):
             yield torch.cat([values[number] for values in of_pieces], dim=place.along.dim)
 
     @contextmanager
-    def followed(self, programs: Sequence[Program]) -> Iterator[None]:
+    def follow(self, programs: Sequence[Program]) -> Iterator[None]:
         """Has Programs that take a batch as a whole draw what the pieces draw."""
         each = {id(program): program for program in programs}.values()
         before = [(program, program.parts) for program in each]
         try:
             for program in each:
-                given = _Given(self)
+                given = _ReplayedDraws(self)
                 draws = program._step.draws
-                draws.seed = _begun_anew(draws.seed, given)  # type: ignore[method-assign]
-                program.parts = replace(program.parts, around=(*program.parts.around, given.on))
+                draws.seed = _redraw(draws.seed, given)  # type: ignore[method-assign]
+                program.parts = replace(program.parts, around=(*program.parts.around, given.is_on))
             yield
         finally:
             for program, parts in before:
@@ -175,7 +181,7 @@ class Pieces:
                 program.parts = parts
 
 
-def _begun_anew(seed: Any, given: _Given) -> Any:
+def _redraw(seed: Any, given: _ReplayedDraws) -> Any:
     def seeded(step: int) -> None:
         seed(step)
         given.begin()
@@ -183,19 +189,19 @@ def _begun_anew(seed: Any, given: _Given) -> Any:
     return seeded
 
 
-class _Given(TorchDispatchMode):
+class _ReplayedDraws(TorchDispatchMode):
     """Gives each operator that draws the next of what the pieces have drawn for the whole batch.
 
     Where a step draws otherwise than the look has shown, that is noted, and it draws by itself.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: PieceDraws) -> None:
         super().__init__()
         self._pieces = pieces
         self._number = 0
         self._drawn: Iterator[Tensor] | None = None
 
-    def on(self) -> _Given:
+    def is_on(self) -> _ReplayedDraws:
         """For a step, or several."""
         return self
 
@@ -205,16 +211,16 @@ class _Given(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        drawing = Drawing.of(function, args, kwargs)
+        drawing = RandomOp.of(function, args, kwargs)
         value = None if drawing is None else self._next(drawing)
         result = function(*args, **kwargs)
         if drawing is None or value is None:
             return result
         if isinstance(result, tuple):
-            return drawing.finished(args, value)
+            return drawing.finish(args, value)
         return result.copy_(value)  # laid out in memory as it would be
 
-    def _next(self, drawing: Drawing) -> Tensor | None:
+    def _next(self, drawing: RandomOp) -> Tensor | None:
         places, number = self._pieces.places, self._number
         self._number += 1
         if number >= len(places):
@@ -230,5 +236,5 @@ class _Given(TorchDispatchMode):
         return value
 
     def _none(self, why: str) -> Tensor | None:
-        self._pieces.odd = self._pieces.odd or why
+        self._pieces.irregular = self._pieces.irregular or why
         return None

@@ -10,11 +10,11 @@ from typing import Any
 
 from hotloop.core.records.race import STATES
 from hotloop.core.state import Position, State
-from hotloop.errors import out_of_memory
-from hotloop.lowering.failures.explanation import explained
+from hotloop.errors import is_out_of_memory
+from hotloop.lowering.failures.explanation import explain_error
 from hotloop.lowering.program import Program
 
-_FIRST = 4
+_FIRST_STEPS = 4
 """States at the beginning, where an optimizer's own state is made, stand side by side."""
 
 _APART, _SLOW_S = 4, 0.1
@@ -22,7 +22,7 @@ _APART, _SLOW_S = 4, 0.1
 
 
 @dataclass(frozen=True)
-class Stop:
+class PathState:
     """A State on the path, and the batch that comes next."""
 
     state: State
@@ -30,65 +30,67 @@ class Stop:
 
 
 @contextmanager
-def of_the_baseline(program: Program) -> Iterator[None]:
+def translate_baseline_errors(program: Program) -> Iterator[None]:
     """What its own step raises ends the training too, and is told as it is there; a lack of memory is the proof's."""
     try:
         yield
     except Exception as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
-        raise explained(error, program, None) from error
+        raise explain_error(error, program, None) from error
 
 
-def stops(program: Program, count: int = STATES) -> Iterator[Stop]:
+def walk_states(program: Program, count: int = STATES) -> Iterator[PathState]:
     """Walks the Program along its path and yields so many States; of a shorter training or schedule all.
 
     The epoch's last batch is among them if it is smaller than the others, though the path may not come that far.
     """
-    taken, wanted, most = 0, 0, _apart(program, count)
+    taken, wanted, most = 0, 0, _steps_between(program, count)
     apart = most
     while taken < count:
         for batch, _ in program.feed.epoch(program.position.epoch):
             if program.position.step == wanted:
-                yield Stop(program.state(), batch)
+                yield PathState(program.state(), batch)
                 taken += 1
-                wanted += apart if taken >= _FIRST else 1
+                wanted += apart if taken >= _FIRST_STEPS else 1
             if taken == count or program.steps_left() == 0:
                 break
             began = time.perf_counter()
-            with of_the_baseline(program):
+            with translate_baseline_errors(program):
                 program.step(batch)
             apart = 1 if time.perf_counter() - began > _SLOW_S else most
         if program.position.epoch + 1 >= program.parts.task.epochs or program.steps_left() == 0 or taken == count:
             break
         program.end_epoch(1.0)
-    last = _last(program) if taken == count else None  # a path through all of the training has met it
+    last = _last_state(program) if taken == count else None  # a path through all of the training has met it
     if last is not None:
         yield last
 
 
-def _apart(program: Program, count: int) -> int:
+def _steps_between(program: Program, count: int) -> int:
     """So far from State to State that all fit into the training, and few stand at the epoch's last batch, if it has one."""
     parts = program.parts
     lengths = (
-        None if parts.roles.batches is None else parts.roles.batches * parts.task.epochs,
+        None if parts.splits.batches is None else parts.splits.batches * parts.task.epochs,
         program.steps_left(),
     )
     steps = min((length for length in lengths if length is not None), default=None)
-    most = _APART if steps is None else min(_APART, max(1, (steps - _FIRST) // (count - _FIRST + 1)))
-    batches = parts.roles.batches
+    most = _APART if steps is None else min(_APART, max(1, (steps - _FIRST_STEPS) // (count - _FIRST_STEPS + 1)))
+    batches = parts.splits.batches
 
     def last_ones(apart: int) -> int:
         return (
-            sum((_FIRST + apart * number) % batches == 0 for number in range(1, count - _FIRST + 1)) if batches else 0
+            sum((_FIRST_STEPS + apart * number) % batches == 0 for number in range(1, count - _FIRST_STEPS + 1))
+            if batches
+            else 0
         )
 
     return min(range(most, 0, -1), key=last_ones)
 
 
-def _last(program: Program) -> Stop | None:
+def _last_state(program: Program) -> PathState | None:
     """The epoch's last batch, with the State that the path came to."""
-    order = program.parts.roles.order
+    order = program.parts.splits.order
     if order is None or not order.batches or program.steps_left() == 0:
         return None
     epoch = program.position.epoch
@@ -96,10 +98,10 @@ def _last(program: Program) -> Stop | None:
     if size == order.batch_size:
         return None
     position = Position(program.position.step, epoch, order.batches - 1)
-    return Stop(replace(program.state(), position=position), batch)
+    return PathState(replace(program.state(), position=position), batch)
 
 
-def before_the_end(state: State, batches: int | None, steps: int) -> State:
+def state_before_end(state: State, batches: int | None, steps: int) -> State:
     """The same State so many steps before the end of its epoch, or at its beginning if that is nearer."""
     if batches is None:
         return state

@@ -14,12 +14,12 @@ from hotloop.core.patches import Patches
 from hotloop.core.records.profile import GroupTime, ModuleTime, OptimizerUse
 from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
 from hotloop.profiler.base.schedule import Kind
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.timers.module_names import Name, Own, tree, upwards
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.timers.module_names import ModuleName, OwnTime, enclosing_names, module_times
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
-Times = dict[tuple[str, Any], float]
+LayerTimes = dict[tuple[str, Any], float]
 """Milliseconds of a step: forward and backward by a module's path, the update by a parameter's id."""
 
 
@@ -32,18 +32,18 @@ class LayerClock:
 
     kinds: Sequence[Kind] = ("clocked",)
 
-    def __init__(self, watch: Watch, step: ArraysStep) -> None:
+    def __init__(self, watch: ProfilerSession, step: ArraysStep) -> None:
         self._watch, self._step = watch, step
         self._patches = Patches()
-        self._now: Times = {}
-        self._seen: list[Times] = []
+        self._now: LayerTimes = {}
+        self._seen: list[LayerTimes] = []
 
     def begin(self) -> None:
         self._now = defaultdict(float)
         for call in self._step.network.calls:
             for what in (FORWARD, BACKWARD):
-                self._patches.put(call.layer, what, self._timed(what, lambda *args, path=call.path: path))
-        self._patches.put(self._step, "_update_by", self._timed(UPDATE, lambda rule, parameter, *rest: id(parameter)))
+                self._patches.patch(call.layer, what, self._timed(what, lambda *args, path=call.path: path))
+        self._patches.patch(self._step, "_update_by", self._timed(UPDATE, lambda rule, parameter, *rest: id(parameter)))
 
     def end(self) -> None:
         self.drop()
@@ -70,32 +70,32 @@ class LayerClock:
         return make
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        """Fields of `Facts`: modules, and the optimizer."""
+        """Fields of `ProfileFacts`: modules, and the optimizer."""
         if not self._seen:
             return {}
-        took = _typical(self._seen)
+        took = _middle_means(self._seen)
         return {
             "modules": [one.model_dump() for one in self._modules(took)],
             "optimizers": [self._optimizer(took).model_dump()],
         }
 
-    def _modules(self, took: Times) -> list[ModuleTime]:
+    def _modules(self, took: LayerTimes) -> list[ModuleTime]:
         network, model = self._step.network, self._step.parts.model
         calls = Counter(call.path for call in network.calls if call.module is not None)
         own = {
-            _name(path): Own(took[FORWARD, path], took[BACKWARD, path], calls[path])
+            _module_name(path): OwnTime(took[FORWARD, path], took[BACKWARD, path], calls[path])
             for path in dict.fromkeys(call.path for call in network.calls)
         }
         paths = {id(call.layer): call.path for call in network.calls}
         updates: dict[str, float] = defaultdict(float)
-        for parameter, users in network.owned:
-            for around in upwards(_name(paths[id(users[0][0])])):
+        for parameter, users in network.owned_modules:
+            for around in enclosing_names(_module_name(paths[id(users[0][0])])):
                 updates[around.path] += took.get((UPDATE, id(parameter)), 0.0)
-        kinds = {_name(path): type(module).__name__ for path, module in model.named_modules()}
-        found = tree(own, kinds, self._step_ms())
+        kinds = {_module_name(path): type(module).__name__ for path, module in model.named_modules()}
+        found = module_times(own, kinds, self._step_ms())
         return [one.model_copy(update={"update_ms": updates.get(one.name, 0.0)}) for one in found]
 
-    def _optimizer(self, took: Times) -> OptimizerUse:
+    def _optimizer(self, took: LayerTimes) -> OptimizerUse:
         optimizer = self._step.optimizer
         groups = [
             GroupTime(
@@ -115,12 +115,12 @@ class LayerClock:
         return fmean(steps) if steps else None
 
 
-def _typical(steps: Sequence[Times]) -> Times:
+def _middle_means(steps: Sequence[LayerTimes]) -> LayerTimes:
     """Means over the middle half of the steps by what they took: unlike medians of parts, these add up."""
     ordered = sorted(steps, key=lambda step: sum(step.values()))
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return {key: fmean(step.get(key, 0.0) for step in middle) for key in {key for step in middle for key in step}}
 
 
-def _name(path: str) -> Name:
-    return Name("model", path)
+def _module_name(path: str) -> ModuleName:
+    return ModuleName("model", path)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from hotloop.core.records.profile import Threads
-from hotloop.tuning.races.system_load import crowding
+from hotloop.core.records.profile import ThreadUse
+from hotloop.tuning.races.system_load import oversubscription
 
-_NOTABLY = 1.2
+_NOTABLE_SLOWDOWN = 1.2
 """Smallest reported slowdown: measured duration of operations divided by their duration on an idle machine."""
 
 _BUSY_CORES, _BUSY_SHARE = 0.3, 0.1
 """A machine is busy if other programs use at least so many cores and at least such a share of all cores."""
 
 
-def busy_line(threads: Threads | None) -> str:
+def busy_warning(threads: ThreadUse | None) -> str:
     """Returns the warning that other programs use the cores; empty if they use almost none."""
     if threads is None or threads.others < max(_BUSY_CORES, _BUSY_SHARE * threads.cores):
         return ""
@@ -26,20 +26,20 @@ def busy_line(threads: Threads | None) -> str:
     )
 
 
-def with_crowding(threads: Threads | None) -> Threads | None:
+def with_oversubscription(threads: ThreadUse | None) -> ThreadUse | None:
     """Returns the threads, with the measured slowdown if torch has more threads than the machine has cores."""
     if threads is None or threads.torch <= threads.cores:
         return threads
-    return threads.model_copy(update={"slower": crowding(threads.torch, threads.cores)})
+    return threads.model_copy(update={"slower": oversubscription(threads.torch, threads.cores)})
 
 
-def beside_others(threads: Threads | None) -> list[str]:
+def slowdown_notes(threads: ThreadUse | None) -> list[str]:
     """Returns a note with the current slowdown if torch's threads wait for cores that other programs use."""
     if threads is None or threads.torch > threads.cores:
         return []
     free = max(1, threads.cores - round(threads.others))
-    slower = crowding(threads.torch, free) if threads.torch > free else 1.0
-    if slower < _NOTABLY:
+    slower = oversubscription(threads.torch, free) if threads.torch > free else 1.0
+    if slower < _NOTABLE_SLOWDOWN:
         return []
     return [
         f"other programs kept {threads.others:.1f} of {threads.cores} cores busy, and the pieces of an operation wait for "

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 from hotloop.core.patches import Patches
-from hotloop.profiler.hooks.torch_hooks import around
+from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
 
-class Children:
+class ChildCounter:
     """Counts those of `multiprocessing`, forks, and programs that are Python."""
 
     def __init__(self) -> None:
@@ -19,9 +19,9 @@ class Children:
 
     def install(self) -> None:
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_parent=self._forked)
-        starting = around(lambda: True, self._started, lambda *ended: None)
-        self._patches.put(subprocess.Popen, "_execute_child", starting)
+            os.register_at_fork(after_in_parent=self._count_fork)
+        starting = with_callbacks(lambda: True, self._count_program, lambda *ended: None)
+        self._patches.patch(subprocess.Popen, "_execute_child", starting)
 
     def remove(self) -> None:
         self._patches.undo()
@@ -33,10 +33,10 @@ class Children:
         numbered = "".join(filter(str.isdigit, repr(made)))  # `count(3)`; to ask it for a number would take that one
         return max(self._forks, int(numbered or 1) - 1) + self._programs
 
-    def _forked(self) -> None:
+    def _count_fork(self) -> None:
         self._forks += 1
 
-    def _started(self, args: tuple, kwargs: dict) -> None:
+    def _count_program(self, args: tuple, kwargs: dict) -> None:
         command = args[1] if len(args) > 1 else ()
         first = command[0] if isinstance(command, list | tuple) and command else command
         name = os.path.basename(os.fsdecode(first)) if isinstance(first, str | bytes | os.PathLike) else ""

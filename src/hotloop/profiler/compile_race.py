@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hotloop.core.processes.compile_process import CompileChild
+from hotloop.core.processes.compile_process import CompileProcess
 from hotloop.profiler.base.tensor_facts import has_gradient
 
 _RACING_S = 15.0
 """Longest race in seconds, which is enough for most steps."""
 
-_LEAST_RACING_S = 1.0
+_MIN_RACING_S = 1.0
 _SPARE_S = 0.5
 """Seconds of the time limit that are reserved for the child's start and end."""
 
@@ -26,7 +26,7 @@ _CALLS = 3
 
 
 @dataclass(frozen=True)
-class RecordedCall:
+class NetworkCall:
     """A network, and the arguments of a training step's call.
 
     Attributes:
@@ -43,9 +43,9 @@ class RecordedCall:
     cast: torch.dtype | None
 
     @classmethod
-    def of(cls, network: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> RecordedCall:
+    def of(cls, network: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> NetworkCall:
         cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        given, named = pytree.tree_map(_copied, (arguments, keywords))
+        given, named = pytree.tree_map(_detached_copy, (arguments, keywords))
         return cls(network, given, named, network.training, cast)
 
     @property
@@ -64,7 +64,7 @@ class RecordedCall:
         return sum(one.numel() for one in self.network.parameters())
 
 
-class CallRecorder:
+class NetworkCallRecorder:
     """Records the first call of each network that a step trains.
 
     Attributes:
@@ -73,22 +73,20 @@ class CallRecorder:
     """
 
     def __init__(self) -> None:
-        self.on, self.calls = False, dict[int, RecordedCall]()
+        self.on, self.calls = False, dict[int, NetworkCall]()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Records a call; `args[0]` is the network."""
         if self.on and id(args[0]) not in self.calls and has_gradient(result):
-            self.calls[id(args[0])] = RecordedCall.of(args[0], args[1:], kwargs)
+            self.calls[id(args[0])] = NetworkCall.of(args[0], args[1:], kwargs)
 
     @property
-    def largest(self) -> RecordedCall | None:
+    def largest(self) -> NetworkCall | None:
         """The call of the network with the most parameters."""
         return max(self.calls.values(), key=lambda call: call.numbers, default=None)
 
 
-def race_compiled(
-    call: RecordedCall | None, seconds: float, begin: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+def race_compiled(call: NetworkCall | None, seconds: float, begin: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Returns `ratio`, `low` and `high` of the eager time over the compiled time, or a `failure`.
 
     Args:
@@ -105,72 +103,72 @@ def race_compiled(
         begin()
         return _race(call, until)
 
-    with CompileChild(work) as child:
+    with CompileProcess(work) as child:
         found = child.result(seconds)
     if "failure" in found and time.monotonic() > until:
         found["failure"] += "; --time-limit gives more time"
     return found
 
 
-def _race(call: RecordedCall, until: float) -> dict[str, Any]:
+def _race(call: NetworkCall, until: float) -> dict[str, Any]:
     import torch._inductor.config
 
-    from hotloop.tuning.races.rounds import Lane, Limits, ratio, run_rounds
+    from hotloop.tuning.races.rounds import ContenderTimes, RaceLimits, ratio_to_baseline, run_rounds
 
     torch._inductor.config.compile_threads = 1  # a fork of an exiting program can't start pools of processes
     if call.network.training != call.training:
         call.network.train(call.training)
-    eager = _Passes(call, call.network)
-    eager_s = eager.timed()
+    eager = _TimedPasses(call, call.network)
+    eager_s = eager.measure_s()
     began = time.perf_counter()
-    compiled = _Passes(call, torch.compile(call.network))
+    compiled = _TimedPasses(call, torch.compile(call.network))
     compile_s = time.perf_counter() - began
-    compiled_s = compiled.timed()
+    compiled_s = compiled.measure_s()
     left_s = until - time.monotonic()
-    if left_s < _LEAST_RACING_S:
+    if left_s < _MIN_RACING_S:
         return {"failure": f"compiling took {compile_s:.0f} s, which leaves no time to measure", "compile_s": compile_s}
-    base, rival = Lane("eager", eager), Lane("compiled", compiled)
-    base.lay_out("cpu", eager_s, eager_s, brief=True)
-    rival.lay_out("cpu", compiled_s, eager_s, brief=True)
-    run_rounds([base, rival], base, Limits(min(_RACING_S, left_s)))
-    found = ratio(rival, base)
+    base, rival = ContenderTimes("eager", eager), ContenderTimes("compiled", compiled)
+    base.set_layout("cpu", eager_s, eager_s, brief=True)
+    rival.set_layout("cpu", compiled_s, eager_s, brief=True)
+    run_rounds([base, rival], base, RaceLimits(min(_RACING_S, left_s)))
+    found = ratio_to_baseline(rival, base)
     measured = {"ratio": found.median, "low": found.low, "high": found.high, "pairs": found.pairs}
     return measured | {"compile_s": compile_s, "network": type(call.network).__name__}
 
 
-class _Passes:
+class _TimedPasses:
     """Repeated forward and backward passes of a network."""
 
-    def __init__(self, call: RecordedCall, network: Callable[..., Any]) -> None:
+    def __init__(self, call: NetworkCall, network: Callable[..., Any]) -> None:
         self._call, self._network = call, network
         self._parameters = list(call.network.parameters())
         for _ in range(_CALLS):
-            self._once()
+            self._run_pass()
 
-    def timed(self) -> float:
+    def measure_s(self) -> float:
         """Returns the seconds of a forward and backward pass."""
         return self.window(_CALLS) / _CALLS
 
-    def settle(self, steps: int) -> None:
+    def run_untimed(self, steps: int) -> None:
         for _ in range(steps):
-            self._once()
+            self._run_pass()
 
     def window(self, steps: int) -> float:
         began = time.perf_counter()
-        self.settle(steps)
+        self.run_untimed(steps)
         return time.perf_counter() - began
 
-    def _once(self) -> None:
+    def _run_pass(self) -> None:
         call = self._call
         for one in self._parameters:
             one.grad = None
         with torch.enable_grad(), torch.autocast("cpu", call.cast, enabled=call.cast is not None):
             result = self._network(*call.arguments, **call.keywords)
-        outputs = [one for one in _tensors(result) if one.requires_grad]
+        outputs = [one for one in _tensors_of_result(result) if one.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors_of_result(value: Any) -> list[Tensor]:
     """Returns the tensors in a network's result: in lists, tuples, dictionaries and fields of other objects."""
     leaves = pytree.tree_leaves(value)
     inside = [
@@ -179,7 +177,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [one for one in [*leaves, *inside] if isinstance(one, Tensor)]
 
 
-def _copied(value: Any) -> Any:
+def _detached_copy(value: Any) -> Any:
     """Returns a tensor's copy without its graph; other values unchanged."""
     if not isinstance(value, Tensor):
         return value

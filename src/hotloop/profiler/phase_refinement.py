@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from hotloop.core.records.profile import LineTime
 from hotloop.core.records.profile_terms import Phase
 
-_LOGGING = frozenset(
+_LOGGING_LIBRARIES = frozenset(
     {"PIL", "matplotlib", "tensorboard", "tensorboardX", "tqdm", "wandb", "mlflow", "logging", "imageio"}
 )
-_BETWEEN: tuple[Phase, ...] = ("batch", "python", "loss", "update")
-_WORTH_IT = 0.03
+_LOOP_PHASES: tuple[Phase, ...] = ("batch", "python", "loss", "update")
+_MIN_SHARE = 0.03
 """Of the step; less is left where it is, since there are few samples of it."""
 
 
-def refined(phases: dict[Phase, float], lines: Sequence[LineTime]) -> dict[Phase, float]:
+def refine_phases(phases: dict[Phase, float], lines: Sequence[LineTime]) -> dict[Phase, float]:
     """Moves time between phases; the sum stays: calls into libraries that draw and log are logging.
 
     Args:
@@ -23,8 +23,8 @@ def refined(phases: dict[Phase, float], lines: Sequence[LineTime]) -> dict[Phase
         lines: samples of the stack.
     """
     phases, step = dict(phases), sum(phases.values())
-    for phase in _BETWEEN:
-        if phases.get(phase, 0.0) > _WORTH_IT * step:
+    for phase in _LOOP_PHASES:
+        if phases.get(phase, 0.0) > _MIN_SHARE * step:
             _move(phases, phase, "logging", _logging_share(phase, lines))
     return phases
 
@@ -39,4 +39,4 @@ def _move(phases: dict[Phase, float], source: Phase, target: Phase, share: float
 def _logging_share(phase: Phase, lines: Sequence[LineTime]) -> float:
     found = [line for line in lines if line.phase == phase]
     total = sum(line.own_ms for line in found)
-    return sum(line.own_ms for line in found if line.library in _LOGGING) / total if total else 0.0
+    return sum(line.own_ms for line in found if line.library in _LOGGING_LIBRARIES) / total if total else 0.0

@@ -11,43 +11,45 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.core.feasibility.violations import violations
-from hotloop.core.format import seconds
+from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.benchmarks import is_of_busy_machine
-from hotloop.core.hardware.devices import placed
-from hotloop.core.hardware.probe import probe
+from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import machine_name, speed_versions
-from hotloop.core.plan_request import Wanted
-from hotloop.core.records.profile import Limits, Profile, Remedy
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.profile import HardwareLimits, Profile, Remedy
 from hotloop.core.records.race import Timing, Verdict
-from hotloop.core.reporter import Say
+from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
 from hotloop.distributed.fork_safety import check_cuda
-from hotloop.distributed.join import taking_part, to_start
-from hotloop.distributed.launch import launch, ranks_of
-from hotloop.distributed.process_group import Seat
+from hotloop.distributed.join import join_ranks, plan_to_launch
+from hotloop.distributed.launch import launch, local_rank_count
+from hotloop.distributed.process_group import RankEnv
 from hotloop.distributed.world import World
 from hotloop.errors import DeviceError, PlanError, TimeOverError
 from hotloop.plan import Plan
-from hotloop.profiler.busy_machine import beside_others, busy_line, with_crowding
-from hotloop.profiler.costs.roofline import limits_of, with_limit_shares
+from hotloop.profiler.busy_machine import busy_warning, slowdown_notes, with_oversubscription
+from hotloop.profiler.costs.roofline import device_limits, with_limit_shares
 from hotloop.profiler.detectors import diagnose
 from hotloop.profiler.script import profile_script
 from hotloop.profiler.task_profile import profile_task
-from hotloop.report.race import watched
-from hotloop.task import Task, overridden
-from hotloop.task_file import Loaded
-from hotloop.tuning.auto.auto import consider, known
-from hotloop.tuning.contenders import Contest
-from hotloop.tuning.race import PROVE, Prove, raced
+from hotloop.report.race import race_progress_bar
+from hotloop.task import Task, override_fields
+from hotloop.task_file import LoadedTask
+from hotloop.tuning.auto.auto import feasibility_facts, list_options
+from hotloop.tuning.contenders import RaceSpec
+from hotloop.tuning.race import PROVE, Prove, race_loaded
 
 Progress = Callable[[str, float], None]
 
-UNTRIED = "whether PyTorch takes less time for this step, only a race says: --try, or hotloop race --plans arrays,auto"
+UNTRIED_TORCH = (
+    "whether PyTorch takes less time for this step, only a race says: --try, or hotloop race --plans arrays,auto"
+)
 NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
-TRY_S = 30.0
+REMEDY_RACE_S = 30.0
 """For racing remedies, or compiling and racing a script's network, if there is no time limit."""
 
-SHARED = "limits are those of the whole machine, which the ranks on it share"
+SHARED_LIMITS_NOTE = "limits are those of the whole machine, which the ranks on it share"
 
 
 def profile(
@@ -86,52 +88,54 @@ def profile(
     console = Terminal() if progress else Terminal(quiet=True)
     if not isinstance(task, Task):
         refuse_for_script(plan=plan is not None)
-        try_s = (TRY_S if time_limit is None else seconds(time_limit, "time-limit")) if try_remedies else None
-        limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
-        with watched(console) as moved:
-            return inspected_script(
+        try_s = (
+            (REMEDY_RACE_S if time_limit is None else parse_seconds(time_limit, "time-limit")) if try_remedies else None
+        )
+        limit_s = None if stop_after is None else parse_seconds(stop_after, "stop-after")
+        with race_progress_bar(console) as moved:
+            return profile_and_diagnose_script(
                 Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, try_s=try_s, progress=moved
             )
-    loaded, wanted = Loaded(task, None, {}), Wanted.of(plan)
+    loaded, wanted = LoadedTask(task, None, {}), PlanRequest.from_value(plan)
     refuse_for_ranks(wanted.plan, try_remedies=try_remedies)
 
     began = time.monotonic()
 
     def inspect() -> Profile:
-        with as_rank(wanted, console) as moved:
-            chosen = planned(task, wanted)
-            found = inspected(loaded, chosen, steps=steps, trace=trace, progress=moved)
+        with join_as_rank(wanted, console) as moved:
+            chosen = resolve_plan(task, wanted)
+            found = profile_and_diagnose_task(loaded, chosen, steps=steps, trace=trace, progress=moved)
             common: dict[str, Any] = dict(time_limit=time_limit, began=began, progress=moved)
-            return tried(loaded, found, chosen, **common) if try_remedies else found
+            return race_remedies(loaded, found, chosen, **common) if try_remedies else found
 
-    if (ranked := to_start(plan, {})) is None:
+    if (ranked := plan_to_launch(plan, {})) is None:
         return inspect()
     check_cuda(ranked)
-    return _of_forks(ranks_of(ranked), inspect)
+    return _profile_forked_ranks(local_rank_count(ranked), inspect)
 
 
 @contextmanager
-def as_rank(wanted: Wanted, console: Terminal) -> Iterator[Progress]:
+def join_as_rank(wanted: PlanRequest, console: Terminal) -> Iterator[Progress]:
     """Joins the other ranks, if the plan is for some, of whom the first alone shows how far it is."""
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with (
-        taking_part(wanted.plan, say, wanted.plan.ranks) as ranks,
-        watched(console if ranks.world.first else Terminal(quiet=True)) as moved,
+        join_ranks(wanted.plan, say, wanted.plan.ranks) as ranks,
+        race_progress_bar(console if ranks.world.is_rank_zero else Terminal(quiet=True)) as moved,
     ):
         yield moved
 
 
-def _of_forks(ranks: int, inspect: Callable[[], Profile]) -> Profile:
+def _profile_forked_ranks(ranks: int, inspect: Callable[[], Profile]) -> Profile:
     """What the first of so many ranks comes to, which are forks of this process."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
 
         def entry() -> None:
             found = inspect()
-            if (seat := Seat.here()) is not None and seat.rank == 0:
+            if (seat := RankEnv.from_env()) is not None and seat.rank == 0:
                 file.write_text(found.model_dump_json(), encoding="utf-8")
 
         launch(ranks, entry, lambda line: None, restarts=0)
@@ -140,11 +144,11 @@ def _of_forks(ranks: int, inspect: Callable[[], Profile]) -> Profile:
         return Profile.model_validate_json(file.read_text(encoding="utf-8"))
 
 
-def planned(task: Task, wanted: Wanted) -> Plan:
+def resolve_plan(task: Task, wanted: PlanRequest) -> Plan:
     """The plan that was asked for; of `auto` its first choice that compiles nothing, since only training tells if that pays."""
-    if not wanted.auto:
+    if not wanted.is_auto:
         return wanted.plan
-    return next(one.plan for one in consider(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
+    return next(one.plan for one in list_options(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
 
 
 def refuse_for_script(*, plan: bool) -> None:
@@ -183,7 +187,7 @@ def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
         )
 
 
-def inspected_script(
+def profile_and_diagnose_script(
     path: Path | str,
     arguments: Sequence[str] = (),
     *,
@@ -197,58 +201,58 @@ def inspected_script(
     """Profiles a script; see `profile` and `profile_script`."""
     given: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
     seen = profile_script(path, arguments, **given)
-    return _diagnosed(seen, progress)
+    return _diagnose(seen, progress)
 
 
-def inspected(
-    loaded: Loaded,
+def profile_and_diagnose_task(
+    loaded: LoadedTask,
     plan: Plan,
     *,
     overrides: Mapping[str, Any] | None = None,
     steps: int | None = None,
     trace: Path | None = None,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
     keeps: bool = False,
 ) -> Profile:
     """Profiles a loaded Task; see `profile`, and `profile_task` for what it keeps. Of several ranks, the first says what all saw, and the others what they did."""
-    task = overridden(loaded.task, overrides)
-    plan = placed(plan)
+    task = override_fields(loaded.task, overrides)
+    plan = resolve_device(plan)
     progress("watching", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
     seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
-    if not World.of(plan).first:
+    if not World.from_group(plan).is_rank_zero:
         return seen
     if seen.ranks:  # which share the machine: what one of them leaves idle another may use
-        seen = seen.model_copy(update={"threads": None, "notes": [*seen.notes, SHARED]})
-    found = _diagnosed(seen, progress)
+        seen = seen.model_copy(update={"threads": None, "notes": [*seen.notes, SHARED_LIMITS_NOTE]})
+    found = _diagnose(seen, progress)
     update = {
-        "remedies": [_settable(one, task, plan) for one in found.remedies],
-        "candidates": [_settable(one, task, plan) for one in found.candidates],
-        "notes": [*found.notes, *([] if plan.engine == "eager" else [UNTRIED])],
+        "remedies": [_with_feasible_axes(one, task, plan) for one in found.remedies],
+        "candidates": [_with_feasible_axes(one, task, plan) for one in found.candidates],
+        "notes": [*found.notes, *([] if plan.engine == "eager" else [UNTRIED_TORCH])],
     }
     return found.model_copy(update=update)
 
 
-def _diagnosed(seen: Profile, progress: Progress) -> Profile:
+def _diagnose(seen: Profile, progress: Progress) -> Profile:
     if seen.step_ms is None and not seen.operators:
         return seen.model_copy(update={"machine": machine_name(), "versions": speed_versions() | seen.versions})
-    known, notes = _measured(seen, progress)
+    known, notes = _measure_limits(seen, progress)
     known |= {
         "machine": machine_name(),
         "versions": speed_versions() | seen.versions,
     }
-    known["busy"] = busy_line(known.get("threads", seen.threads)) if seen.device == "cpu" else ""
+    known["busy"] = busy_warning(known.get("threads", seen.threads)) if seen.device == "cpu" else ""
     return diagnose(with_limit_shares(seen.model_copy(update={**known, "notes": [*seen.notes, *notes]})))
 
 
-def _measured(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
+def _measure_limits(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
     """What this machine reaches, and notes on that; without it what was seen stands all the same."""
     try:
-        limits, notes = _limits(seen.device, progress)
+        limits, notes = _cached_limits(seen.device, progress)
         eager = seen.engine == "eager"
-        threads = with_crowding(seen.threads) if eager else seen.threads
-        beside = beside_others(seen.threads) if eager and seen.device == "cpu" else []
+        threads = with_oversubscription(seen.threads) if eager else seen.threads
+        beside = slowdown_notes(seen.threads) if eager and seen.device == "cpu" else []
         return {"limits": limits, "threads": threads}, [*notes, *beside]
     except DeviceError:
         return {}, [f"limits of {seen.device} aren't known: hotloop can't measure such a device"]
@@ -256,27 +260,31 @@ def _measured(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[s
         return {}, ["limits of this machine aren't known: Ctrl-C ended the measuring of them"]
 
 
-def _limits(device: str, progress: Progress) -> tuple[Limits, list[str]]:
+def _cached_limits(device: str, progress: Progress) -> tuple[HardwareLimits, list[str]]:
     """What the device reaches, as stored or else measured now, and notes on that."""
-    hardware = probe(device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of))
+    hardware = measure_hardware(
+        device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of)
+    )
     found = hardware.device(device)
     busy = device == "cpu" and any(map(is_of_busy_machine, hardware.notes))
-    return Limits() if found is None else limits_of(found).model_copy(update={"busy": busy}), list(hardware.notes)
+    return HardwareLimits() if found is None else device_limits(found).model_copy(update={"busy": busy}), list(
+        hardware.notes
+    )
 
 
-def _settable(remedy: Remedy, task: Task, plan: Plan) -> Remedy:
+def _with_feasible_axes(remedy: Remedy, task: Task, plan: Plan) -> Remedy:
     """The remedy without axes that the plan has already, or that can't be run for this Task here."""
     if not remedy.axes:
         return remedy
     wanted = plan.with_axes(**remedy.axes)
-    facts, hardware = known(task, plan)
+    facts, hardware = feasibility_facts(task, plan)
     if wanted == plan or violations(wanted, facts, hardware):
         return remedy.model_copy(update={"axes": {}})
     return remedy
 
 
-def tried(
-    loaded: Loaded,
+def race_remedies(
+    loaded: LoadedTask,
     found: Profile,
     plan: Plan,
     *,
@@ -284,50 +292,50 @@ def tried(
     time_limit: str | None = None,
     began: float | None = None,
     prove: Prove | None = PROVE,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
     """The profile with what its remedies really win: those that a plan can express are raced against `plan`.
 
     Args:
-        time_limit: for preparing, racing and proving; default `TRY_S` for racing, with the others on top.
+        time_limit: for preparing, racing and proving; default `REMEDY_RACE_S` for racing, with the others on top.
         began: since when that counts, by `time.monotonic()`; default now.
     """
-    base = placed(plan)
-    found = found.model_copy(update={"remedies": [*found.remedies, *_by_torch(base)]})
+    base = resolve_device(plan)
+    found = found.model_copy(update={"remedies": [*found.remedies, *_torch_remedies(base)]})
     asked = [one for one in [*found.remedies, *found.candidates] if one.axes]
     plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in asked))
     if not plans:
         return _with_notes(found, ["none of the remedies is one that a plan can express"])
-    deadline = Contest(plans, base, time_limit=time_limit).deadline(time.monotonic() if began is None else began)
+    deadline = RaceSpec(plans, base, time_limit=time_limit).deadline(time.monotonic() if began is None else began)
     # What is looked for is a better plan than this one: what races found before must not stand in for it.
-    alone, contest = replace(loaded, record=None), Contest(plans, base)
+    alone, contest = replace(loaded, record=None), RaceSpec(plans, base)
     common: dict[str, Any] = dict(overrides=overrides, prove=prove, say=say, progress=progress)
     try:
-        verdict = raced(alone, contest, deadline=deadline, racing_s=TRY_S, **common)
+        verdict = race_loaded(alone, contest, deadline=deadline, racing_s=REMEDY_RACE_S, **common)
     except TimeOverError as over:
         return _with_notes(found, [f"no remedy was raced: {over.given}"])
-    remedies = [_with_won(one, base, verdict) for one in found.remedies]
+    remedies = [_with_race_result(one, base, verdict) for one in found.remedies]
     lost = [one for one in remedies if "engine" in one.axes and (one.won is None or one.won[1] <= 1)]
-    measured = [_with_won(one, base, verdict) for one in found.candidates]
+    measured = [_with_race_result(one, base, verdict) for one in found.candidates]
     won = [one.model_copy(update={"gain": 1 - 1 / one.won[0]}) for one in measured if one.won and one.won[1] > 1]
     kept = [one for one in remedies if one not in lost]
     found = found.model_copy(
         update={
             "remedies": sorted([*kept, *won], key=lambda one: (one.note, -one.gain)),
             "candidates": [],
-            "advice": [_not_won(one) for one in measured if not (one.won and one.won[1] > 1)],
-            "notes": [note for note in found.notes if note != UNTRIED],
+            "advice": [_why_not_won(one) for one in measured if not (one.won and one.won[1] > 1)],
+            "notes": [note for note in found.notes if note != UNTRIED_TORCH],
         }
     )
-    return _with_notes(found, [*map(_lost, lost), *_failures(verdict), *verdict.notes])
+    return _with_notes(found, [*map(_why_lost, lost), *_failure_notes(verdict), *verdict.notes])
 
 
 def _with_notes(found: Profile, notes: Sequence[str]) -> Profile:
     return found.model_copy(update={"notes": [*found.notes, *notes]})
 
 
-def _not_won(candidate: Remedy) -> str:
+def _why_not_won(candidate: Remedy) -> str:
     """What a race spoke against, or couldn't measure."""
     axes = " ".join(f"{axis}={value}" for axis, value in candidate.axes.items())
     if candidate.won is None:
@@ -337,7 +345,7 @@ def _not_won(candidate: Remedy) -> str:
     return f"{axes} is no remedy here: {found}. hotloop tune tries other plans."
 
 
-def _by_torch(base: Plan) -> list[Remedy]:
+def _torch_remedies(base: Plan) -> list[Remedy]:
     """For a step that is written out: whether PyTorch takes less time for it is only known from a race."""
     if base.engine == "eager":
         return []
@@ -345,14 +353,14 @@ def _by_torch(base: Plan) -> list[Remedy]:
     return [Remedy(cause=what, where="", remedy="let PyTorch compute it", gain=0.0, axes={"engine": "eager"})]
 
 
-def _lost(remedy: Remedy) -> str:
+def _why_lost(remedy: Remedy) -> str:
     if remedy.won is None:
         return "whether PyTorch (engine=eager) takes less time for the step couldn't be raced"
     ratio, low, high = remedy.won
     return f"PyTorch (engine=eager) isn't faster here: {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
 
 
-def _with_won(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
+def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
     """The remedy with its race's ratio, and how true its result is."""
     timing = _timing(base.with_axes(**remedy.axes), verdict) if remedy.axes else None
     if timing is None or timing.ratio is None or timing.ratio_low is None or timing.ratio_high is None:
@@ -368,5 +376,5 @@ def _timing(plan: Plan, verdict: Verdict) -> Timing | None:
     return next((timing for timing in verdict.plans if timing.plan == plan.model_dump()), None)
 
 
-def _failures(verdict: Verdict) -> list[str]:
+def _failure_notes(verdict: Verdict) -> list[str]:
     return [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]

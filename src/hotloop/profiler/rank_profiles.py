@@ -5,71 +5,71 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from hotloop.core.format import milliseconds
+from hotloop.core.format import format_milliseconds
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile import Profile, RankTime
 from hotloop.core.records.profile_terms import Phase
-from hotloop.distributed.comm_stats import Spent
+from hotloop.distributed.comm_stats import CommTime
 from hotloop.distributed.world import World
-from hotloop.distributed.wrappers.parameter_host import Towers
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.steps.local_sgd import SYNC_EVERY, Average
-from hotloop.profiler.base.phases import AMONG_RANKS
+from hotloop.distributed.wrappers.parameter_host import ParameterHost
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.steps.local_sgd import SYNC_EVERY, WeightAverage
+from hotloop.profiler.base.phases import RANK_PHASES
 from hotloop.profiler.base.schedule import DEFAULT_STEPS
-from hotloop.profiler.base.step_facts import Facts
-from hotloop.profiler.hooks.torch_hooks import among_ranks
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.session.step_sequence import LONGEST_S, SETTLED
-from hotloop.profiler.timers.modules import ModuleClock, Owner
+from hotloop.profiler.base.step_facts import ProfileFacts
+from hotloop.profiler.hooks.torch_hooks import wrap_rank_call
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.session.step_sequence import ENOUGH_STEPS, LONGEST_S
+from hotloop.profiler.timers.modules import ClockOwner, ModuleClock
 
 
-class Hearing:
+class RankCommPhases:
     """Hears a rank's meter: puts what it does for others into the timeline, and takes it from the modules' clock.
 
     Args:
         watch: over the thread that trains; what other threads do goes on beside it, and is no part of its time.
     """
 
-    def __init__(self, watch: Watch, clock: ModuleClock) -> None:
+    def __init__(self, watch: ProfilerSession, clock: ModuleClock) -> None:
         self._watch, self._clock = watch, clock
-        self._before: list[Owner | None] = []
+        self._before: list[ClockOwner | None] = []
 
     def enter(self, phase: Phase) -> None:
-        if self._watch.mine():
+        if self._watch.is_training_thread():
             current = self._watch.timeline.current
-            self._watch.timeline.enter(current if current in AMONG_RANKS else phase)
-            self._before.append(self._clock.aside())
+            self._watch.timeline.enter(current if current in RANK_PHASES else phase)
+            self._before.append(self._clock.pause())
 
     def leave(self) -> None:
-        if self._watch.mine():
+        if self._watch.is_training_thread():
             self._watch.timeline.leave()
-            self._clock.back(self._before.pop())
+            self._clock.resume(self._before.pop())
 
     def turn(self, phase: Phase) -> None:
-        if self._watch.mine():
+        if self._watch.is_training_thread():
             self._watch.timeline.turn(phase)
-            self._clock.aside()
+            self._clock.pause()
 
 
-_SENDING = ((Towers, "collect"), (Towers, "spread"), (Average, "take"))
+_SENDING_METHODS = ((ParameterHost, "collect"), (ParameterHost, "spread"), (WeightAverage, "take"))
 """What does nothing but send and receive, with all that makes it ready."""
 
 
-def tell_of_ranks(watch: Watch, patches: Patches) -> None:
+def hook_rank_calls(watch: ProfilerSession, patches: Patches) -> None:
     """Has the timeline hear what else than waiting is for the other ranks alone."""
-    told = among_ranks(watch.mine, watch.timeline, "communication")
-    for owner, name in _SENDING:
-        patches.put(owner, name, told)
+    told = wrap_rank_call(watch.is_training_thread, watch.timeline, "communication")
+    for owner, name in _SENDING_METHODS:
+        patches.patch(owner, name, told)
 
 
-def agreed(steps: int | None, step_s: float, world: World) -> int | None:
+def agree_on_steps(steps: int | None, step_s: float, world: World) -> int | None:
     """How many steps to measure: of ranks as many as the first has time for, since none can end before the others."""
-    if world.alone or steps is not None:
+    if world.is_single or steps is not None:
         return steps
-    return world.of_first(min(DEFAULT_STEPS, max(SETTLED, int(LONGEST_S / step_s))))
+    return world.broadcast_int(min(DEFAULT_STEPS, max(ENOUGH_STEPS, int(LONGEST_S / step_s))))
 
 
-def settled(facts: Facts, spent: Sequence[Spent], *, relayed: bool) -> list[Spent]:
+def flag_sync_steps(facts: ProfileFacts, spent: Sequence[CommTime], *, relayed: bool) -> list[CommTime]:
     """Flags the steps in which the ranks sent something, for plans under which they don't in each; says which count.
 
     Args:
@@ -90,11 +90,11 @@ def settled(facts: Facts, spent: Sequence[Spent], *, relayed: bool) -> list[Spen
     return measured
 
 
-_RANGES = ("DistributedDataParallel.", "FSDP::", "gloo:")
+_WRAPPER_PREFIXES = ("DistributedDataParallel.", "FSDP::", "gloo:")
 """How names of what stands around operators, or goes on in other threads, begin."""
 
 
-def put_together(own: Profile, spent: Sequence[Spent], parts: Ingredients) -> Profile:
+def merge_rank_profiles(own: Profile, spent: Sequence[CommTime], parts: LoweringContext) -> Profile:
     """A rank's profile with what each of the ranks saw; all of them call it.
 
     Args:
@@ -106,38 +106,41 @@ def put_together(own: Profile, spent: Sequence[Spent], parts: Ingredients) -> Pr
         waiting_ms=1e3 * fmean(one.waited_s for one in spent),
         communication_ms=1e3 * fmean(one.communicated_s for one in spent),
     )
-    ranks = parts.world.gathered(mine)
+    ranks = parts.world.all_gather(mine)
     for name in ("waiting_ms", "communication_ms"):
         if not any(getattr(one, name) for one in ranks):  # it can't be told from the other
             ranks = [one.model_copy(update={name: None}) for one in ranks]
-    operators = [one for one in own.operators if not one.name.startswith(_RANGES)]
+    operators = [one for one in own.operators if not one.name.startswith(_WRAPPER_PREFIXES)]
     update = {
         "ranks": ranks,
-        "slowest": _slowest(ranks),
-        "operators": [one.model_copy(update={"module": ""}) for one in operators] if parts.relayed else operators,
-        "modules": [] if parts.relayed else own.modules,
+        "slowest": _slowest_rank(ranks),
+        "operators": [one.model_copy(update={"module": ""}) for one in operators] if parts.is_pipelined else operators,
+        "modules": [] if parts.is_pipelined else own.modules,
         "notes": [*own.notes, *_notes(parts, ranks)],
     }
     return own.model_copy(update=update)
 
 
-def _notes(parts: Ingredients, ranks: Sequence[RankTime]) -> Iterator[str]:
+def _notes(parts: LoweringContext, ranks: Sequence[RankTime]) -> Iterator[str]:
     """What isn't in phases and modules, and why."""
-    if parts.relayed:
+    if parts.is_pipelined:
         yield "stages run as exported graphs, whose modules aren't told apart; these are the operators of rank 0's"
     every = parts.plan.sync_every or SYNC_EVERY
     if parts.plan.parallel == "local" and every > 1:
-        spent = [f"rank {rank} {_ms(one.waiting_ms)} and {_ms(one.communication_ms)}" for rank, one in enumerate(ranks)]
+        spent = [
+            f"rank {rank} {_format_ms(one.waiting_ms)} and {_format_ms(one.communication_ms)}"
+            for rank, one in enumerate(ranks)
+        ]
         yield (
             f"the ranks average their weights every {every} steps, and the phases are of a step between; spread over all"
             f" steps, they spend in waiting and communication: {', '.join(spent)}"
         )
 
 
-def _ms(value: float | None) -> str:
-    return milliseconds(value or 0.0)
+def _format_ms(value: float | None) -> str:
+    return format_milliseconds(value or 0.0)
 
 
-def _slowest(ranks: Sequence[RankTime]) -> int | None:
+def _slowest_rank(ranks: Sequence[RankTime]) -> int | None:
     spent = [one.phases.get("waiting", 0.0) + one.phases.get("communication", 0.0) for one in ranks]
     return min(range(len(ranks)), key=spent.__getitem__) if any(spent) else None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hotloop.core.records.profile import Profile
-from hotloop.profiler.base.step_facts import Facts
-from hotloop.profiler.summary import profile_of
+from hotloop.profiler.base.step_facts import ProfileFacts
+from hotloop.profiler.summary import summarize
 from hotloop.scripts.script_process import run_script
 
 
@@ -46,12 +46,12 @@ def profile_script(
         stop_after_s=stop_after_s,
         stdout=stdout,
     )
-    facts = Facts.of(end.result) if end.result is not None else None
-    profile = profile_of(facts, str(path)) if facts is not None else _unseen(path)
+    facts = ProfileFacts.of(end.result) if end.result is not None else None
+    profile = summarize(facts, str(path)) if facts is not None else _empty_profile(path)
     stopped = end.stopped or (facts.closed if facts is not None else "")
     return profile.model_copy(update={"exit_code": end.exit_code, "stopped": stopped, "seconds": end.seconds})
 
 
-def _unseen(path: Path | str) -> Profile:
+def _empty_profile(path: Path | str) -> Profile:
     """It ended before anything could be written down."""
     return Profile(source=str(path), steps=0, step_ms=None, notes=["it ended before anything was seen of it"])

@@ -7,57 +7,57 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from hotloop.core.number_formats import reduced_by
+from hotloop.core.number_formats import reduced_formats
 from hotloop.core.records.profile import (
-    Apart,
     LineTime,
     LoaderUse,
     ModuleTime,
     OperatorTime,
     OptimizerUse,
-    Paging,
+    PagingRecord,
     Profile,
-    SeldomUpdate,
-    Threads,
+    RareUpdate,
+    ThreadUse,
+    TimeOutsideSteps,
 )
 from hotloop.core.records.profile_ratios import CompiledNetwork, Overhead
-from hotloop.core.records.profile_terms import Habit, Phase
-from hotloop.profiler.base.light_mode import warm
-from hotloop.profiler.base.schedule import DEFAULT_STEPS, SEVERAL, middle_mean
-from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.core.records.profile_terms import Phase, SlowPattern
+from hotloop.profiler.base.light_mode import without_cold_steps
+from hotloop.profiler.base.schedule import DEFAULT_STEPS, DELAYED, middle_mean
+from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
 from hotloop.profiler.base.step_lengths import StepLengths
-from hotloop.profiler.detectors.optimizer_updates import joined
-from hotloop.profiler.phase_refinement import refined
-from hotloop.profiler.timers.line_sampler import turned
-from hotloop.profiler.trace.calibration import no_longer
+from hotloop.profiler.detectors.optimizer_updates import merge_alike_optimizers
+from hotloop.profiler.phase_refinement import refine_phases
+from hotloop.profiler.timers.line_sampler import shift_phases
+from hotloop.profiler.trace.calibration import clamp_ops_to_phases
 from hotloop.tuning.races.statistics import ratio_of
 
-_FEW = 8
+_MIN_STEPS = 8
 _CONFIDENCE = 0.95
 
-_OPTIMIZERS = 20
+_MAX_OPTIMIZERS = 20
 """So many are given one by one; of more, those that are alike and step at one line are one, and the longest are given."""
 
-_PAGES = 16.0
+_MIN_PAGES = 16.0
 """In a step; a few come in any."""
 
 
-def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
+def summarize(facts: ProfileFacts, source: str, *, plan: str = "") -> Profile:
     """What the facts say of a training step; bounds and remedies are left open."""
     measured = [step for step in facts.steps if step.kind in ("clean", "instrumented")]
     usual = _usual_flags(measured)
-    clean, instrumented = (_regular(warm(measured), kind, usual) for kind in ("clean", "instrumented"))
+    clean, instrumented = (_regular(without_cold_steps(measured), kind, usual) for kind in ("clean", "instrumented"))
     step_ms = median(step.ms for step in clean or instrumented) if measured else None
     scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
     lengths = StepLengths(facts.steps, instrumented)
     lines, functions = (
-        [LineTime.model_validate(one | _scaled(one, scale)) for one in found]
+        [LineTime.model_validate(one | _scale_record(one, scale)) for one in found]
         for found in (facts.lines, facts.functions)
     )
     traced = [lengths.operator(one) for one in facts.operators]
-    operators = [OperatorTime.model_validate(one | _scaled(one, scale, one["device"])) for one in traced]
-    timed = turned(_phases(instrumented, step_ms), facts.turned)
-    phases = refined(timed, lines)
+    operators = [OperatorTime.model_validate(one | _scale_record(one, scale, one["device"])) for one in traced]
+    timed = shift_phases(_phases(instrumented, step_ms), facts.turned)
+    phases = refine_phases(timed, lines)
     if not measured:
         phases = next((step.phases for step in facts.steps if step.kind == "whole"), {})
     return Profile(
@@ -68,26 +68,31 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         step_where=facts.anchor if measured else "",
         step_ms=step_ms,
         phases=phases,
-        attributed=_attributed(phases),
+        attributed=_attributed_share(phases),
         samples_per_step=facts.samples_per_step,
         one_batch=facts.one_batch,
         batch=facts.batch,
-        modules=_updated([_module(one, scale, step_ms, facts.device) for one in facts.modules], phases.get("update")),
-        operators=no_longer(operators, timed),
+        modules=_with_update_times(
+            [_module_time(one, scale, step_ms, facts.device) for one in facts.modules], phases.get("update")
+        ),
+        operators=clamp_ops_to_phases(operators, timed),
         identities=facts.identities,
         lines=lines,
         functions=functions,
-        optimizers=_few([OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)]),
+        optimizers=_merge_many([OptimizerUse.model_validate(one) for one in _optimizer_records(facts, phases, scale)]),
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
         habits=[
-            *(_habit(one | _scaled(one, scale), measured, phases, step_ms) for one in map(lengths.habit, facts.habits)),
-            *(_habit(one, measured, phases, step_ms) for one in facts.collections),
+            *(
+                _pattern(one | _scale_record(one, scale), measured, phases, step_ms)
+                for one in map(lengths.habit, facts.habits)
+            ),
+            *(_pattern(one, measured, phases, step_ms) for one in facts.collections),
         ],
-        apart=_apart(facts, measured, usual, step_ms),
-        threads=Threads.model_validate(facts.threads | {"where": facts.threads_set_at}) if facts.threads else None,
-        paging=_paging(clean),
-        reduced=reduced_by(facts.switches, facts.device.partition(":")[0]),
-        overhead=_overhead(warm(measured), usual),
+        apart=_irregular(facts, measured, usual, step_ms),
+        threads=ThreadUse.model_validate(facts.threads | {"where": facts.threads_set_at}) if facts.threads else None,
+        paging=_paging_of(clean),
+        reduced=reduced_formats(facts.switches, facts.device.partition(":")[0]),
+        overhead=_overhead(without_cold_steps(measured), usual),
         peak_memory_bytes=facts.peak_memory_bytes,
         trace=facts.trace,
         compiled=None if facts.compiled is None else CompiledNetwork.model_validate(facts.compiled),
@@ -97,7 +102,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
     )
 
 
-def _scaled(record: dict, scale: float, device: str = "cpu") -> dict:
+def _scale_record(record: dict, scale: float, device: str = "cpu") -> dict:
     """The times of a record as in a clean step, like those of phases; of a device's kernels as they are.
 
     Watching takes as long as a small step itself.
@@ -106,8 +111,8 @@ def _scaled(record: dict, scale: float, device: str = "cpu") -> dict:
     return {name: ms * scale for name, ms in times.items() if ms is not None and device == "cpu"}
 
 
-def _module(record: dict, scale: float, step_ms: float | None, device: str) -> ModuleTime:
-    known = record | _scaled(record, scale, device)
+def _module_time(record: dict, scale: float, step_ms: float | None, device: str) -> ModuleTime:
+    known = record | _scale_record(record, scale, device)
     if step_ms and device == "cpu":
         known["share"] = ((known["forward_ms"] or 0.0) + (known["backward_ms"] or 0.0)) / step_ms
     return ModuleTime.model_validate(known)
@@ -125,7 +130,7 @@ def _regular(steps: Sequence[StepFact], kind: str, usual: set[str]) -> list[Step
     regular = [step for step in of_kind if usual.issuperset(step.flags)] or of_kind
     if not regular:
         return []
-    limit = SEVERAL * median(step.ms for step in regular)
+    limit = DELAYED * median(step.ms for step in regular)
     return [step for step in regular if step.ms <= limit]
 
 
@@ -139,20 +144,20 @@ def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, flo
     return {name: mean * step_ms / total for name, mean in means.items() if mean}
 
 
-def _paging(steps: Sequence[StepFact]) -> Paging | None:
+def _paging_of(steps: Sequence[StepFact]) -> PagingRecord | None:
     """On average, since the system's time is counted in ticks; None where it gave next to nothing."""
-    if not steps or not (pages := sum(step.pages for step in steps) / len(steps)) > _PAGES:
+    if not steps or not (pages := sum(step.pages for step in steps) / len(steps)) > _MIN_PAGES:
         return None
-    return Paging(pages=pages, system_ms=sum(step.system_ms for step in steps) / len(steps))
+    return PagingRecord(pages=pages, system_ms=sum(step.system_ms for step in steps) / len(steps))
 
 
-def _attributed(phases: dict[Phase, float]) -> float | None:
+def _attributed_share(phases: dict[Phase, float]) -> float | None:
     if not phases:
         return None
     return 1 - phases.get("unattributed", 0.0) / sum(phases.values())
 
 
-def _updated(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleTime]:
+def _with_update_times(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleTime]:
     """Modules whose updates add up to the phase of the update, where the model's own is known."""
     whole_ms = next((one.update_ms for one in modules if not one.name), None)
     if not whole_ms or not update_ms:
@@ -164,16 +169,16 @@ def _updated(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleT
     ]
 
 
-def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[dict]:
+def _optimizer_records(facts: ProfileFacts, phases: dict[Phase, float], scale: float) -> list[dict]:
     if facts.optimizers or facts.updates or facts.awaited or not facts.by_hand or "update" not in phases:
-        return _as_in_phase(facts.optimizers, phases.get("update"), scale)
+        return _scale_to_phase(facts.optimizers, phases.get("update"), scale)
     updating = [one for one in facts.operators if one["phase"] == "update" and one["where"]]
     where = max(updating, key=lambda one: one["ms"])["where"] if updating else facts.anchor
     by_hand: dict[str, Any] = {"kind": "by hand", "where": where, "implementation": "", "groups": [], "steps": 1.0}
     return [{**by_hand, "ms": phases["update"]}]
 
 
-def _as_in_phase(found: list[dict], update_ms: float | None, scale: float) -> list[dict]:
+def _scale_to_phase(found: list[dict], update_ms: float | None, scale: float) -> list[dict]:
     """Scales the optimizers' times to a clean step. Their sum is at most the phase, which also has clipping and `zero_grad`."""
     clocked_ms = sum(one["ms"] for one in found)
     factor = min(scale, update_ms / clocked_ms) if update_ms and clocked_ms else scale
@@ -184,25 +189,25 @@ def _as_in_phase(found: list[dict], update_ms: float | None, scale: float) -> li
     return [one | {"ms": one["ms"] * factor, "groups": [*map(scaled, one["groups"])]} for one in found]
 
 
-def _few(uses: list[OptimizerUse]) -> list[OptimizerUse]:
-    if len(uses) <= _OPTIMIZERS:
+def _merge_many(uses: list[OptimizerUse]) -> list[OptimizerUse]:
+    if len(uses) <= _MAX_OPTIMIZERS:
         return uses
-    return sorted(joined(uses), key=lambda one: -one.ms)[:_OPTIMIZERS]
+    return sorted(merge_alike_optimizers(uses), key=lambda one: -one.ms)[:_MAX_OPTIMIZERS]
 
 
-def _habit(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float], step_ms: float | None) -> Habit:
+def _pattern(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float], step_ms: float | None) -> SlowPattern:
     """With what it costs as far as only all steps tell: memory, and the part of the backward, or share of all, that it has."""
     known = {name: value for name, value in seen.items() if name not in ("part", "share")}
     if share := seen.get("share"):
         known["ms"] = share * (step_ms or 0.0)
     if part := seen.get("part"):
         known["ms"] = (seen["ms"] or 0.0) + part * phases.get("backward", 0.0)
-    return Habit.model_validate({**known, "bytes": _growth(seen["what"], steps)})
+    return SlowPattern.model_validate({**known, "bytes": _memory_growth(seen["what"], steps)})
 
 
-def _growth(what: str, steps: Sequence[StepFact]) -> float | None:
+def _memory_growth(what: str, steps: Sequence[StepFact]) -> float | None:
     """Bytes by which memory grew per step, where a graph is kept."""
-    if what not in ("kept graph", "carried graph") or len(steps) < _FEW:
+    if what not in ("kept graph", "carried graph") or len(steps) < _MIN_STEPS:
         return None
     held = [step.memory for step in steps if step.memory]
     half = len(held) // 2
@@ -212,13 +217,15 @@ def _growth(what: str, steps: Sequence[StepFact]) -> float | None:
     return max(0.0, (later - earlier) / (len(steps) / 2))
 
 
-def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: float | None) -> Apart:
+def _irregular(
+    facts: ProfileFacts, steps: Sequence[StepFact], usual: set[str], step_ms: float | None
+) -> TimeOutsideSteps:
     """What the irregular steps took beyond a regular one, and what the others are known to have taken beside."""
     spent = {"evaluation": 0.0, "checkpoint": 0.0, "other": 0.0}
     for step in steps:
         excess = max(0.0, step.ms - (step_ms or 0.0))
         unusual = set(step.flags) - usual
-        if not unusual and excess <= (SEVERAL - 1) * (step_ms or 0.0):
+        if not unusual and excess <= (DELAYED - 1) * (step_ms or 0.0):
             continue
         for what in ("checkpoint", "evaluation"):
             taken = min(excess, step.apart_ms.get(what, 0.0)) if what in unusual else 0.0
@@ -230,17 +237,17 @@ def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: fl
     for what in {"evaluation", "checkpoint"} - usual:  # in steps that count for nothing else, as far as it was seen
         looked_at = (step for step in facts.steps if step.kind not in ("early", "clean", "instrumented"))
         spent[what] += facts.between_ms.get(what, 0.0) + sum(step.apart_ms.get(what, 0.0) for step in looked_at)
-    return Apart(
+    return TimeOutsideSteps(
         warm_up_s=facts.warm_up_s,
         compile_s=facts.compile_s,
         evaluation_s=spent["evaluation"] / 1e3,
         checkpoint_s=spent["checkpoint"] / 1e3,
         other_s=spent["other"] / 1e3,
-        updates=_seldom(facts, steps, usual),
+        updates=_rare_updates(facts, steps, usual),
     )
 
 
-def _seldom(facts: Facts, steps: Sequence[StepFact], usual: set[str]) -> list[SeldomUpdate]:
+def _rare_updates(facts: ProfileFacts, steps: Sequence[StepFact], usual: set[str]) -> list[RareUpdate]:
     """Optimizers that step now and then, those as one that step together; how much longer steps are with them, and where."""
     unusual = [set(step.flags) - usual for step in steps]
     regular = {kind: _regular(steps, kind, usual) for kind in ("clean", "instrumented")}
@@ -251,13 +258,15 @@ def _seldom(facts: Facts, steps: Sequence[StepFact], usual: set[str]) -> list[Se
     found = []
     for numbers, ones in held.items():
         together = {one["flag"] for one in ones}
-        ms, phases = _longer([steps[n] for n in numbers if unusual[n] == together], regular)
+        ms, phases = _extra_time([steps[n] for n in numbers if unusual[n] == together], regular)
         kind = " and ".join(dict.fromkeys(one["kind"] for one in ones))
-        found.append(SeldomUpdate(kind=kind, where=ones[0]["where"], every=ones[0]["every"], ms=ms, phases=phases))
+        found.append(RareUpdate(kind=kind, where=ones[0]["where"], every=ones[0]["every"], ms=ms, phases=phases))
     return found
 
 
-def _longer(steps: Sequence[StepFact], regular: dict[str, list[StepFact]]) -> tuple[float | None, dict[Phase, float]]:
+def _extra_time(
+    steps: Sequence[StepFact], regular: dict[str, list[StepFact]]
+) -> tuple[float | None, dict[Phase, float]]:
     """By how many milliseconds steps are longer than regular ones of their kind, and in which phases."""
     usual_ms = {kind: median(step.ms for step in ones) for kind, ones in regular.items() if ones}
     excess = [step.ms - usual_ms[step.kind] for step in steps if step.kind in usual_ms]
@@ -265,12 +274,12 @@ def _longer(steps: Sequence[StepFact], regular: dict[str, list[StepFact]]) -> tu
         return None, {}
     ms, closely = max(0.0, median(excess)), [step for step in steps if step.kind == "instrumented"]
     names = dict.fromkeys(name for step in closely for name in step.phases)
-    more = {name: _mean(closely, name) - _mean(regular["instrumented"], name) for name in names}
+    more = {name: _mean_ms(closely, name) - _mean_ms(regular["instrumented"], name) for name in names}
     total = sum(extra for extra in more.values() if extra > 0)
     return ms, {name: extra * ms / total for name, extra in more.items() if extra > 0}
 
 
-def _mean(steps: Sequence[StepFact], phase: Phase) -> float:
+def _mean_ms(steps: Sequence[StepFact], phase: Phase) -> float:
     return middle_mean([step.phases.get(phase, 0.0) for step in steps]) if steps else 0.0
 
 
@@ -290,7 +299,7 @@ def _overhead(steps: Sequence[StepFact], usual: set[str]) -> Overhead | None:
     return Overhead(ratio=ratio.median, low=ratio.low, high=ratio.high, instrumented=len(pairs), clean=len(pairs))
 
 
-def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
+def _notes(facts: ProfileFacts, measured: Sequence[StepFact]) -> list[str]:
     if not facts.torch:
         return ["it never imported torch, so there are no steps; times are of the whole run"]
     if not facts.trained and facts.children:
@@ -311,7 +320,7 @@ def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
         rest = "times are of a while of training as a whole" if facts.steps else "no more is known"
         return [f"steps couldn't be told apart: {seen}; {rest}"]
     notes = []
-    if len(measured) < 2 * _FEW:
+    if len(measured) < 2 * _MIN_STEPS:
         notes.append(f"only {len(measured)} step{'s'[: len(measured) - 1]} could be measured, so the times are rough")
     if facts.by_hand and (facts.updates or facts.awaited):
         notes.append(_too_few_updates(facts, measured))
@@ -326,7 +335,7 @@ def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
     return notes
 
 
-def _too_few_updates(facts: Facts, measured: Sequence[StepFact]) -> str:
+def _too_few_updates(facts: ProfileFacts, measured: Sequence[StepFact]) -> str:
     times = (
         f"stepped only {facts.updates} time{'s'[: facts.updates - 1]}" if facts.updates else "was made, but didn't step"
     )

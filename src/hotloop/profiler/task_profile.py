@@ -12,9 +12,9 @@ from typing import Any
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile import CTRL_C, Profile
 from hotloop.core.records.profile_terms import Phase
-from hotloop.core.reporter import Say
-from hotloop.data.feeds.feed import Feed, Treatment
-from hotloop.distributed.comm_stats import Spent
+from hotloop.core.reporter import Report
+from hotloop.data.feeds.feed import BatchTransform, Feed
+from hotloop.distributed.comm_stats import CommTime
 from hotloop.errors import PlanError, TrainingError
 from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
 from hotloop.lowering.build import lower
@@ -22,21 +22,27 @@ from hotloop.lowering.program import Program
 from hotloop.lowering.steps.compiled_step import CompiledStep
 from hotloop.plan import BASELINE, Plan
 from hotloop.profiler.array_layers import LayerClock
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import Timeline, clock_for
 from hotloop.profiler.base.schedule import Observer
-from hotloop.profiler.base.step_facts import Facts
-from hotloop.profiler.hooks.torch_hooks import around
-from hotloop.profiler.rank_profiles import Hearing, agreed, put_together, settled, tell_of_ranks
-from hotloop.profiler.session.observers import Lines, Modules, observers
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.summary import profile_of
-from hotloop.profiler.trace.inductor_kernels import Compilations
-from hotloop.profiler.trace.node_labels import Labels
+from hotloop.profiler.base.step_facts import ProfileFacts
+from hotloop.profiler.hooks.torch_hooks import with_callbacks
+from hotloop.profiler.rank_profiles import (
+    RankCommPhases,
+    agree_on_steps,
+    flag_sync_steps,
+    hook_rank_calls,
+    merge_rank_profiles,
+)
+from hotloop.profiler.session.observers import LineObserver, ModuleObserver, make_observers
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.summary import summarize
+from hotloop.profiler.trace.inductor_kernels import CompilationRecorder
+from hotloop.profiler.trace.node_labels import NodeLabels
 from hotloop.task import Task
 from hotloop.tuning.races.runner import Runner
 
-_LONGEST_S = 300.0
+_MAX_S = 300.0
 """Of watching, whatever was seen by then, unless so many steps were asked for."""
 
 
@@ -47,7 +53,7 @@ def profile_task(
     steps: int | None = None,
     trace: Path | None = None,
     source: str = "",
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
     keeps: bool = False,
 ) -> Profile:
     """Trains a while under a plan, and says where the time of a step goes; nothing of the training is kept.
@@ -71,7 +77,7 @@ def profile_task(
             expected="engine=eager",
             fix="leave out the trace",
         )
-    with _noted(plan) as compilations:
+    with _record_compilations(plan) as compilations:
         program = lower(task, plan, say)
         try:
             return _profile(program, compilations, steps, trace, source or task.name, keeps=keeps)
@@ -83,13 +89,13 @@ def profile_program(
     program: Program, *, steps: int | None = None, trace: Path | None = None, source: str = ""
 ) -> Profile:
     """The same of a Program, which has its State from before afterwards; what it compiled before is one whole."""
-    return _profile(program, Compilations(), steps, trace, source)
+    return _profile(program, CompilationRecorder(), steps, trace, source)
 
 
 @contextmanager
-def _noted(plan: Plan) -> Iterator[Compilations]:
+def _record_compilations(plan: Plan) -> Iterator[CompilationRecorder]:
     """What is compiled inside is noted, kernel by kernel; a package is made elsewhere, and shows nothing of its inside."""
-    compilations = Compilations()
+    compilations = CompilationRecorder()
     if plan.compile not in ("forward", "step"):
         yield compilations
         return
@@ -97,7 +103,7 @@ def _noted(plan: Plan) -> Iterator[Compilations]:
 
     compilations.install()
     try:
-        with Labels().on():
+        with NodeLabels().on():
             yield compilations
     finally:
         compilations.remove()
@@ -105,48 +111,48 @@ def _noted(plan: Plan) -> Iterator[Compilations]:
 
 def _profile(
     program: Program,
-    compilations: Compilations,
+    compilations: CompilationRecorder,
     steps: int | None,
     trace: Path | None,
     source: str,
     *,
     keeps: bool = False,
 ) -> Profile:
-    runner, world, spent, stopped = Runner(program), program.parts.world, list[Spent](), ""
+    runner, world, spent, stopped = Runner(program), program.parts.world, list[CommTime](), ""
     _, step_s = runner.warm_up()
     compilations.model = program.parts.model if compilations.graphs else None
     began = time.monotonic()
-    watch = Watch(
-        agreed(steps, step_s, world),
-        Sites(),
+    watch = ProfilerSession(
+        agree_on_steps(steps, step_s, world),
+        CallSites(),
         lambda facts: None,
         lambda watch: _observers(watch, program, trace),
         found=False,
-        in_step=not world.alone,
+        in_step=not world.is_single,
         compilations=compilations,
     )
     watch.facts.device = watch.timeline.device = str(program.device)
     watch.timeline.clock = clock_for(program.device)
     watch.install()
     try:
-        with _within(program, watch):
-            spent = _run(runner, watch, _LONGEST_S if steps is None else math.inf)
+        with _hook_program(program, watch):
+            spent = _run(runner, watch, _MAX_S if steps is None else math.inf)
     except KeyboardInterrupt:
-        if not (keeps and world.alone):
+        if not (keeps and world.is_single):
             raise
         stopped = CTRL_C
     finally:
         watch.close("enough steps were seen")
         watch.remove()
-        runner.put_back()
-    facts = _told(watch.facts, program, known=compilations.model is not None)
+        runner.restore_state()
+    facts = _with_notes(watch.facts, program, known=compilations.model is not None)
     facts.switches = dict(program.parts.switches)
-    measured = [] if world.alone else settled(facts, spent, relayed=program.parts.relayed)
+    measured = [] if world.is_single else flag_sync_steps(facts, spent, relayed=program.parts.is_pipelined)
     plan = program.parts.plan
-    profile = profile_of(facts, source, plan=plan.brief())
+    profile = summarize(facts, source, plan=plan.brief())
     if stopped and profile.step_ms is None:
         raise KeyboardInterrupt  # there is nothing to keep
-    roles = program.parts.roles
+    roles = program.parts.splits
     known = {
         "samples_per_step": roles.batch_size,
         "one_batch": roles.batches == 1,
@@ -154,23 +160,23 @@ def _profile(
         "stopped": stopped,
     }
     profile = profile.model_copy(update={"seconds": time.monotonic() - began, **known})
-    return profile if world.alone else put_together(profile, measured, program.parts)
+    return profile if world.is_single else merge_rank_profiles(profile, measured, program.parts)
 
 
-def _observers(watch: Watch, program: Program, trace: Path | None) -> list[Observer]:
+def _observers(watch: ProfilerSession, program: Program, trace: Path | None) -> list[Observer]:
     if isinstance(program._step, ArraysStep):  # none of torch's operators are called
-        return [Lines(watch), LayerClock(watch, program._step)]
-    if program.parts.world.alone:
-        return observers(watch, trace)
-    found = observers(watch, trace, program.model)
-    program.parts.meter.ear = Hearing(watch, next(one.clock for one in found if isinstance(one, Modules)))
+        return [LineObserver(watch), LayerClock(watch, program._step)]
+    if program.parts.world.is_single:
+        return make_observers(watch, trace)
+    found = make_observers(watch, trace, program.model)
+    program.parts.meter.ear = RankCommPhases(watch, next(one.clock for one in found if isinstance(one, ModuleObserver)))
     return found
 
 
-def _run(runner: Runner, watch: Watch, longest_s: float) -> list[Spent]:
+def _run(runner: Runner, watch: ProfilerSession, longest_s: float) -> list[CommTime]:
     """Runs the steps; returns what each of them cost this rank for the others, of whom none stops before all do."""
     program, until = runner.program, time.monotonic() + longest_s
-    alone, spent = program.parts.world.alone, []
+    alone, spent = program.parts.world.is_single, []
     program.take_spent()
     watch.boundary()
     while not watch.closed and not (alone and time.monotonic() > until):
@@ -182,7 +188,7 @@ def _run(runner: Runner, watch: Watch, longest_s: float) -> list[Spent]:
     return spent
 
 
-def _told(facts: Facts, program: Program, *, known: bool) -> Facts:
+def _with_notes(facts: ProfileFacts, program: Program, *, known: bool) -> ProfileFacts:
     if isinstance(program._step, CompiledStep):
         inside = "has no phases and modules of its own"
         if known:
@@ -199,18 +205,18 @@ def _told(facts: Facts, program: Program, *, known: bool) -> Facts:
 
 
 @contextmanager
-def _within(program: Program, watch: Watch) -> Iterator[None]:
+def _hook_program(program: Program, watch: ProfilerSession) -> Iterator[None]:
     """Tells the timeline of what hotloop itself does in a step: it feeds, treats batches, and calls what is compiled."""
     feed, patches, timeline = program.feed, Patches(), watch.timeline
-    program.feed = _Timed(feed, timeline)
-    patches.put(Treatment, "__call__", _in(watch, "batch"))
+    program.feed = _TimedFeed(feed, timeline)
+    patches.patch(BatchTransform, "__call__", _phase_wrapper(watch, "batch"))
     for name in ("_runner", "_replay"):
         if callable(getattr(program._step, name, None)):
-            patches.put(program._step, name, _in(watch, "unattributed"))
+            patches.patch(program._step, name, _phase_wrapper(watch, "unattributed"))
     if isinstance(program._step, ArraysStep):
-        _tell_of_arrays(watch, program._step, patches)
-    if not program.parts.world.alone:
-        tell_of_ranks(watch, patches)
+        _hook_arrays_step(watch, program._step, patches)
+    if not program.parts.world.is_single:
+        hook_rank_calls(watch, patches)
     try:
         yield
     finally:
@@ -219,7 +225,7 @@ def _within(program: Program, watch: Watch) -> Iterator[None]:
         program.parts.meter.ear = None
 
 
-_PHASES: dict[str, Phase] = {
+_ARRAYS_PHASES: dict[str, Phase] = {
     "_clear_gradients": "update",
     "_arrays": "batch",
     "_compared": "loss",
@@ -231,25 +237,27 @@ _PHASES: dict[str, Phase] = {
 """Of the methods of a step that is written out."""
 
 
-def _tell_of_arrays(watch: Watch, step: ArraysStep, patches: Patches) -> None:
-    for name, phase in _PHASES.items():
-        patches.put(step, name, _in(watch, phase))
-    patches.put(step.network.graph, "forward", _in(watch, "forward"))
-    patches.put(step.network.graph, "backward", _in(watch, "backward"))
-    computing = around(watch.mine, lambda args, kwargs: watch.step_computes(args[0]), lambda *ended: None)
-    patches.put(step, "_arrays", computing)
+def _hook_arrays_step(watch: ProfilerSession, step: ArraysStep, patches: Patches) -> None:
+    for name, phase in _ARRAYS_PHASES.items():
+        patches.patch(step, name, _phase_wrapper(watch, phase))
+    patches.patch(step.network.graph, "forward", _phase_wrapper(watch, "forward"))
+    patches.patch(step.network.graph, "backward", _phase_wrapper(watch, "backward"))
+    computing = with_callbacks(
+        watch.is_training_thread, lambda args, kwargs: watch.array_step_began(args[0]), lambda *ended: None
+    )
+    patches.patch(step, "_arrays", computing)
 
 
-def _in(watch: Watch, phase: Phase) -> Callable[[Any], Any]:
+def _phase_wrapper(watch: ProfilerSession, phase: Phase) -> Callable[[Any], Any]:
     timeline = watch.timeline
-    return around(
-        watch.mine,
+    return with_callbacks(
+        watch.is_training_thread,
         lambda args, kwargs: timeline.enter(phase),
         lambda token, args, kwargs, result, done: timeline.leave(),
     )
 
 
-class _Timed:
+class _TimedFeed:
     """A feed that says when a batch is waited for."""
 
     def __init__(self, feed: Feed, timeline: Timeline) -> None:

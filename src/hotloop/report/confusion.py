@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hotloop.core.records.training import Evaluation
-from hotloop.report.html import INK, styled, write_page
+from hotloop.report.html import INK, style_figure, write_page
 
-_WRITTEN_OUT = 20
+_MAX_NUMBERED_CLASSES = 20
 """With more classes than this, cells are too small for their numbers."""
 
 _SCALE = [(0.0, "#ffffff"), (0.02, "#e3eef8"), (0.1, "#a6cde4"), (0.4, "#4a98c9"), (1.0, "#08306b")]
@@ -43,12 +43,12 @@ def most_frequent(evaluation: Evaluation, count: int = 5) -> list[Confusion]:
     return sorted(found, key=lambda confusion: -confusion.samples)[:count]
 
 
-def confusion(evaluation: Evaluation) -> go.Figure:
+def confusion_figure(evaluation: Evaluation) -> go.Figure:
     """The confusion matrix: a row for each true class, coloured by the share of its samples."""
     names = [escape(name) for name in evaluation.classes]
     shares = [[samples / max(1, sum(row)) for samples in row] for row in evaluation.confusion]
     places = list(range(len(names)))
-    written = len(names) <= _WRITTEN_OUT
+    written = len(names) <= _MAX_NUMBERED_CLASSES
     figure = go.Figure(
         go.Heatmap(
             z=shares,
@@ -75,7 +75,7 @@ def confusion(evaluation: Evaluation) -> go.Figure:
     ticks = {"tickvals": places, "ticktext": names} if len(names) <= 60 else {"showticklabels": False}
     axis = {"showgrid": False, "zeroline": False, "constrain": "domain", "color": INK, **ticks}
     side = 420 if len(names) <= 10 else min(900, 260 + 22 * len(names))
-    styled(figure, f"Confusions on {evaluation.on} data", _summary(evaluation))
+    style_figure(figure, f"Confusions on {evaluation.on} data", _summary(evaluation))
     figure.update_xaxes(title_text="predicted", **axis)
     figure.update_yaxes(title_text="true", autorange="reversed", scaleanchor="x", automargin=True, **axis)
     figure.update_layout(height=side + 150, width=side + 220, plot_bgcolor="#e4e7eb" if written else "white")
@@ -91,12 +91,12 @@ def _summary(evaluation: Evaluation) -> str:
 
 def write_confusion(evaluation: Evaluation, path: Path) -> None:
     """Writes the matrix as a page."""
-    write_page(path, f"Confusions: {evaluation.run}", confusion(evaluation))
+    write_page(path, f"Confusions: {evaluation.run}", confusion_figure(evaluation))
 
 
-_SHOWN = 20
+_MAX_ROWS = 20
 
-_BAR = 20
+_BAR_WIDTH = 20
 
 
 def class_tables(evaluation: Evaluation) -> RenderableType:
@@ -108,10 +108,10 @@ def _accuracies(evaluation: Evaluation) -> Table:
     rates = evaluation.accuracy_per_class
     order = range(len(rates))
     title = "Accuracy per class"
-    if len(rates) > _SHOWN:
+    if len(rates) > _MAX_ROWS:
         seen = [place for place in order if rates[place] is not None]
-        order = sorted(seen, key=lambda place: rates[place] or 0.0)[:_SHOWN]  # type: ignore[assignment]
-        title = f"Accuracy of the {_SHOWN} worst of {len(rates)} classes"
+        order = sorted(seen, key=lambda place: rates[place] or 0.0)[:_MAX_ROWS]  # type: ignore[assignment]
+        title = f"Accuracy of the {_MAX_ROWS} worst of {len(rates)} classes"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("class", overflow="fold")
     table.add_column("samples", justify="right")
@@ -120,7 +120,7 @@ def _accuracies(evaluation: Evaluation) -> Table:
     for place in order:
         rate = rates[place]
         shown = "-" if rate is None else f"{rate:.1%}"
-        bar = Text("█" * round((rate or 0.0) * _BAR), style="green")
+        bar = Text("█" * round((rate or 0.0) * _BAR_WIDTH), style="green")
         table.add_row(Text(evaluation.classes[place]), f"{sum(evaluation.confusion[place]):,}", shown, bar)
     return table
 

@@ -10,13 +10,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.core.format import flops, shape, size
-from hotloop.core.records.explanation import Equation, Explanation, Layer, Matrix
+from hotloop.core.format import format_bytes, format_flops, format_shape
+from hotloop.core.records.explanation import Equation, Explanation, LayerExplanation, MatrixRecord
 
-_HEAVIEST = 3
+_MAX_HEAVIEST = 3
 
 
-def page(explanation: Explanation) -> RenderableType:
+def explanation_page(explanation: Explanation) -> RenderableType:
     """A block for each call of a module, and what all come to together."""
     top = Text(f"{explanation.task}: a batch of {', '.join(explanation.batch)}; {explanation.parameters:,} parameters")
     legend = Text(
@@ -25,10 +25,12 @@ def page(explanation: Explanation) -> RenderableType:
         style="dim",
     )
     blocks = [part for _, layers in groupby(explanation.layers, _call) for part in _block(list(layers))]
-    return Group(top, legend, Text(), *blocks, *_written(explanation), *(Text(line) for line in summary(explanation)))
+    return Group(
+        top, legend, Text(), *blocks, *_numpy_code(explanation), *(Text(line) for line in summary(explanation))
+    )
 
 
-def _written(explanation: Explanation) -> Iterator[RenderableType]:
+def _numpy_code(explanation: Explanation) -> Iterator[RenderableType]:
     """The same layers as they can be read, and run, in NumPy."""
     if not explanation.written:
         return
@@ -39,39 +41,39 @@ def _written(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text()
 
 
-def _call(layer: Layer) -> tuple[str, int]:
+def _call(layer: LayerExplanation) -> tuple[str, int]:
     return layer.module, layer.call
 
 
-def _block(layers: list[Layer]) -> Iterator[RenderableType]:
+def _block(layers: list[LayerExplanation]) -> Iterator[RenderableType]:
     """What one call of a module does; operations that only move numbers stand together in a line."""
     if len(layers) == 1:
-        yield from _one(layers[0], title(layers[0]))
+        yield from _layer_lines(layers[0], title(layers[0]))
     else:
         yield Text(_module(layers[0]), style="bold")
-        for moves, some in groupby(layers, _only_moves):
+        for moves, some in groupby(layers, _is_shape_op):
             if moves:
-                yield _indented(_moved(list(some)))
+                yield _indented(_shape_ops_line(list(some)))
                 continue
             for layer in some:
-                for part in _one(layer, f"{layer.operation}{_held(layer)}{_where(layer)}"):
+                for part in _layer_lines(layer, f"{layer.operation}{_saved_tensors_text(layer)}{_where(layer)}"):
                     yield Padding(part, (0, 0, 0, 2))
     yield Text()
 
 
-def _only_moves(layer: Layer) -> bool:
+def _is_shape_op(layer: LayerExplanation) -> bool:
     return layer.known and not any(one.flops or one.agrees is False for one in layer.equations)
 
 
-def _moved(layers: list[Layer]) -> str:
+def _shape_ops_line(layers: list[LayerExplanation]) -> str:
     """What only moves numbers, in one line."""
     names = ", ".join(dict.fromkeys(layer.operation for layer in layers))
     *ins, _ = layers[0].matrices
     out = layers[-1].matrices[-1]
-    return f"moves: {names}: {', '.join(shape(one.shape) for one in ins)} -> {shape(out.shape)}"
+    return f"moves: {names}: {', '.join(format_shape(one.shape) for one in ins)} -> {format_shape(out.shape)}"
 
 
-def _one(layer: Layer, heading: str) -> Iterator[RenderableType]:
+def _layer_lines(layer: LayerExplanation, heading: str) -> Iterator[RenderableType]:
     unknown = ("", "") if layer.known else ("  not explained", "yellow")
     yield Text.assemble((heading, "bold"), unknown)
     yield _indented(_matrices(layer.matrices))
@@ -80,23 +82,23 @@ def _one(layer: Layer, heading: str) -> Iterator[RenderableType]:
         yield Padding(_equations(layer), (0, 0, 0, 2))
 
 
-def title(layer: Layer) -> str:
+def title(layer: LayerExplanation) -> str:
     """The module and its class; the operation where the class doesn't say it already."""
     does = "" if layer.kind.lower() == layer.operation.replace("_", "") else f": {layer.operation}"
-    return f"{_module(layer)}{does}{_held(layer)}{_where(layer)}"
+    return f"{_module(layer)}{does}{_saved_tensors_text(layer)}{_where(layer)}"
 
 
-def _module(layer: Layer) -> str:
+def _module(layer: LayerExplanation) -> str:
     kind = f" ({layer.kind})" if layer.kind else ""
     again = f", call {layer.call}" if layer.call > 1 else ""
     return f"{layer.module or 'the model'}{kind}{again}"
 
 
-def _held(layer: Layer) -> str:
+def _saved_tensors_text(layer: LayerExplanation) -> str:
     return f", {layer.parameters:,} parameters" if layer.parameters else ""
 
 
-def _where(layer: Layer) -> str:
+def _where(layer: LayerExplanation) -> str:
     return f"  ({_short(layer.where)})" if layer.where else ""
 
 
@@ -104,40 +106,40 @@ def _short(where: str) -> str:
     return where.replace("\\", "/").rpartition("/")[2]
 
 
-def _matrices(matrices: list[Matrix]) -> str:
-    return "   ".join(f"{one.name} {shape(one.shape)}" for one in matrices)
+def _matrices(matrices: list[MatrixRecord]) -> str:
+    return "   ".join(f"{one.name} {format_shape(one.shape)}" for one in matrices)
 
 
 def _indented(text: str) -> Padding:
     return Padding(Text(text), (0, 0, 0, 2))
 
 
-def _equations(layer: Layer) -> Table:
+def _equations(layer: LayerExplanation) -> Table:
     shown = Table.grid(padding=(0, 1), expand=True)
     shown.add_column(no_wrap=True, min_width=4)
     shown.add_column(ratio=1, overflow="fold")
     for width in (10, 8, 7):
         shown.add_column(justify="right", no_wrap=True, min_width=width)
     for one in layer.equations:
-        off = Text(_off(one), style="bold red" if one.agrees is False else "")
+        off = Text(_relative_error_text(one), style="bold red" if one.agrees is False else "")
         cells = (
             f"{one.result} =",
             one.text,
-            flops(one.flops) if one.flops else "",
-            size(one.bytes) if one.bytes else "",
+            format_flops(one.flops) if one.flops else "",
+            format_bytes(one.bytes) if one.bytes else "",
         )
         shown.add_row(*(Text(cell) for cell in cells), off)
     return shown
 
 
-def _off(one: Equation) -> str:
+def _relative_error_text(one: Equation) -> str:
     """The difference over the largest number compared."""
     if one.difference is None:
         return ""
-    return "0" if one.difference == 0 else f"{ratio(one):.0e}"
+    return "0" if one.difference == 0 else f"{relative_error(one):.0e}"
 
 
-def ratio(one: Equation) -> float:
+def relative_error(one: Equation) -> float:
     """How far an equation is from autograd, of the largest number that was compared."""
     assert one.difference is not None
     return one.difference / one.largest if one.largest else one.difference
@@ -147,7 +149,7 @@ def summary(explanation: Explanation) -> list[str]:
     """What the layers come to, whether they agree with autograd, and what isn't explained."""
     forward = sum(one.flops for layer in explanation.layers for one in layer.forward)
     lines = [
-        f"Forward {flops(forward)}, backward {flops(explanation.flops - forward)}, {size(explanation.bytes)} read and written.",
+        f"Forward {format_flops(forward)}, backward {format_flops(explanation.flops - forward)}, {format_bytes(explanation.bytes)} read and written.",
         *_heaviest(explanation),
         *_agreement(explanation),
     ]
@@ -163,12 +165,12 @@ def _heaviest(explanation: Explanation) -> Iterator[str]:
     totals = {_name(layer): 0.0 for layer in explanation.layers}
     for layer in explanation.layers:
         totals[_name(layer)] += sum(one.flops for one in layer.equations)
-    first = sorted(totals.items(), key=lambda item: -item[1])[:_HEAVIEST]
+    first = sorted(totals.items(), key=lambda item: -item[1])[:_MAX_HEAVIEST]
     shares = ", ".join(f"{name} {100 * count / explanation.flops:.0f} %" for name, count in first if count)
     yield f"Most arithmetic: {shares}."
 
 
-def _name(layer: Layer) -> str:
+def _name(layer: LayerExplanation) -> str:
     return f"{layer.module or 'the model'} ({layer.operation})"
 
 
@@ -176,7 +178,7 @@ def _agreement(explanation: Explanation) -> Iterator[str]:
     wrong = explanation.wrong
     checked = sum(one.agrees is not None for layer in explanation.layers for one in layer.equations)
     for layer, one in wrong:
-        yield f"WRONG: {one.result} of {title(layer)} is off by {ratio(one):.1e} of its largest number."
+        yield f"WRONG: {one.result} of {title(layer)} is off by {relative_error(one):.1e} of its largest number."
     if checked and not wrong:
         far = (
             ""

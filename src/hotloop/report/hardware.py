@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.core.format import digits
+from hotloop.core.format import format_digits
 from hotloop.core.records.hardware import PRECISIONS, Device, Figure, Hardware
 
 COLUMNS = 4  # devices side by side in one table
@@ -16,7 +16,7 @@ COLUMNS = 4  # devices side by side in one table
 UNKNOWN = "unknown"
 
 
-def tables(hardware: Hardware) -> RenderableType:
+def hardware_page(hardware: Hardware) -> RenderableType:
     """All that is known of the machine, with notes and advice below."""
     groups = [hardware.devices[start : start + COLUMNS] for start in range(0, len(hardware.devices), COLUMNS)]
     words = [*(f"Note: {note}" for note in hardware.notes), advice(hardware)]
@@ -31,15 +31,18 @@ def device_table(devices: tuple[Device, ...]) -> Table:
         table.add_column(Text(device.name), overflow="fold")
     rows = {
         "model": [device.model or UNKNOWN for device in devices],
-        "memory": [human(device.memory_total) for device in devices],
-        "memory free": [human(device.memory_free) for device in devices],
-        **{f"{precision} products": [_product(device, precision) for device in devices] for precision in PRECISIONS},
-        "memory bandwidth": [human(device.speed.memory_bandwidth) for device in devices],
-        "launch overhead": [human(device.speed.launch_overhead) for device in devices],
+        "memory": [format_figure(device.memory_total) for device in devices],
+        "memory free": [format_figure(device.memory_free) for device in devices],
+        **{
+            f"{precision} products": [_measured_product(device, precision) for device in devices]
+            for precision in PRECISIONS
+        },
+        "memory bandwidth": [format_figure(device.speed.memory_bandwidth) for device in devices],
+        "launch overhead": [format_figure(device.speed.launch_overhead) for device in devices],
         "from host memory": [
-            human(device.speed.host_to_device) if device.is_accelerator else "-" for device in devices
+            format_figure(device.speed.host_to_device) if device.is_accelerator else "-" for device in devices
         ],
-        "measured": [_measured(device) for device in devices],
+        "measured": [_measured_bandwidth(device) for device in devices],
     }
     for name, cells in rows.items():
         if set(cells) != {"-"}:
@@ -47,13 +50,13 @@ def device_table(devices: tuple[Device, ...]) -> Table:
     return table
 
 
-def _product(device: Device, precision: str) -> str:
+def _measured_product(device: Device, precision: str) -> str:
     if precision not in device.precisions:
         return "-"
-    return human(device.speed.flop_per_s.get(precision))
+    return format_figure(device.speed.flop_per_s.get(precision))
 
 
-def _measured(device: Device) -> str:
+def _measured_bandwidth(device: Device) -> str:
     times = [figure.when for figure in device.speed.flop_per_s.values()]
     return min(times).replace("T", " ").replace("+00:00", " UTC") if times else UNKNOWN
 
@@ -91,13 +94,13 @@ SCALES = {
 }
 
 
-def human(figure: Figure | None) -> str:
+def format_figure(figure: Figure | None) -> str:
     """A figure with three digits and a unit that fits its size, such as `1.23 TFLOP/s`."""
     if figure is None:
         return UNKNOWN
     scales = SCALES[figure.unit]
     factor, unit = next((scale for scale in scales if figure.value >= scale[0]), scales[-1])
-    return f"{digits(figure.value / factor)} {unit}"
+    return f"{format_digits(figure.value / factor)} {unit}"
 
 
 def advice(hardware: Hardware) -> str:
@@ -111,9 +114,9 @@ def advice(hardware: Hardware) -> str:
 def _where_to_train(hardware: Hardware) -> str:
     accelerators = [device for device in hardware.devices if device.is_accelerator]
     if accelerators:
-        return _faster(max(accelerators, key=_fp32), hardware.device("cpu"))
+        return _compare_with_cpu(max(accelerators, key=_fp32), hardware.device("cpu"))
     if hardware.unused_gpus:
-        return _idle(hardware)
+        return _unused_devices_advice(hardware)
     return "No accelerator here: small networks train well on the CPU; for large ones take a machine with a GPU."
 
 
@@ -122,7 +125,7 @@ def _fp32(device: Device) -> float:
     return figure.value if figure else 0.0
 
 
-def _faster(best: Device, cpu: Device | None) -> str:
+def _compare_with_cpu(best: Device, cpu: Device | None) -> str:
     """How the accelerator compares with the CPU; nothing is claimed that wasn't measured."""
     if cpu is None or not _fp32(cpu) or not _fp32(best):
         return f"Train with --device {best.name}; very small networks may train as fast on the CPU."
@@ -130,12 +133,12 @@ def _faster(best: Device, cpu: Device | None) -> str:
     if ratio < 1:
         return f"{best.name} is slower than the CPU at large fp32 matrix products: train with --device cpu."
     return (
-        f"{best.name} does large fp32 matrix products {digits(ratio)} times as fast as the CPU: "
+        f"{best.name} does large fp32 matrix products {format_digits(ratio)} times as fast as the CPU: "
         f"train with --device {best.name}; very small networks may train as fast on the CPU."
     )
 
 
-def _idle(hardware: Hardware) -> str:
+def _unused_devices_advice(hardware: Hardware) -> str:
     gpu, torch = hardware.unused_gpus[0], f"torch {hardware.versions.get('torch')}"
     if hardware.versions.get("cuda") is None:
         return (

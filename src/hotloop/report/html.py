@@ -38,7 +38,7 @@ CONFIG = {
 """Of all pages: what a page shows goes nowhere."""
 
 
-def styled(figure: go.Figure, title: str, note: str = "") -> go.Figure:
+def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
     """The figure with a title, and a line below it; both are plain text."""
     below = f"<br><span style='font-size:13px;color:#616e7c'>{escape(note)}</span>" if note else ""
     figure.update_layout(

@@ -11,12 +11,12 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from hotloop.core.callback import View
-from hotloop.report.html import styled, write_page
+from hotloop.report.html import style_figure, write_page
 
 _COLOURS = {"train": "#3566b8", "validation": "#d9622b"}
 
 
-def curves(epochs: Sequence[dict[str, Any]]) -> go.Figure:
+def curves_figure(epochs: Sequence[dict[str, Any]]) -> go.Figure:
     """Loss, and each metric, over the epochs.
 
     Args:
@@ -41,7 +41,7 @@ def curves(epochs: Sequence[dict[str, Any]]) -> go.Figure:
                 )
                 figure.add_trace(trace, row=1, col=column)
     figure.update_xaxes(title_text="epoch", dtick=1 if len(epochs) <= 12 else None)
-    styled(figure, "Learning curves")
+    style_figure(figure, "Learning curves")
     return figure.update_layout(height=460, hovermode="x unified")
 
 
@@ -58,7 +58,7 @@ def _metrics(epochs: Sequence[dict[str, Any]]) -> list[str]:
 
 def write_curves(epochs: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes the curves as one self-contained page."""
-    write_page(path, "Learning curves", curves(epochs))
+    write_page(path, "Learning curves", curves_figure(epochs))
 
 
 def draw_curves(view: View) -> None:

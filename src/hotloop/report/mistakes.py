@@ -11,13 +11,13 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from hotloop.core.records.training import Evaluation, Mistake, Picture
-from hotloop.report.html import styled, write_page
+from hotloop.report.html import style_figure, write_page
 
 _COLUMNS = 6
 _CELL = 150
 
 
-def mistakes(evaluation: Evaluation) -> go.Figure:
+def mistakes_figure(evaluation: Evaluation) -> go.Figure:
     """The mistakes of an evaluation, worst first."""
     pictured = bool(evaluation.mistakes) and all(mistake.picture is not None for mistake in evaluation.mistakes)
     figure = _grid(evaluation) if pictured else _table(evaluation)
@@ -26,7 +26,7 @@ def mistakes(evaluation: Evaluation) -> go.Figure:
         if evaluation.mistakes
         else f"No mistakes on {evaluation.on} data"
     )
-    styled(figure, title, _note(evaluation, pictured))
+    style_figure(figure, title, _note(evaluation, pictured))
     return figure.update_layout(margin={"l": 18, "r": 18, "t": 130 if pictured else 90, "b": 20})
 
 
@@ -97,4 +97,4 @@ def _table(evaluation: Evaluation) -> go.Figure:
 
 def write_mistakes(evaluation: Evaluation, path: Path) -> None:
     """Writes the mistakes as a page."""
-    write_page(path, f"Mistakes: {evaluation.run}", mistakes(evaluation))
+    write_page(path, f"Mistakes: {evaluation.run}", mistakes_figure(evaluation))

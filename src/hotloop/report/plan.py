@@ -10,17 +10,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.core.feasibility.forecast import Refused
+from hotloop.core.feasibility.forecast import InfeasibleValue
 from hotloop.core.records.race import Convergence, Parity
 
 if TYPE_CHECKING:
-    from hotloop.core.feasibility.forecast import Choice, Foreseen
+    from hotloop.core.feasibility.forecast import PlanForecast, RankedPlan
 
 
 _REMEMBERED = "remembered as the fastest that is proven equal"
 
 
-def page(found: Foreseen) -> RenderableType:
+def plan_page(found: PlanForecast) -> RenderableType:
     """What runs and what speaks for it, what is tried before, passed over or left open, and what can't be run."""
     choice, first = found.choice, "auto runs"
     lines = []
@@ -38,10 +38,10 @@ def page(found: Foreseen) -> RenderableType:
         lines += _with_new_reasons(found.compiled)
     lines += [f"auto passes over {line}" for line in found.passed_over]
     lines += [f"train finds out about {line}" for line in found.left_open]
-    return Group(*(Text(line) for line in lines), refusals(found.refused))
+    return Group(*(Text(line) for line in lines), refusals_table(found.refused))
 
 
-def _with_new_reasons(choices: Sequence[Choice]) -> Iterator[str]:
+def _with_new_reasons(choices: Sequence[RankedPlan]) -> Iterator[str]:
     """Each plan, and behind it the reasons that no plan before it has."""
     told = set[str]()
     for choice in choices:
@@ -50,7 +50,7 @@ def _with_new_reasons(choices: Sequence[Choice]) -> Iterator[str]:
         told.update(choice.why)
 
 
-def refusals(refused: Sequence[Refused]) -> Table:
+def refusals_table(refused: Sequence[InfeasibleValue]) -> Table:
     """Values that can't be run here, with the reason and what to do."""
     table = Table(title="Can't be run here", title_justify="left", title_style="bold")
     table.add_column("value", no_wrap=True)
@@ -61,7 +61,7 @@ def refusals(refused: Sequence[Refused]) -> Table:
     return table
 
 
-def document(found: Foreseen) -> dict[str, Any]:
+def plan_document(found: PlanForecast) -> dict[str, Any]:
     """The same for programs: `plan` is what runs, `compiled` what is raced and proven before, the rest as on the page."""
     remembered, choice = found.remembered, found.choice
     return {
@@ -80,7 +80,7 @@ def document(found: Foreseen) -> dict[str, Any]:
     }
 
 
-_SHOWN = 8
+_MAX_TENSORS = 8
 
 _MEANING = {
     "bitwise": "the same result to the last bit",
@@ -95,25 +95,25 @@ def parity_page(parity: Parity) -> RenderableType:
     """The class, why, and the tensors that are furthest off."""
     lines = [f"{parity.plan}: {parity.parity} ({_MEANING[parity.parity]})", f"  {parity.reason}"]
     if parity.convergence is not None:
-        lines.append(f"  {_converged(parity.convergence)}")
+        lines.append(f"  {_describe_convergence(parity.convergence)}")
     shown: list[RenderableType] = [Text(line) for line in lines]
     if parity.errors and parity.parity not in ("bitwise", "unproven"):
-        shown.append(_worst(parity))
+        shown.append(_worst_tensors_table(parity))
     return Group(*shown)
 
 
-def _worst(parity: Parity) -> Table:
+def _worst_tensors_table(parity: Parity) -> Table:
     table = Table(title="Furthest from float64", title_justify="left", title_style="bold")
     table.add_column("what")
     table.add_column("tensor")
     for name in ("error", "harmless baselines", "times"):
         table.add_column(name, justify="right")
-    for one in parity.errors[:_SHOWN]:
+    for one in parity.errors[:_MAX_TENSORS]:
         table.add_row(one.what, Text(one.name), f"{one.error:.1e}", f"{one.floor:.1e}", f"{one.ratio:.3g}")
     return table
 
 
-def _converged(found: Convergence) -> str:
+def _describe_convergence(found: Convergence) -> str:
     outcome = "they end alike" if found.equivalent else "not shown to end alike"
     trained = f"{len(found.plan)} seeds trained for {found.epochs} epochs"
     if found.difference is None:

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.core.format import flops, percent, size, time
+from hotloop.core.format import format_bytes, format_flops, format_percent, format_time
 from hotloop.core.records.profile import (
     COUNTS,
     CTRL_C,
@@ -22,8 +22,8 @@ from hotloop.core.records.profile import (
     ModuleTime,
     OperatorTime,
     Profile,
+    RareUpdate,
     Remedy,
-    SeldomUpdate,
 )
 from hotloop.core.records.profile_terms import Phase
 
@@ -48,13 +48,13 @@ NOTHING = "Nothing was found that would win more than a few percent."
 NOTHING_IN_TASK = "Nothing was found in the Task itself that would win more than a few percent; other plans may win."
 _MARKS = ("Optimizer.step#", "Optimizer.zero_grad#")
 """Names of what torch's profiler marks, which are no operators."""
-_PART = 0.05
+_MIN_MODULE_SHARE = 0.05
 """Of what an update now and then takes, from which on a phase is named."""
 _SMALL = 0.005
 """Share of the step below which a module isn't worth a row."""
 
 
-def page(profile: Profile, module: str | None = None) -> RenderableType:
+def profile_page(profile: Profile, module: str | None = None) -> RenderableType:
     """All that was found, the most important last, where the eye is when a command ends.
 
     Args:
@@ -63,19 +63,19 @@ def page(profile: Profile, module: str | None = None) -> RenderableType:
     busy = [Text(profile.busy, style="bold")] if profile.busy else []
     parts: list[RenderableType] = [*busy, Text(headline(profile), style="bold"), *map(Text, _circumstances(profile))]
     if profile.phases:
-        parts += [Text(), phases(profile)]
+        parts += [Text(), phases_table(profile)]
     if profile.ranks:
-        parts += [Text(), ranks(profile)]
-    parts += [Text(line) for line in _apart(profile)]
+        parts += [Text(), ranks_table(profile)]
+    parts += [Text(line) for line in _irregular_time(profile)]
     if profile.modules:
-        parts += [Text(), modules(profile)]
+        parts += [Text(), modules_table(profile)]
     parts += [Text(line) for line in _updates(profile)]
     if profile.operators:
-        parts += [Text(), operators(profile, module)]
+        parts += [Text(), operators_table(profile, module)]
     elif profile.lines:
-        parts += [Text(), lines(profile.lines)]
+        parts += [Text(), lines_table(profile.lines)]
     if profile.functions:
-        parts += [Text(), lines(profile.functions, "function, with all of its lines")]
+        parts += [Text(), lines_table(profile.functions, "function, with all of its lines")]
     return Group(*parts, *_verdict(profile), *_remedies(profile), Text(), *map(Text, _endnotes(profile)))
 
 
@@ -88,7 +88,7 @@ def headline(profile: Profile) -> str:
     rate = (
         "" if not profile.samples_per_step else f", {1000 * profile.samples_per_step / profile.step_ms:,.0f} samples/s"
     )
-    return f"{what}: a step takes {time(profile.step_ms)}{rate} (median of {profile.steps:,})"
+    return f"{what}: a step takes {format_time(profile.step_ms)}{rate} (median of {profile.steps:,})"
 
 
 def _circumstances(profile: Profile) -> Iterator[str]:
@@ -96,10 +96,10 @@ def _circumstances(profile: Profile) -> Iterator[str]:
         of_one = " on rank 0, whose phases, modules and operators these are" if profile.ranks else ""
         yield f"batch {', '.join(profile.batch)}{of_one}"
     if profile.step_where:
-        yield f"a step ends at {nearby(profile.step_where)}"
+        yield f"a step ends at {relative_place(profile.step_where)}"
 
 
-def nearby(where: str) -> str:
+def relative_place(where: str) -> str:
     """A place as seen from the current folder; a module's name stays what it is."""
     try:
         return str(Path(where).relative_to(Path.cwd()))
@@ -111,7 +111,7 @@ def _short(where: str) -> str:
     return where.replace("\\", "/").rpartition("/")[2]
 
 
-def phases(profile: Profile) -> Table:
+def phases_table(profile: Profile) -> Table:
     """A bar for each phase, each beginning where the one before ended, so that together they are the step."""
     shown = Table.grid(padding=(0, 1), expand=True)
     shown.add_column(no_wrap=True)
@@ -125,12 +125,12 @@ def phases(profile: Profile) -> Table:
         if took is None:
             continue
         bar = Bar(total, begin, begin + took, color=COLOURS[phase])
-        shown.add_row(Text(phase), bar, Text(time(took)), Text(percent(took / total)))
+        shown.add_row(Text(phase), bar, Text(format_time(took)), Text(format_percent(took / total)))
         begin += took
     return shown
 
 
-def ranks(profile: Profile) -> Table:
+def ranks_table(profile: Profile) -> Table:
     """A row for each rank: what it spends on the others, and on its own work."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     shown.add_column("rank", ratio=1, no_wrap=True)
@@ -139,15 +139,15 @@ def ranks(profile: Profile) -> Table:
     for rank, one in enumerate(profile.ranks[:_RANKS]):
         own = {name: ms for name, ms in one.phases.items() if name not in ("waiting", "communication")}
         most = max(own, key=own.__getitem__, default=None)
-        spent = [time(one.phases.get("waiting", 0.0)), time(one.phases.get("communication", 0.0))]
-        cells = [*spent, time(sum(own.values())), "" if most is None else f"{most} {time(own[most])}"]
+        spent = [format_time(one.phases.get("waiting", 0.0)), format_time(one.phases.get("communication", 0.0))]
+        cells = [*spent, format_time(sum(own.values())), "" if most is None else f"{most} {format_time(own[most])}"]
         shown.add_row(*map(Text, [f"{rank} slowest" if rank == profile.slowest else f"{rank}", *cells]))
     if len(profile.ranks) > _RANKS:
         shown.add_row(Text(f"{len(profile.ranks) - _RANKS} more", style="dim"))
     return shown
 
 
-def _apart(profile: Profile) -> Iterator[str]:
+def _irregular_time(profile: Profile) -> Iterator[str]:
     """Time that is no part of an ordinary step."""
     apart = profile.apart
     named = (
@@ -157,54 +157,59 @@ def _apart(profile: Profile) -> Iterator[str]:
         ("checkpoints", apart.checkpoint_s),
         ("other work between steps", apart.other_s),
     )
-    said = [f"{name} {time(1000 * seconds)}" for name, seconds in named if seconds >= 0.01]
+    said = [f"{name} {format_time(1000 * seconds)}" for name, seconds in named if seconds >= 0.01]
     if said:
         yield f"Apart from steps: {', '.join(said)}."
     for one in apart.updates:
-        yield f"Every {one.every:.3g} steps {one.kind} steps as well, at {one.where}{_longer(one)}."
+        yield f"Every {one.every:.3g} steps {one.kind} steps as well, at {one.where}{_describe_longer_step(one)}."
 
 
-def _longer(one: SeldomUpdate) -> str:
+def _describe_longer_step(one: RareUpdate) -> str:
     """How much longer a step is with an update that comes now and then, and where, the most first."""
     if one.ms is None:
         return ""
     most = sorted(one.phases.items(), key=lambda phase: -phase[1])
-    parts = [f"{name} {time(ms)}" for name, ms in most if ms >= _PART * one.ms]
-    return f": {time(one.ms)} more" + (f", of which {', '.join(parts)}" if parts else "")
+    parts = [f"{name} {format_time(ms)}" for name, ms in most if ms >= _MIN_MODULE_SHARE * one.ms]
+    return f": {format_time(one.ms)} more" + (f", of which {', '.join(parts)}" if parts else "")
 
 
-def modules(profile: Profile) -> Table:
+def modules_table(profile: Profile) -> Table:
     """The tree by name; modules that take next to nothing are counted together."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     shown.add_column("module", ratio=1, no_wrap=True, overflow="ellipsis")
     updates = any(one.update_ms is not None for one in profile.modules)
     for name in ("forward", "backward", *(["update", "share"] if updates else ["share", "FLOPs", "bytes", "of limit"])):
         shown.add_column(name, justify="right", no_wrap=True)
-    kept = worth_a_row(profile.modules)
+    kept = modules_to_show(profile.modules)
     for one in kept:
-        counted = [percent(one.share), flops(one.flops), size(one.bytes), percent(one.limit_share)]
-        more = [time(one.update_ms), percent(one.share)] if updates else counted
-        cells = (_label(one, profile.modules), time(one.forward_ms), time(one.backward_ms), *more)
+        counted = [
+            format_percent(one.share),
+            format_flops(one.flops),
+            format_bytes(one.bytes),
+            format_percent(one.limit_share),
+        ]
+        more = [format_time(one.update_ms), format_percent(one.share)] if updates else counted
+        cells = (_label(one, profile.modules), format_time(one.forward_ms), format_time(one.backward_ms), *more)
         shown.add_row(*(Text(cell) for cell in cells))
     left = len(profile.modules) - len(kept)
     if left:
-        shown.add_row(Text(f"{left} more, each below {percent(_least(kept))}", style="dim"))
+        shown.add_row(Text(f"{left} more, each below {format_percent(_min_module_ms(kept))}", style="dim"))
     return shown
 
 
-def worth_a_row(all_modules: Sequence[ModuleTime]) -> list[ModuleTime]:
+def modules_to_show(all_modules: Sequence[ModuleTime]) -> list[ModuleTime]:
     """Those that take the most, with all that they are inside of, in the order of the network."""
     ranked = sorted((one for one in all_modules if one.share >= _SMALL), key=lambda one: -one.share)[:_MODULES]
     names = {one.name for one in ranked}
-    names |= {other.name for one in ranked for other in all_modules if _inside(one.name, other.name)}
+    names |= {other.name for one in ranked for other in all_modules if _is_inside(one.name, other.name)}
     return [one for one in all_modules if one.name in names]
 
 
-def _least(kept: Sequence[ModuleTime]) -> float:
+def _min_module_ms(kept: Sequence[ModuleTime]) -> float:
     return max(_SMALL, min((one.share for one in kept), default=_SMALL) if len(kept) >= _MODULES else _SMALL)
 
 
-def _inside(name: str, other: str) -> bool:
+def _is_inside(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
 
 
@@ -237,19 +242,21 @@ def _updates(profile: Profile) -> Iterator[str]:
     for one in profile.optimizers:
         how = f" ({one.implementation})" if one.implementation else ""
         place = f" at {_short(one.where)}" if one.where else ""
-        yield f"Update by {one.kind}{how}{place}: {time(one.ms)} a step."
+        yield f"Update by {one.kind}{how}{place}: {format_time(one.ms)} a step."
         for group in one.groups if len(one.groups) > 1 or any(group.ms is not None for group in one.groups) else []:
-            took = "in one go with the others" if group.ms is None else time(group.ms)
+            took = "in one go with the others" if group.ms is None else format_time(group.ms)
             yield f"  group {group.name}: {group.tensors} tensors, {group.numbers:,} numbers, {took}"
     update_ms = profile.phases.get("update", 0.0)
     rest_ms = update_ms - sum(one.ms for one in profile.optimizers)
-    if profile.optimizers and rest_ms > _PART * update_ms:
-        yield f"The rest of the update (zero_grad, clipping, schedules): {time(rest_ms)} a step."
+    if profile.optimizers and rest_ms > _MIN_MODULE_SHARE * update_ms:
+        yield f"The rest of the update (zero_grad, clipping, schedules): {format_time(rest_ms)} a step."
 
 
-def operators(profile: Profile, module: str | None) -> RenderableType:
+def operators_table(profile: Profile, module: str | None) -> RenderableType:
     """The operators that take the most, of one module or of all, each with its inputs and the user's line."""
-    rows = [one for one in profile.operators if module is None or one.module == module or _inside(one.module, module)]
+    rows = [
+        one for one in profile.operators if module is None or one.module == module or _is_inside(one.module, module)
+    ]
     known = [one for one in rows if not one.name.startswith(_MARKS)]  # the update has a line of its own
     ranked = sorted(known, key=lambda one: -one.ms)[:_OPERATORS]
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
@@ -259,19 +266,25 @@ def operators(profile: Profile, module: str | None) -> RenderableType:
         shown.add_column(name, justify="right", no_wrap=True, vertical="top")
     for one in ranked:
         share = one.ms / profile.step_ms if profile.step_ms else None
-        shown_name = Text.assemble(one.name.removeprefix("aten::"), "\n", (_circumstance(one), "dim"))
-        cells = (f"{one.calls:.3g}", time(one.ms), percent(share), flops(one.flops), size(one.bytes))
+        shown_name = Text.assemble(one.name.removeprefix("aten::"), "\n", (_operator_details(one), "dim"))
+        cells = (
+            f"{one.calls:.3g}",
+            format_time(one.ms),
+            format_percent(share),
+            format_flops(one.flops),
+            format_bytes(one.bytes),
+        )
         shown.add_row(shown_name, *(Text(cell) for cell in cells))
     return shown if ranked else Text(f"No operator of {module!r} was seen; see the names above.")
 
 
-def _circumstance(one: OperatorTime) -> str:
+def _operator_details(one: OperatorTime) -> str:
     where = f" {_short(one.where)}" if one.where else ""
     inside = f" in {one.module}" if one.module else ""
     return f"  {one.phase}{inside}{where} {' '.join(one.shapes[:3])}"
 
 
-def lines(found: Sequence[LineTime], named: str = "line") -> Table:
+def lines_table(found: Sequence[LineTime], named: str = "line") -> Table:
     """The user's lines that take the most, where there are no operators to show; or functions by their first lines."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     shown.add_column(named, ratio=1, overflow="fold")
@@ -279,7 +292,7 @@ def lines(found: Sequence[LineTime], named: str = "line") -> Table:
     shown.add_column("with calls", justify="right", no_wrap=True)
     shown.add_column("own", justify="right", no_wrap=True)
     for one in sorted(found, key=lambda line: -line.own_ms)[:_LINES]:
-        cells = (nearby(one.where), one.function, time(one.ms), time(one.own_ms))
+        cells = (relative_place(one.where), one.function, format_time(one.ms), format_time(one.own_ms))
         shown.add_row(*(Text(cell) for cell in cells))
     return shown
 
@@ -305,22 +318,22 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
         yield Text()
         yield Text("What would help, the most winning first:", style="bold")
     for number, one in enumerate(counted[:_REMEDIES], start=1):
-        yield Text(f"{number}. {one.cause}: up to {percent(one.gain)} of the step")
+        yield Text(f"{number}. {one.cause}: up to {format_percent(one.gain)} of the step")
         yield from (_indented(text, 3) for text in _details(one))
     if len(counted) > _REMEDIES:
         yield Text(f"{len(counted) - _REMEDIES} more: --json")
     if not counted and profile.step_ms is not None and profile.engine == "eager":
         yield Text(NOTHING_IN_TASK if profile.plan else NOTHING)
     yield from (Text(line) for line in profile.advice)
-    notes = _one_of_each([one for one in profile.remedies if one.note])
+    notes = _alternate_causes([one for one in profile.remedies if one.note])
     for one in notes[:_NOTES]:
-        said = f"{one.cause}, {_at(one.where)} ({percent(one.gain)} of the step)"
+        said = f"{one.cause}, {_format_place(one.where)} ({format_percent(one.gain)} of the step)"
         yield Text(f"Costs little here: {said}." if one.gain < COUNTS else f"Perhaps: {said}: {one.remedy}.")
     if len(notes) > _NOTES:
         yield Text(f"{len(notes) - _NOTES} more that cost little here: --json")
 
 
-def _one_of_each(notes: list[Remedy]) -> list[Remedy]:
+def _alternate_causes(notes: list[Remedy]) -> list[Remedy]:
     """In turns of one note for each cause, so that none is hidden behind many of another."""
     turns: Counter[str] = Counter()
     numbered = []
@@ -331,16 +344,16 @@ def _one_of_each(notes: list[Remedy]) -> list[Remedy]:
     return [one for _, one in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def _at(where: str) -> str:
+def _format_place(where: str) -> str:
     """A line, a file, or a module."""
     if where.rpartition(":")[2].isdigit() and ":" in where:
-        return f"at {nearby(where)}"
-    return f"in {nearby(where)}" if where.endswith(".py") else f"in the module {where or '(the model)'}"
+        return f"at {relative_place(where)}"
+    return f"in {relative_place(where)}" if where.endswith(".py") else f"in the module {where or '(the model)'}"
 
 
 def _details(one: Remedy) -> Iterator[str]:
     if one.where:
-        yield _at(one.where)
+        yield _format_place(one.where)
     yield one.remedy
     if one.axes:
         yield "plan: " + " ".join(f"--set {axis}={str(value).lower()}" for axis, value in one.axes.items())
@@ -353,7 +366,7 @@ def _details(one: Remedy) -> Iterator[str]:
 
 def _endnotes(profile: Profile) -> Iterator[str]:
     if profile.attributed is not None and profile.attributed < 0.995:
-        yield f"{percent(1 - profile.attributed)} of the step is unattributed."
+        yield f"{format_percent(1 - profile.attributed)} of the step is unattributed."
     if profile.overhead is not None:
         over = profile.overhead
         yield (
@@ -361,14 +374,14 @@ def _endnotes(profile: Profile) -> Iterator[str]:
             f" {over.instrumented} steps watched closely and {over.clean} in turn not)."
         )
     if profile.trace:
-        yield f"Trace of a few steps: {nearby(profile.trace)} (open it in ui.perfetto.dev or chrome://tracing)."
+        yield f"Trace of a few steps: {relative_place(profile.trace)} (open it in ui.perfetto.dev or chrome://tracing)."
     if profile.stopped:
         ended = "Measuring ended early" if profile.stopped == CTRL_C else "Watching ended before the script did"
         yield f"{ended}: {profile.stopped}."
     if profile.exit_code:
-        yield f"The script {_ended(profile.exit_code)}."
+        yield f"The script {_describe_exit(profile.exit_code)}."
     yield from (f"Note: {note}" for note in profile.notes)
 
 
-def _ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"

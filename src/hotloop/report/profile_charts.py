@@ -9,19 +9,19 @@ from typing import get_args
 
 import plotly.graph_objects as go
 
-from hotloop.core.format import flops, percent, time
+from hotloop.core.format import format_flops, format_percent, format_time
 from hotloop.core.records.profile import ModuleTime, Profile
 from hotloop.core.records.profile_terms import Phase
 from hotloop.errors import HotloopError
-from hotloop.report.html import styled, write_page
+from hotloop.report.html import style_figure, write_page
 from hotloop.report.profile import COLOURS, headline, parent_of
 
 _ROOT = "(model)"
-_NAMED = 6
+_MAX_NAMED = 6
 """Points of the roofline with their name beside them; the others show it when pointed at."""
 
 
-def phases(profile: Profile) -> go.Figure:
+def phases_figure(profile: Profile) -> go.Figure:
     """The step as one bar, cut into its phases."""
     figure = go.Figure()
     for phase in get_args(Phase):
@@ -33,18 +33,18 @@ def phases(profile: Profile) -> go.Figure:
                 x=[took],
                 y=["step"],
                 orientation="h",
-                name=f"{phase} {time(took)}",
+                name=f"{phase} {format_time(took)}",
                 marker={"color": COLOURS[phase]},
-                hovertemplate=f"{phase}: {time(took)}<extra></extra>",
+                hovertemplate=f"{phase}: {format_time(took)}<extra></extra>",
             )
         )
     figure.update_layout(barmode="stack", height=320, legend={"orientation": "h", "y": -0.4, "traceorder": "normal"})
     figure.update_xaxes(title_text="milliseconds")
     figure.update_yaxes(showticklabels=False)
-    return styled(figure, "Where a step's time goes", headline(profile))
+    return style_figure(figure, "Where a step's time goes", headline(profile))
 
 
-def tree(profile: Profile) -> go.Figure:
+def modules_figure(profile: Profile) -> go.Figure:
     """Modules inside modules; the width is the time forward and backward, the colour the share of the step."""
     names = {one.name for one in profile.modules}
     ids = [one.name or _ROOT for one in profile.modules]
@@ -52,50 +52,52 @@ def tree(profile: Profile) -> go.Figure:
         go.Icicle(
             ids=ids,
             labels=[escape(one.name.rpartition(".")[2] or one.kind) for one in profile.modules],
-            parents=[_parent(one.name, names) for one in profile.modules],
-            values=[_own(one, profile.modules) for one in profile.modules],
+            parents=[_parent_id(one.name, names) for one in profile.modules],
+            values=[_own_ms(one, profile.modules) for one in profile.modules],
             branchvalues="remainder",
             sort=False,
             tiling={"orientation": "v"},
             marker={"colors": [one.share for one in profile.modules], "colorscale": "Blues", "cmin": 0, "cmax": 1},
-            customdata=[[escape(_told(one))] for one in profile.modules],
+            customdata=[[escape(_hover_text(one))] for one in profile.modules],
             hovertemplate="%{customdata[0]}<extra></extra>",
             texttemplate="%{label}<br>%{customdata[0]}",
         )
     )
-    return styled(figure, "Time of each module, forward and backward", headline(profile)).update_layout(height=640)
+    return style_figure(figure, "Time of each module, forward and backward", headline(profile)).update_layout(
+        height=640
+    )
 
 
-def _parent(name: str, names: set[str]) -> str:
+def _parent_id(name: str, names: set[str]) -> str:
     """Its id; empty at the top. A model among several, such as `generator`, has none above it."""
     above = parent_of(name, names) if name else None
     return "" if above is None else above or _ROOT
 
 
-def _own(one: ModuleTime, modules: Sequence[ModuleTime]) -> float:
+def _own_ms(one: ModuleTime, modules: Sequence[ModuleTime]) -> float:
     """Milliseconds without the modules inside it; where these weren't measured, what the children leave of it."""
     if one.own_forward_ms is not None and one.own_backward_ms is not None:
         return max(0.0, one.own_forward_ms + one.own_backward_ms)
     names = {other.name for other in modules}
-    inside = sum(_total(other) for other in modules if other.name and parent_of(other.name, names) == one.name)
-    return max(0.0, _total(one) - inside)
+    inside = sum(_total_ms(other) for other in modules if other.name and parent_of(other.name, names) == one.name)
+    return max(0.0, _total_ms(one) - inside)
 
 
-def _total(one: ModuleTime) -> float:
+def _total_ms(one: ModuleTime) -> float:
     return (one.forward_ms or 0.0) + (one.backward_ms or 0.0)
 
 
-def _told(one: ModuleTime) -> str:
-    parts = [f"{one.kind}, {time(_total(one))}, {percent(one.share)} of the step"]
-    parts += [flops(one.flops)] * (one.flops is not None)
-    parts += [f"{percent(one.limit_share)} of the limit"] * (one.limit_share is not None)
+def _hover_text(one: ModuleTime) -> str:
+    parts = [f"{one.kind}, {format_time(_total_ms(one))}, {format_percent(one.share)} of the step"]
+    parts += [format_flops(one.flops)] * (one.flops is not None)
+    parts += [f"{format_percent(one.limit_share)} of the limit"] * (one.limit_share is not None)
     return ", ".join(parts)
 
 
-def roofline(profile: Profile) -> go.Figure:
+def roofline_figure(profile: Profile) -> go.Figure:
     """What modules reach against the FLOPs that they do for each byte, below what the machine was measured to reach."""
-    leaves = [one for one in _leaves(profile.modules) if one.flops and one.bytes and _total(one)]
-    named = {one.name for one in sorted(leaves, key=lambda one: -one.share)[:_NAMED]}
+    leaves = [one for one in _leaf_modules(profile.modules) if one.flops and one.bytes and _total_ms(one)]
+    named = {one.name for one in sorted(leaves, key=lambda one: -one.share)[:_MAX_NAMED]}
     figure = go.Figure()
     intensities = [(one.flops or 0.0) / (one.bytes or 1.0) for one in leaves]
     span = (min([0.05, *intensities]) / 2, max([100.0, *intensities]) * 2)
@@ -115,30 +117,30 @@ def roofline(profile: Profile) -> go.Figure:
     figure.add_trace(
         go.Scatter(
             x=intensities,
-            y=[1000 * (one.flops or 0.0) / _total(one) for one in leaves],
+            y=[1000 * (one.flops or 0.0) / _total_ms(one) for one in leaves],
             mode="markers+text",
             name="modules",
             text=[escape(one.name) if one.name in named else "" for one in leaves],
             textposition=[("top center", "bottom center")[number % 2] for number in range(len(leaves))],
             marker={"size": [8 + 40 * min(1.0, one.share) for one in leaves], "color": "#3566b8", "opacity": 0.7},
-            customdata=[[escape(f"{one.name}: {_told(one)}")] for one in leaves],
+            customdata=[[escape(f"{one.name}: {_hover_text(one)}")] for one in leaves],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     )
     figure.update_xaxes(title_text="FLOPs for each byte", type="log", dtick=1, exponentformat="power")
     figure.update_yaxes(title_text="FLOP/s", type="log", dtick=1, exponentformat="power")
     note = "Limits as measured on this machine; bytes count tensors once, so what stays in a cache can lie above."
-    return styled(figure, "What the modules reach of this machine's limits", note).update_layout(height=560)
+    return style_figure(figure, "What the modules reach of this machine's limits", note).update_layout(height=560)
 
 
-def _leaves(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
+def _leaf_modules(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
     """Modules without others inside."""
     names = {one.name for one in modules}
     around = {parent_of(name, names) for name in names if name}
     return [one for one in modules if one.name not in around]
 
 
-def write_pictures(profile: Profile, folder: Path) -> list[Path]:
+def write_charts(profile: Profile, folder: Path) -> list[Path]:
     """Writes those pictures that there is something to see in, each as one self-contained page."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,11 +148,11 @@ def write_pictures(profile: Profile, folder: Path) -> list[Path]:
         raise HotloopError(
             f"{folder} can't be made a folder ({error.strerror})", fix="name another by --pictures"
         ) from error
-    known = any(one.flops and one.bytes and _total(one) for one in _leaves(profile.modules))
+    known = any(one.flops and one.bytes and _total_ms(one) for one in _leaf_modules(profile.modules))
     pictures: dict[str, tuple[bool, Callable[[Profile], go.Figure]]] = {
-        "phases": (bool(profile.phases), phases),
-        "modules": (bool(profile.modules), tree),
-        "roofline": (known, roofline),
+        "phases": (bool(profile.phases), phases_figure),
+        "modules": (bool(profile.modules), modules_figure),
+        "roofline": (known, roofline_figure),
     }
     written = []
     for name, (has, drawn) in pictures.items():

@@ -32,7 +32,7 @@ from hotloop.core.terminal import Bar
 
 
 @contextmanager
-def bar(
+def progress_bar(
     console: Console, doing: str, of: str = "samples", counted: bool = True, after_s: float = 2.0
 ) -> Iterator[Callable[[int, int | None], None]]:
     """A progress bar for work that lasts longer than `after_s`; it is told `(done, of how many)`.
@@ -64,7 +64,7 @@ def bar(
         shown.stop()
 
 
-class Display:
+class TrainingDisplay:
     """A callback that shows progress on a terminal or in a notebook; elsewhere a line per epoch."""
 
     def __init__(self, console: Console) -> None:
@@ -78,12 +78,12 @@ class Display:
 
     @property
     def during(self) -> Callable[..., AbstractContextManager[Callable[[int, int | None], None]]] | None:
-        """Shows, on a terminal, work that takes long, see `bar`; None elsewhere, where lines have to do."""
-        return partial(bar, self.console) if self.console.is_terminal else None
+        """Shows, on a terminal, work that takes long, see `progress_bar`; None elsewhere, where lines have to do."""
+        return partial(progress_bar, self.console) if self.console.is_terminal else None
 
     def __call__(self, view: View) -> None:
         if view.event in ("start", "progress", "epoch"):
-            self._move(view)
+            self._update_bar(view)
         if view.event == "epoch":
             self.say(epoch_line(view))
         if view.event == "stop":
@@ -96,7 +96,7 @@ class Display:
             self._progress.stop()
             self._progress = None
 
-    def _move(self, view: View) -> None:
+    def _update_bar(self, view: View) -> None:
         if not (_has_widgets() if self.console.is_jupyter else self.console.is_terminal):
             return
         if view.epoch == view.epochs:  # nothing comes after the last epoch: the bar stays full
@@ -119,7 +119,7 @@ class Display:
             description=f"epoch {view.epoch + 1}/{view.epochs}",
             completed=view.batch,
             total=view.batches,
-            figures=figures(view),
+            figures=progress_figures(view),
             refresh=self.console.is_jupyter,
         )
 
@@ -139,7 +139,7 @@ class _Figures(ProgressColumn):
         return Text(task.fields.get("figures", ""))
 
 
-def figures(view: View) -> str:
+def progress_figures(view: View) -> str:
     """Step, speed, loss and remaining time in a line."""
     parts = [f"step {view.batch}/{view.batches or '?'}"]
     if view.samples_per_s:
@@ -147,7 +147,7 @@ def figures(view: View) -> str:
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4f}")
     if view.remaining_s is not None:
-        parts.append(f"{duration(view.remaining_s)} left")
+        parts.append(f"{format_duration(view.remaining_s)} left")
     return "  ".join(parts)
 
 
@@ -156,7 +156,7 @@ def epoch_line(view: View) -> str:
     record = view.history[-1]
     parts = [f"epoch {record.epoch}/{view.epochs}", f"train loss {record.train['loss']:.4f}"]
     parts += [f"validation {name} {value:.4f}" for name, value in record.validation.items()]
-    return "  ".join([*parts, f"{record.samples_per_s:,.0f} samples/s", duration(record.seconds)])
+    return "  ".join([*parts, f"{record.samples_per_s:,.0f} samples/s", format_duration(record.seconds)])
 
 
 def stop_line(view: View) -> str:
@@ -173,7 +173,7 @@ def summary(run: Path, plan: str, final: Mapping[str, Any] | None) -> list[str]:
     return [*([figures] if figures else []), f"run: {run}   plan: {plan}   learning curves: {run / 'curves.html'}"]
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`0.8s`, `42s`, `3m12s`, `2h05m`."""
     if seconds < 10:
         return f"{seconds:.1f}s"

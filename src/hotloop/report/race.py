@@ -11,10 +11,10 @@ from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.core.format import milliseconds
-from hotloop.core.records.race import TRUSTED, Timing, Verdict
+from hotloop.core.format import format_milliseconds
+from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
 from hotloop.core.terminal import Bar
-from hotloop.report.progress import duration
+from hotloop.report.progress import format_duration
 
 _NAME = 20
 """Letters of a plan's name that stay on one line in a narrow terminal."""
@@ -23,7 +23,7 @@ _WORD = len("difference")
 
 
 @contextmanager
-def watched(console: Console) -> Iterator[Callable[[str, float], None]]:
+def race_progress_bar(console: Console) -> Iterator[Callable[[str, float], None]]:
     """A progress bar while plans race; it is told what goes on, and which share is done."""
     columns = (TextColumn("{task.description}"), BarColumn())
     shown = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -32,20 +32,20 @@ def watched(console: Console) -> Iterator[Callable[[str, float], None]]:
         yield lambda doing, share: shown.update(work, description=doing, completed=share)
 
 
-def page(verdict: Verdict) -> RenderableType:
+def race_page(verdict: Verdict) -> RenderableType:
     """The table, the notes and the sentence."""
     failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
     base = verdict.plan(verdict.baseline)
     reasons = [
-        f"{timing.name} is {_class(timing, base)}: {timing.parity_reason}"
+        f"{timing.name} is {_parity_text(timing, base)}: {timing.parity_reason}"
         for timing in verdict.plans
         if timing.parity and timing.name != verdict.baseline
     ]
     notes = [f"Note: {note}" for note in verdict.notes]
-    return Group(table(verdict), *(Text(line) for line in [*failures, *reasons, *notes, sentence(verdict)]))
+    return Group(race_table(verdict), *(Text(line) for line in [*failures, *reasons, *notes, winner_sentence(verdict)]))
 
 
-def table(verdict: Verdict) -> Table:
+def race_table(verdict: Verdict) -> Table:
     """A row for each plan; its parity stands below, with the reason."""
     shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     shown.add_column("plan", overflow="fold", min_width=min(_NAME, max(len(timing.name) for timing in verdict.plans)))
@@ -54,13 +54,13 @@ def table(verdict: Verdict) -> Table:
     shown.add_column("verdict", min_width=_WORD)
     for timing in verdict.plans:
         ratio = _ratio(timing, timing.name == verdict.baseline)
-        cells = [_step(timing), ratio, _time(timing.compile_s), _time(timing.run_s), _said(timing, verdict)]
+        cells = [_step(timing), ratio, _time(timing.compile_s), _time(timing.run_s), _describe_verdict(timing, verdict)]
         style = "bold" if timing.name == verdict.winner else ""
         shown.add_row(*(Text(cell) for cell in (timing.name, *cells)), style=style)
     return shown
 
 
-def _said(timing: Timing, verdict: Verdict) -> str:
+def _describe_verdict(timing: Timing, verdict: Verdict) -> str:
     if timing.name == verdict.baseline:
         return "the baseline"
     if timing.failure:
@@ -69,11 +69,11 @@ def _said(timing: Timing, verdict: Verdict) -> str:
 
 
 def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
+    return "-" if seconds is None else format_duration(seconds)
 
 
 def _step(timing: Timing) -> str:
-    return "-" if timing.step_ms is None else milliseconds(timing.step_ms)
+    return "-" if timing.step_ms is None else format_milliseconds(timing.step_ms)
 
 
 def _ratio(timing: Timing, is_baseline: bool) -> str:
@@ -85,7 +85,7 @@ def _ratio(timing: Timing, is_baseline: bool) -> str:
     return f"{timing.ratio:.2f}{interval}"
 
 
-def sentence(verdict: Verdict) -> str:
+def winner_sentence(verdict: Verdict) -> str:
     """Which plan wins, and why."""
     if verdict.ended is not None:
         return "No winner: what was raced isn't proven."
@@ -93,38 +93,36 @@ def sentence(verdict: Verdict) -> str:
         return "No winner: too little was measured to say which plan is faster. Give it more time by --time-limit."
     base, winner = verdict.plan(verdict.baseline), verdict.plan(verdict.winner)
     if winner is not base:
-        return (
-            f"{winner.name} wins: {_speed(winner, base)}{_trust(winner, base)}{_finish(winner, base, verdict.steps)}."
-        )
+        return f"{winner.name} wins: {_speed(winner, base)}{_describe_parity(winner, base)}{_describe_finish(winner, base, verdict.steps)}."
     rivals = [timing for timing in verdict.plans if timing is not base]
     if not rivals:
         return f"{base.name} stays: nothing was raced against it."
-    return f"{base.name} wins: {'; '.join(_lost(rival, base, verdict.steps) for rival in rivals)}."
+    return f"{base.name} wins: {'; '.join(_why_not_winner(rival, base, verdict.steps) for rival in rivals)}."
 
 
 def _speed(timing: Timing, base: Timing) -> str:
     return f"{timing.ratio:.2f} times as fast as {base.name} (99 % interval {timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
 
 
-def _trust(timing: Timing, base: Timing) -> str:
-    return f", and proven {_class(timing, base)}" if timing.parity in TRUSTED else ""
+def _describe_parity(timing: Timing, base: Timing) -> str:
+    return f", and proven {_parity_text(timing, base)}" if timing.parity in TRUSTED_CLASSES else ""
 
 
-def _class(timing: Timing, base: Timing) -> str:
+def _parity_text(timing: Timing, base: Timing) -> str:
     """Its parity, and what that is against where it isn't the baseline shown: a plan is proven on its own device."""
     device = timing.plan.get("device")
     return f"{timing.parity}" + (f" against the baseline on {device}" if device != base.plan.get("device") else "")
 
 
-def _finish(timing: Timing, base: Timing, steps: int | None) -> str:
+def _describe_finish(timing: Timing, base: Timing, steps: int | None) -> str:
     if steps is None:
         return ""
     kept = "" if timing.compile_warm_s is None else ", now that it is compiled"
-    ours, theirs = duration(timing.finishes(steps)), duration(base.finishes(steps))
+    ours, theirs = format_duration(timing.finishes(steps)), format_duration(base.finishes(steps))
     return f"; this run of {steps:,} steps takes {ours} with it{kept}, and {theirs} without"
 
 
-def _lost(rival: Timing, base: Timing, steps: int | None) -> str:
+def _why_not_winner(rival: Timing, base: Timing, steps: int | None) -> str:
     """Why a plan didn't win against the baseline."""
     if rival.failure:
         return f"{rival.name} can't be run"
@@ -137,8 +135,8 @@ def _lost(rival: Timing, base: Timing, steps: int | None) -> str:
         return f"too little was measured of {rival.name} to tell"
     if rival.verdict != "faster":
         return f"no difference was found to {rival.name}"
-    if rival.parity is not None and rival.parity not in TRUSTED:
-        return f"{rival.name} is {rival.ratio:.2f} times as fast, but {_class(rival, base)}"
+    if rival.parity is not None and rival.parity not in TRUSTED_CLASSES:
+        return f"{rival.name} is {rival.ratio:.2f} times as fast, but {_parity_text(rival, base)}"
     if rival.parity is None and rival.finishes(steps) < base.finishes(steps):
         return f"{rival.name} is {rival.ratio:.2f} times as fast, but it wasn't proven"
     pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"

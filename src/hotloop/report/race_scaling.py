@@ -11,14 +11,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.core.format import milliseconds
-from hotloop.core.records.race import Crossing, Scaling, Timing
-from hotloop.report.html import styled, write_page
+from hotloop.core.format import format_milliseconds
+from hotloop.core.records.race import Crossover, RaceScaling, Timing
+from hotloop.report.html import style_figure, write_page
 
 _COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
 
 
-def page(scaling: Scaling) -> RenderableType:
+def scaling_page(scaling: RaceScaling) -> RenderableType:
     """A row for each size, a column for each plan, and a sentence on each but the baseline."""
     baseline = scaling.races[0].baseline
     names = [timing.name for timing in scaling.races[0].plans]
@@ -33,23 +33,23 @@ def page(scaling: Scaling) -> RenderableType:
         for value, verdict in zip(scaling.values, scaling.races, strict=True)
         for note in [*(f"{plan.name}: {plan.failure}" for plan in verdict.plans if plan.failure), *verdict.notes]
     ]
-    lines = [*notes, *(f"{sentence(scaling, name)}: {reason}." for name, reason in _reasons(scaling).items())]
+    lines = [*notes, *(f"{scaling_sentence(scaling, name)}: {reason}." for name, reason in _reasons(scaling).items())]
     return Group(shown, *(Text(line) for line in lines))
 
 
 def _cell(timing: Timing, is_baseline: bool) -> str:
     if timing.step_ms is None:
         return "failed"
-    return milliseconds(timing.step_ms) + ("" if is_baseline else f", {timing.ratio:.2f} times as fast")
+    return format_milliseconds(timing.step_ms) + ("" if is_baseline else f", {timing.ratio:.2f} times as fast")
 
 
-def sentence(scaling: Scaling, name: str) -> str:
+def scaling_sentence(scaling: RaceScaling, name: str) -> str:
     """At which sizes a plan is faster than the baseline, as far as that was shown."""
     baseline = scaling.races[0].baseline
-    sides = [_side(scaling, one) for one in scaling.crossings if one.name == name and one.at is not None]
+    sides = [_describe_crossing(scaling, one) for one in scaling.crossings if one.name == name and one.at is not None]
     if sides:
         return f"{name} is faster than {baseline} {' and '.join(sides)}"
-    shown = {way: _sizes(scaling, name, way) for way in ("faster", "slower")}
+    shown = {way: _sizes_with_verdict(scaling, name, way) for way in ("faster", "slower")}
     way, sizes = next(((way, sizes) for way, sizes in shown.items() if sizes), ("", []))
     if not way:
         return f"no difference between {name} and {baseline} was shown at any size raced"
@@ -58,24 +58,24 @@ def sentence(scaling: Scaling, name: str) -> str:
     return f"{name} is {way} than {baseline} at {scaling.parameter}={', '.join(sizes)}; else no difference was shown"
 
 
-def _side(scaling: Scaling, crossing: Crossing) -> str:
+def _describe_crossing(scaling: RaceScaling, crossing: Crossover) -> str:
     return (
         f"{crossing.faster} {scaling.parameter}={crossing.at:.3g} (between {crossing.low:.3g} and {crossing.high:.3g})"
     )
 
 
-def _sizes(scaling: Scaling, name: str, verdict: str) -> list[str]:
+def _sizes_with_verdict(scaling: RaceScaling, name: str, verdict: str) -> list[str]:
     """Those at which a plan was found to be so."""
     races = zip(scaling.values, scaling.races, strict=True)
     return [value for value, race in races if race.plan(name).verdict == verdict]
 
 
-def _reasons(scaling: Scaling) -> dict[str, str]:
+def _reasons(scaling: RaceScaling) -> dict[str, str]:
     """What decides, by the name of the plan."""
     return {crossing.name: crossing.reason for crossing in scaling.crossings}
 
 
-def picture(scaling: Scaling) -> go.Figure:
+def scaling_figure(scaling: RaceScaling) -> go.Figure:
     """Milliseconds of a step against the size, both logarithmic, a line for each plan; crossings are marked."""
     figure = go.Figure()
     races = sorted(zip(map(float, scaling.values), scaling.races, strict=True), key=lambda pair: pair[0])
@@ -93,16 +93,16 @@ def picture(scaling: Scaling) -> go.Figure:
         )
     for crossing in scaling.crossings:
         if crossing.at is not None:
-            _mark(figure, crossing.at, f"{escape(crossing.name)}: {crossing.at:.3g}")
+            _mark_crossing(figure, crossing.at, f"{escape(crossing.name)}: {crossing.at:.3g}")
     figure.update_xaxes(title_text=escape(scaling.parameter), type="log")
     figure.update_yaxes(title_text="milliseconds of a step", type="log")
-    note = "; ".join(sentence(scaling, name) for name in _reasons(scaling))
-    return styled(figure, f"{scaling.races[0].task}: step time against {scaling.parameter}", note).update_layout(
+    note = "; ".join(scaling_sentence(scaling, name) for name in _reasons(scaling))
+    return style_figure(figure, f"{scaling.races[0].task}: step time against {scaling.parameter}", note).update_layout(
         height=520
     )
 
 
-def _mark(figure: go.Figure, at: float, text: str) -> None:
+def _mark_crossing(figure: go.Figure, at: float, text: str) -> None:
     """A line across a logarithmic axis, with a text at its top: plotly takes the place of a text there as an exponent."""
     figure.add_vline(x=at, line_dash="dot", line_color="#616e7c")
     figure.add_annotation(
@@ -110,6 +110,6 @@ def _mark(figure: go.Figure, at: float, text: str) -> None:
     )
 
 
-def write_picture(scaling: Scaling, path: Path) -> None:
+def write_scaling(scaling: RaceScaling, path: Path) -> None:
     """Writes the picture as one self-contained page."""
-    write_page(path, f"Step time against {scaling.parameter}", picture(scaling), "--save")
+    write_page(path, f"Step time against {scaling.parameter}", scaling_figure(scaling), "--save")

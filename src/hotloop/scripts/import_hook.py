@@ -15,7 +15,7 @@ from typing import Any
 from hotloop.core.patches import Patches
 
 
-class AtImport(MetaPathFinder):
+class ImportHook(MetaPathFinder):
     """Calls functions right before and after the first of some modules is executed, and is gone then.
 
     A module that is looked for need not be executed: `importlib.util.find_spec` makes a spec, too, and throws it away.
@@ -49,10 +49,10 @@ class AtImport(MetaPathFinder):
         finders = list(sys.meta_path)
         if self._over or name not in self._names or self not in finders:
             return None
-        spec = _found(finders[finders.index(self) + 1 :], name, path, target)
+        spec = _find_spec(finders[finders.index(self) + 1 :], name, path, target)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             heard = Patches()
-            heard.put(spec.loader, "exec_module", lambda execute: partial(self._execute, heard, execute))
+            heard.patch(spec.loader, "exec_module", lambda execute: partial(self._execute, heard, execute))
         return spec
 
     def _execute(self, heard: Patches, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -69,7 +69,7 @@ class AtImport(MetaPathFinder):
             self._then()
 
 
-def _found(finders: Iterable[Any], name: str, path: Sequence[str] | None, target: ModuleType | None) -> Any:
+def _find_spec(finders: Iterable[Any], name: str, path: Sequence[str] | None, target: ModuleType | None) -> Any:
     """What the first that knows the module says of it."""
     for finder in finders:
         spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
@@ -86,7 +86,7 @@ def imports_from(path: Sequence[str]) -> Iterator[None]:
     """
     before, theirs = sys.path[:], [entry for entry in sys.path if entry not in path]
     folders = {os.path.realpath(entry) for entry in theirs}
-    hiding = {name for name, module in sys.modules.items() if "." not in name and _hides(module, folders, path)}
+    hiding = {name for name, module in sys.modules.items() if "." not in name and _is_shadowed(module, folders, path)}
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in hiding}
     for name in hidden:
         del sys.modules[name]
@@ -104,7 +104,7 @@ def imports_from(path: Sequence[str]) -> Iterator[None]:
         sys.modules.update(hidden)
 
 
-def _hides(module: ModuleType, folders: Collection[str], path: Sequence[str]) -> bool:
+def _is_shadowed(module: ModuleType, folders: Collection[str], path: Sequence[str]) -> bool:
     """Whether a module lies in one of these folders, and another one of its name on the path."""
     spec = getattr(module, "__spec__", None)
     file = getattr(spec, "origin", None) or getattr(module, "__file__", None)

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from hotloop.core.processes.signals import INTERRUPTING, handled
+from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
 from hotloop.errors import TaskError
 
 _INJECT = Path(__file__).parent / "inject"
@@ -75,7 +75,7 @@ def run_script(
         command = [sys.executable, *([str(path)] if isinstance(path, Path) else ["-m", path]), *arguments]
         environment = _environment({**settings, "inside": inside, "out": str(out)})
         process = subprocess.Popen(command, env=environment, stdout=stdout)
-        with _signals_to(process):
+        with _forward_signals(process):
             stopped = _wait(process, stop_after_s)
         result = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None
     return ScriptEnd(process.returncode, stopped, time.monotonic() - began, result)
@@ -98,7 +98,7 @@ def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
         pass
     said = f"the script was stopped after {stop_after_s:g} s, as asked for"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        _send(process, number)
+        _send_signal(process, number)
         try:
             process.wait(GRACE_S)
             break
@@ -107,19 +107,19 @@ def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
     return said
 
 
-def _send(process: subprocess.Popen, number: signal.Signals) -> None:
+def _send_signal(process: subprocess.Popen, number: signal.Signals) -> None:
     """To the script and to the processes that it has started, as a terminal sends Ctrl-C to its whole group."""
     started: list[psutil.Process] = []
     with suppress(psutil.Error):
         started = psutil.Process(process.pid).children(recursive=True)  # nobody knows them once the script has ended
-    together = [one for one in started if _group(one.pid) == _group(process.pid)]
+    together = [one for one in started if _process_group(one.pid) == _process_group(process.pid)]
     process.send_signal(number)
     for one in together:
         with suppress(psutil.Error):
             one.send_signal(number)
 
 
-def _group(pid: int) -> int | None:
+def _process_group(pid: int) -> int | None:
     """Of processes; None where there is none, or no such process any more."""
     try:
         return os.getpgid(pid)
@@ -128,18 +128,18 @@ def _group(pid: int) -> int | None:
 
 
 @contextmanager
-def _signals_to(process: subprocess.Popen) -> Iterator[None]:
+def _forward_signals(process: subprocess.Popen) -> Iterator[None]:
     """Hands Ctrl-C and SIGTERM on to the script, and goes on waiting for it; in the main thread alone, as signals go."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT or not _in_foreground():
+        if number != signal.SIGINT or not _is_in_foreground():
             process.send_signal(number)
 
-    with handled(hand_on, *INTERRUPTING):
+    with signal_handlers(hand_on, *STOP_SIGNALS):
         yield
 
 
-def _in_foreground() -> bool:
+def _is_in_foreground() -> bool:
     """Whether the terminal sends its Ctrl-C to the script as well, wherever standard input comes from."""
     try:
         terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)

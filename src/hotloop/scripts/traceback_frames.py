@@ -17,12 +17,12 @@ def leave_out_our_frames() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, _without_us(error))
+        before(kind, error, _strip_own_frames(error))
 
     sys.excepthook = hook
 
 
-def _without_us(error: BaseException) -> TracebackType | None:
+def _strip_own_frames(error: BaseException) -> TracebackType | None:
     """Takes our frames out of an error's traceback, and out of those of the errors that led to it."""
     seen: set[int] = set()
     ahead: list[BaseException | None] = [error]
@@ -30,12 +30,12 @@ def _without_us(error: BaseException) -> TracebackType | None:
         one = ahead.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            one.__traceback__ = _own_frames(one.__traceback__)
+            one.__traceback__ = _strip_import_frames(one.__traceback__)
             ahead += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
     return error.__traceback__
 
 
-def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+def _strip_import_frames(trace: TracebackType | None) -> TracebackType | None:
     """Python's of an import go where ours follow, since Python itself leaves them out where none follow."""
     frames: list[TracebackType] = []
     while trace is not None:

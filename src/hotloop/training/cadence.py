@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hotloop.core.format import _UNITS, seconds
+from hotloop.core.format import _UNITS, parse_seconds
 from hotloop.core.records.training import EpochRecord
-from hotloop.errors import PlanError, shortened
+from hotloop.errors import PlanError, shorten
 
 _SPAN_S = 0.1
 """Duration of a span: long enough for its fixed costs, short enough for a progress bar and Ctrl-C."""
@@ -17,12 +17,12 @@ _SPAN_S = 0.1
 RANKS_SPAN_S = 0.3
 """The same for ranks, which send each other a message before each span."""
 
-_BYTES_PER_S = 300e6
+_ASSUMED_WRITE_BYTES_PER_S = 300e6
 """What a disk is taken to write until the first checkpoint has told; only the first one's date depends on it."""
 
 
 @dataclass
-class Pace:
+class SpanPacer:
     """Chooses the number of a span's steps from the measured time of a step.
 
     Attributes:
@@ -36,7 +36,7 @@ class Pace:
     def steps(self) -> int:
         return 1 if self.step_s is None else max(1, int(self.span_s / max(self.step_s, 1e-7)))
 
-    def ran(self, steps: int, elapsed_s: float) -> None:
+    def record_span(self, steps: int, elapsed_s: float) -> None:
         if steps:
             now = elapsed_s / steps
             self.step_s = now if self.step_s is None else 0.7 * self.step_s + 0.3 * now
@@ -52,7 +52,7 @@ class Pace:
 
 
 @dataclass
-class Cadence:
+class CheckpointCadence:
     """When a checkpoint is due.
 
     Attributes:
@@ -67,23 +67,21 @@ class Cadence:
     _last: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def parse(cls, text: str) -> Cadence:
+    def parse(cls, text: str) -> CheckpointCadence:
         """`auto`, a number of steps such as `500`, or a time such as `90s`."""
         if text == "auto":
             return cls()
         if re.fullmatch(r"[0-9]{1,18}", text) and int(text) > 0:
             return cls(steps=int(text))
         if text[-1:] in _UNITS:
-            return cls(seconds=seconds(text, "checkpoint-every"))
-        raise PlanError(
-            f"checkpoint-every={shortened(text)}", expected="auto, a number of steps, or a time such as 90s"
-        )
+            return cls(seconds=parse_seconds(text, "checkpoint-every"))
+        raise PlanError(f"checkpoint-every={shorten(text)}", expected="auto, a number of steps, or a time such as 90s")
 
     def steps_left(self, step: int) -> int | None:
         """Steps until one is due; None if that goes by time."""
         return None if self.steps is None else self.steps - step % self.steps
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         if self.steps is not None:
             return step % self.steps == 0
         return time.monotonic() - self._last >= self.interval_s
@@ -92,11 +90,11 @@ class Cadence:
     def interval_s(self) -> float:
         return self.seconds if self.seconds is not None else max(5.0, self.cost_s / self.share)
 
-    def expect(self, nbytes: int) -> None:
+    def estimate_cost(self, nbytes: int) -> None:
         """Notes how large a checkpoint will be, before one was written."""
-        self.cost_s = nbytes / _BYTES_PER_S
+        self.cost_s = nbytes / _ASSUMED_WRITE_BYTES_PER_S
 
-    def wrote(self, cost_s: float) -> None:
+    def record_cost(self, cost_s: float) -> None:
         """Notes what a checkpoint cost, from the State's copy to the durable file."""
         self.cost_s = cost_s if not self.cost_s else max(cost_s, 0.5 * (cost_s + self.cost_s))
         self._last = time.monotonic()

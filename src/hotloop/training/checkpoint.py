@@ -25,19 +25,19 @@ from torch import Tensor
 from hotloop.core.files.atomic_files import open_regular, read_regular, write_named
 from hotloop.core.records.training import EpochRecord
 from hotloop.core.state import Position, State
-from hotloop.errors import CheckpointError, RunError, kind
-from hotloop.training.checkpoint_schema import Metadata, checked_state, unbelievable
+from hotloop.errors import CheckpointError, RunError, type_name
+from hotloop.training.checkpoint_schema import Metadata, check_state, position_contradiction
 
-_NAME = re.compile(r"step-(\d{9,})-([0-9a-f]{64})\.safetensors")
+_FILE_NAME = re.compile(r"step-(\d{9,})-([0-9a-f]{64})\.safetensors")
 _VERSION = "1"
 
-_FORMATS = {
+_DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
 """What every version of safetensors can read, by its names; tensors of other formats are kept as their bytes."""
 
-_NUMBERS = {
+_NUMPY_NUMBERS = {
     name: np.dtype(name).type
     for name in ("bool", "float16", "float32", "float64", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)))
 }
@@ -45,7 +45,7 @@ _NUMBERS = {
 
 
 @dataclass(frozen=True)
-class Best:
+class BestEpoch:
     """The best epoch so far: its number, its monitored figure, and the file in `best/` that holds its weights."""
 
     epoch: int
@@ -65,7 +65,7 @@ class Checkpoint:
 
     state: State
     history: list[EpochRecord] = field(default_factory=list)
-    best: Best | None = None
+    best: BestEpoch | None = None
     epoch_s: float = 0.0
 
 
@@ -84,7 +84,7 @@ def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
         "best": asdict(checkpoint.best) if checkpoint.best else None,
         "epoch_s": checkpoint.epoch_s,
     }
-    return _pieces(tensors, {"format": "hotloop", "version": _VERSION, "document": json.dumps(document)})
+    return _safetensors_pieces(tensors, {"format": "hotloop", "version": _VERSION, "document": json.dumps(document)})
 
 
 def check_storable(tree: Any, path: str) -> None:
@@ -92,20 +92,20 @@ def check_storable(tree: Any, path: str) -> None:
     _pack(tree, path, {})
 
 
-def _pieces(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
+def _safetensors_pieces(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
     """A safetensors file; its own library would put it together in memory, or write it under names that we don't know."""
     header: dict[str, Any] = {"__metadata__": metadata}
     at, names = 0, sorted(tensors, key=lambda name: -tensors[name].itemsize)  # wide ones first: each lies aligned
     for name in names:
         tensor, end = tensors[name], at + tensors[name].nbytes
-        header[name] = {"dtype": _FORMATS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *(_bytes(tensors[name]) for name in names)]
+    return [len(text).to_bytes(8, "little") + text, *(_tensor_bytes(tensors[name]) for name in names)]
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     """Of each number the lowest first."""
     content = tensor.reshape(-1).view(torch.uint8)
     if sys.byteorder == "big":
@@ -122,9 +122,9 @@ def decode(content: bytes, path: Path) -> Checkpoint:
         document = json.loads(metadata["document"])
         state = {name: _unpack(value, tensors) for name, value in document["state"].items()}
         meta = Metadata.model_validate(document)
-        best = Best(**meta.best.model_dump()) if meta.best else None
+        best = BestEpoch(**meta.best.model_dump()) if meta.best else None
         position = Position(**meta.position.model_dump())
-        return Checkpoint(State(**checked_state(state), position=position), meta.history, best, meta.epoch_s)
+        return Checkpoint(State(**check_state(state), position=position), meta.history, best, meta.epoch_s)
     except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of hotloop", fix="take one from a run folder") from error
 
@@ -140,20 +140,20 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple | list):
         mark = "tuple" if isinstance(value, tuple) else "list"
         return {mark: [_pack(item, f"{path}/{place}", tensors) for place, item in enumerate(value)]}
-    if isinstance(value, np.generic) and value.dtype.name in _NUMBERS:
+    if isinstance(value, np.generic) and value.dtype.name in _NUMPY_NUMBERS:
         return {"numpy": [value.dtype.name, value.item()]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise _unstorable(path, kind(value))
+    raise _unstorable_error(path, type_name(value))
 
 
 def _pack_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if value.layout is not torch.strided or value.is_quantized:
-        raise _unstorable(path, "a sparse or quantized tensor")
+        raise _unstorable_error(path, "a sparse or quantized tensor")
     while path in tensors:  # two places of one name, such as `c` in `a/b` and `b/c` in `a`
         path += "'"
     value = value.detach().contiguous()
-    if value.dtype in _FORMATS:
+    if value.dtype in _DTYPE_NAMES:
         tensors[path] = value
         return {"tensor": path}
     tensors[path] = value.reshape(-1).view(torch.uint8)
@@ -163,10 +163,10 @@ def _pack_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[s
 def _check_keys(value: dict, path: str) -> None:
     for key in value:
         if not (key is None or isinstance(key, bool | int | float | str)):
-            raise _unstorable(path, f"a dict with {kind(key)} as a key")
+            raise _unstorable_error(path, f"a dict with {type_name(key)} as a key")
 
 
-def _unstorable(path: str, what: str) -> CheckpointError:
+def _unstorable_error(path: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is {what}, which no checkpoint can hold",
         expected="numbers, texts, dense tensors, and lists, tuples or dicts of them",
@@ -185,7 +185,7 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
             path, dtype, shape = content
             return tensors[path].view(getattr(torch, dtype)).reshape(shape)
         case "numpy":
-            return _NUMBERS[content[0]](content[1])
+            return _NUMPY_NUMBERS[content[0]](content[1])
         case "dict":
             return {key: _unpack(item, tensors) for key, item in content}
         case "counter":
@@ -202,7 +202,7 @@ def load(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: the file is gone, is torn, was changed, or is no checkpoint.
     """
-    name = _NAME.fullmatch(path.name)
+    name = _FILE_NAME.fullmatch(path.name)
     if name is None:
         raise CheckpointError(f"{path} is not named like a checkpoint", expected="step-<number>-<sha256>.safetensors")
     try:
@@ -216,7 +216,7 @@ def load(path: Path) -> Checkpoint:
     return decode(content, path)
 
 
-class Checkpoints:
+class CheckpointFolder:
     """The checkpoints of one run: the last few in `folder`, the best epoch's weights in `folder/best`.
 
     Attributes:
@@ -229,7 +229,7 @@ class Checkpoints:
 
     def files(self) -> list[Path]:
         """The checkpoints' files, newest first."""
-        found = [path for path in self.folder.glob("step-*.safetensors") if _NAME.fullmatch(path.name)]
+        found = [path for path in self.folder.glob("step-*.safetensors") if _FILE_NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: (_step_of(path), _written_ns(path)), reverse=True)
 
     def save(self, checkpoint: Checkpoint) -> Path:
@@ -253,7 +253,7 @@ class Checkpoints:
         for path in self.files():
             try:
                 checkpoint = load(path)
-                if why := unbelievable(asdict(checkpoint.state.position), checkpoint.history):
+                if why := position_contradiction(asdict(checkpoint.state.position), checkpoint.history):
                     raise CheckpointError(f"{path.name} is damaged: {why}")
             except CheckpointError as error:
                 self._bad.add(path)
@@ -271,7 +271,7 @@ class Checkpoints:
         say(f"taking the checkpoint of step {_step_of(without_best[1])} all the same, without its best epoch")
         return without_best
 
-    def load_best(self, best: Best) -> Checkpoint:
+    def load_best(self, best: BestEpoch) -> Checkpoint:
         """The weights of the best epoch."""
         return load(self.best_folder / best.file)
 
@@ -320,11 +320,11 @@ def _written_ns(path: Path) -> int:
 
 
 def _step_of(path: Path) -> int:
-    name = _NAME.fullmatch(path.name)
+    name = _FILE_NAME.fullmatch(path.name)
     return int(name[1]) if name else -1
 
 
-def all_finite(state: State) -> bool:
+def has_only_finite_parameters(state: State) -> bool:
     """Whether every trained parameter is a finite number: what is not must never become the last good checkpoint."""
     trained = [state.parameters[name] for group in state.optimizer["groups"] for name in group["params"]]
     values = [value for value in trained if value.numel() and (value.is_floating_point() or value.is_complex())]

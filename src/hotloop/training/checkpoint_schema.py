@@ -31,7 +31,7 @@ class BestSchema(BaseModel):
 
 
 class Metadata(BaseModel):
-    """All fields of the document except the State; `checked_state` checks the State."""
+    """All fields of the document except the State; `check_state` checks the State."""
 
     position: PositionSchema
     history: list[EpochRecord]
@@ -39,13 +39,13 @@ class Metadata(BaseModel):
     epoch_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
-def checked_state(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_state(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the parts of a State unchanged, after each field was checked against its annotation.
 
     Raises:
         ValueError: a part has another type than its annotation, or parameters or buffers are absent.
     """
-    types = _types()
+    types = _part_types()
     for name, value in given.items():
         if name in types:  # State's constructor rejects unknown names
             types[name].validate_python(value)
@@ -53,7 +53,7 @@ def checked_state(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _types() -> dict[str, TypeAdapter[Any]]:
+def _part_types() -> dict[str, TypeAdapter[Any]]:
     """The type checker of each part of a State."""
     hints = get_type_hints(State)
     arbitrary = ConfigDict(arbitrary_types_allowed=True, strict=True)
@@ -64,7 +64,7 @@ def _types() -> dict[str, TypeAdapter[Any]]:
     }
 
 
-def unbelievable(position: Mapping[str, int], history: Sequence[EpochRecord]) -> str:
+def position_contradiction(position: Mapping[str, int], history: Sequence[EpochRecord]) -> str:
     """Returns why the position contradicts the completed epochs; empty if it agrees with them."""
     done = history[-1].step if history else 0
     if position["epoch"] != len(history) or any(record.epoch != n for n, record in enumerate(history, 1)):

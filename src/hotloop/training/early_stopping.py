@@ -12,7 +12,7 @@ FINISHED = "finished"
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunOutcome:
     """How a training ended.
 
     Attributes:
@@ -22,16 +22,16 @@ class Ended:
     """
 
     reason: str
-    finished: bool
+    is_finished: bool
     history: list[EpochRecord]
     final: dict[str, Any] | None
 
 
-_FALLING = ("loss", "error", "perplexity", "mse", "mae", "rmse")
+_MINIMIZED = ("loss", "error", "perplexity", "mse", "mae", "rmse")
 
 
 @dataclass(frozen=True)
-class Steering:
+class EarlyStopping:
     """Watches one figure.
 
     Attributes:
@@ -42,12 +42,14 @@ class Steering:
     """
 
     figure: str
-    falls: bool
+    is_minimized: bool
     stop_below: float | None = None
     patience: int | None = None
 
     @classmethod
-    def of(cls, monitor: str | None, goal: str | None, has_validation: bool, **rules: float | int | None) -> Steering:
+    def of(
+        cls, monitor: str | None, goal: str | None, has_validation: bool, **rules: float | int | None
+    ) -> EarlyStopping:
         figure = monitor or ("validation_loss" if has_validation else "train_loss")
         if figure.startswith("validation_") and not has_validation:
             raise TaskError(
@@ -55,7 +57,7 @@ class Steering:
                 expected="such data, or a figure of training",
                 fix="give the Task validation=0.1, or monitor train_loss",
             )
-        falls = goal == "min" if goal else any(word in figure for word in _FALLING)
+        falls = goal == "min" if goal else any(word in figure for word in _MINIMIZED)
         return cls(figure, falls, **rules)  # type: ignore[arg-type]
 
     def value(self, record: EpochRecord) -> float:
@@ -75,14 +77,14 @@ class Steering:
             )
         return value
 
-    def better(self, one: float, other: float) -> bool:
-        return one < other if self.falls else one > other
+    def is_better(self, one: float, other: float) -> bool:
+        return one < other if self.is_minimized else one > other
 
     def best(self, history: list[EpochRecord]) -> EpochRecord | None:
         """The first of the best epochs."""
         best = None
         for record in history:
-            if best is None or self.better(self.value(record), self.value(best)):
+            if best is None or self.is_better(self.value(record), self.value(best)):
                 best = record
         return best
 
@@ -91,7 +93,7 @@ class Steering:
         best = self.best(history)
         if best is None:
             return None
-        if self.stop_below is not None and self.better(self.value(history[-1]), self.stop_below):
+        if self.stop_below is not None and self.is_better(self.value(history[-1]), self.stop_below):
             return f"{self.figure} reached {self.value(history[-1]):.4g}"
         if self.patience is not None and history[-1].epoch - best.epoch >= self.patience:
             return f"no better {self.figure} for {self.patience} epochs"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.core.records.training import TaskFacts
-from hotloop.errors import CheckpointError, RunError, blame, out_of_memory
+from hotloop.errors import CheckpointError, RunError, describe_error, is_out_of_memory
 from hotloop.lowering.program import Program
 from hotloop.task import Task
 from hotloop.training.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ def check_overrides(facts: TaskFacts, task: Task, overrides: Mapping[str, Any]) 
             )
 
 
-def newest_good(run: Run, say: Callable[[str], None]) -> tuple[Checkpoint, Path] | None:
+def newest_valid_checkpoint(run: Run, say: Callable[[str], None]) -> tuple[Checkpoint, Path] | None:
     """The newest good checkpoint and its file; None if training had not yet come to the first one.
 
     Raises:
@@ -56,7 +56,7 @@ def newest_good(run: Run, say: Callable[[str], None]) -> tuple[Checkpoint, Path]
     return found
 
 
-def restore(program: Program, checkpoint: Checkpoint, path: Path) -> None:
+def restore_program(program: Program, checkpoint: Checkpoint, path: Path) -> None:
     """Puts a checkpoint's State back.
 
     Raises:
@@ -68,10 +68,10 @@ def restore(program: Program, checkpoint: Checkpoint, path: Path) -> None:
             raise ValueError(f"it is {position.batch:,} batches into an epoch of {batches:,}")
         program.restore(checkpoint.state)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise CheckpointError(
-            f"{path.name} can't be restored: {blame(error)}",
+            f"{path.name} can't be restored: {describe_error(error)}",
             expected="what a training with this Task has written",
             fix="use the Task that the run was started with, remove this checkpoint to go on from the one before it,"
             " or start a new run",
@@ -84,7 +84,7 @@ def check_data(facts: TaskFacts, program: Program) -> None:
     Raises:
         RunError: samples, batch size, order or what is held out differ from `facts`, the run's own.
     """
-    roles = program.parts.roles
+    roles = program.parts.splits
     samples = roles.order.samples if roles.order else None
     if (facts.samples, facts.batch_size) != (samples, roles.batch_size):
         raise RunError(

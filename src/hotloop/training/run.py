@@ -26,19 +26,19 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from hotloop import __version__
-from hotloop.core.files.atomic_files import append, explained, open_regular, read_regular, write_atomic
-from hotloop.core.files.journal import Lines, read_events, read_metrics, read_step
+from hotloop.core.files.atomic_files import append, open_regular, read_regular, translate_write_errors, write_atomic
+from hotloop.core.files.journal import JournalRows, read_events, read_metrics, read_step
 from hotloop.core.records.training import EpochRecord, RunRecord
 from hotloop.errors import PlanError, RunError
 from hotloop.plan import Plan
-from hotloop.training.checkpoint import Checkpoints
+from hotloop.training.checkpoint import CheckpointFolder
 
 _UNFINISHED = ".unfinished"
 
 _DIGITS = 20
 """Of the number in the file `reached`."""
 
-_LETS_GO_S = 2.0
+_STALE_LOCK_S = 2.0
 """A worker that was being started when its training was killed holds the run until it comes to run itself."""
 
 
@@ -55,7 +55,7 @@ class Run:
 
     def __init__(self, path: Path, record: RunRecord, plan: Plan) -> None:
         self.path, self.record, self.plan = path, record, plan
-        self.checkpoints = Checkpoints(path / "checkpoints")
+        self.checkpoints = CheckpointFolder(path / "checkpoints")
         self.task: Any = None
         self._lock = FileLock(path / ".lock")
         self._reached: io.FileIO | None = None
@@ -69,7 +69,7 @@ class Run:
             RunError: `path` holds a run already, is a file, or can't be written.
         """
         cls.check_new(path)
-        with explained(path):
+        with translate_write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             (path / _UNFINISHED).touch()  # a kill from here on leaves no run, and nothing in the way of a new one
             shutil.rmtree(path / "source", ignore_errors=True)
@@ -83,7 +83,7 @@ class Run:
     @staticmethod
     def check_new(path: Path) -> None:
         """Raises RunError if `path` can't become a new run."""
-        with explained(path):
+        with translate_write_errors(path):
             path.exists()  # its name may be too long
         if is_run(path):
             raise RunError(
@@ -104,7 +104,7 @@ class Run:
             RunError: there is none, or it can't be read.
         """
         path = Path(path)
-        with explained(path):
+        with translate_write_errors(path):
             found = is_run(path)
         if not found:
             what = "is not a run" if path.exists() else "doesn't exist"
@@ -115,7 +115,7 @@ class Run:
         except ValidationError as error:
             raise _damaged_record(path / "run.json") from error
         plan = Plan.read(path / "plan.toml")
-        _check_whole(path / "plan.toml", plan, record)
+        _check_complete(path / "plan.toml", plan, record)
         run = cls(path, record, plan)
         text = (read_regular(path / "plan.toml") or b"").decode()
         run._is_changed = "seal" in document and document["seal"] != _seal(document, text)
@@ -140,30 +140,30 @@ class Run:
         Raises:
             RunError: another process is training in it.
         """
-        with explained(self.path):
-            if not (self._takes(0) or self._takes_from_the_dead()):
+        with translate_write_errors(self.path):
+            if not (self._acquire_lock(0) or self._acquire_stale_lock()):
                 raise RunError(f"{self.path} is being trained by another process", fix="wait for it, or stop it")
             for leftover in self.path.rglob(".*.part"):
                 leftover.unlink(missing_ok=True)
 
-    def _takes(self, timeout_s: float) -> bool:
+    def _acquire_lock(self, timeout_s: float) -> bool:
         try:
             self._lock.acquire(timeout=timeout_s)
         except Timeout:
             return False
         return True
 
-    def _takes_from_the_dead(self) -> bool:
+    def _acquire_stale_lock(self) -> bool:
         """Waits for what a killed training's workers hold; where a living one ends meanwhile, the run isn't as it was read."""
-        before = self._journalled()
-        if not self._takes(_LETS_GO_S):
+        before = self._journal_bytes()
+        if not self._acquire_lock(_STALE_LOCK_S):
             return False
-        if self._journalled() != before:
+        if self._journal_bytes() != before:
             self._lock.release()
             return False
         return True
 
-    def _journalled(self) -> int | None:
+    def _journal_bytes(self) -> int | None:
         """Bytes in the journal; None where there is none."""
         path = self.path / "journal.jsonl"
         return path.stat().st_size if path.exists() else None
@@ -215,7 +215,7 @@ class Run:
         """The journal's events; damaged lines are passed over, see `damages`."""
         return self._events().rows
 
-    def _events(self) -> Lines:
+    def _events(self) -> JournalRows:
         return read_events(self.path / "journal.jsonl")
 
     def damages(self) -> list[str]:
@@ -234,7 +234,7 @@ class Run:
     def mark(self, step: int) -> None:
         """Notes, cheaply, that steps before `step` may be done; tells after a kill how many are repeated."""
         path = self.path / "reached"
-        with explained(path):
+        with translate_write_errors(path):
             if self._reached is None:
                 self._reached = io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+")
                 if self._reached.seek(0, os.SEEK_END) > _DIGITS:  # it is damaged
@@ -268,7 +268,10 @@ class Run:
         first = not table.exists() or table.stat().st_size == 0
         for name, text in (("metrics.jsonl", _as_line(row)), ("metrics.csv", _as_csv([row], header=first))):
             path = self.path / name
-            with explained(path), open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+            with (
+                translate_write_errors(path),
+                open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file,
+            ):
                 file.write(text.encode())
 
     @property
@@ -295,7 +298,7 @@ class Run:
         return None
 
 
-class Following(Run):
+class FollowerRun(Run):
     """A run as ranks other than the first have it: they train along, and write nothing."""
 
     def as_written(self) -> Run:
@@ -345,7 +348,7 @@ def _damaged_record(path: Path) -> RunError:
     return RunError(f"{path} is damaged", expected="what hotloop wrote", fix="restore it from a copy")
 
 
-def _check_whole(path: Path, plan: Plan, record: RunRecord) -> None:
+def _check_complete(path: Path, plan: Plan, record: RunRecord) -> None:
     """A plan that was cut off is no plan with fewer axes.
 
     Raises:

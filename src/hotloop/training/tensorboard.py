@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
@@ -37,7 +37,7 @@ class TensorBoard:
         if view.event == "start":
             self._open(view)
         elif self._graph is not None and view.step:  # a model that ran: what fails in the first step shows there alone
-            self._draw(self._graph)
+            self._write_graph(self._graph)
         if view.event == "epoch":
             self._write(view)
         if view.event == "stop" and self._writer is not None:
@@ -52,7 +52,7 @@ class TensorBoard:
         if view.step:
             self._graph = None  # drawn when the run began
 
-    def _draw(self, graph: Callable[[], tuple[nn.Module, Any]]) -> None:
+    def _write_graph(self, graph: Callable[[], tuple[nn.Module, Any]]) -> None:
         self._graph = None
         assert self._writer is not None
         try:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Parity
-from hotloop.core.reporter import Say
-from hotloop.lowering.failures.explanation import explained
-from hotloop.parity.convergence import check_seeds, converges
+from hotloop.core.reporter import Report
+from hotloop.lowering.failures.explanation import explain_error
+from hotloop.parity.convergence import check_convergence, check_seeds
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.task_file import Loaded
-from hotloop.tuning.auto.recall import lowered_by_memory
+from hotloop.task_file import LoadedTask
+from hotloop.tuning.auto.recall import lower_cached_or_auto
 from hotloop.tuning.contenders import check_comparable
 
 Progress = Callable[[str, int, int], None]
@@ -27,7 +27,7 @@ def check(
     *,
     device: str | None = None,
     converge: int = 0,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
     progress: Progress = lambda doing, done, total: None,
 ) -> Parity:
     """Whether a plan gives the same result as the baseline on its device, and how that was found.
@@ -45,30 +45,32 @@ def check(
         PlanError: the plan can't be run here.
         HotloopError: a step of the baseline itself can't be run.
     """
-    return check_wanted(
-        Loaded(task, None, {}),
-        Wanted.of(plan, {} if device is None else {"device": device}),
+    return check_requested(
+        LoadedTask(task, None, {}),
+        PlanRequest.from_value(plan, {} if device is None else {"device": device}),
         converge=converge,
         say=say,
         progress=progress,
     )
 
 
-def check_wanted(loaded: Loaded, wanted: Wanted, *, converge: int, say: Say, progress: Progress) -> Parity:
+def check_requested(
+    loaded: LoadedTask, wanted: PlanRequest, *, converge: int, say: Report, progress: Progress
+) -> Parity:
     """See `check`; `auto` is what `train` takes for it."""
     check_comparable(wanted.plan)
     if converge:
         check_seeds(converge)
     task = loaded.task
-    program = lowered_by_memory(loaded, task, wanted, say)
+    program = lower_cached_or_auto(loaded, task, wanted, say)
     try:
         parity = prove_programs(task, [program], progress=lambda *count: progress("states", *count))[0]
         plan = program.parts.plan
     except Exception as error:  # the baseline's own step can't be run
-        raise explained(error, program, None) from error
+        raise explain_error(error, program, None) from error
     finally:
         program.close()
     if not converge:
         return parity
-    found = converges(task, plan, converge, lambda *count: progress("trainings", *count))
+    found = check_convergence(task, plan, converge, lambda *count: progress("trainings", *count))
     return parity.model_copy(update={"convergence": found})

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotloop.core.format import seconds
+from hotloop.core.format import parse_seconds
 from hotloop.core.plan_request import BASELINE as BY_NAME
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.processes.deadline import Deadline
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 
-Asked = Plan | str | Path
+PlanReference = Plan | str | Path
 
 
 def check_comparable(plan: Plan) -> None:
@@ -29,24 +29,26 @@ def check_comparable(plan: Plan) -> None:
 
 
 @dataclass(frozen=True)
-class Contest:
+class RaceSpec:
     """Which plans race, and for how long; see `race`.
 
     Attributes:
         axes: set on top of each plan but the baseline.
     """
 
-    plans: Sequence[Asked]
-    baseline: Asked = BY_NAME
+    plans: Sequence[PlanReference]
+    baseline: PlanReference = BY_NAME
     devices: Sequence[str] | None = None
     axes: Mapping[str, Any] | None = None
     time_limit: str | None = None
 
     def deadline(self, began: float) -> Deadline:
         """When all must be over that began then, by `time.monotonic()`."""
-        return Deadline.of_limit(None if self.time_limit is None else seconds(self.time_limit, "time-limit"), began)
+        return Deadline.from_limit(
+            None if self.time_limit is None else parse_seconds(self.time_limit, "time-limit"), began
+        )
 
-    def entries(self) -> tuple[dict[str, Wanted], str]:
+    def requested_plans(self) -> tuple[dict[str, PlanRequest], str]:
         """What was asked for by name, and the baseline's name.
 
         Raises:
@@ -61,14 +63,14 @@ class Contest:
                 f"{on_top}, and no plan to set it on: {_name(plans[0])} races as it is, to be compared with",
                 fix="name another plan, such as --plans baseline,auto",
             )
-        found: dict[str, Wanted] = {}
+        found: dict[str, PlanRequest] = {}
         names: dict[int, str] = {}
         for device in self.devices or (None,):
             for number, plan in enumerate(plans):
                 axes = {} if number == base else dict(self.axes or {})
                 where = f" on {device}" if len(self.devices or ()) > 1 else ""
-                name = _free(_name(plan), axes, where, found)
-                found[name] = Wanted.of(plan, axes if device is None else {**axes, "device": device})
+                name = _unused_name(_name(plan), axes, where, found)
+                found[name] = PlanRequest.from_value(plan, axes if device is None else {**axes, "device": device})
                 check_comparable(found[name].plan)
                 names.setdefault(number, name)
         if len(found) < 2:
@@ -80,11 +82,11 @@ class Contest:
         return found, names[base]
 
 
-def _name(plan: Asked) -> str:
+def _name(plan: PlanReference) -> str:
     return plan.brief() if isinstance(plan, Plan) else str(plan)
 
 
-def _free(name: str, axes: Mapping[str, Any], where: str, taken: Mapping[str, Any]) -> str:
+def _unused_name(name: str, axes: Mapping[str, Any], where: str, taken: Mapping[str, Any]) -> str:
     """The name of a plan there; where that is taken with the axes set on it, and then with a number."""
     with_axes = " ".join([name, *(f"{axis}={value}" for axis, value in axes.items())])
     numbered = (f"{with_axes}{where} ({number})" for number in itertools.count(2))

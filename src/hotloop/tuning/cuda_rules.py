@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hotloop.core.feasibility.violations import device_of, violations
+from hotloop.core.feasibility.violations import find_device, violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan
-from hotloop.tuning.rules import is_long
+from hotloop.tuning.rules import is_long_run
 
-Change = dict[str, Any]
+AxisChange = dict[str, Any]
 """The changed axes of a plan and their new values."""
 
-_AT_ONCE = (32, 8)
+_STEPS_PER_REPLAY = (32, 8)
 """Candidate numbers of steps per replay. An epoch must have at least twice as many batches."""
 
 LARGE_WORK = 2**29
@@ -26,17 +26,17 @@ LARGE_WORK = 2**29
 
 
 def is_cuda(plan: Plan, hardware: Hardware) -> bool:
-    device = device_of(plan, hardware)
+    device = find_device(plan, hardware)
     return device is not None and device.kind == "cuda"
 
 
-def recordings(facts: TaskFacts) -> list[Change]:
+def graph_changes(facts: TaskFacts) -> list[AxisChange]:
     """Returns the ways to record steps, probably fastest first. `violations` checks that the data fits on the device."""
-    several = next((count for count in _AT_ONCE if facts.batches is None or 2 * count <= facts.batches), None)
+    several = next((count for count in _STEPS_PER_REPLAY if facts.batches is None or 2 * count <= facts.batches), None)
     return [*([] if several is None else [{"graphs": several}]), {"graphs": "step"}]
 
 
-def auto_ways(eager: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[str]) -> list[Plan]:
+def auto_cuda_plans(eager: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[str]) -> list[Plan]:
     """Returns the candidates of `auto` other than the eager plan on CUDA, probably fastest first.
 
     The last candidates are for steps that can't be recorded.
@@ -45,21 +45,21 @@ def auto_ways(eager: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collecti
         eager: the eager plan, with the Task's own form of the update unless the user sets another form.
         fixed: the axes that the user sets.
     """
-    if facts.recurrent or eager.compile != "none" or not is_long(facts):
+    if facts.recurrent or eager.compile != "none" or not is_long_run(facts):
         return []
     step = eager if "compile" in fixed else eager.with_axes(compile="step")
-    recorded = [] if "graphs" in fixed else [step.with_axes(**change) for change in recordings(facts)]
+    recorded = [] if "graphs" in fixed else [step.with_axes(**change) for change in graph_changes(facts)]
     recorded = [way for way in recorded if not violations(way, facts, hardware)]
-    found = [*(variants(recorded[0], facts, hardware, fixed) if recorded else []), *recorded[1:]]
+    found = [*(cuda_variants(recorded[0], facts, hardware, fixed) if recorded else []), *recorded[1:]]
     if step.compile != "none":
-        found += variants(step, facts, hardware, fixed)
+        found += cuda_variants(step, facts, hardware, fixed)
         found += [
-            one for way in recorded[:1] for one in variants(way.with_axes(compile="none"), facts, hardware, fixed)
+            one for way in recorded[:1] for one in cuda_variants(way.with_axes(compile="none"), facts, hardware, fixed)
         ]
     return list(dict.fromkeys(plan for plan in found if not violations(plan, facts, hardware)))
 
 
-def variants(way: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[str]) -> list[Plan]:
+def cuda_variants(way: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[str]) -> list[Plan]:
     """Returns variants of a compiled or recorded plan, probably fastest first; the unchanged plan is the last."""
     changes = [] if facts.recurrent else list(_changes(way, facts))
     allowed = [change for change in changes if "compile" not in change or "compile" not in fixed]
@@ -68,7 +68,7 @@ def variants(way: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[
     return list(dict.fromkeys([*able, way]))
 
 
-def _changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
+def _changes(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
     if way.compile == "none":
         yield from _eager_changes(way, facts)
     elif way.compile == "step":
@@ -77,7 +77,7 @@ def _changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
         yield from _channels_last(facts)
 
 
-def _compiled_changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
+def _compiled_changes(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
     """Yields rewrites first if products and convolutions are small, else the choice of algorithm and memory layout first."""
     timings, layouts = list(_cudnn_timing(way, facts)), list(_channels_last(facts))
     on_tensor_cores = [{**layout, **algorithm} for layout in layouts for algorithm in timings or [{}]]
@@ -95,7 +95,7 @@ def _compiled_changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
         yield {"rewrites": "all"}
 
 
-def _eager_changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
+def _eager_changes(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
     """Yields the changes for a step that PyTorch runs and one graph records; none if the plan records no graph."""
     if way.graphs == "none":
         return
@@ -106,13 +106,13 @@ def _eager_changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
     yield update
 
 
-def _cudnn_timing(way: Plan, facts: TaskFacts) -> Iterator[Change]:
+def _cudnn_timing(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
     """Yields cuDNN's timing of algorithms; only a recorded step can select algorithms anew."""
     if way.graphs != "none" and facts.has_convolution_layers:
         yield {"cudnn": "benchmark"}
 
 
-def _channels_last(facts: TaskFacts) -> Iterator[Change]:
+def _channels_last(facts: TaskFacts) -> Iterator[AxisChange]:
     """Yields channels last for images. Volumes are excluded because channels last is not measured for them."""
     if facts.convolutions and any(len(shape) == 3 for shape in facts.inputs):
         yield {"layout": "channels_last"}
@@ -123,7 +123,7 @@ def is_large(facts: TaskFacts) -> bool:
     return facts.has_convolution_layers and facts.parameters * facts.batch_size >= LARGE_WORK
 
 
-def reasons(plan: Plan, eager: Plan, facts: TaskFacts) -> tuple[str, ...]:
+def cuda_reasons(plan: Plan, eager: Plan, facts: TaskFacts) -> tuple[str, ...]:
     """Returns one sentence for each axis in which a CUDA plan differs from the eager plan; none on other devices."""
     if not plan.device.startswith("cuda"):
         return ()
@@ -146,25 +146,27 @@ def _reason(axis: str, plan: Plan, facts: TaskFacts) -> str:
         )
         return "the step is recorded as PyTorch runs it, within seconds" + size * is_large(facts)
     if axis == "layout":
-        units = "tensor cores read images with channels last" if plan.precision != "fp32" else _LAYS
+        units = "tensor cores read images with channels last" if plan.precision != "fp32" else _LAYOUT_REASON
         return f"{units}, and weights that lie so aren't copied in each step"
     if axis == "rewrites":
-        return _REWRITES + ", and so do first convolutions and pooling" * facts.has_convolution_layers
+        return _REWRITES_REASON + ", and so do first convolutions and pooling" * facts.has_convolution_layers
     if axis == "optimizer":
-        return _UPDATES.get(plan.optimizer, _JOINED if plan.compile != "none" else _UPDATES["foreach"])
-    return _TEXTS[axis]
+        return _OPTIMIZER_REASONS.get(
+            plan.optimizer, _FUSED_UPDATE_REASON if plan.compile != "none" else _OPTIMIZER_REASONS["foreach"]
+        )
+    return _AXIS_REASONS[axis]
 
 
-_JOINED = "the compiler writes the update of all parameters as one kernel"
-_REWRITES = "small products become sums, which the compiler joins with what is beside them"
-_LAYS = "the compiler lays images with channels last"
+_FUSED_UPDATE_REASON = "the compiler writes the update of all parameters as one kernel"
+_REWRITES_REASON = "small products become sums, which the compiler joins with what is beside them"
+_LAYOUT_REASON = "the compiler lays images with channels last"
 
-_UPDATES = {
+_OPTIMIZER_REASONS = {
     "fused": "one kernel of the graph updates all parameters",
     "foreach": "few kernels of the graph update lists of parameters",
 }
 
-_TEXTS = {
+_AXIS_REASONS = {
     "compile": "the compiler makes fewer kernels of what is between products and convolutions",
     "cudnn": "cuDNN times its algorithms for each convolution while the step is recorded, where a heuristic may choose worse",
 }

@@ -10,55 +10,55 @@ from dataclasses import replace
 from typing import Any
 
 from hotloop.core.hardware import machine
-from hotloop.core.hardware.devices import check_device, placed
+from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.versions import machine_name, speed_versions
-from hotloop.core.plan_request import AUTO, Wanted
+from hotloop.core.plan_request import AUTO, PlanRequest
 from hotloop.core.plan_request import BASELINE as BY_NAME
 from hotloop.core.processes.deadline import Deadline
-from hotloop.core.processes.signals import Terminated, how_ended
-from hotloop.core.records.race import Crossing, Parity, Scaling, Timing, Verdict, best_of
+from hotloop.core.processes.signals import Terminated, end_reason
+from hotloop.core.records.race import Crossover, Parity, RaceScaling, Timing, Verdict, best_plan_name
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Say
+from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
-from hotloop.errors import DeviceError, HotloopError, TaskError, told
+from hotloop.errors import DeviceError, HotloopError, TaskError, error_summary
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_plans
 from hotloop.plan import BASELINE, Plan
-from hotloop.report.race import watched
-from hotloop.task import Task, overridden
-from hotloop.task_file import Loaded, load_task
-from hotloop.tuning.auto.recall import fingerprinted, lowered_by_memory
-from hotloop.tuning.contenders import Asked, Contest
-from hotloop.tuning.races.crossover import Point, crossings
-from hotloop.tuning.races.measure import Entrant, measure
-from hotloop.tuning.races.system_load import Used, busy_note, cores_of_others
-from hotloop.tuning.search.race_cache import remember
+from hotloop.report.race import race_progress_bar
+from hotloop.task import Task, override_fields
+from hotloop.task_file import LoadedTask, load_task
+from hotloop.tuning.auto.recall import facts_with_fingerprint, lower_cached_or_auto
+from hotloop.tuning.contenders import PlanReference, RaceSpec
+from hotloop.tuning.races.crossover import Point, crossovers
+from hotloop.tuning.races.measure import Contender, measure
+from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
+from hotloop.tuning.search.race_cache import save_races
 
-RACING_S = 60.0
+DEFAULT_RACE_S = 60.0
 """For the windows that are measured, if there is no time limit."""
 
-_MEASURING = 2 / 3
+_MEASURING_SHARE = 2 / 3
 """Of a time limit, for preparing and measuring where a proof follows."""
 
 Prove = Callable[[Task, Sequence[Plan], Callable[[int, int], None]], list[Parity]]
 Progress = Callable[[str, float], None]
 
 
-def proven_all(task: Task, plans: Sequence[Plan], progress: Callable[[int, int], None]) -> list[Parity]:
+def prove_all(task: Task, plans: Sequence[Plan], progress: Callable[[int, int], None]) -> list[Parity]:
     """How true the results of plans are."""
     gc.collect()  # what was raced may be in memory yet: models and optimizers refer to each other
     return prove_plans(task, plans, progress=progress)
 
 
-PROVE: Prove | None = proven_all
+PROVE: Prove | None = prove_all
 """What proves that a plan gives the baseline's result; None asks for no proof."""
 
 
 def race(
     task: Task,
-    plans: Sequence[Asked] = (BY_NAME, AUTO),
+    plans: Sequence[PlanReference] = (BY_NAME, AUTO),
     *,
-    baseline: Asked = BY_NAME,
+    baseline: PlanReference = BY_NAME,
     devices: Sequence[str] | None = None,
     time_limit: str | None = None,
     prove: Prove | None = PROVE,
@@ -84,9 +84,9 @@ def race(
         HotloopError: the baseline can't be run.
     """
     console = Terminal() if progress else Terminal(quiet=True)
-    asked = Contest(plans, baseline, devices, time_limit=time_limit)
-    with watched(console) as moved:
-        verdict = raced(Loaded(task, None, {}), asked, prove=prove, progress=moved)
+    asked = RaceSpec(plans, baseline, devices, time_limit=time_limit)
+    with race_progress_bar(console) as moved:
+        verdict = race_loaded(LoadedTask(task, None, {}), asked, prove=prove, progress=moved)
     if verdict.ended is not None:
         if verdict.ended_by == "SIGINT":
             raise KeyboardInterrupt(verdict.ended)
@@ -94,16 +94,16 @@ def race(
     return verdict
 
 
-def raced(
-    loaded: Loaded,
-    contest: Contest,
+def race_loaded(
+    loaded: LoadedTask,
+    contest: RaceSpec,
     *,
     overrides: Mapping[str, Any] | None = None,
     prove: Prove | None = PROVE,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
     deadline: Deadline | None = None,
-    racing_s: float = RACING_S,
+    racing_s: float = DEFAULT_RACE_S,
 ) -> Verdict:
     """Races plans of a loaded Task; see `race`. A signal in the proof ends it with what was raced.
 
@@ -113,71 +113,77 @@ def raced(
     """
     began = time.monotonic()
     deadline = deadline or contest.deadline(began)
-    entries, baseline = contest.entries()
+    entries, baseline = contest.requested_plans()
     for device in contest.devices or ():
         check_device(device, "--devices")
-    task = overridden(loaded.task, overrides)
-    facts = fingerprinted(replace(loaded, task=task))
+    task = override_fields(loaded.task, overrides)
+    facts = facts_with_fingerprint(replace(loaded, task=task))
     entrants = [
-        Entrant(name, _lowering(loaded, task, wanted, say, facts), None if wanted.auto else _on_its_device(wanted.plan))
+        Contender(
+            name,
+            _lower_later(loaded, task, wanted, say, facts),
+            None if wanted.is_auto else _resolved_plan(wanted.plan),
+        )
         for name, wanted in entries.items()
     ]
-    before = Used.now()
-    part = deadline if prove is None else deadline.part(_MEASURING)
+    before = CpuUsage.now()
+    part = deadline if prove is None else deadline.fraction(_MEASURING_SHARE)
     measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=racing_s, progress=progress, deadline=part)
-    others = cores_of_others(before, Used.now())
+    others = cores_used_by_others(before, CpuUsage.now())
     verdict = Verdict(
         task=task.name,
         fingerprint=facts.fingerprint,
         plans=measured.plans,
         baseline=baseline,
-        winner=best_of(measured.plans, baseline, proven=False),
+        winner=best_plan_name(measured.plans, baseline, proven=False),
         steps=facts.steps,
-        notes=[*measured.notes, *filter(None, [busy_note(others, machine.processor().allowed_cores)])],
+        notes=[*measured.notes, *filter(None, [busy_note(others, machine.read_processor().allowed_cores)])],
         machine=machine_name(),
         versions=speed_versions(),
         seconds=time.monotonic() - began,
     )
     known = loaded.record is not None  # without its source, a Task can't be told from another of the same shapes
     # Before the proof, too, which may be stopped, or take more memory than there is.
-    notes = remember(_of_plans_alone(verdict, entries)) if known else []
+    notes = save_races(_with_choice_as_startup(verdict, entries)) if known else []
     if prove is not None:
         try:
-            plans = _proven(task, measured.plans, baseline, prove, progress, deadline)
+            plans = _with_proofs(task, measured.plans, baseline, prove, progress, deadline)
         except KeyboardInterrupt as stop:
-            found: dict[str, Any] = {"winner": None, **how_ended("the proof", stop)}
+            found: dict[str, Any] = {"winner": None, **end_reason("the proof", stop)}
         else:
-            found = {"plans": plans, "winner": best_of(plans, baseline, proven=True)}
+            found = {"plans": plans, "winner": best_plan_name(plans, baseline, proven=True)}
         verdict = verdict.model_copy(update={**found, "seconds": time.monotonic() - began})
-        notes = remember(_of_plans_alone(verdict, entries)) if known and verdict.ended is None else notes
+        notes = save_races(_with_choice_as_startup(verdict, entries)) if known and verdict.ended is None else notes
     for note in notes:
         say(note)
     return verdict
 
 
-def _of_plans_alone(verdict: Verdict, entries: Mapping[str, Wanted]) -> Verdict:
+def _with_choice_as_startup(verdict: Verdict, entries: Mapping[str, PlanRequest]) -> Verdict:
     """Without what `auto` compiled, which it keeps by itself: here the time to choose it counts as its start."""
     plans = [
         one
         for one in verdict.plans
-        if one.name == verdict.baseline or not entries[one.name].auto or one.plan.get("compile", "none") == "none"
+        if one.name == verdict.baseline or not entries[one.name].is_auto or one.plan.get("compile", "none") == "none"
     ]
     return verdict.model_copy(update={"plans": plans})
 
 
-def _on_its_device(plan: Plan) -> Plan:
+def _resolved_plan(plan: Plan) -> Plan:
     """The plan as it will be known by, also where it fails."""
     try:
-        return placed(plan)
+        return resolve_device(plan)
     except DeviceError:
         return plan
 
 
-def _lowering(loaded: Loaded, task: Task, wanted: Wanted, say: Say, facts: TaskFacts) -> Callable[[], Program]:
-    return lambda: lowered_by_memory(loaded, task, wanted, say, facts=facts)
+def _lower_later(
+    loaded: LoadedTask, task: Task, wanted: PlanRequest, say: Report, facts: TaskFacts
+) -> Callable[[], Program]:
+    return lambda: lower_cached_or_auto(loaded, task, wanted, say, facts=facts)
 
 
-def _proven(
+def _with_proofs(
     task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress, deadline: Deadline
 ) -> list[Timing]:
     """The plans with their parity; the same plan is proven once, and the one that others are held against not at all."""
@@ -189,16 +195,18 @@ def _proven(
     asked = [plan for plan in wanted if plan not in known]
     if asked:
         progress("proving", 0.0)
-        known |= zip(asked, _parities(task, asked, prove, progress, deadline), strict=True)
+        known |= zip(asked, _prove_in_time(task, asked, prove, progress, deadline), strict=True)
     return [timing if timing.failure is not None else _with_parity(timing, known) for timing in plans]
 
 
-def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progress, deadline: Deadline) -> list[Parity]:
+def _prove_in_time(
+    task: Task, plans: Sequence[Plan], prove: Prove, progress: Progress, deadline: Deadline
+) -> list[Parity]:
     try:
-        with deadline.enforced("the proof"):
+        with deadline.enforce("the proof"):
             return prove(task, plans, lambda done, total: progress("proving", done / total))
     except Exception as error:  # what was raced is no worse for it
-        reason, passing = told(error)
+        reason, passing = error_summary(error)
         unproven = Parity(plan="", parity="unproven", reason=reason, states=0, short_of_memory=passing)
         return [unproven.model_copy(update={"plan": plan.brief()}) for plan in plans]
 
@@ -207,16 +215,16 @@ def _with_parity(timing: Timing, known: Mapping[Plan, Parity]) -> Timing:
     return timing.proven(known[timing.as_plan])
 
 
-def raced_scales(
+def race_scales(
     reference: str,
     parameters: Mapping[str, str],
     scale: tuple[str, Sequence[str]],
-    contest: Contest,
+    contest: RaceSpec,
     *,
     overrides: Mapping[str, Any] | None = None,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
-) -> Scaling:
+) -> RaceScaling:
     """Races plans at several sizes of the Task in a file; speed alone, since a proof is of one size.
 
     Args:
@@ -233,18 +241,20 @@ def raced_scales(
 
         loaded = load_task(reference, {**parameters, name: value})
         common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
-        return raced(loaded, contest, prove=None, deadline=part, **common)
+        return race_loaded(loaded, contest, prove=None, deadline=part, **common)
 
     races, ended = list[Verdict](), dict[str, Any]()
     try:
         for number, value in enumerate(values):
-            races.append(at(value, deadline.part(1 / (len(values) - number))))
+            races.append(at(value, deadline.fraction(1 / (len(values) - number))))
     except (HotloopError, KeyboardInterrupt) as error:
         if not races:
             raise
-        ended = how_ended(f"{name}={values[len(races)]}", error)
+        ended = end_reason(f"{name}={values[len(races)]}", error)
     done = list(values[: len(races)])
-    return Scaling(parameter=name, values=done, races=races, crossings=_crossings(races, sizes[: len(races)]), **ended)
+    return RaceScaling(
+        parameter=name, values=done, races=races, crossings=_crossovers(races, sizes[: len(races)]), **ended
+    )
 
 
 def _sizes(name: str, values: Sequence[str]) -> list[float]:
@@ -261,7 +271,7 @@ def _sizes(name: str, values: Sequence[str]) -> list[float]:
     return sizes
 
 
-def _crossings(races: Sequence[Verdict], sizes: Sequence[float]) -> list[Crossing]:
+def _crossovers(races: Sequence[Verdict], sizes: Sequence[float]) -> list[Crossover]:
     ordered = sorted(zip(sizes, races, strict=True), key=lambda pair: pair[0])
     baseline = races[0].baseline
 
@@ -269,4 +279,4 @@ def _crossings(races: Sequence[Verdict], sizes: Sequence[float]) -> list[Crossin
         return [(size, verdict.plan(name)) for size, verdict in ordered]
 
     names = [timing.name for timing in races[0].plans if timing.name != baseline]
-    return [found for name in names for found in crossings(name, points(name), points(baseline))]
+    return [found for name in names for found in crossovers(name, points(name), points(baseline))]

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from hotloop.core.feasibility.forecast import Choice, Violation
-from hotloop.core.feasibility.violations import device_of, read_again, violations
+from hotloop.core.feasibility.forecast import RankedPlan, Violation
+from hotloop.core.feasibility.violations import find_device, read_stored_plan, violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import BASELINE, Plan
 
-COMPILED_FROM_STEPS = 600
+MIN_COMPILED_STEPS = 600
 """What is compiled has to be proven, which takes as long as 250 steps; whether it pays in a longer run, timing tells."""
 
-_SHARE = 0.5
+_MEMORY_SHARE = 0.5
 """Of a device's free memory, for the data; the rest is for model, activations and workspaces."""
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanHint:
     """One change to the baseline that should pay."""
 
     axis: str
@@ -28,34 +28,36 @@ class Wish:
     why: str
 
 
-def ranked(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Choice]:
+def rank_plans(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[RankedPlan]:
     """The feasible plans that the rules allow, best first; the last is the baseline on its device.
 
     Axes that were set in making `base` are kept; empty if they can't be run. Nothing here reduces the precision.
     """
-    plain, reasons = _placed(hardware, base), tuple(_reasons(facts, hardware, base))
+    plain, reasons = _base_on_device(hardware, base), tuple(_baseline_reasons(facts, hardware, base))
     if violations(plain, facts, hardware):
         return []
-    wishes = [wish for wish in _wishes(facts, hardware, base) if not violations(_with(plain, wish), facts, hardware)]
+    wishes = [
+        wish for wish in _hints(facts, hardware, base) if not violations(_plan_text(plain, wish), facts, hardware)
+    ]
     choices = []
     # The wish named last is the likeliest to fail when it is lowered, so it's the first to be given up.
     for given_up in range(len(wishes) + 1):
         for dropped in combinations(reversed(wishes), given_up):
             kept = [wish for wish in wishes if wish not in dropped]
-            plan = _with(plain, *kept)
+            plan = _plan_text(plain, *kept)
             if not violations(plan, facts, hardware):
-                choices.append(Choice(plan, (*reasons, *(wish.why for wish in kept))))
+                choices.append(RankedPlan(plan, (*reasons, *(wish.why for wish in kept))))
     return choices
 
 
-def passed_over(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tuple[Wish, Violation]]:
+def skipped_hints(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tuple[PlanHint, Violation]]:
     """What should pay but can't be run here, with the first reason."""
-    plain = _placed(hardware, base)
-    found = ((wish, violations(_with(plain, wish), facts, hardware)) for wish in _wishes(facts, hardware, base))
+    plain = _base_on_device(hardware, base)
+    found = ((wish, violations(_plan_text(plain, wish), facts, hardware)) for wish in _hints(facts, hardware, base))
     return [(wish, problems[0]) for wish, problems in found if problems]
 
 
-def left_open(facts: TaskFacts, plan: Plan) -> list[str]:
+def open_questions(facts: TaskFacts, plan: Plan) -> list[str]:
     """What only a look at data and model tells, as lowering takes it."""
     found = []
     if plan.engine == "arrays":
@@ -72,42 +74,42 @@ def left_open(facts: TaskFacts, plan: Plan) -> list[str]:
     return found
 
 
-def _placed(hardware: Hardware, base: Plan) -> Plan:
+def _base_on_device(hardware: Hardware, base: Plan) -> Plan:
     """The baseline with the axes that were set, on the device of the rules unless one was set."""
     kept = {axis: getattr(base, axis) for axis in base.model_fields_set}
     accelerator = next((device.name for device in hardware.devices if device.is_accelerator), "cpu")
     return BASELINE.with_axes(**{"device": accelerator, **kept})
 
 
-def _with(plan: Plan, *wishes: Wish) -> Plan:
+def _plan_text(plan: Plan, *wishes: PlanHint) -> Plan:
     return plan.with_axes(**{wish.axis: wish.value for wish in wishes})
 
 
-def _wishes(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[Wish]:
+def _hints(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[PlanHint]:
     """The changes that the rules propose, for axes that weren't set, whether they can be run or not."""
-    plain = _placed(hardware, base)
+    plain = _base_on_device(hardware, base)
     every = (
-        *_memory(hardware, plain),
-        *_update(facts, hardware, plain),
-        *_data(facts, hardware, plain),
-        *_compilation(facts, hardware, plain),
+        *_residency_hints(hardware, plain),
+        *_optimizer_hints(facts, hardware, plain),
+        *_worker_hints(facts, hardware, plain),
+        *_compile_hints(facts, hardware, plain),
     )
     yield from (wish for wish in every if wish.axis not in base.model_fields_set)
 
 
-def _memory(hardware: Hardware, plan: Plan) -> Iterator[Wish]:
-    device = device_of(plan, hardware)
+def _residency_hints(hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
+    device = find_device(plan, hardware)
     if device is not None and not device.is_accelerator and hardware.allocator is not None:
         why = "allocator=keep: memory that a step frees stays for the next one, instead of going back to the system"
-        yield Wish("allocator", "keep", why)
+        yield PlanHint("allocator", "keep", why)
 
 
-def _update(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+def _optimizer_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
     """On a CPU lists of parameters win where there are hundreds of small ones, and lose to caches elsewhere.
 
     Plain SGD's update of a parameter is one operation there, than which the fused kernel takes longer.
     """
-    device = device_of(plan, hardware)
+    device = find_device(plan, hardware)
     ways = [("fused", "one kernel")]
     if device is not None and device.is_accelerator:
         ways.append(("foreach", "operations over lists of parameters"))
@@ -115,58 +117,58 @@ def _update(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
         return
     for name, how in ways:
         if name in facts.implementations:
-            yield Wish("optimizer", name, f"optimizer={name}: the update of {facts.optimizer} as {how}")
+            yield PlanHint("optimizer", name, f"optimizer={name}: the update of {facts.optimizer} as {how}")
             return
 
 
-def _data(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
-    device = device_of(plan, hardware)
+def _worker_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
+    device = find_device(plan, hardware)
     free = device.memory_free if device is not None and device.is_accelerator else None
     if facts.data == "Samples":
-        if read_again(facts):
-            yield Wish("residency", "host", "residency=host: samples are loaded once, and not again in each epoch")
-    elif free is not None and facts.data_bytes is not None and facts.data_bytes <= _SHARE * free.value:
-        yield Wish("residency", "device", f"residency=device: the data fits into the memory of {plan.device}")
+        if read_stored_plan(facts):
+            yield PlanHint("residency", "host", "residency=host: samples are loaded once, and not again in each epoch")
+    elif free is not None and facts.data_bytes is not None and facts.data_bytes <= _MEMORY_SHARE * free.value:
+        yield PlanHint("residency", "device", f"residency=device: the data fits into the memory of {plan.device}")
 
 
-def _compilation(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
-    device = device_of(plan, hardware)
+def _compile_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
+    device = find_device(plan, hardware)
     value = {"cpu": "package", "cuda": "step"}.get(device.kind if device else "")
-    if value and is_long(facts) and not facts.recurrent:
+    if value and is_long_run(facts) and not facts.recurrent:
         why = f"with {facts.steps:,} steps a compilation may pay, which train times some steps to tell"
-        yield Wish("compile", value, f"compile={value}: {why}")
+        yield PlanHint("compile", value, f"compile={value}: {why}")
 
 
-def unrolled(facts: TaskFacts, kind: str) -> str:
+def why_not_compiled(facts: TaskFacts, kind: str) -> str:
     """Why a long run on a kind of device isn't compiled whatever its steps take; empty if nothing speaks against it."""
-    if not (is_long(facts) and facts.recurrent):
+    if not (is_long_run(facts) and facts.recurrent):
         return ""
     if kind == "cuda":
         return "cuDNN reads the weights of recurrent layers as one piece of memory, which a captured step can't"
     return "captured, recurrent layers are written out time step by time step, which compilers take very long for"
 
 
-def is_long(facts: TaskFacts) -> bool:
+def is_long_run(facts: TaskFacts) -> bool:
     """Whether a run has steps enough for what must be proven: compiled steps, and recorded ones."""
-    return facts.steps is not None and facts.steps >= COMPILED_FROM_STEPS
+    return facts.steps is not None and facts.steps >= MIN_COMPILED_STEPS
 
 
-def _reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[str]:
+def _baseline_reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[str]:
     """Why the baseline is as it is."""
-    plan, kept = _placed(hardware, base), base.model_fields_set
+    plan, kept = _base_on_device(hardware, base), base.model_fields_set
     if kept:
         yield "as set: " + ", ".join(f"{axis}={getattr(base, axis)}" for axis in Plan.model_fields if axis in kept)
     if "device" not in kept:
         found = "there is no accelerator" if plan.device == "cpu" else "the accelerator of this machine"
         yield f"device={plan.device}: {found}"
     if "precision" not in kept:
-        device = device_of(plan, hardware)
+        device = find_device(plan, hardware)
         tf32 = device is not None and device.kind == "cuda" and facts.convolutions
         loop = ", which compute convolutions in tf32 here, where precision=fp32 computes in fp32" if tf32 else ""
         yield f"precision=default: torch's own settings{loop}; fewer bits change the result, so they have to be asked for"
-    if "compile" not in kept and not is_long(facts):
+    if "compile" not in kept and not is_long_run(facts):
         run = "a stream doesn't say how many steps there are" if facts.steps is None else f"{facts.steps:,} steps"
-        yield f"compile=none: a compilation is tried from {COMPILED_FROM_STEPS:,} steps on ({run})"
-    device = device_of(plan, hardware)
-    if "compile" not in kept and device is not None and (why := unrolled(facts, device.kind)):
+        yield f"compile=none: a compilation is tried from {MIN_COMPILED_STEPS:,} steps on ({run})"
+    device = find_device(plan, hardware)
+    if "compile" not in kept and device is not None and (why := why_not_compiled(facts, device.kind)):
         yield f"compile=none: {why}"

@@ -9,32 +9,32 @@ from dataclasses import replace
 from typing import Any
 
 from hotloop.core.feasibility.violations import check as check_plan
-from hotloop.core.format import seconds
+from hotloop.core.format import parse_seconds
 from hotloop.core.hardware import machine
-from hotloop.core.hardware.devices import placed
-from hotloop.core.hardware.probe import here
+from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.hardware.versions import machine_name, speed_versions
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Say
+from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
-from hotloop.report.race import watched
-from hotloop.task import Task, overridden
-from hotloop.task_file import Loaded
-from hotloop.tuning.auto.recall import fingerprinted, remembered
+from hotloop.report.race import race_progress_bar
+from hotloop.task import Task, override_fields
+from hotloop.task_file import LoadedTask
+from hotloop.tuning.auto.recall import cached_best_plan, facts_with_fingerprint
 from hotloop.tuning.contenders import check_comparable
-from hotloop.tuning.races.system_load import Used, busy_note, cores_of_others
-from hotloop.tuning.rules import ranked
+from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
+from hotloop.tuning.rules import rank_plans
 from hotloop.tuning.search import failed_searches
-from hotloop.tuning.search.candidates import SOUGHT
+from hotloop.tuning.search.candidates import SEARCHED_AXES
 from hotloop.tuning.search.findings import BASELINE
-from hotloop.tuning.search.race_cache import recall, remember
-from hotloop.tuning.search.search import Search
+from hotloop.tuning.search.race_cache import load_races, save_races
+from hotloop.tuning.search.search import PlanSearch
 
 Progress = Callable[[str, float], None]
 
@@ -65,18 +65,18 @@ def tune(
     given = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
     base = Plan(**(given if device is None else given | {"device": device}))
     console = Terminal() if progress else Terminal(quiet=True)
-    with watched(console) as moved:
-        return tuned(Loaded(task, None, {}), base, time_limit=time_limit, progress=moved)
+    with race_progress_bar(console) as moved:
+        return tune_loaded(LoadedTask(task, None, {}), base, time_limit=time_limit, progress=moved)
 
 
-def tuned(
-    loaded: Loaded,
+def tune_loaded(
+    loaded: LoadedTask,
     base: Plan,
     *,
     overrides: Mapping[str, Any] | None = None,
     facts: TaskFacts | None = None,
     time_limit: str | None = None,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
 ) -> Verdict:
@@ -86,20 +86,20 @@ def tuned(
         facts: of the Task, where they are known.
         until: when the training that follows is to stop, by `time.monotonic()`.
     """
-    began, before = time.monotonic(), Used.now()
-    limit_s = None if time_limit is None else seconds(time_limit, "time-limit")
-    task = overridden(loaded.task, overrides)
+    began, before = time.monotonic(), CpuUsage.now()
+    limit_s = None if time_limit is None else parse_seconds(time_limit, "time-limit")
+    task = override_fields(loaded.task, overrides)
     check_comparable(base)
-    start = placed(base)
-    facts = facts or fingerprinted(replace(loaded, task=task))
-    hardware = here(start.device)
+    start = resolve_device(base)
+    facts = facts or facts_with_fingerprint(replace(loaded, task=task))
+    hardware = probe_hardware(start.device)
     check_plan(start, facts, hardware)
     kept, unread = (
-        recall(facts.fingerprint, machine_name(), speed_versions()) if loaded.record is not None else ([], [])
+        load_races(facts.fingerprint, machine_name(), speed_versions()) if loaded.record is not None else ([], [])
     )
     for note in unread:
         say(note)
-    search = Search(
+    search = PlanSearch(
         task=task,
         baseline=Plan(device=start.device, workers=start.workers),
         base=start,
@@ -107,40 +107,40 @@ def tuned(
         facts=facts,
         hardware=hardware,
         prove=lambda programs: prove_programs(task, programs, progress=lambda done, of: progress("proving", done / of)),
-        rules=_by_rules(facts, hardware, base, start),
+        rules=_rules_plan(facts, hardware, base, start),
         failed={one.timing.as_plan.brief(): one.timing.failure for one in kept if one.timing.failure},
         time_limit_s=limit_s,
-        deadline=Deadline.before(until, math.inf if limit_s is None else began + limit_s),
+        deadline=Deadline.minus(until, math.inf if limit_s is None else began + limit_s),
         progress=progress,
         say=say,
-        notes=_all_set(base),
+        notes=_fixed_axes_notes(base),
     )
     try:
         winner = search.run()
     except BaseException:  # Ctrl-C in a proof, say: what was raced is known all the same
         if loaded.record is not None and search.timings:
-            remember(_verdict(search, BASELINE, facts, began, before))
+            save_races(_make_verdict(search, BASELINE, facts, began, before))
         raise
-    verdict = _verdict(search, winner, facts, began, before)
+    verdict = _make_verdict(search, winner, facts, began, before)
     if loaded.record is not None:
-        for note in remember(verdict):
+        for note in save_races(verdict):
             say(note)
-        _keep(search, verdict, limit_s, facts.steps, _about(facts, base, start))
+        _cache_failed_search(search, verdict, limit_s, facts.steps, _search_key(facts, base, start))
     return verdict
 
 
-def _all_set(base: Plan) -> list[str]:
+def _fixed_axes_notes(base: Plan) -> list[str]:
     """Says so where next to nothing is left to look for; a saved plan names every axis but open numbers such as threads."""
-    left = [axis for axis in SOUGHT if axis not in base.model_fields_set]
+    left = [axis for axis in SEARCHED_AXES if axis not in base.model_fields_set]
     if len(left) > 1:
         return []
     but = f" but {left[0]}" if left else ""
     return [f"the plan sets every axis that a search changes{but}, and those stay; leave out what is to be looked for"]
 
 
-def _verdict(search: Search, winner: str, facts: TaskFacts, began: float, before: Used) -> Verdict:
+def _make_verdict(search: PlanSearch, winner: str, facts: TaskFacts, began: float, before: CpuUsage) -> Verdict:
     """What the search has found; `before` is what this process and others had used when it began."""
-    others = cores_of_others(before, Used.now())
+    others = cores_used_by_others(before, CpuUsage.now())
     return Verdict(
         task=search.task.name,
         fingerprint=facts.fingerprint,
@@ -149,82 +149,90 @@ def _verdict(search: Search, winner: str, facts: TaskFacts, began: float, before
         winner=winner,
         steps=search.facts.steps,
         left_open=winner == BASELINE and search.left_open,
-        notes=[*search.notes, *filter(None, [busy_note(others, machine.processor().allowed_cores)])],
+        notes=[*search.notes, *filter(None, [busy_note(others, machine.read_processor().allowed_cores)])],
         machine=machine_name(),
         versions=speed_versions(),
         seconds=time.monotonic() - began,
     )
 
 
-def _by_rules(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> Plan | None:
+def _rules_plan(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> Plan | None:
     """The rules' first plan that compiles nothing, with the axes of `base`, that were set; `start` is it on its device."""
     given = Plan(**{axis: getattr(start, axis) for axis in base.model_fields_set | {"device"}})
-    plans = [choice.plan for choice in ranked(facts, hardware, given)]
+    plans = [choice.plan for choice in rank_plans(facts, hardware, given)]
     return next((plan for plan in plans if plan.compile == start.compile), None)
 
 
-def _about(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
+def _search_key(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
     axes = start.model_dump(include=base.model_fields_set | {"device", "precision"})
-    return failed_searches.about(facts.fingerprint, machine_name(), speed_versions(), axes)
+    return failed_searches.search_key(facts.fingerprint, machine_name(), speed_versions(), axes)
 
 
-def _keep(search: Search, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]) -> None:
+def _cache_failed_search(
+    search: PlanSearch, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]
+) -> None:
     """Remembers a search that found nothing, if it could tell anything, and nothing lacked memory, disk or time."""
     step_ms = verdict.plan(BASELINE).step_ms
     if verdict.winner != BASELINE:
-        failed_searches.forget(key)
-    elif search.told and step_ms and not (search.deadline.met or any(one.short_of_memory for one in verdict.plans)):
-        failed_searches.keep(
-            failed_searches.Earlier(
+        failed_searches.delete_failed_search(key)
+    elif (
+        search.has_results
+        and step_ms
+        and not (search.deadline.is_met or any(one.short_of_memory for one in verdict.plans))
+    ):
+        failed_searches.save_failed_search(
+            failed_searches.FailedSearch(
                 key=key, steps=steps, step_s=step_ms / 1e3, time_limit_s=limit_s, left_open=verdict.left_open
             )
         )
 
 
-def remembered_or_tuned(
-    loaded: Loaded,
-    wanted: Wanted,
+def cached_or_tuned_plan(
+    loaded: LoadedTask,
+    wanted: PlanRequest,
     *,
     overrides: Mapping[str, Any] | None = None,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
 ) -> tuple[Plan | None, str]:
-    """The plan that is remembered for a Task, or else what `tuned` finds; and a line that says so.
+    """The plan that is remembered for a Task, or else what `tune_loaded` finds; and a line that says so.
 
     Without a plan it is left to the rules, as in a training without a search: nothing was found that is better.
 
     Args:
         until: when the training is to stop, by `time.monotonic()`; a search takes a third of the time at most.
     """
-    loaded = replace(loaded, task=overridden(loaded.task, overrides))
-    facts = fingerprinted(loaded)
-    plan = remembered(loaded, wanted, say, facts)
+    loaded = replace(loaded, task=override_fields(loaded.task, overrides))
+    facts = facts_with_fingerprint(loaded)
+    plan = cached_best_plan(loaded, wanted, say, facts)
     if plan is not None:
         return plan, f"tune: {plan.brief()}, remembered as the fastest that is proven equal"
-    if loaded.record is not None and (before := _in_vain(facts, wanted)) is not None:
-        return _without(wanted, before.left_open, "an earlier search found nothing proven equal that is faster")
-    verdict = tuned(loaded, wanted.plan, facts=facts, say=say, progress=progress, until=until)
+    if loaded.record is not None and (before := _earlier_failed_search(facts, wanted)) is not None:
+        return _plan_without_result(
+            wanted, before.left_open, "an earlier search found nothing proven equal that is faster"
+        )
+    verdict = tune_loaded(loaded, wanted.plan, facts=facts, say=say, progress=progress, until=until)
     for note in verdict.notes:
         say(f"tune: {note}")
     best = verdict.plan(verdict.winner or verdict.baseline)
     if best.name == verdict.baseline:
         raced = len(verdict.plans) > 1
         why = "nothing proven equal is faster" if raced else "nothing was raced"
-        return _without(wanted, verdict.left_open, f"{why} ({verdict.seconds:.0f} s)")
+        return _plan_without_result(wanted, verdict.left_open, f"{why} ({verdict.seconds:.0f} s)")
     found = f"{best.name}, {best.ratio:.2f} times as fast as the baseline and {best.parity}"
     return best.as_plan, f"tune: {found} ({verdict.seconds:.0f} s)"
 
 
-def _in_vain(facts: TaskFacts, wanted: Wanted) -> failed_searches.Earlier | None:
+def _earlier_failed_search(facts: TaskFacts, wanted: PlanRequest) -> failed_searches.FailedSearch | None:
     """The search before that found nothing, if another one had no more time."""
-    found = failed_searches.recall(_about(facts, wanted.plan, placed(wanted.plan)))
+    found = failed_searches.load_failed_search(_search_key(facts, wanted.plan, resolve_device(wanted.plan)))
     return found if found is not None and found.covers(facts.steps) else None
 
 
-def _without(wanted: Wanted, left_open: bool, why: str) -> tuple[Plan | None, str]:
+def _plan_without_result(wanted: PlanRequest, left_open: bool, why: str) -> tuple[Plan | None, str]:
     """What to run where nothing was found: the axes that were set stay, and what nothing speaks against is as it is."""
     if left_open and not wanted.plan.model_fields_set - {"device", "workers"}:
         return None, f"tune: {why}, so the plan is that of the rules, as without --tune"
-    plan = placed(wanted.plan)
+    plan = resolve_device(wanted.plan)
     return plan, f"tune: {why}, so it's {plan.brief()}"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.feasibility.violations import check, is_plain, refused, violations
+from hotloop.core.feasibility.violations import check, infeasible_values, is_plain, violations
 from hotloop.core.records.training import TaskFacts
-from hotloop.errors import DeviceError, PlanError, RoomError
+from hotloop.errors import DeviceError, InsufficientMemoryError, PlanError
 from hotloop.plan import BASELINE, Plan
 from tests.support.tuning.fake_machines import A_GPU, AN_OLD_GPU, GIB, LBFGS, a_device, a_machine, facts
 
@@ -214,7 +214,9 @@ def test_several_reasons_stand_in_one_line_each_remedy_once() -> None:
 
 
 def test_the_table_names_every_value_that_cannot_be_run_and_no_other() -> None:
-    assert {(one.axis, one.value) for one in refused(BASELINE, facts(**LBFGS, images=False), NO_COMPILER)} == {
+    assert {
+        (one.axis, one.value) for one in infeasible_values(BASELINE, facts(**LBFGS, images=False), NO_COMPILER)
+    } == {
         ("engine", "arrays"),
         *(("device", "mps"), ("device", "xpu")),
         *(("precision", "tf32"), ("precision", "bf16"), ("precision", "fp16")),
@@ -227,7 +229,7 @@ def test_the_table_names_every_value_that_cannot_be_run_and_no_other() -> None:
 
 
 def test_the_table_goes_by_what_is_set() -> None:
-    half = {(one.axis, one.value) for one in refused(Plan(**ON_GPU, precision="fp16"), facts(), GPU)}
+    half = {(one.axis, one.value) for one in infeasible_values(Plan(**ON_GPU, precision="fp16"), facts(), GPU)}
     assert {("compile", "step"), ("compile", "package")} <= half
     assert ("compile", "forward") not in half
     assert not {axis for axis, _ in half} & {"optimizer", "residency", "layout"}
@@ -254,8 +256,8 @@ def test_every_plain_plan_can_be_run_wherever_its_device_is() -> None:
 def test_data_without_room_on_the_device_may_have_it_another_time() -> None:
     """So that nobody remembers it as a failure of the plan; with another reason it is one."""
     wanted, large = Plan(device="cuda:0", residency="device"), facts(data_bytes=10**15)
-    with pytest.raises(RoomError, match="free"):
+    with pytest.raises(InsufficientMemoryError, match="free"):
         check(wanted, large, GPU)
     with pytest.raises(PlanError) as raised:
         check(wanted.with_axes(compile="package"), large, GPU)
-    assert not isinstance(raised.value, RoomError)
+    assert not isinstance(raised.value, InsufficientMemoryError)

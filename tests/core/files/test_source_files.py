@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hotloop.core.files.source_files import holds_task
+from hotloop.core.files.source_files import defines_task
 
 TASKS = {
     "a value": "import hotloop\ntask = hotloop.Task(model=None)",
@@ -35,14 +35,14 @@ SCRIPTS = {
 def test_tasks_and_scripts_are_told_apart(text: str, expected: bool, tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     file.write_text(text)
-    assert holds_task(file, "task") is expected
+    assert defines_task(file, "task") is expected
 
 
 def test_another_name(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     file.write_text("import hotloop\nmine = hotloop.Task()")
-    assert holds_task(file, "mine")
-    assert not holds_task(file, "task")
+    assert defines_task(file, "mine")
+    assert not defines_task(file, "task")
 
 
 @pytest.mark.parametrize("statement", ["from tasks import mine as task", "from .tasks import mine as task"])
@@ -52,6 +52,6 @@ def test_a_task_of_another_file(statement: str, tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text("from more.tasks import mine")
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "tasks.py").write_text("from tasks import mine")
-    assert not holds_task(file, "task")
+    assert not defines_task(file, "task")
     (tmp_path / "tasks.py").write_text("import hotloop\nmine = hotloop.Task()")
-    assert holds_task(file, "task")
+    assert defines_task(file, "task")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotloop.core.hardware.devices import check_device, devices
+from hotloop.core.hardware.devices import check_device, device_names
 from hotloop.errors import DeviceError
 
 
@@ -91,7 +91,7 @@ def test_a_gpu_build_that_sees_no_gpu_says_where_to_look(
 
 def test_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerators(monkeypatch, "cuda", 2, current=1)
-    assert devices() == ["cpu", "cuda:0", "cuda:1"]
+    assert device_names() == ["cpu", "cuda:0", "cuda:1"]
     assert check_device("cuda:0") == torch.device("cuda", 0)
     assert check_device("cuda") == torch.device("cuda", 1), "without a number: torch's current one"
     with pytest.raises(DeviceError) as caught:
@@ -104,7 +104,7 @@ def test_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_with_another_kind_of_accelerator(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerators(monkeypatch, kind, 1)
-    (_, name) = devices()
+    (_, name) = device_names()
     assert check_device(kind) == check_device(f"{kind}:0") == torch.device(name)
     for missing in (f"{kind}:1", "cuda"):
         with pytest.raises(DeviceError, match=f"one of: cpu, {name}"):
@@ -113,6 +113,6 @@ def test_with_another_kind_of_accelerator(kind: str, monkeypatch: pytest.MonkeyP
 
 def test_an_accelerator_that_hotloop_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerators(monkeypatch, "hpu", 8)
-    assert devices() == ["cpu"]
+    assert device_names() == ["cpu"]
     with pytest.raises(DeviceError):
         check_device("hpu")

@@ -48,7 +48,7 @@ def test_a_cuda_device_is_described_by_what_its_driver_says(monkeypatch: pytest.
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: {1: facts}[index])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: {1: (3, 8)}[index])
-    found = machine.describe("cuda:1", ())
+    found = machine.describe_device("cuda:1", ())
     assert (found.kind, found.model, found.capability) == ("cuda", "NVIDIA Some GPU", "9.0")
     assert found.memory_total and found.memory_total.value == 8
     assert found.memory_free and found.memory_free.value == 3
@@ -61,7 +61,7 @@ def test_an_xpu_device_whose_driver_tells_no_memory(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: SimpleNamespace(name="Arc", has_fp16=True))
     monkeypatch.setattr(torch.xpu, "mem_get_info", refuse)
-    found = machine.describe("xpu:0", ())
+    found = machine.describe_device("xpu:0", ())
     assert (found.model, found.precisions) == ("Arc", ("fp32", "fp16"))
     assert found.memory_total is found.memory_free is None
 
@@ -70,8 +70,8 @@ def test_an_mps_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 4)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (13, 9))
-    monkeypatch.setattr(limits, "told", lambda *command: "Apple M9")
-    found = machine.describe("mps", ())
+    monkeypatch.setattr(limits, "program_output", lambda *command: "Apple M9")
+    found = machine.describe_device("mps", ())
     assert (found.model, found.precisions) == ("Apple M9", ("fp32", "fp16"))
     assert found.memory_free and found.memory_free.value == 6
 
@@ -102,7 +102,7 @@ def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
         },
     )
     found = limits.cgroup_limits(tmp_path / "fs", tmp_path / "self")
-    assert found == limits.CgroupLimits(cores=1.5, memory_bytes=1000, memory_room_bytes=450)
+    assert found == limits.CgroupLimits(cores=1.5, memory_bytes=1000, free_bytes=450)
 
 
 def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
         },
     )
     found = limits.cgroup_limits(tmp_path / "fs", tmp_path / "self")
-    assert found == limits.CgroupLimits(cores=2.0, memory_bytes=5000, memory_room_bytes=0)
+    assert found == limits.CgroupLimits(cores=2.0, memory_bytes=5000, free_bytes=0)
 
 
 def test_no_control_groups_no_limits(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_no_control_groups_no_limits(tmp_path: Path) -> None:
 
 
 def test_limits_bound_the_memory_that_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = limits.CgroupLimits(memory_bytes=5000, memory_room_bytes=200)
+    found = limits.CgroupLimits(memory_bytes=5000, free_bytes=200)
     monkeypatch.setattr(limits, "cgroup_limits", lambda: found)
-    cpu = machine.describe("cpu", ())
+    cpu = machine.describe_device("cpu", ())
     assert cpu.memory_total and cpu.memory_total.value == 5000
     assert cpu.memory_free and cpu.memory_free.value == 200
 
@@ -146,14 +146,14 @@ def test_two_threads_of_one_core_are_one_physical_core(tmp_path: Path, monkeypat
     for logical, core in enumerate((0, 1, 0, 1)):
         folder = f"cpu{logical}/topology"
         write(tmp_path, {f"{folder}/physical_package_id": "0\n", f"{folder}/core_id": f"{core}\n"})
-    assert limits.physical_among([0, 1, 2, 3], tmp_path) == 2
-    assert limits.physical_among([0, 2], tmp_path) == 1
+    assert limits.physical_core_count([0, 1, 2, 3], tmp_path) == 2
+    assert limits.physical_core_count([0, 2], tmp_path) == 1
 
 
 def test_on_a_mac_the_fast_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.sys, "platform", "darwin")
-    monkeypatch.setattr(limits, "told", lambda *command: "6")
-    assert limits.physical_among(list(range(10))) == 6
+    monkeypatch.setattr(limits, "program_output", lambda *command: "6")
+    assert limits.physical_core_count(list(range(10))) == 6
 
 
 # --- the compiler
@@ -164,18 +164,18 @@ def test_the_compiler_is_the_one_torch_would_take(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("CXX", raising=False)
     for system, name in (("linux", "g++"), ("win32", "cl"), ("darwin", "clang++")):
         monkeypatch.setattr(machine.sys, "platform", system)
-        assert machine.compiler() == f"/bin/{name}"
+        assert machine.find_compiler() == f"/bin/{name}"
     monkeypatch.setenv("CXX", "clang++-18")
-    assert machine.compiler() == "/bin/clang++-18"
+    assert machine.find_compiler() == "/bin/clang++-18"
 
 
 def test_a_mac_without_developer_tools_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/clang++")
-    monkeypatch.setattr(limits, "told", lambda *command: None)
-    assert machine.compiler() is None
+    monkeypatch.setattr(limits, "program_output", lambda *command: None)
+    assert machine.find_compiler() is None
 
 
 def test_a_program_that_is_missing_or_fails_tells_nothing() -> None:
-    assert limits.told("no-such-program-anywhere") is None
+    assert limits.program_output("no-such-program-anywhere") is None

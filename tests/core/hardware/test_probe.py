@@ -11,7 +11,7 @@ import torch
 
 from hotloop.core.hardware import benchmarks, limits, machine, speed_cache
 from hotloop.core.hardware import probe as package
-from hotloop.core.hardware.probe import probe
+from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.records.hardware import Device, Figure, Hardware, Speed
 
 Measure = Callable[..., tuple[Speed, list[str]]]
@@ -22,13 +22,13 @@ CPU = Device("cpu", "cpu", "Some chip", None, ("fp32", "fp64"), None, Figure(2.0
 @pytest.fixture(autouse=True)
 def only_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test sees the CPU alone, on a machine with accelerators too."""
-    monkeypatch.setattr(package, "devices", lambda: ["cpu"])
+    monkeypatch.setattr(package, "device_names", lambda: ["cpu"])
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Each test has a cache folder of its own."""
-    monkeypatch.setattr(speed_cache, "folder", lambda: tmp_path / "devices")
+    monkeypatch.setattr(speed_cache, "speed_folder", lambda: tmp_path / "devices")
     return tmp_path / "devices"
 
 
@@ -36,7 +36,7 @@ def planted(value: float = 1e9, **changes: object) -> Speed:
     """A complete speed of the CPU, as nobody measured it."""
     rate = Figure(value, "flop_per_s", "measured", "2026-01-31T12:00:00+00:00")
     figures: dict[str, object] = {
-        "flop_per_s": dict.fromkeys(machine.cpu_precisions(machine.processor().vectors), rate),
+        "flop_per_s": dict.fromkeys(machine.cpu_precisions(machine.read_processor().vectors), rate),
         "memory_bandwidth": Figure(1e9, "bytes_per_s", "measured"),
         "launch_overhead": Figure(1.0, "us", "measured"),
     }
@@ -50,11 +50,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measure(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[Speed, list[str]]:
         calls.append(device.name)
-        for name in benchmarks.figures_of(device):
+        for name in benchmarks.figure_names(device):
             tick(name)
         return planted(), []
 
-    monkeypatch.setattr(benchmarks, "measure", measure)
+    monkeypatch.setattr(benchmarks, "measure_speed", measure)
     return calls
 
 
@@ -63,15 +63,15 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_cpu_is_measured_once_and_nothing_else_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    really: Measure = benchmarks.measure
+    really: Measure = benchmarks.measure_speed
 
     def counted(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[Speed, list[str]]:
         calls.append(device.name)
         return really(device, threads, tick)
 
-    monkeypatch.setattr(benchmarks, "measure", counted)
+    monkeypatch.setattr(benchmarks, "measure_speed", counted)
     random, threads = torch.get_rng_state(), torch.get_num_threads()
-    first = probe()
+    first = measure_hardware()
     assert calls == ["cpu"]
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.get_num_threads() == threads
@@ -82,14 +82,14 @@ def test_the_cpu_is_measured_once_and_nothing_else_moves(monkeypatch: pytest.Mon
     assert all(figure and figure.value > 0 and figure.source == "measured" and figure.when for figure in figures)
     assert cpu.speed.host_to_device is None
 
-    second = probe()
+    second = measure_hardware()
     assert calls == ["cpu"], "the second call measures nothing"
     assert second.devices[0].speed == cpu.speed
     assert second.notes == first.notes
 
 
 def test_what_is_known_of_this_machine(measured: list[str]) -> None:
-    found = probe()
+    found = measure_hardware()
     (cpu,), core = found.devices, found.processor
     assert cpu.memory_total and cpu.memory_free
     assert 0 < cpu.memory_free.value <= cpu.memory_total.value
@@ -103,8 +103,8 @@ def test_what_is_known_of_this_machine(measured: list[str]) -> None:
 
 def test_nvidia_gpus_without_a_torch_that_uses_them(monkeypatch: pytest.MonkeyPatch, measured: list[str]) -> None:
     rows = "NVIDIA A, rev 2, 580.1\nNVIDIA B, 580.1"
-    monkeypatch.setattr(limits, "told", lambda *command: rows if command[0] == "nvidia-smi" else None)
-    found = probe()
+    monkeypatch.setattr(limits, "program_output", lambda *command: rows if command[0] == "nvidia-smi" else None)
+    found = measure_hardware()
     assert found.unused_gpus == ("NVIDIA A, rev 2", "NVIDIA B")
     assert found.versions["nvidia_driver"] == "580.1"
 
@@ -114,21 +114,21 @@ def test_nvidia_gpus_without_a_torch_that_uses_them(monkeypatch: pytest.MonkeyPa
 
 def test_progress_counts_every_figure_and_is_silent_when_all_are_stored(measured: list[str]) -> None:
     heard: list[tuple[str, int, int]] = []
-    found = probe(progress=lambda *what: heard.append(what))
-    total = len(benchmarks.figures_of(found.devices[0]))
+    found = measure_hardware(progress=lambda *what: heard.append(what))
+    total = len(benchmarks.figure_names(found.devices[0]))
     assert [done for _, done, _ in heard] == list(range(total + 1))
     assert {all_ for *_, all_ in heard} == {total}
     assert heard[0][0] == "cpu: fp32"
     heard.clear()
-    probe(progress=lambda *what: heard.append(what))
+    measure_hardware(progress=lambda *what: heard.append(what))
     assert heard == []
 
 
 def test_refresh_measures_anew(measured: list[str]) -> None:
-    probe()
-    probe()
+    measure_hardware()
+    measure_hardware()
     assert len(measured) == 1
-    probe(refresh=True)
+    measure_hardware(refresh=True)
     assert len(measured) == 2
 
 
@@ -147,19 +147,19 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_figures_are_measured_anew_with_a_note(damage: str, measured: list[str], folder: Path) -> None:
-    assert probe().notes == ()
+    assert measure_hardware().notes == ()
     (stored,) = folder.iterdir()
     whole = stored.read_bytes()
     assert DAMAGE[damage](whole) != whole
     stored.write_bytes(DAMAGE[damage](whole))
 
-    found = probe()
+    found = measure_hardware()
     assert len(measured) == 2
     assert found.devices[0].speed == planted()
     assert "measured anew" in found.notes[0]
     assert str(stored) in found.notes[0]
 
-    assert probe().notes == (), "the damaged file was replaced"
+    assert measure_hardware().notes == (), "the damaged file was replaced"
     assert len(measured) == 2
 
 
@@ -167,7 +167,7 @@ def test_damaged_figures_are_measured_anew_with_a_note(damage: str, measured: li
 def test_figures_of_another_setting_are_not_taken(
     change: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe()
+    measure_hardware()
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "9.9.9")
     elif change == "threads":
@@ -176,7 +176,7 @@ def test_figures_of_another_setting_are_not_taken(
         monkeypatch.setattr(speed_cache.platform, "node", lambda: "another-host")
     else:
         monkeypatch.setattr(machine, "_cpu_model", lambda: "another chip")
-    assert probe().notes == ()
+    assert measure_hardware().notes == ()
     assert len(measured) == 2
 
 
@@ -184,7 +184,7 @@ def test_a_cache_that_cannot_be_written_costs_a_note_only(
     measured: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.write_text("a file where the folder should be")
-    found = probe()
+    found = measure_hardware()
     assert found.devices[0].speed == planted()
     assert any("couldn't be stored" in note for note in found.notes)
 
@@ -192,13 +192,13 @@ def test_a_cache_that_cannot_be_written_costs_a_note_only(
 def test_a_figure_that_could_not_be_taken_is_noted_left_unknown_and_not_remembered(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    def figure(self: benchmarks.Bench, name: str) -> Figure:
+    def figure(self: benchmarks.DeviceBenchmark, name: str) -> Figure:
         if name == "fp64":
             raise torch.OutOfMemoryError("out of memory\nand much more")
         return Figure(1.0, "us", "measured")
 
-    monkeypatch.setattr(benchmarks.Bench, "figure", figure)
-    found = probe()
+    monkeypatch.setattr(benchmarks.DeviceBenchmark, "figure", figure)
+    found = measure_hardware()
     assert "fp32" in found.devices[0].speed.flop_per_s
     assert "fp64" not in found.devices[0].speed.flop_per_s
     assert found.notes == ("cpu: fp64 couldn't be measured: out of memory",)
@@ -210,8 +210,8 @@ def test_a_figure_that_could_not_be_taken_is_noted_left_unknown_and_not_remember
 
 def test_figures_follow_from_the_time_and_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that says half a second for anything, the figures are arithmetic."""
-    monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s=0.0: work() is None or 0.5)
-    bench = benchmarks.Bench(CPU, threads=1)
+    monkeypatch.setattr(benchmarks.BenchmarkClock, "best", lambda self, work, budget_s=0.0: work() is None or 0.5)
+    bench = benchmarks.DeviceBenchmark(CPU, threads=1)
     product = bench.figure("fp32")
     assert product.value == 2 * 256**3 / 0.5
     assert "256 x 256" in product.how
@@ -223,10 +223,12 @@ def test_figures_follow_from_the_time_and_the_work(monkeypatch: pytest.MonkeyPat
 def test_products_grow_until_they_take_long_or_the_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(seconds_of: Callable[[int], float], free_bytes: float) -> list[int]:
         tried: list[int] = []
-        monkeypatch.setattr(benchmarks.Bench, "_product", lambda self, size, dtype: tried.append(size) or {"mm": None})
-        monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s: seconds_of(tried[-1]))
+        monkeypatch.setattr(
+            benchmarks.DeviceBenchmark, "_product", lambda self, size, dtype: tried.append(size) or {"mm": None}
+        )
+        monkeypatch.setattr(benchmarks.BenchmarkClock, "best", lambda self, work, budget_s: seconds_of(tried[-1]))
         device = Device("cpu", "cpu", memory_free=Figure(free_bytes, "bytes", "os"))
-        benchmarks.Bench(device, threads=1).matrix("fp32")
+        benchmarks.DeviceBenchmark(device, threads=1).matrix("fp32")
         return tried
 
     slow, fast = (lambda size: size**3 / 1e9), (lambda size: 1e-9)
@@ -238,16 +240,18 @@ def test_products_grow_until_they_take_long_or_the_memory_ends(monkeypatch: pyte
 
 def test_the_library_counts_that_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, it's the same product."""
-    bench = benchmarks.Bench(CPU, threads=1)
+    bench = benchmarks.DeviceBenchmark(CPU, threads=1)
     products = bench._product(256, torch.float32)
     if "oneDNN" not in products:
         pytest.skip("this torch was built without oneDNN")
     assert torch.allclose(products["torch.mm"](), products["oneDNN"](), atol=1e-3)
     assert list(bench._product(256, torch.float64)) == ["torch.mm"]
-    monkeypatch.setattr(benchmarks.Bench, "_product", lambda self, size, dtype: products)
+    monkeypatch.setattr(benchmarks.DeviceBenchmark, "_product", lambda self, size, dtype: products)
     for fast in products:
         seconds = {products[by]: 0.25 if by == fast else 0.5 for by in products}
-        monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s, seconds=seconds: seconds[work])
+        monkeypatch.setattr(
+            benchmarks.BenchmarkClock, "best", lambda self, work, budget_s, seconds=seconds: seconds[work]
+        )
         found = bench.matrix("fp32")
         assert found.value == 2 * 256**3 / 0.25 and f"matrices by {fast}" in found.how
 
@@ -258,15 +262,15 @@ def test_one_thread_counts_where_several_are_kept_from_running(monkeypatch: pyte
     def alone() -> bool:
         return torch.get_num_threads() == 1
 
-    monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s=0.0: 0.25 if alone() else 0.5)
-    found, notes = benchmarks.measure(CPU, 2, lambda name: None)
+    monkeypatch.setattr(benchmarks.BenchmarkClock, "best", lambda self, work, budget_s=0.0: 0.25 if alone() else 0.5)
+    found, notes = benchmarks.measure_speed(CPU, 2, lambda name: None)
     assert found.flop_per_s["fp32"].value == 2 * 256**3 / 0.25
     assert "threads: 1" in found.flop_per_s["fp32"].how
     assert any("kept it busy" in note for note in notes)
     assert torch.get_num_threads() == before
 
-    monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s=0.0: 0.5 if alone() else 0.25)
-    found, notes = benchmarks.measure(CPU, 2, lambda name: None)
+    monkeypatch.setattr(benchmarks.BenchmarkClock, "best", lambda self, work, budget_s=0.0: 0.5 if alone() else 0.25)
+    found, notes = benchmarks.measure_speed(CPU, 2, lambda name: None)
     assert "threads: 2" in found.flop_per_s["fp32"].how
     assert notes == []
 
@@ -276,12 +280,12 @@ def test_a_clock_takes_the_best_window(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = iter([9.0, 0.1 * benchmarks.CPU_WINDOW_S, 0.2 * benchmarks.CPU_WINDOW_S, 0.4, 5.0, 0.8, 99.0])
     calls: list[int] = []
 
-    def seconds(self: benchmarks.Clock, work: object, count: int = 1) -> float:
+    def seconds(self: benchmarks.BenchmarkClock, work: object, count: int = 1) -> float:
         calls.append(count)
         return next(windows)
 
-    monkeypatch.setattr(benchmarks.Clock, "seconds", seconds)
-    assert benchmarks.Clock(torch.device("cpu")).best(lambda: None, 0.5) == 0.4 / 4
+    monkeypatch.setattr(benchmarks.BenchmarkClock, "seconds", seconds)
+    assert benchmarks.BenchmarkClock(torch.device("cpu")).best(lambda: None, 0.5) == 0.4 / 4
     assert calls == [1, 1, 2, 4, 4, 4]
 
 
@@ -292,9 +296,9 @@ def test_measuring_keeps_the_arithmetic_that_the_program_chose(choice: str) -> N
     torch.set_float32_matmul_precision(choice)
     try:
         chosen = matmul.fp32_precision
-        with benchmarks._float32_products("ieee"):
+        with benchmarks._float32_arithmetic("ieee"):
             assert matmul.fp32_precision == "ieee"
-        with benchmarks._float32_products("tf32"):
+        with benchmarks._float32_arithmetic("tf32"):
             assert matmul.fp32_precision == "tf32"
         assert matmul.fp32_precision == chosen
         assert torch.get_float32_matmul_precision() == choice
@@ -304,19 +308,21 @@ def test_measuring_keeps_the_arithmetic_that_the_program_chose(choice: str) -> N
 
 def test_measuring_is_not_changed_by_autocast_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(benchmarks.Bench, "figure", lambda self, name: seen.append(torch.is_autocast_enabled("cpu")))
+    monkeypatch.setattr(
+        benchmarks.DeviceBenchmark, "figure", lambda self, name: seen.append(torch.is_autocast_enabled("cpu"))
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        benchmarks.measure(CPU, 1, lambda name: None)
+        benchmarks.measure_speed(CPU, 1, lambda name: None)
     assert seen
     assert not any(seen)
 
 
 def test_accelerators_are_measured_with_their_link(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cuda:0", "cuda", precisions=("fp32", "tf32"))
-    assert benchmarks.figures_of(gpu) == ["fp32", "tf32", benchmarks.BANDWIDTH, benchmarks.LAUNCH, benchmarks.LINK]
+    assert benchmarks.figure_names(gpu) == ["fp32", "tf32", benchmarks.BANDWIDTH, benchmarks.LAUNCH, benchmarks.LINK]
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    clock = benchmarks.Clock(torch.device("cuda", 0))
+    clock = benchmarks.BenchmarkClock(torch.device("cuda", 0))
     clock.seconds(lambda: waited.append(torch.device("cpu")), 2)
     gpu_, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert waited == [gpu_, cpu, cpu, gpu_], "waits before it starts the clock, and before it stops it"

@@ -15,6 +15,6 @@ from hotloop.core.hardware.versions import machine_name
     "other", [{"allowed_cores": 99}, {"quota_cores": 0.5}, {"kernels": "DEFAULT"}, {"model": "another"}]
 )
 def test_another_share_of_a_machine_is_another_machine(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    before, processor = machine_name(), machine.processor()
-    monkeypatch.setattr(machine, "processor", lambda: replace(processor, **other))
+    before, processor = machine_name(), machine.read_processor()
+    monkeypatch.setattr(machine, "read_processor", lambda: replace(processor, **other))
     assert machine_name() != before

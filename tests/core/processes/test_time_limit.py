@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hotloop.core.processes.signals import at_most
+from hotloop.core.processes.signals import time_limit
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no alarms on Windows")
 
@@ -27,13 +27,13 @@ def sleeping(seconds: float) -> None:
 
 
 def test_it_is_given_up() -> None:
-    with pytest.raises(TooLongError), at_most(0.05, TooLongError):
+    with pytest.raises(TooLongError), time_limit(0.05, TooLongError):
         sleeping(60)
 
 
 def test_what_is_done_in_time_is_left_alone() -> None:
     before = signal.getsignal(signal.SIGALRM)
-    with at_most(60, TooLongError):
+    with time_limit(60, TooLongError):
         pass
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before
@@ -44,11 +44,11 @@ def test_an_alarm_of_somebody_else_goes_on_afterwards() -> None:
     before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
     try:
         signal.setitimer(signal.ITIMER_REAL, 60)
-        with at_most(30, TooLongError):
+        with time_limit(30, TooLongError):
             pass
         assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with at_most(30, TooLongError):
+        with time_limit(30, TooLongError):
             sleeping(0.1)
         sleeping(0.1)
         assert rung == [signal.SIGALRM]
@@ -58,7 +58,7 @@ def test_an_alarm_of_somebody_else_goes_on_afterwards() -> None:
 
 
 def test_an_error_of_its_own_goes_through_and_nothing_rings_later() -> None:
-    with pytest.raises(ValueError), at_most(0.05, TooLongError):
+    with pytest.raises(ValueError), time_limit(0.05, TooLongError):
         raise ValueError
     sleeping(0.1)
 
@@ -67,7 +67,7 @@ def test_in_another_thread_nobody_can_be_interrupted() -> None:
     done = []
 
     def work() -> None:
-        with at_most(0.01, TooLongError):
+        with time_limit(0.01, TooLongError):
             sleeping(0.1)
         done.append(True)
 

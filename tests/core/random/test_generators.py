@@ -18,12 +18,12 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 import hotloop
 from hotloop.core.random.generators import OwnedGenerators, unset_generators
 from hotloop.core.random.rng import seed_for
-from hotloop.core.state import State, differences
-from hotloop.data.seeded_dataset import Seeded
+from hotloop.core.state import State, differing_paths
+from hotloop.data.seeded_dataset import SeededDataset
 from hotloop.data.sources import Samples
 from hotloop.errors import PlanError
 from hotloop.lowering.evaluation import evaluate
-from hotloop.lowering.task_facts import facts_of
+from hotloop.lowering.task_facts import task_facts
 from tests.support.programs import advance
 from tests.support.tasks.owned_generators import (
     HOLDERS,
@@ -57,8 +57,8 @@ def resumed(make: Make, stop: int = STOP) -> State:
 
 def assert_resumes(make: Make) -> None:
     whole = after(make(), STEPS)
-    assert differences(whole, resumed(make)) == []
-    assert facts_of(lowered(make()).parts).exact
+    assert differing_paths(whole, resumed(make)) == []
+    assert task_facts(lowered(make()).parts).exact
 
 
 # --- each kind of generator with each owner
@@ -150,12 +150,12 @@ def test_an_iterable_data_set_resumes() -> None:
     def make() -> hotloop.Task:
         return task_of(data=Rows(np.random.default_rng(0)))
 
-    assert differences(after(make(), STEPS), resumed(make)) == []
+    assert differing_paths(after(make(), STEPS), resumed(make)) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sample_of_each_epoch_has_draws_of_its_own(kind: str) -> None:
-    seeded = Seeded(Samples(Noisy(KINDS[kind]())), seed=0)
+    seeded = SeededDataset(Samples(Noisy(KINDS[kind]())), seed=0)
     drawn = {(epoch, i): seeded[epoch, i][0] - X[i] for epoch in range(3) for i in range(24)}
     assert len({tuple(value.tolist()) for value in drawn.values()}) == len(drawn)
     values = torch.stack(list(drawn.values()))
@@ -176,7 +176,7 @@ def test_generators_of_one_owner_draw_apart() -> None:
             seen.append(tuple(rng.random() for rng in (self.one, self.other, *self.all)))
             return super().__getitem__(index)
 
-    Seeded(Samples(Several()), seed=0)[0, 0]
+    SeededDataset(Samples(Several()), seed=0)[0, 0]
     assert len(set(seen[0])) == 5
 
 
@@ -184,7 +184,7 @@ def test_a_shared_generator_stays_shared() -> None:
     shared = np.random.default_rng(0)
     task = task_of(data=Transformed(Compose(Slotted(shared), Slotted(shared))), augment=_augmenting(shared))
     data = task.roles.train.dataset  # type: ignore[union-attr]
-    seeded = Seeded(task.roles.train, 0)  # type: ignore[arg-type]
+    seeded = SeededDataset(task.roles.train, 0)  # type: ignore[arg-type]
     x, _ = seeded[0, 0]
     seeded.begin("sample", 0, 0)
     assert torch.equal(x, X[0] + noise(shared) + noise(shared))
@@ -208,10 +208,10 @@ def test_a_data_set_may_replace_its_generator_while_training() -> None:
 
     assert_resumes(lambda: task_of(data=Each(None)))
     data = Replacing(np.random.default_rng(0))
-    seeded = Seeded(Samples(data), 0)
+    seeded = SeededDataset(Samples(data), 0)
     first = seeded[1, 3][0]
     data.set_epoch(2)
-    assert torch.equal(Seeded(Samples(Noisy(np.random.default_rng(5))), 0)[2, 3][0], seeded[2, 3][0])
+    assert torch.equal(SeededDataset(Samples(Noisy(np.random.default_rng(5))), 0)[2, 3][0], seeded[2, 3][0])
     data.set_epoch(1)
     assert torch.equal(seeded[1, 3][0], first)
 
@@ -223,7 +223,7 @@ def test_validation_draws_the_same_in_each_epoch() -> None:
         model=lambda: NoisyModel(torch.Generator()),
     )
     program = lowered(task)
-    source = program.parts.roles.validation
+    source = program.parts.splits.validation
     assert source is not None
     first = evaluate(program, source).values["loss"]
     state = program.state()
@@ -271,8 +271,8 @@ def test_a_data_set_with_a_generator_is_not_read_into_memory() -> None:
 
 def test_unless_the_task_calls_it_deterministic() -> None:
     program = lowered(task_of(data=Noisy(np.random.default_rng(0)), deterministic=True), residency="host")
-    table = program.parts.roles.train
-    seeded = Seeded(Samples(Noisy(np.random.default_rng(9))), 0)
+    table = program.parts.splits.train
+    seeded = SeededDataset(Samples(Noisy(np.random.default_rng(9))), 0)
     assert torch.equal(table.columns[0], torch.stack([seeded[0, i][0] for i in range(24)]))  # type: ignore[union-attr]
 
 
@@ -324,7 +324,7 @@ def test_what_cannot_be_set_is_named(kind: str, owner: str) -> None:
         "step": {"step": lambda model, batch, rng=rng: nn.functional.mse_loss(model(batch[0]), batch[1])},
         "augment": {"augment": lambda x, draws, rng=rng: x},
     }[owner]
-    facts = facts_of(lowered(task_of(**given)).parts)
+    facts = task_facts(lowered(task_of(**given)).parts)
     assert not facts.exact
     assert len(facts.inexact) == 1
     assert name in facts.inexact[0] and facts.inexact[0].startswith(f"{owner}.") and "\n" not in facts.inexact[0]
@@ -388,7 +388,7 @@ ENTROPY: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_numbers_of_the_operating_system_are_named(kind: str, nested: bool) -> None:
     transform, name = ENTROPY[kind]
     data = Transformed(Compose(lambda x: transform(x)) if nested else transform)
-    lines = facts_of(lowered(task_of(data=data)).parts).inexact
+    lines = task_facts(lowered(task_of(data=data)).parts).inexact
     assert len(lines) == 1 and f"calls {name}, whose numbers don't follow from the seed" in lines[0]
 
 

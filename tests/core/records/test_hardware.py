@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hotloop.core.records.hardware import Device, Figure, Hardware, Processor, Speed
 from hotloop.errors import HotloopError
-from hotloop.report.hardware import advice, human, tables
+from hotloop.report.hardware import advice, format_figure, hardware_page
 
 WHEN = "2026-01-31T12:00:00+00:00"
 
@@ -135,13 +135,13 @@ def test_records_need_neither_torch_nor_pydantic_to_be_made() -> None:
     ],
 )
 def test_figures_are_shown_with_three_digits_and_a_fitting_unit(figure: Figure | None, text: str) -> None:
-    assert human(figure) == text
+    assert format_figure(figure) == text
 
 
 def shown(machine: Hardware, width: int = 120) -> str:
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(tables(machine))
+        console.print(hardware_page(machine))
     return captured.get()
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hotloop.core.records.race import Timing, Verdict, best_of
-from hotloop.report.race import page, sentence, table
+from hotloop.core.records.race import Timing, Verdict, best_plan_name
+from hotloop.report.race import race_page, race_table, winner_sentence
 
 
 def timing(name: str, step_ms: float | None, verdict: Any = None, parity: Any = None, **more: Any) -> Timing:
@@ -83,9 +83,9 @@ def verdict(plans: list[Timing], winner: str | None) -> Verdict:
 @pytest.mark.parametrize("name", RACES)
 def test_who_wins_and_why(name: str) -> None:
     plans, winner, says = RACES[name]
-    assert best_of(plans, "baseline", proven=True) == winner
-    assert says in sentence(verdict(plans, winner))
-    assert table(verdict(plans, winner)).row_count == len(plans)
+    assert best_plan_name(plans, "baseline", proven=True) == winner
+    assert says in winner_sentence(verdict(plans, winner))
+    assert race_table(verdict(plans, winner)).row_count == len(plans)
 
 
 def test_in_a_terminal_of_80_columns_each_verdict_can_be_read() -> None:
@@ -102,7 +102,7 @@ def test_in_a_terminal_of_80_columns_each_verdict_can_be_read() -> None:
     )  # fmt: skip
     console = Console(width=80)
     with console.capture() as shown:
-        console.print(table(verdict))
+        console.print(race_table(verdict))
     said = shown.get()
     for words in (
         "the baseline",
@@ -116,12 +116,12 @@ def test_in_a_terminal_of_80_columns_each_verdict_can_be_read() -> None:
 
 
 def test_without_proofs_any_plan_may_win() -> None:
-    assert best_of([BASE, timing("b", 2.0, "faster")], "baseline", proven=False) == "b"
+    assert best_plan_name([BASE, timing("b", 2.0, "faster")], "baseline", proven=False) == "b"
 
 
 def test_without_a_number_of_steps_the_quickest_step_wins() -> None:
     plans = [plan.model_copy(update={"run_s": None}) for plan in (BASE, FAST)]
-    assert best_of(plans, "baseline", proven=True) == "fast"
+    assert best_plan_name(plans, "baseline", proven=True) == "fast"
 
 
 def test_a_verdict_goes_to_json_and_back() -> None:
@@ -134,10 +134,10 @@ def test_on_another_device_a_plan_is_proven_against_the_baseline_there() -> None
         return one.model_copy(update={"plan": {"device": device}, "parity_reason": "each bit is the baseline's"})
 
     base, gpu = on("cpu", BASE), on("cuda:0", timing("gpu", 5.0, "faster", "bitwise"))
-    assert "and proven bitwise against the baseline on cuda:0" in sentence(verdict([base, gpu], "gpu"))
+    assert "and proven bitwise against the baseline on cuda:0" in winner_sentence(verdict([base, gpu], "gpu"))
     assert _page(verdict([base, gpu], "gpu")).count("gpu is bitwise against the baseline on cuda:0: each bit") == 1
     broken = on("cuda:0", timing("gpu", 5.0, "faster", "broken"))
-    assert "but broken against the baseline on cuda:0." in sentence(verdict([base, broken], "baseline"))
+    assert "but broken against the baseline on cuda:0." in winner_sentence(verdict([base, broken], "baseline"))
     same = on("cpu", FAST)
     assert "against the baseline" not in _page(verdict([base, same], "fast"))
 
@@ -145,5 +145,5 @@ def test_on_another_device_a_plan_is_proven_against_the_baseline_there() -> None
 def _page(one: Verdict) -> str:
     console = Console(width=400)
     with console.capture() as captured:
-        console.print(page(one))
+        console.print(race_page(one))
     return captured.get()

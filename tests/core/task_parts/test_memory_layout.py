@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.state import differences
-from hotloop.core.task_parts.memory_layout import have_common, shares_memory
+from hotloop.core.state import differing_paths
+from hotloop.core.task_parts.memory_layout import has_overlap, share_memory
 from hotloop.errors import PlanError, TaskError
 from tests.support.processes.resumed_training import last_checkpoint
 from tests.support.tasks.owned_generators import X, Y, after, lowered, task_of
@@ -96,7 +96,7 @@ def test_it_resumes_and_predicts(tmp_path: Path, name: str) -> None:
     whole = fitted(4, "whole", plan="baseline")
     fitted(2, "parts", plan="baseline")
     parts = fitted(4, "parts", resume=True)
-    assert differences(last_checkpoint(whole).state, last_checkpoint(parts).state) == []
+    assert differing_paths(last_checkpoint(whole).state, last_checkpoint(parts).state) == []
     task = task_of(model=TRAINED[name])
     output = hotloop.load_model(whole, task=task)(X).detach().numpy()
     assert (hotloop.predict(parts, X.numpy(), task=task) == output).all()
@@ -195,14 +195,14 @@ def test_sparse_gradients_with_their_optimizer() -> None:
         optimizer.step()
     found = after(task(), 3)
     assert torch.equal(model.words.weight, found.parameters["words.weight"])  # type: ignore[union-attr, arg-type]
-    assert differences(after(task(), 6), after(task(), 3, found)) == []
+    assert differing_paths(after(task(), 6), after(task(), 3, found)) == []
 
 
 def test_which_memory_is_shared() -> None:
     base = torch.arange(12.0)
     grid = base.view(3, 4)
-    assert not any(map(shares_memory, (base, grid, grid.t(), grid[:, :2], base[::2], torch.ones(()), torch.ones(0, 3))))
-    assert all(map(shares_memory, (torch.ones(1).expand(2), base.unfold(0, 3, 1), grid[:1].expand(2, 4))))
-    assert not have_common(grid[:, :2], grid[:, 2:]) and not have_common(base[:4], base[4:])
-    assert have_common(grid[:, :2], grid[:, 1:]) and have_common(base[:5], base[4:])
-    assert not have_common(base, base.clone())
+    assert not any(map(has_overlap, (base, grid, grid.t(), grid[:, :2], base[::2], torch.ones(()), torch.ones(0, 3))))
+    assert all(map(has_overlap, (torch.ones(1).expand(2), base.unfold(0, 3, 1), grid[:1].expand(2, 4))))
+    assert not share_memory(grid[:, :2], grid[:, 2:]) and not share_memory(base[:4], base[4:])
+    assert share_memory(grid[:, :2], grid[:, 1:]) and share_memory(base[:5], base[4:])
+    assert not share_memory(base, base.clone())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.task_parts import module_modes
-from hotloop.core.task_parts.module_modes import evaluation_mode, set_training, stays_in_eval
+from hotloop.core.task_parts.module_modes import evaluation_mode, modules_in_eval, set_training
 from hotloop.errors import PlanError, TaskError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
@@ -183,7 +183,7 @@ def test_arrays_refuse_a_frozen_norm_in_one_line() -> None:
 
 def test_arrays_refuse_a_module_that_a_callback_switches() -> None:
     program = hotloop.lower(a_task(model=normed), Plan(engine="arrays"))
-    program.look_again([lambda view: None])
+    program.schedule_recheck([lambda view: None])
     program.model[1].eval()  # type: ignore[index]
     with pytest.raises(TaskError, match="a callback puts '1' into evaluation mode"):
         program.advance(1)
@@ -321,7 +321,7 @@ def test_switching_leaves_every_bit_as_it_was() -> None:
         layer.up.data.normal_()
     model[2].eval()
     before = {name: (value, value.data_ptr(), value.detach().clone()) for name, value in model.named_parameters()}
-    in_eval = stays_in_eval(model)
+    in_eval = modules_in_eval(model)
     for _ in range(3):
         set_training(model, in_eval)
         with evaluation_mode([model]):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.core.task_parts import optimizer_state
 from hotloop.errors import CheckpointError, PlanError, TaskError
 from hotloop.plan import Plan
@@ -213,9 +213,9 @@ def test_going_back_to_the_first_state_forgets_what_an_inner_optimizer_has_kept(
     advance(program, 4)
     first = program.state()
     program.restore(start)
-    assert differences(program.state(), start) == []
+    assert differing_paths(program.state(), start) == []
     advance(program, 4)
-    assert differences(program.state(), first) == []
+    assert differing_paths(program.state(), first) == []
 
 
 def test_without_the_inner_optimizers_state_the_result_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_without_the_inner_optimizers_state_the_result_would_be_another(monkeypa
 
 def test_without_the_repair_load_state_dict_would_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that comparing after load_state_dict guards against; what it leaves is reported."""
-    monkeypatch.setattr(optimizer_state, "_repair", lambda live, saved: None)
+    monkeypatch.setattr(optimizer_state, "_repair_state", lambda live, saved: None)
     program = hotloop.lower(a_task(model=network, optimizer=WideState))
     advance(program, 3)
     program.restore(program.state())
@@ -309,7 +309,7 @@ def test_plans_train_wrappers_as_the_baseline_does(axes: dict[str, Any]) -> None
         advance(program, 6)
     for name, value in expected.state().parameters.items():
         torch.testing.assert_close(found.state().parameters[name], value)
-    assert differences(found.state(), found.state()) == []
+    assert differing_paths(found.state(), found.state()) == []
     found.close()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.arrays import dense
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from hotloop.errors import DataError, HotloopError, PlanError, TaskError
 from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
 from hotloop.parity.proof import prove_plans
@@ -137,11 +137,11 @@ def test_it_trains_as_the_baseline_does_and_its_state_round_trips(name: str, mon
     same(state, expected)
 
     program.restore(through_file(state))
-    assert differences(program.state(), state) == []
+    assert differing_paths(program.state(), state) == []
     further = after(program, 3)
     under_the_baseline = hotloop.lower(TASKS[name]())
     under_the_baseline.restore(state)
-    assert differences(under_the_baseline.state(), state) == []
+    assert differing_paths(under_the_baseline.state(), state) == []
     same(further, after(under_the_baseline, 3))
 
 

@@ -16,7 +16,7 @@ import hotloop
 from hotloop.arrays.graph import Graph
 from hotloop.errors import PlanError, TaskError
 from hotloop.lowering.arrays_engine import arrays_step
-from hotloop.lowering.arrays_engine.graph_trace import traced
+from hotloop.lowering.arrays_engine.graph_trace import trace_layers
 from hotloop.plan import BASELINE, Plan
 from tests.support.array_layer_checks import TOLERANCE
 from tests.support.programs import a_task, advance
@@ -376,7 +376,7 @@ class Still(nn.Module):
 def test_what_cannot_be_written_out_is_named(name: str) -> None:
     model, says = REFUSED[name]
     with pytest.raises(PlanError) as error:
-        traced(model())
+        trace_layers(model())
     line = str(error.value)
     assert "\n" not in line and "engine=eager" in line
     assert [words for words in says if words not in line] == [], line
@@ -385,7 +385,7 @@ def test_what_cannot_be_written_out_is_named(name: str) -> None:
 def test_a_model_keeps_the_modes_of_its_modules() -> None:
     model = Tutorial()
     model.fc1.eval()
-    traced(model)
+    trace_layers(model)
     assert model.training and not model.fc1.training
 
 

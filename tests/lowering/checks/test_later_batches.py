@@ -16,8 +16,8 @@ import hotloop
 from hotloop.errors import PartsDifferError
 from hotloop.lowering.build import lower
 from hotloop.lowering.checks import batch_rows, later_batches
-from hotloop.lowering.checks.later_batches import LaterBatches, padding_of
-from hotloop.parity.float64 import lower_exactly
+from hotloop.lowering.checks.later_batches import LaterBatches, count_padding
+from hotloop.parity.float64 import lower_in_float64
 from hotloop.plan import BASELINE, Plan
 
 DRAWS = torch.Generator().manual_seed(1)
@@ -178,7 +178,7 @@ def compared(later: LaterBatches, clock: Clock, batches: list[Any], step_s: floa
     for number, batch in enumerate(batches, 1):
         if later.is_due(batch):
             found.append(number)
-            with later.comparing():
+            with later.time_comparison():
                 clock.now_s += check_s
         clock.now_s += step_s
     return found
@@ -187,7 +187,7 @@ def compared(later: LaterBatches, clock: Clock, batches: list[Any], step_s: floa
 def test_batches_are_compared_at_powers_of_two_and_at_new_padding(clock: Clock) -> None:
     full, padded = torch.ones(4, 3), torch.tensor([[1.0, 1, 0]] * 4)
     later = LaterBatches()
-    later.compared_first(full)
+    later.note_first_comparison(full)
     batches = [full] * 5 + [padded] * 2 + [full] * 10
     assert compared(later, clock, batches, step_s=0.01, check_s=0.0) == [2, 4, 6, 8, 16]
 
@@ -196,14 +196,14 @@ def test_comparing_takes_a_hundredth_of_the_time(clock: Clock) -> None:
     later = LaterBatches()
     batches = [torch.randn(4, 3, generator=DRAWS).relu() for _ in range(4000)]
     found = compared(later, clock, batches, step_s=0.01, check_s=0.05)
-    assert 0.05 * len(found) <= 0.01 * clock.now_s + later_batches._FREE_S
+    assert 0.05 * len(found) <= 0.01 * clock.now_s + later_batches._FREE_TIME_S
     assert found[:2] == [1, 2]
 
 
 def test_what_takes_long_is_still_compared_at_the_first_padding(clock: Clock) -> None:
     later = LaterBatches()
     full, padded = torch.ones(4, 3), torch.tensor([[1.0, 1, 0]] * 4)
-    later.compared_first(full)
+    later.note_first_comparison(full)
     assert compared(later, clock, [full] * 20 + [padded] * 20, step_s=0.01, check_s=60.0)[:2] == [2, 21]
 
 
@@ -218,7 +218,7 @@ def test_what_takes_long_is_still_compared_at_the_first_padding(clock: Clock) ->
     ],
 )
 def test_padding_of_each_kind_is_seen(padded: Tensor) -> None:
-    assert padding_of((padded, 1)) != padding_of((torch.tensor([[1.0, 2, 4], [1, 2, 3]]), 1))
+    assert count_padding((padded, 1)) != count_padding((torch.tensor([[1.0, 2, 4], [1, 2, 3]]), 1))
 
 
 # --- what a loss holds is as wide as the model
@@ -283,7 +283,7 @@ def test_a_loss_with_tensors_of_its_own_is_trained_in_pieces(case: str) -> None:
         program.advance(6)
         found.append(weights(program.model))
     assert torch.allclose(*found, atol=1e-6)
-    exact = lower_exactly(task, torch.device("cpu"))
+    exact = lower_in_float64(task, torch.device("cpu"))
     exact.step((X[:4, 0], task.data[1][:4]))
     assert not exact._step.watch.narrowed
 

@@ -193,7 +193,7 @@ def test_a_loss_is_tried_on_a_copy_with_the_draws_put_back(monkeypatch: pytest.M
         return ""
 
     seen, draws = after_a_step()
-    monkeypatch.setattr(eager_step, "sum_doubt", untried)
+    monkeypatch.setattr(eager_step, "check_loss_sum", untried)
     without, as_before = after_a_step()
     assert tried == [1]
     assert seen == without and len(seen) == 1

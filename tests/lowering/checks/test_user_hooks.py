@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hotloop
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.errors import PlanError, TaskError
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps import cuda_graph
-from hotloop.lowering.steps.data_parallel import look
-from hotloop.lowering.transforms.optimizer import hooked_optimizer
+from hotloop.lowering.steps.data_parallel import find_joint_ops
+from hotloop.lowering.transforms.optimizer import describe_update_hook
 from hotloop.plan import Plan
 from hotloop.tuning import rules
-from hotloop.tuning.auto.auto import lowered
+from hotloop.tuning.auto.auto import lower_requested
 from hotloop.tuning.search import payoff
 from tests.lowering.compile.test_optimizer_scalars import uncompiled  # noqa: F401  a fixture
 from tests.support.fake_graph_recorder import FakeRecorder
@@ -33,8 +33,8 @@ WHOLE = [Plan(compile="step"), Plan(compile="package"), GRAPHS]
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on this CPU."""
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
-    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", FakeRecorder)
 
 
 # --- gradients
@@ -206,12 +206,14 @@ def test_hotloops_own_hooks_of_fused_updates_are_none_of_the_users() -> None:
 
 def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run has steps enough, and a compilation takes nothing."""
-    monkeypatch.setattr(rules, "COMPILED_FROM_STEPS", 1)
-    for name in ("_DOUBT", "_RACING_STEPS"):
+    monkeypatch.setattr(rules, "MIN_COMPILED_STEPS", 1)
+    for name in ("_COMPILE_TIME_FACTOR", "_RACING_STEPS"):
         monkeypatch.setattr(payoff, name, 0)
-    monkeypatch.setattr(payoff, "proving_s", lambda *_: 0.0)
+    monkeypatch.setattr(payoff, "estimate_proof_s", lambda *_: 0.0)
     said: list[str] = []
-    program = lowered(with_clamps(AROUND["after"][0]), Wanted(Plan(device="cpu"), auto=True), said.append)
+    program = lower_requested(
+        with_clamps(AROUND["after"][0]), PlanRequest(Plan(device="cpu"), is_auto=True), said.append
+    )
     assert program.parts.plan.compile == "none"
     assert any("passes over compile=package: " in line and "a hook around SGD.step" in line for line in said)
 
@@ -237,7 +239,7 @@ def test_a_hook_that_a_callback_hangs_up_is_called_from_the_next_epoch_on(name: 
     programs = [hotloop.lower(a_task(batch_size=6), one) for one in (plan, Plan())]
     for program in programs:
         advance(program, 4)  # an epoch
-        program.look_again([print])
+        program.schedule_recheck([print])
         LATER[name](program)
         advance(program, 4)
     found, expected = (program.state().parameters for program in programs)
@@ -254,13 +256,13 @@ def test_an_optimizer_that_never_got_torch_s_own_fields_has_no_hooks() -> None:
         def __init__(self) -> None:
             pass
 
-    assert hooked_optimizer(Bare()) is None
+    assert describe_update_hook(Bare()) is None
 
 
 def test_what_torch_counts_steps_with_is_no_hook_of_the_user_s() -> None:
     handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)
     try:
-        assert hooked_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters())) is None
+        assert describe_update_hook(torch.optim.SGD(nn.Linear(2, 2).parameters())) is None
     finally:
         handle.remove()
 
@@ -282,4 +284,4 @@ class Halving(nn.Linear):
 
 def test_the_backward_of_a_library_s_operator_is_one_that_an_export_has() -> None:
     parts = hotloop.lower(a_task(model=lambda: Halving(6, 3)), Plan(device="cpu")).parts
-    assert look(parts).scripted == ""
+    assert find_joint_ops(parts).scripted == ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.lowering.compile import decompositions
-from hotloop.lowering.compile.capture import capture
+from hotloop.lowering.compile.capture import capture_step
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP
@@ -33,7 +33,7 @@ def test_samples_mixed_in_a_drawn_order_are_compiled() -> None:
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may do without")
 def test_that_takes_what_is_written_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompositions, "_trust_permutations", lambda graph: None)
+    monkeypatch.setattr(decompositions, "_skip_permutation_checks", lambda graph: None)
     with pytest.raises(hotloop.errors.PlanError, match="can't be compiled"):
         hotloop.lower(a_task(step=mixed, model=lambda: nn.Linear(6, 3)), STEP)
 
@@ -51,6 +51,6 @@ def test_only_what_surely_is_a_permutation_is_trusted(step: Any, trusted: int) -
     program = hotloop.lower(a_task(step=step, model=lambda: nn.Linear(6, 3)), Plan())
     advance(program, 1)
     batch = tuple(value[:5] for value in labelled())
-    graph = capture(program._step, batch, 5, {}, whole=True).graph
+    graph = capture_step(program._step, batch, 5, {}, whole=True).graph
     found = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._unsafe_index.Tensor)
     assert len(found) == trusted

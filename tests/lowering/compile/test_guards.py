@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.lowering.compile.guards import constants_of
-from hotloop.lowering.compile.package_cache import _key
+from hotloop.lowering.compile.guards import graph_constants
+from hotloop.lowering.compile.package_cache import _package_key
 from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP, Layer, assert_trains_as_eagerly, refusal
 from tests.support.programs import a_task, advance
@@ -116,12 +116,12 @@ def test_a_package_s_key_has_its_constants_bit_by_bit() -> None:
     program = hotloop.lower(a_task(step=partial(taught, moves=False)), STEP)
     advance(program, 1)
     captured = program._step._captured  # type: ignore[attr-defined]
-    first = _key(captured, program.device, {})
-    value = next(iter(constants_of(captured.graph).values()))
-    assert _key(captured, program.device, {}) == first
+    first = _package_key(captured, program.device, {})
+    value = next(iter(graph_constants(captured.graph).values()))
+    assert _package_key(captured, program.device, {}) == first
     with torch.no_grad():
         value.view(-1)[0].neg_()
-        assert _key(captured, program.device, {}) != first
+        assert _package_key(captured, program.device, {}) != first
         value.view(-1)[0].neg_()
 
 

@@ -16,7 +16,7 @@ from torch.utils._ordered_set import OrderedSet
 import hotloop
 from hotloop.core.patches import Patches
 from hotloop.lowering.compile import inductor_patches
-from hotloop.lowering.compile.inductor_patches import kept_mutations
+from hotloop.lowering.compile.inductor_patches import patch_mutation_deps
 from tests.support.eager_comparison import STEP
 from tests.support.programs import a_task
 
@@ -61,13 +61,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], AbstractCon
         def watched() -> Iterator[None]:
             patches = Patches()
             with within():
-                patches.put(scheduler.SchedulerNode, "recompute_size_and_body", noting)
+                patches.patch(scheduler.SchedulerNode, "recompute_size_and_body", noting)
                 try:
                     yield
                 finally:
                     patches.undo()
 
-        monkeypatch.setattr(inductor_patches, "kept_mutations", watched)
+        monkeypatch.setattr(inductor_patches, "patch_mutation_deps", watched)
         words = torch.randint(20, (24, 16), generator=torch.Generator().manual_seed(0))
         with torch._inductor.config.patch(fx_graph_cache=False):
             hotloop.lower(a_task(model=Block, data=(words, words[:, 0] % 3)), STEP)
@@ -80,7 +80,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], AbstractCon
 def test_who_gets_other_loops_still_reads_what_was_drawn(
     reads: Callable[[Callable[[], AbstractContextManager[None]]], Told],
 ) -> None:
-    found = reads(kept_mutations)
+    found = reads(patch_mutation_deps)
     assert found and not any(old for _, old in found)
 
 
@@ -109,7 +109,7 @@ class Reads:
 def test_who_must_come_first_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "SchedulerNode", Reads)
     node = Reads(StarDep("mask"), WeakDep("reader", "mask"))
-    with kept_mutations():
+    with patch_mutation_deps():
         node.recompute_size_and_body()
     assert node.read_writes.reads == {StarDep("drawn"), WeakDep("reader", "mask")}
     node.recompute_size_and_body()
@@ -119,14 +119,14 @@ def test_who_must_come_first_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_was_compiled_otherwise_is_not_taken_from_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     tags = []
     for mended in (1, 2):
-        monkeypatch.setattr(inductor_patches, "MENDED", mended)
-        with inductor_patches.ready_to_compile(torch.device("cpu")):
+        monkeypatch.setattr(inductor_patches, "INDUCTOR_PATCH_VERSION", mended)
+        with inductor_patches.inductor_patches(torch.device("cpu")):
             tags.append(torch.compiler.config.cache_key_tag)
     assert len({*tags, torch.compiler.config.cache_key_tag}) == 3
 
 
 def test_the_compiler_is_as_it_was_after_an_error() -> None:
     before = scheduler.SchedulerNode.recompute_size_and_body
-    with pytest.raises(ValueError), kept_mutations():
+    with pytest.raises(ValueError), patch_mutation_deps():
         raise ValueError
     assert scheduler.SchedulerNode.recompute_size_and_body is before

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.lowering.compile.capture import Captured
+from hotloop.lowering.compile.capture import CapturedStep
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
 from tests.lowering.steps.test_cuda_graph import on_a_stand_in  # noqa: F401  a fixture, for all tests here
@@ -48,10 +48,10 @@ def test_a_rate_in_a_tensor_is_read_at_each_step(plan: Plan) -> None:
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the captured step operation by operation."""
 
-    def run(captured: Captured, *others: Any) -> Callable[[list[torch.Tensor]], Any]:
+    def run(captured: CapturedStep, *others: Any) -> Callable[[list[torch.Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
-    monkeypatch.setattr(compiled_step, "_compiled", run)
+    monkeypatch.setattr(compiled_step, "_compile", run)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -15,11 +15,11 @@ from torch.fx import Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.data.batch_tree import flatten
+from hotloop.data.batch_tree import flatten_tree
 from hotloop.lowering.compile import capture as capturing
 from hotloop.lowering.compile import inductor_patches
-from hotloop.lowering.compile.capture import Captured, capture
-from hotloop.lowering.compile.output_strides import strides
+from hotloop.lowering.compile.capture import CapturedStep, capture_step
+from hotloop.lowering.compile.output_strides import significant_strides
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP
@@ -96,19 +96,19 @@ class Lying(Interpreter):
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n.target in BY_LIBRARIES:
-            for there, said in zip(*(flatten(value)[0] for value in (result, n.meta["val"])), strict=True):
+            for there, said in zip(*(flatten_tree(value)[0] for value in (result, n.meta["val"])), strict=True):
                 if isinstance(there, Tensor) and there.numel():
                     self.seen += 1
-                    if strides(there) != strides(said):
+                    if significant_strides(there) != significant_strides(said):
                         self.otherwise.append(f"{n.name}: {there.stride()} for {said.stride()}")
         return result
 
 
-def captured(task: hotloop.Task) -> Captured:
+def captured(task: hotloop.Task) -> CapturedStep:
     program = hotloop.lower(task, Plan())
     advance(program, 1)
     batch = tuple(value[:16] for value in task.data)  # type: ignore[union-attr]
-    return capture(program._step, batch, 16, {}, whole=True)
+    return capture_step(program._step, batch, 16, {}, whole=True)
 
 
 def laid_otherwise(task: hotloop.Task) -> list[str]:
@@ -166,7 +166,7 @@ nnpack = pytest.mark.skipif(
 def unasked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All is captured without oneDNN, as an LSTM is; torch remembers how convolutions lay."""
     without = torch.backends.mkldnn.flags
-    monkeypatch.setattr(capturing, "_without_a_memory_of_onednn", lambda: without(enabled=False))
+    monkeypatch.setattr(capturing, "_reset_onednn_memory", lambda: without(enabled=False))
     FakeTensorMode.cache_clear()
     yield
     FakeTensorMode.cache_clear()
@@ -192,5 +192,5 @@ def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
 @pytest.mark.more
 def test_a_package_for_another_layout_is_seen_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""
-    monkeypatch.setattr(inductor_patches, "laid_as_computed", nullcontext)  # which mends it, too
+    monkeypatch.setattr(inductor_patches, "use_real_output_strides", nullcontext)  # which mends it, too
     assert prove(seeing(lambda: Patches(1e-3), seed=1), PACKAGE).parity == "broken"

@@ -17,7 +17,7 @@ import hotloop
 from hotloop.core.hardware import machine
 from hotloop.errors import PlanError
 from hotloop.lowering.compile import package_cache
-from hotloop.lowering.compile.capture import Capture, Captured, capture
+from hotloop.lowering.compile.capture import CapturedStep, StepCapture, capture_step
 from hotloop.plan import Plan
 from tests.support.programs import a_task, advance, labelled
 
@@ -26,9 +26,9 @@ PACKAGE = Plan(compile="package")
 
 def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
-    make = package_cache._made
+    make = package_cache._build_package
     monkeypatch.setattr(
-        package_cache, "_made", lambda *given: made.append(make(*given) if not made else made[0]) or made[0]
+        package_cache, "_build_package", lambda *given: made.append(make(*given) if not made else made[0]) or made[0]
     )
     said: list[str] = []
 
@@ -43,37 +43,37 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
         assert len(lowered()) == 1
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    others = [package_cache.folder() / f"{number}.pt2" for number in range(package_cache._KEPT)]
-    package_cache.folder().mkdir(parents=True)
+    others = [package_cache.package_folder() / f"{number}.pt2" for number in range(package_cache._MAX_PACKAGES)]
+    package_cache.package_folder().mkdir(parents=True)
     for number, path in enumerate(others):
         path.touch()
         os.utime(path, (number, number))
     assert lowered() == []
-    (own,) = set(package_cache.folder().glob("*.pt2")) - set(others)
+    (own,) = set(package_cache.package_folder().glob("*.pt2")) - set(others)
     assert not others[0].exists() and all(path.exists() for path in others[1:])
 
     os.utime(own, (0, 0))
     assert lowered() == [] and len(made) == 3
-    assert own.stat().st_mtime > package_cache._KEPT  # used now, so it stays
+    assert own.stat().st_mtime > package_cache._MAX_PACKAGES  # used now, so it stays
 
-    here = machine.processor()
-    monkeypatch.setattr(machine, "processor", lambda: replace(here, model="another"))
+    here = machine.read_processor()
+    monkeypatch.setattr(machine, "read_processor", lambda: replace(here, model="another"))
     assert lowered() == [] and len(made) == 4  # compiled for another processor, it would end in an illegal instruction
 
 
 @pytest.mark.more
 def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
-    make = package_cache._made
+    make = package_cache._build_package
     monkeypatch.setattr(
-        package_cache, "_made", lambda *given: made.append(make(*given) if not made else made[0]) or made[0]
+        package_cache, "_build_package", lambda *given: made.append(make(*given) if not made else made[0]) or made[0]
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said: list[str] = []
     for count in (1, 2, 2):
         advance(hotloop.lower(a_task(), PACKAGE, said.append), 2)
         assert len(made) == count
-        (path,) = package_cache.folder().glob("*.pt2")
+        (path,) = package_cache.package_folder().glob("*.pt2")
         if count == 1:
             path.write_bytes(made[0][: len(made[0]) // 2])
     assert path.read_bytes() == made[0]
@@ -88,7 +88,7 @@ def test_a_package_that_is_kept_is_loaded_without_the_compiler(tmp_path: Path, m
     task = a_task(model=lambda: torch.nn.Linear(128, 128), data=(x, x.argmax(1)), batch_size=128)
     plan = PACKAGE.with_axes(threads=2, rewrites="mm_by_onednn")
     hotloop.lower(task, plan).close()
-    (kept,) = package_cache.folder().glob("*.pt2")
+    (kept,) = package_cache.package_folder().glob("*.pt2")
     for compiler in ("compile_fx", "decomposition", "lowering", "package"):
         monkeypatch.setitem(sys.modules, f"torch._inductor.{compiler}", None)  # an import of it fails
     imports_more = lambda: pytest.fail("torch imports its exporter to find the user's lines")  # noqa: E731
@@ -98,51 +98,52 @@ def test_a_package_that_is_kept_is_loaded_without_the_compiler(tmp_path: Path, m
     advance(program, 2)
     program.close()
     assert program.compiled_steps and not any("made anew" in line for line in said)
-    assert list(package_cache.folder().glob("*.pt2")) == [kept]
+    assert list(package_cache.package_folder().glob("*.pt2")) == [kept]
 
 
 def test_a_package_of_other_options_or_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = tuple(value[:5] for value in labelled())
-    captured = capture(hotloop.lower(a_task(), Plan())._step, batch, 5, {}, whole=True)
+    captured = capture_step(hotloop.lower(a_task(), Plan())._step, batch, 5, {}, whole=True)
     keys = [
-        package_cache._key(captured, torch.device("cpu"), options) for options in ({}, {}, {"fallback_random": True})
+        package_cache._package_key(captured, torch.device("cpu"), options)
+        for options in ({}, {}, {"fallback_random": True})
     ]
     monkeypatch.setattr(package_cache, "__version__", "0.0.0")
-    keys.append(package_cache._key(captured, torch.device("cpu"), {}))
-    monkeypatch.setattr(package_cache, "MENDED", 0)
-    keys.append(package_cache._key(captured, torch.device("cpu"), {}))
+    keys.append(package_cache._package_key(captured, torch.device("cpu"), {}))
+    monkeypatch.setattr(package_cache, "INDUCTOR_PATCH_VERSION", 0)
+    keys.append(package_cache._package_key(captured, torch.device("cpu"), {}))
     with torch.backends.mkldnn.flags(enabled=False):
-        keys.append(package_cache._key(captured, torch.device("cpu"), {}))
+        keys.append(package_cache._package_key(captured, torch.device("cpu"), {}))
     assert keys[0] == keys[1] and len(set(keys)) == 5
 
 
 def test_a_package_of_an_equal_graph_that_lays_out_otherwise_is_not_used() -> None:
     batch = tuple(value[:5] for value in labelled())
-    captured = capture(hotloop.lower(a_task(), Plan())._step, batch, 5, {}, whole=True)
-    before = package_cache._key(captured, torch.device("cpu"), {})
+    captured = capture_step(hotloop.lower(a_task(), Plan())._step, batch, 5, {}, whole=True)
+    before = package_cache._package_key(captured, torch.device("cpu"), {})
     node = next(one for one in captured.graph.graph.nodes if getattr(one.meta.get("val"), "ndim", 0) == 2)
     node.meta["val"] = node.meta["val"].t().contiguous().t()
-    assert package_cache._key(captured, torch.device("cpu"), {}) != before
+    assert package_cache._package_key(captured, torch.device("cpu"), {}) != before
 
 
 @pytest.fixture
-def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
+def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CapturedStep]:
     """What is captured, with nothing kept from before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    seen: list[Captured] = []
-    once = Capture.once
+    seen: list[CapturedStep] = []
+    once = StepCapture.trace_once
 
-    def noted(self: Capture, batch: Any) -> Captured:
+    def noted(self: StepCapture, batch: Any) -> CapturedStep:
         seen.append(once(self, batch))
         return seen[-1]
 
-    monkeypatch.setattr(Capture, "once", noted)
-    monkeypatch.setattr(package_cache, "_made", lambda captured, *others: captured.graph.code.encode())
-    monkeypatch.setattr(package_cache, "_loaded", lambda path: lambda flat: seen[-1].graph(*flat))
+    monkeypatch.setattr(StepCapture, "trace_once", noted)
+    monkeypatch.setattr(package_cache, "_build_package", lambda captured, *others: captured.graph.code.encode())
+    monkeypatch.setattr(package_cache, "_load_package", lambda path: lambda flat: seen[-1].graph(*flat))
     return seen
 
 
-def test_a_step_that_was_seen_to_stay_the_same_is_captured_once_from_then_on(captures: list[Captured]) -> None:
+def test_a_step_that_was_seen_to_stay_the_same_is_captured_once_from_then_on(captures: list[CapturedStep]) -> None:
     for width, so_far in ((3, 2), (3, 3), (4, 5), (3, 6)):
         hotloop.lower(a_task(model=lambda width=width: torch.nn.Linear(6, width)), PACKAGE)
         assert len(captures) == so_far, width
@@ -150,7 +151,7 @@ def test_a_step_that_was_seen_to_stay_the_same_is_captured_once_from_then_on(cap
     assert len(captures) == 6 + 2  # what keeps nothing has nothing to go by
 
 
-def test_after_a_change_of_its_file_it_is_captured_twice(captures: list[Captured], tmp_path: Path) -> None:
+def test_after_a_change_of_its_file_it_is_captured_twice(captures: list[CapturedStep], tmp_path: Path) -> None:
     path = tmp_path / "network_of_a_file.py"
     path.write_text("import torch\n\n\nclass Network(torch.nn.Linear):\n    pass\n")
     sys.path.insert(0, str(tmp_path))
@@ -168,26 +169,26 @@ def test_after_a_change_of_its_file_it_is_captured_twice(captures: list[Captured
 
 
 def test_one_that_was_seen_to_change_is_refused_each_time(
-    captures: list[Captured], monkeypatch: pytest.MonkeyPatch
+    captures: list[CapturedStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once = Capture.once
+    once = StepCapture.trace_once
 
-    def turned(self: Capture, batch: Any) -> Captured:
+    def turned(self: StepCapture, batch: Any) -> CapturedStep:
         captured = once(self, batch)
         if len(captures) % 2 == 0:
             captured.graph.graph.create_node("call_function", torch.neg, (next(iter(captured.graph.graph.nodes)),))
             captured.graph.recompile()
         return captured
 
-    monkeypatch.setattr(Capture, "once", turned)
+    monkeypatch.setattr(StepCapture, "trace_once", turned)
     for _ in range(2):
         with pytest.raises(PlanError, match="two runs of it do different operations"):
             hotloop.lower(a_task(), PACKAGE)
-    assert len(captures) == 4 and not package_cache.folder().exists()
+    assert len(captures) == 4 and not package_cache.package_folder().exists()
 
 
 def test_where_nothing_can_be_kept_it_is_captured_twice(
-    captures: list[Captured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    captures: list[CapturedStep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

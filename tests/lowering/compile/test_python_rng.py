@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader
 
 import hotloop
-from hotloop.core.random.rng import StepDraws
-from hotloop.lowering.compile.compiled_rng import draws_nothing
+from hotloop.core.random.rng import StepSeeds
+from hotloop.lowering.compile.compiled_rng import has_no_draws
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
 from tests.support.killed_training import Killed, at_step, events, kill
@@ -64,9 +64,9 @@ def test_the_result_is_that_of_seeding_both_generators_before_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draw: str, when: str
 ) -> None:
     fitted(drawing(draw, when), tmp_path / "run")
-    seed = StepDraws.seed
+    seed = StepSeeds.seed
     with monkeypatch.context() as patch:
-        patch.setattr(StepDraws, "seed", lambda self, step: (self.begin_span(), seed(self, step)))
+        patch.setattr(StepSeeds, "seed", lambda self, step: (self.begin_span(), seed(self, step)))
         fitted(drawing(draw, when), tmp_path / "seeded")
     assert disagreements(tmp_path / "seeded", tmp_path / "run") == []
     assert events(tmp_path / "run", "resume") == []
@@ -91,7 +91,7 @@ def test_draws_that_are_not_noticed_would_change_the_result(tmp_path: Path, monk
     """The fault that reading the generators' marks after each step guards against."""
     fitted(drawing("python", "late"), tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(StepDraws, "note", lambda self: None)
+        patch.setattr(StepSeeds, "note", lambda self: None)
         fitted(drawing("python", "late"), tmp_path / "blind")
     assert disagreements(tmp_path / "run", tmp_path / "blind") != []
 
@@ -110,7 +110,7 @@ def test_draws_that_are_not_noticed_would_change_the_result(tmp_path: Path, monk
     ],
 )
 def test_any_draw_is_noticed(draw: Any) -> None:
-    draws = StepDraws(3)
+    draws = StepSeeds(3)
     draws.seed(7)
     draws.note()
     assert not draws.drawn
@@ -120,7 +120,7 @@ def test_any_draw_is_noticed(draw: Any) -> None:
 
 
 def test_another_generator_in_numpys_place_is_seeded_at_each_step() -> None:
-    draws, before = StepDraws(3), np.random.get_bit_generator()
+    draws, before = StepSeeds(3), np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.MT19937(5))
         draws.seed(7)
@@ -154,7 +154,7 @@ MAY_DRAW: dict[str, tuple[dict[str, Any], bool]] = {
 def test_a_compiled_step_that_draws_nothing_leaves_torchs_generator_alone(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(compiled_step, "_compiled", lambda captured, *others: lambda flat: captured.graph(*flat))
+    monkeypatch.setattr(compiled_step, "_compile", lambda captured, *others: lambda flat: captured.graph(*flat))
     fields, draws = MAY_DRAW[name]
     program = hotloop.lower(a_task(**fields), Plan(compile="step"))
     program.advance(1)  # eagerly, for the optimizer's state
@@ -172,5 +172,5 @@ def test_an_operation_that_is_not_torchs_own_may_draw() -> None:
         "hotloop_tests::noisy", lambda x: x + torch.rand(()), mutates_args=(), schema="(Tensor x) -> Tensor"
     )
     noisy.register_fake(torch.empty_like)
-    assert draws_nothing(make_fx(torch.sin)(torch.ones(2)))
-    assert not draws_nothing(make_fx(noisy)(torch.ones(2)))
+    assert has_no_draws(make_fx(torch.sin)(torch.ones(2)))
+    assert not has_no_draws(make_fx(noisy)(torch.ones(2)))

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotloop
 from hotloop.lowering.compile import decompositions, inductor_patches
-from hotloop.lowering.compile.decompositions import mend
-from hotloop.lowering.transforms.layout import DrawsInOrder
+from hotloop.lowering.compile.decompositions import fix_graph_for_inductor
+from hotloop.lowering.transforms.layout import LogicalOrderDraws
 from hotloop.plan import Plan
 from tests.support.programs import seeing
 
@@ -46,7 +46,7 @@ def drawn(case: str) -> tuple[Tensor, Tensor]:
     """By the mended graph, and eagerly."""
     function, given = CASES[case]
     graph = make_fx(function, tracing_mode="fake")(*given)
-    mend(graph)
+    fix_graph_for_inductor(graph)
     torch.manual_seed(0)
     found = graph(*given)
     torch.manual_seed(0)
@@ -61,12 +61,12 @@ def test_a_mended_graph_draws_the_same(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["into a transposed", "by channels"])
 def test_chances_that_stay_as_they_are_are_seen(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    turned = decompositions._turned
+    turned = decompositions._permute_operand
 
     def careless(graph: Any, node: Any, value: Tensor, order: list[int]) -> Any:
         return turned(graph, node, value, order) if "empty" in node.name or node.name.startswith("t") else node
 
-    monkeypatch.setattr(decompositions, "_turned", careless)
+    monkeypatch.setattr(decompositions, "_permute_operand", careless)
     found, expected = drawn(case)
     assert not torch.equal(found, expected)
 
@@ -98,7 +98,7 @@ def test_images_with_channels_last_draw_what_they_draw_in_order(case: str) -> No
     torch.manual_seed(0)
     expected = LAID[case](images)
     torch.manual_seed(0)
-    with DrawsInOrder():
+    with LogicalOrderDraws():
         found = LAID[case](last(images))
     torch.testing.assert_close(found, expected)
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def weights(plan: Plan) -> Tensor:
 
 @contextmanager
 def as_it_likes() -> Iterator[None]:
-    """In place of `drawn_as_laid`."""
+    """In place of `keep_rng_layout`."""
     yield
 
 
@@ -144,6 +144,6 @@ def test_noise_on_what_convolutions_give_is_that_of_the_eager_step(
     mends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not mends:
-        monkeypatch.setattr(inductor_patches, "drawn_as_laid", as_it_likes)
+        monkeypatch.setattr(inductor_patches, "keep_rng_layout", as_it_likes)
     found, expected = weights(Plan(compile="package")), weights(Plan())
     assert (float((found - expected).abs().max()) < 1e-4) == mends

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import DataError
-from hotloop.lowering.compile.capture import Captured
-from hotloop.lowering.compile.runtime_checks import Bounds, Indices
+from hotloop.lowering.compile.capture import CapturedStep
+from hotloop.lowering.compile.runtime_checks import IndexBounds, IndexRange
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
@@ -131,10 +131,10 @@ CASES = {
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the captured step operation by operation; the end of it would be an error as well."""
 
-    def run(captured: Captured, *others: Any) -> Callable[[list[Tensor]], Any]:
+    def run(captured: CapturedStep, *others: Any) -> Callable[[list[Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
-    monkeypatch.setattr(compiled_step, "_compiled", run)
+    monkeypatch.setattr(compiled_step, "_compile", run)
 
 
 def batch(value: int) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ def batch(value: int) -> tuple[Tensor, Tensor]:
     return x, torch.tensor([0, 1, 2, 0, 1])
 
 
-def looks(program: Program) -> Indices:
+def looks(program: Program) -> IndexBounds:
     step: Any = program._step
     return step._indices  # type: ignore[no-any-return]
 
@@ -170,7 +170,7 @@ def test_what_a_batch_indexes_is_looked_at_before_the_program_runs(name: str) ->
     with pytest.raises((IndexError, RuntimeError)):
         program.step(batch(case.wrong))
     assert eager == [2]
-    assert differences(program.state(), before) == []
+    assert differing_paths(program.state(), before) == []
     program.step(batch(case.right))
     assert eager == [2]
 
@@ -198,7 +198,7 @@ def test_an_index_that_is_drawn_or_comes_of_weights_is_not_computed_twice() -> N
     plain = hotloop.lower(program.parts.task)
     plain.step(batch(1))
     torch.testing.assert_close(program.state().parameters, plain.state().parameters)
-    assert looks(program)._bounds == [Bounds(3, ignored=-100)]  # of the labels
+    assert looks(program)._bounds == [IndexRange(3, ignored=-100)]  # of the labels
 
 
 def shifted(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -237,7 +237,7 @@ def test_what_is_written_over_after_it_was_made_is_not_taken_for_what_it_was(nam
     x[:, 1] = 1
     program.step((x, batch(1)[1]))
     assert not eager
-    assert looks(program)._bounds == [Bounds(3, ignored=-100)]  # of the labels
+    assert looks(program)._bounds == [IndexRange(3, ignored=-100)]  # of the labels
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -10,7 +10,7 @@ from torch._inductor import sizevars
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 import hotloop
-from hotloop.lowering.compile.inductor_patches import quick_strides
+from hotloop.lowering.compile.inductor_patches import patch_stride_simplify
 from tests.support.eager_comparison import STEP
 from tests.support.programs import a_task, advance, state_after
 
@@ -30,7 +30,7 @@ def simplified(monkeypatch: pytest.MonkeyPatch) -> list[sympy.Expr]:
 
 
 def test_only_short_indices_are_simplified(simplified: list[sympy.Expr]) -> None:
-    with quick_strides():
+    with patch_stride_simplify():
         assert sizevars.sympy.simplify(X + 2 * Y - Y) == X + Y and len(simplified) == 1
         assert sizevars.sympy.simplify(LONG) == LONG and len(simplified) == 1  # no shorter for being expanded
         assert sizevars.sympy.simplify((X + Y + 1) * (X + 2) - (X + Y + 1) * (X + 1)) == X + Y + 1
@@ -43,7 +43,7 @@ def test_only_short_indices_are_simplified(simplified: list[sympy.Expr]) -> None
     [(64 * Y + X, 1), (64 * X + Y, 64), (Y, 0), (X + LONG.subs(X, Y), 1), (8 * (X + Y) + LONG.subs(X, 3), 8)],
 )
 def test_strides_are_found_as_before(index: sympy.Expr, stride: int) -> None:
-    with quick_strides():
+    with patch_stride_simplify():
         assert sizevars.stride_at.__wrapped__(index, X) == stride
 
 
@@ -73,6 +73,6 @@ def test_a_step_of_long_indices_trains_as_eagerly(simplified: list[sympy.Expr]) 
 
 
 def test_the_compiler_finds_sympy_as_it_was_after_an_error() -> None:
-    with pytest.raises(ValueError), quick_strides():
+    with pytest.raises(ValueError), patch_stride_simplify():
         raise ValueError
     assert sizevars.sympy is sympy

@@ -157,7 +157,7 @@ SAID = {
 
 @pytest.mark.parametrize("text", SAID)
 def test_what_torch_says_of_devices(text: str) -> None:
-    assert explanation.mismatch(text, "cuda:0") == SAID[text]
+    assert explanation.mismatched_devices(text, "cuda:0") == SAID[text]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_torch_says_of_devices(text: str) -> None:
     ],
 )
 def test_other_words_are_not_about_devices(text: str) -> None:
-    assert explanation.mismatch(text, "cuda:0") is None
+    assert explanation.mismatched_devices(text, "cuda:0") is None
 
 
 # Labels, indices and dtypes
@@ -232,7 +232,7 @@ def test_a_dtype_that_the_model_makes(tmp_path: Path) -> None:
 )
 def test_what_torch_says_of_dtypes(text: str, named: set[torch.dtype]) -> None:
     assert explanation.is_mismatch(text)
-    assert explanation.named_in(text) == named
+    assert explanation.dtypes_in(text) == named
 
 
 # Any other error of the user's code

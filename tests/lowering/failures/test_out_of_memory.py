@@ -18,7 +18,7 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotloop
-from hotloop.errors import HotloopError, MemoryExhausted, TaskError, calling, out_of_memory
+from hotloop.errors import HotloopError, MemoryExhausted, TaskError, call_user_code, is_out_of_memory
 from hotloop.lowering.failures import out_of_memory as memory
 from tests.support.programs import a_task, labelled, trained
 
@@ -60,7 +60,7 @@ def wide(x: Tensor, times: int = 5) -> Tensor:
 
 def test_the_advice_is_a_batch_that_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     room = 32 * MIB
-    monkeypatch.setattr(memory, "room_bytes", lambda device: room)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda device: room)
     many = layers(lambda x: wide(x) + torch.empty(NOWHERE if len(x) > 50 else 1, dtype=torch.uint8)[0])
     fields: dict[str, Any] = dict(model=many, data=labelled(samples=128), optimizer=Adam)
     message = exhausted(tmp_path, batch_size=64, **fields)
@@ -76,22 +76,22 @@ def test_the_advice_is_a_batch_that_fits(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "; 32.0 MiB are free without the batch" in message
     advice = int(message.rpartition("batch_size=")[2].partition(")")[0])
     program = hotloop.lower(a_task(batch_size=advice, **fields))
-    assert memory._need(program, advice) < room < memory._need(program, 3 * advice)
+    assert memory._measure_need(program, advice) < room < memory._measure_need(program, 3 * advice)
 
 
 def test_a_limit_of_the_process_counts_as_well() -> None:
-    free = memory.room_bytes(torch.device("cpu"))
+    free = memory.free_memory_bytes(torch.device("cpu"))
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 256 * MIB, hard))
     try:
-        assert memory.room_bytes(torch.device("cpu")) <= 256 * MIB < free
+        assert memory.free_memory_bytes(torch.device("cpu")) <= 256 * MIB < free
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_what_small_batches_need_grows_with_them() -> None:
     program = hotloop.lower(a_task(model=layers(wide), batch_size=8, optimizer=Adam))
-    needs = memory._needs(program, 8)
+    needs = memory._measure_needs(program, 8)
     assert sorted(needs) == [1, 2, 4]
     for samples, need in needs.items():
         assert 5 * EACH * samples <= need <= 9 * EACH * samples  # what is kept, and a few on the way
@@ -100,8 +100,8 @@ def test_what_small_batches_need_grows_with_them() -> None:
 def test_no_batch_is_measured_that_could_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system may grant more than it has, so that what a larger batch would need must be there."""
     program = hotloop.lower(a_task(model=layers(wide), batch_size=8))
-    monkeypatch.setattr(memory, "room_bytes", lambda device: 9 * EACH)
-    assert sorted(memory._needs(program, 8)) == [1]
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda device: 9 * EACH)
+    assert sorted(memory._measure_needs(program, 8)) == [1]
 
 
 def test_not_even_one_sample(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_every_allocator_is_understood(ask: Callable[[], Any], tmp_path: Path) -
 
 
 def test_torchs_own_error_and_the_words_of_other_devices() -> None:
-    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."))
     for text in (
         "CUDA error: out of memory",
         "MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB, max allowed: 18.13 GB)",
@@ -155,22 +155,22 @@ def test_torchs_own_error_and_the_words_of_other_devices() -> None:
         "DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.",
         "std::bad_alloc",
     ):
-        assert out_of_memory(RuntimeError(text))
-    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (5x6 and 7x3)"))
-    assert not out_of_memory(KeyError("out of memory"))
-    assert not out_of_memory(TaskError("the model raised RuntimeError: out of memory"))
+        assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (5x6 and 7x3)"))
+    assert not is_out_of_memory(KeyError("out of memory"))
+    assert not is_out_of_memory(TaskError("the model raised RuntimeError: out of memory"))
 
 
 def test_sizes_as_one_reads_them() -> None:
-    read = [memory.size(number) for number in (0, 1023, 1024, 1536 * MIB, 1 << 60)]
+    read = [memory.format_binary_bytes(number) for number in (0, 1023, 1024, 1536 * MIB, 1 << 60)]
     assert read == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "1.0 EiB"]
     for text, asked in (
         ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB", "20.0 GiB"),
         ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes. Error code 12", "1.0 MiB"),
         ("Unable to allocate 8.00 PiB for an array with shape (1125899906842624,)", "8.0 PiB"),
     ):
-        assert memory._asked(text) == f" when it asked for {asked}"
-    assert memory._asked("std::bad_alloc") == ""
+        assert memory._requested_bytes(text) == f" when it asked for {asked}"
+    assert memory._requested_bytes("std::bad_alloc") == ""
 
 
 def test_evaluation_has_no_training_step_to_measure(tmp_path: Path) -> None:
@@ -207,5 +207,5 @@ def test_memory_of_the_failed_step_is_given_up(tmp_path: Path) -> None:
 
 def test_calling_leaves_a_lack_of_memory_alone() -> None:
     with pytest.raises(RuntimeError) as caught:
-        calling("prepare", lambda: torch.empty(NOWHERE, dtype=torch.uint8))
+        call_user_code("prepare", lambda: torch.empty(NOWHERE, dtype=torch.uint8))
     assert not isinstance(caught.value, HotloopError)

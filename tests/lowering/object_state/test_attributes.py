@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.lowering.object_state import attributes
-from hotloop.lowering.object_state.attributes import found_in
+from hotloop.lowering.object_state.attributes import find_values
 from hotloop.plan import Plan
 from hotloop.training.run import Run
 from tests.support.plain_loops import difference_of_resumed, fitted
@@ -213,7 +213,7 @@ def test_what_a_step_counts_goes_on_after_a_resume(tmp_path: Path, name: str) ->
 
 def test_counts_that_are_not_put_back_would_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that saving attributes guards against."""
-    monkeypatch.setattr(attributes.Attributes, "restore", lambda self, contents, below=(): None)
+    monkeypatch.setattr(attributes.TaskAttributes, "restore", lambda self, contents, below=(): None)
     assert difference_of_resumed(lambda: a_task(step=Attribute(), epochs=4), tmp_path) != []
 
 
@@ -454,7 +454,7 @@ def test_going_back_within_a_process_puts_counts_back() -> None:
     later = through_file(program.state())
     assert later.attributes == {"step/calls": 3}
     program.restore(start)
-    assert step.calls == 0 and differences(program.state(), start) == []
+    assert step.calls == 0 and differing_paths(program.state(), start) == []
     program.restore(later)
     assert step.calls == 3
     program.restore(replace(start, attributes=None))  # a checkpoint from before knows nothing of it
@@ -503,5 +503,5 @@ def test_the_users_model_in_a_variable_of_its_own_is_no_attribute() -> None:
 def test_a_walk_ends_and_knows_each_object_once() -> None:
     inner = Inner()
     inner.table = {"self": inner, "other": [inner, {1: inner}]}  # type: ignore[dict-item]
-    found = found_in({"one": inner, "two": inner}, ())
+    found = find_values({"one": inner, "two": inner}, ())
     assert found["two"].is_alias and found["one/table/self"].is_alias and found["one/table/other/1/1"].is_alias

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.callback import any_of_users
+from hotloop.core.callback import has_user_callbacks
 from hotloop.errors import TaskError
 from hotloop.lowering.steps import cuda_graph
 from hotloop.plan import Plan
@@ -75,8 +75,8 @@ def at_first() -> Any:
 def test_what_a_callback_changes_is_seen_at_the_next_epoch_and_trained_eagerly(
     name: str, plan: Plan, tmp_path: Path, at_first: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
-    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", FakeRecorder)
     expected = last_state(trained(a_task(epochs=3, **CHANGING[name]), tmp_path / "eager"))
     at_first()
     run = trained(a_task(epochs=3, **CHANGING[name]), tmp_path / "compiled", plan=plan, progress=True)
@@ -170,8 +170,8 @@ def freezing(model: Normed) -> None:
 def test_what_a_callback_replaces_is_what_trains_from_there_on(
     what: Any, of: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
-    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", FakeRecorder)
     expected = last_state(trained(Replacing(what, of).task(), tmp_path / "eager"))
     found = last_state(trained(Replacing(what, of).task(), tmp_path / "compiled", plan=plan))
     torch.testing.assert_close(found.parameters, expected.parameters)
@@ -203,12 +203,12 @@ def test_a_callback_that_changes_nothing_leaves_the_step_compiled(tmp_path: Path
 
 def test_without_callbacks_of_the_user_s_nobody_looks_again() -> None:
     program = hotloop.lower(a_task(), STEP)
-    assert program.looking_s == 0 < program._step.look_s
-    program.look_again([])
+    assert program.recheck_s == 0 < program._step.look_s
+    program.schedule_recheck([])
     assert not program._step._again.due  # type: ignore[attr-defined]
-    program.look_again([Reading()])
+    program.schedule_recheck([Reading()])
     assert not program._step._again.due  # type: ignore[attr-defined]
-    program.look_again([Reading(), print])
+    program.schedule_recheck([Reading(), print])
     assert program._step._again.due  # type: ignore[attr-defined]
 
 
@@ -227,4 +227,4 @@ def test_only_who_says_so_is_taken_at_his_word(word: object, looked: bool) -> No
         pass
 
     callback.read_only = word  # type: ignore[attr-defined]
-    assert any_of_users([callback]) is looked
+    assert has_user_callbacks([callback]) is looked

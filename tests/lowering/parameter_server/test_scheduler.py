@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hotloop.lowering.parameter_server.scheduler import Ledger, Work
+from hotloop.lowering.parameter_server.scheduler import BatchScheduler, WorkItem
 
 BATCHES = 40
 
@@ -15,10 +15,10 @@ BATCHES = 40
 class Office:
     """Workers at random speeds; some die, some stop for good; it sees what is applied and who began what meanwhile."""
 
-    def __init__(self, ledger: Ledger, seed: int, workers: int = 5) -> None:
+    def __init__(self, ledger: BatchScheduler, seed: int, workers: int = 5) -> None:
         self.ledger, self.draws = ledger, random.Random(seed)
         self.alive, self.stopped = set(range(workers)), set[int]()
-        self.held: dict[int, Work] = {}
+        self.held: dict[int, WorkItem] = {}
         self.begun: dict[int, Counter[int]] = {}  # worker -> new batches that others began during its present one
         self.newest = -1
         self.applied: list[int] = []
@@ -27,7 +27,7 @@ class Office:
         self.slowness = {worker: self.draws.choice((1, 1, 10)) for worker in self.alive}
 
     def run(self, faults: bool) -> None:
-        while not self.ledger.done:
+        while not self.ledger.is_done:
             for worker in sorted(self.alive - self.held.keys()):
                 self._take(worker)
             able = sorted(self.held.keys() - self.stopped)
@@ -60,14 +60,14 @@ class Office:
         if self.draws.random() < 0.5:
             self.stopped.add(worker)
             return
-        self.ledger.lose(worker)
+        self.ledger.release_worker(worker)
         self.alive.discard(worker)
         del self.held[worker]
 
 
 def office(seed: int, bound: int | None, *, faults: bool = True) -> Office:
-    ledger = Ledger(bound)
-    ledger.open(0, 0, BATCHES)
+    ledger = BatchScheduler(bound)
+    ledger.is_open(0, 0, BATCHES)
     found = Office(ledger, seed)
     found.run(faults)
     return found
@@ -91,50 +91,54 @@ def test_without_a_bound_others_run_ahead() -> None:
 
 
 def test_what_was_handed_out_before_the_ledger_was_opened_anew_counts_no_more() -> None:
-    ledger = Ledger()
-    ledger.open(0, 0, 3)
+    ledger = BatchScheduler()
+    ledger.is_open(0, 0, 3)
     work = ledger.take(0, 0)
     assert work is not None
-    ledger.open(0, 0, 3)
+    ledger.is_open(0, 0, 3)
     assert not ledger.count(0, work)
     assert ledger.refused == 1 and not ledger.counted
 
 
 def test_a_dead_workers_batch_goes_to_the_next_that_asks() -> None:
-    ledger = Ledger()
-    ledger.open(0, 5, 9)
+    ledger = BatchScheduler()
+    ledger.is_open(0, 5, 9)
     assert [ledger.take(worker, 0).batch for worker in (0, 1)] == [5, 6]  # type: ignore[union-attr]
-    assert ledger.lose(0) == 5
-    assert ledger.lose(0) is None
+    assert ledger.release_worker(0) == 5
+    assert ledger.release_worker(0) is None
     assert ledger.take(1, 0).batch == 5  # type: ignore[union-attr]
 
 
 def test_paused_it_hands_out_nothing_new_but_what_was_lost() -> None:
-    ledger = Ledger()
-    ledger.open(0, 0, 9)
+    ledger = BatchScheduler()
+    ledger.is_open(0, 0, 9)
     ledger.take(0, 0)
     ledger.paused = True
-    ledger.lose(0)
+    ledger.release_worker(0)
     assert ledger.outstanding == 1
     work = ledger.take(1, 0)
     assert work is not None and work.batch == 0
     assert ledger.count(1, work)
-    assert ledger.outstanding == 0 and ledger.take(1, 1) is None and not ledger.done
+    assert ledger.outstanding == 0 and ledger.take(1, 1) is None and not ledger.is_done
 
 
-def _counts_twice(self: Ledger, worker: int, work: Work) -> bool:
+def _counts_twice(self: BatchScheduler, worker: int, work: WorkItem) -> bool:
     self._leases.pop(worker, None)
     self.counted[work.batch] = worker
     return True
 
 
-def _loses_for_good(self: Ledger, worker: int) -> None:
+def _loses_for_good(self: BatchScheduler, worker: int) -> None:
     self.counted[self._leases.pop(worker).work.batch] = worker
 
 
 FAULTS = {
     "a batch applied twice": ("count", _counts_twice, test_each_batch_counts_once_whoever_dies_or_stops),
-    "a dead worker's batch left out": ("lose", _loses_for_good, test_each_batch_counts_once_whoever_dies_or_stops),
+    "a dead worker's batch left out": (
+        "release_worker",
+        _loses_for_good,
+        test_each_batch_counts_once_whoever_dies_or_stops,
+    ),
     "the bound not kept": (
         "_is_ahead",
         lambda *_: False,
@@ -146,6 +150,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, planted, test = FAULTS[fault]
-    monkeypatch.setattr(Ledger, name, planted)
+    monkeypatch.setattr(BatchScheduler, name, planted)
     with pytest.raises(AssertionError):
         test(1)

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import NonFiniteError, PlanError, TrainingError
 from hotloop.lowering.build import lower
-from hotloop.lowering.parameter_server.scheduler import Ledger
-from hotloop.lowering.parameter_server.server import Policy, Server
-from hotloop.lowering.parameter_server.workers.simulation import Exponential, Steady, Uneven, simulated
+from hotloop.lowering.parameter_server.scheduler import BatchScheduler
+from hotloop.lowering.parameter_server.server import ParameterServer, StalenessPolicy
+from hotloop.lowering.parameter_server.workers.simulation import (
+    ExponentialTimes,
+    SteadyTimes,
+    UniformTimes,
+    simulate_training,
+)
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 
@@ -57,18 +62,18 @@ def an_epoch(program: Program, at_once: int = 5) -> dict[str, float]:
 
 
 def test_one_worker_comes_bitwise_to_what_one_process_comes_to() -> None:
-    alone, served = lower(task(), Plan()), simulated(task(), workers=1)
+    alone, served = lower(task(), Plan()), simulate_training(task(), workers=1)
     for _ in range(2):
         assert an_epoch(alone) == an_epoch(served)
-    assert differences(alone.state(), served.state()) == []
+    assert differing_paths(alone.state(), served.state()) == []
 
 
 def test_the_same_simulation_comes_bitwise_to_the_same() -> None:
-    one, other = (simulated(task(), workers=5, times=Exponential(seed=3)) for _ in range(2))
+    one, other = (simulate_training(task(), workers=5, times=ExponentialTimes(seed=3)) for _ in range(2))
     assert an_epoch(one, 3) == an_epoch(other, 7)
-    assert differences(one.state(), other.state()) == []
-    third = simulated(task(), workers=5, times=Exponential(seed=4))
-    assert an_epoch(third) != an_epoch(simulated(task(), workers=5, times=Exponential(seed=3)))
+    assert differing_paths(one.state(), other.state()) == []
+    third = simulate_training(task(), workers=5, times=ExponentialTimes(seed=4))
+    assert an_epoch(third) != an_epoch(simulate_training(task(), workers=5, times=ExponentialTimes(seed=3)))
 
 
 def check_each_sample_counts_once() -> None:
@@ -78,7 +83,7 @@ def check_each_sample_counts_once() -> None:
         return math.inf if (worker, batch) == (0, 1) else 4.0 if worker == 2 else 1.0
 
     for bound in (None, 1):
-        program = simulated(task(), workers=4, times=times, deaths={1: 2.5}, policy=Policy(bound))
+        program = simulate_training(task(), workers=4, times=times, deaths={1: 2.5}, policy=StalenessPolicy(bound))
         for _ in range(2):
             sums = an_epoch(program)
             assert sums["samples"] == SAMPLES
@@ -93,7 +98,7 @@ def test_each_sample_counts_once_whoever_dies_stops_or_is_slow() -> None:
 
 
 def check_a_state_is_of_a_place_in_the_order() -> None:
-    program = simulated(task(), workers=4, times=Uneven(spread=0.9))
+    program = simulate_training(task(), workers=4, times=UniformTimes(spread=0.9))
     for _ in range(3):
         program.advance(2)
         state = program.state()
@@ -102,7 +107,7 @@ def check_a_state_is_of_a_place_in_the_order() -> None:
 
 
 def _orders(program: Program) -> list[Tensor]:
-    order = program.parts.roles.order
+    order = program.parts.splits.order
     assert order is not None
     return [order.batch(order.epoch(0), number) for number in range(order.batches)]
 
@@ -112,18 +117,18 @@ def test_a_state_is_of_a_place_in_the_order() -> None:
 
 
 def test_from_a_state_any_number_of_workers_go_on_and_so_does_one_process() -> None:
-    program = simulated(task(), workers=4)
+    program = simulate_training(task(), workers=4)
     program.advance(6)
     state = program.state()
-    for other in (simulated(task(), workers=2), lower(task(), Plan())):
+    for other in (simulate_training(task(), workers=2), lower(task(), Plan())):
         other.restore(state)
-        assert differences(other.state(), state) == []
+        assert differing_paths(other.state(), state) == []
         assert an_epoch(other)["samples"] == SAMPLES
         assert other.position.step == BATCHES
 
 
 def test_what_was_handed_out_before_a_restore_does_not_count_after_it() -> None:
-    program = simulated(task(), workers=3)
+    program = simulate_training(task(), workers=3)
     first = program.state()
     program.advance(4)
     program.restore(first)
@@ -134,7 +139,7 @@ def test_what_was_handed_out_before_a_restore_does_not_count_after_it() -> None:
 # --- what an update is
 
 
-def check_updates(policy: Policy) -> None:
+def check_updates(policy: StalenessPolicy) -> None:
     """Two steady workers on a known loss, against the papers' formulas written out."""
     x = torch.arange(1.0, 13.0, dtype=torch.float64)[:, None]
 
@@ -152,7 +157,7 @@ def check_updates(policy: Policy) -> None:
         batch_size=1,
         shuffle=False,
     )
-    program = simulated(known, workers=2, times=Steady((1.0, 2.7)), policy=policy)
+    program = simulate_training(known, workers=2, times=SteadyTimes((1.0, 2.7)), policy=policy)
     seen = [3.0]
     while not program.advance(1).ended:
         seen.append(program.model.w.item())
@@ -174,23 +179,30 @@ def check_updates(policy: Policy) -> None:
     assert all(one != other for one, other in pairwise(expected))
 
 
-POLICIES = [Policy(divide=False), Policy(), Policy(divide=False, compensation=0.001), Policy(compensation=0.001)]
+POLICIES = [
+    StalenessPolicy(divide=False),
+    StalenessPolicy(),
+    StalenessPolicy(divide=False, compensation=0.001),
+    StalenessPolicy(compensation=0.001),
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_an_update_is_what_the_papers_say(policy: Policy) -> None:
+def test_an_update_is_what_the_papers_say(policy: StalenessPolicy) -> None:
     check_updates(policy)
 
 
 def test_the_step_size_is_the_tasks_again_after_an_update() -> None:
-    program = simulated(task(schedule=None), workers=4)
+    program = simulate_training(task(schedule=None), workers=4)
     an_epoch(program)
     assert program.optimizer.param_groups[0]["lr"] == 1e-2
     assert max(program.staleness) == 3
 
 
 def check_the_bound() -> None:
-    program = simulated(task(batch_size=4), workers=3, times=Steady((9.0, 1.0, 1.0)), policy=Policy(1))
+    program = simulate_training(
+        task(batch_size=4), workers=3, times=SteadyTimes((9.0, 1.0, 1.0)), policy=StalenessPolicy(1)
+    )
     an_epoch(program)
     assert max(program.staleness) <= 2 * (1 + 2)
 
@@ -201,39 +213,44 @@ def test_a_bound_on_the_staleness_is_kept() -> None:
 
 FAULTS: dict[str, tuple[type, str, Any, Callable[[], None]]] = {
     "a batch applied twice": (
-        Ledger,
+        BatchScheduler,
         "count",
         lambda self, worker, work: self.counted.update({work.batch: worker}) or True,
         check_each_sample_counts_once,
     ),
     "a dead worker's batch forgotten": (
-        Ledger,
+        BatchScheduler,
         "lose",
         lambda self, worker: self.counted.update({self._leases.pop(worker).work.batch: worker}),
         check_each_sample_counts_once,
     ),
-    "step size not divided": (Policy, "factor", lambda self, staleness: 1.0, lambda: check_updates(Policy())),
+    "step size not divided": (
+        StalenessPolicy,
+        "factor",
+        lambda self, staleness: 1.0,
+        lambda: check_updates(StalenessPolicy()),
+    ),
     "divided by one more": (
-        Policy,
+        StalenessPolicy,
         "factor",
         lambda self, staleness: 1 / (1 + staleness),
-        lambda: check_updates(Policy()),
+        lambda: check_updates(StalenessPolicy()),
     ),
     "not compensated": (
-        Server,
+        ParameterServer,
         "_corrected",
         lambda self, gradient, now, then, staleness: gradient,
         lambda: check_updates(POLICIES[2]),
     ),
     "weights that change after they were handed out": (
-        Server,
+        ParameterServer,
         "weights",
         lambda self: _live(self),
-        lambda: check_updates(Policy(divide=False)),
+        lambda: check_updates(StalenessPolicy(divide=False)),
     ),
-    "the bound not kept": (Ledger, "_is_ahead", lambda self, worker, lease: False, check_the_bound),
+    "the bound not kept": (BatchScheduler, "_is_ahead", lambda self, worker, lease: False, check_the_bound),
     "a state in the midst of what is out": (
-        Ledger,
+        BatchScheduler,
         "outstanding",
         property(lambda self: 0),
         check_a_state_is_of_a_place_in_the_order,
@@ -241,10 +258,10 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[[], None]]] = {
 }
 
 
-def _live(server: Server) -> Any:
-    from hotloop.lowering.parameter_server.server import Weights
+def _live(server: ParameterServer) -> Any:
+    from hotloop.lowering.parameter_server.server import WeightVersion
 
-    return Weights(server.version, list(server.model.parameters()), list(server.model.buffers()))
+    return WeightVersion(server.version, list(server.model.parameters()), list(server.model.buffers()))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -265,7 +282,7 @@ def test_a_loss_that_is_no_number_reaches_no_other_worker() -> None:
 
     y = torch.zeros(SAMPLES, dtype=torch.int64)
     y[16:24] = -100
-    program = simulated(
+    program = simulate_training(
         task(loss=None, step=step, data=(torch.ones(SAMPLES, 6), y), shuffle=False, metrics=None), workers=3
     )
     with pytest.raises(NonFiniteError, match=r"step 3 \(epoch 1, batch 3\): the loss"):
@@ -278,7 +295,7 @@ def test_an_error_of_the_tasks_own_says_where() -> None:
         raise ValueError("of my own")
 
     with pytest.raises(hotloop.HotloopError, match="of my own"):
-        an_epoch(simulated(task(loss=None, step=step, metrics=None), workers=2))
+        an_epoch(simulate_training(task(loss=None, step=step, metrics=None), workers=2))
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -290,12 +307,12 @@ def test_sparse_gradients_are_refused() -> None:
         average=None,
     )
     with pytest.raises(PlanError, match="sparse gradients"):
-        an_epoch(simulated(given, workers=2))
+        an_epoch(simulate_training(given, workers=2))
 
 
 def test_when_all_are_gone_it_says_so() -> None:
     with pytest.raises(TrainingError, match="no worker is left"):
-        an_epoch(simulated(task(), workers=2, deaths={0: 3.0, 1: 4.0}))
+        an_epoch(simulate_training(task(), workers=2, deaths={0: 3.0, 1: 4.0}))
 
 
 def test_a_program_of_ones_own_has_no_workers() -> None:
@@ -319,10 +336,10 @@ def test_a_program_of_ones_own_has_no_workers() -> None:
 )
 def test_what_does_not_go_together_is_refused(axes: dict[str, Any]) -> None:
     from hotloop.core.feasibility.violations import violations
-    from hotloop.core.hardware.probe import here
-    from hotloop.lowering.context import Ingredients
-    from hotloop.lowering.task_facts import facts_of
+    from hotloop.core.hardware.probe import probe_hardware
+    from hotloop.lowering.context import LoweringContext
+    from hotloop.lowering.task_facts import task_facts
 
     plan = Plan(**{"parallel": "async", "ranks": 2, **axes})
-    found = violations(plan, facts_of(Ingredients.of(task(), Plan())), here("cpu"))
+    found = violations(plan, task_facts(LoweringContext.from_task(task(), Plan())), probe_hardware("cpu"))
     assert any("async" in one.reason + one.fix or "parallel" in one.axes for one in found)

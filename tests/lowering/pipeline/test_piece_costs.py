@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotloop.lowering.pipeline.piece_costs import Cost, best_cuts
+from hotloop.lowering.pipeline.piece_costs import PieceCost, find_best_cuts
 
 COSTS = st.lists(
     st.builds(
-        Cost,
+        PieceCost,
         seconds=st.integers(0, 20).map(float),
         weights=st.integers(0, 6),
         kept=st.integers(0, 4),
@@ -24,7 +24,7 @@ COSTS = st.lists(
 )
 
 
-def splits(costs: list[Cost], stages: int, room: float) -> Iterator[tuple[float, int, tuple[int, ...]]]:
+def splits(costs: list[PieceCost], stages: int, room: float) -> Iterator[tuple[float, int, tuple[int, ...]]]:
     """Of each split with room: seconds of the slowest stage, bytes sent, and where it cuts."""
     for cuts in itertools.combinations(range(1, len(costs)), stages - 1):
         parts = [costs[a:b] for a, b in itertools.pairwise([0, *cuts, len(costs)])]
@@ -37,9 +37,9 @@ def splits(costs: list[Cost], stages: int, room: float) -> Iterator[tuple[float,
 # On a busy machine, making examples may take long.
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(COSTS, st.integers(1, 4), st.sampled_from([math.inf, 30, 12]))
-def test_no_other_split_is_better(costs: list[Cost], stages: int, room: float) -> None:
+def test_no_other_split_is_better(costs: list[PieceCost], stages: int, room: float) -> None:
     tried = list(splits(costs, stages, room))
-    found = best_cuts(costs, stages, room, lambda stage: stages - stage)
+    found = find_best_cuts(costs, stages, room, lambda stage: stages - stage)
     if not tried:
         assert found is None
         return
@@ -51,7 +51,7 @@ def test_no_other_split_is_better(costs: list[Cost], stages: int, room: float) -
 
 
 def test_memory_can_move_a_cut() -> None:
-    costs = [Cost(1.0, weights=5), Cost(1.0, weights=5), Cost(1.0), Cost(1.0)]
-    assert best_cuts(costs, 2) == (2,)
-    assert best_cuts(costs, 2, room=9) == (1,)
-    assert best_cuts(costs, 2, room=4) is None
+    costs = [PieceCost(1.0, weights=5), PieceCost(1.0, weights=5), PieceCost(1.0), PieceCost(1.0)]
+    assert find_best_cuts(costs, 2) == (2,)
+    assert find_best_cuts(costs, 2, room=9) == (1,)
+    assert find_best_cuts(costs, 2, room=4) is None

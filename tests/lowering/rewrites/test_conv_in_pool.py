@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
-from hotloop.core.records.race import TRUSTED
+from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.lowering.rewrites import conv_in_pool
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
@@ -213,8 +213,8 @@ def test_the_last_of_equal_numbers_is_told_from_the_first(relu: bool, monkeypatc
         best, place = honest(values[::-1])
         return best, len(values) - 1 - place
 
-    honest = conv_in_pool.largest_of
-    monkeypatch.setattr(conv_in_pool, "largest_of", last)
+    honest = conv_in_pool.elementwise_maximum
+    monkeypatch.setattr(conv_in_pool, "elementwise_maximum", last)
     step = exact(lambda pooled: (pooled * WEIGHTS).sum(), relu=relu)
     plain = step.after(step.captured)
     step.rewritten("conv_in_pool")
@@ -238,4 +238,4 @@ def test_what_is_no_number_in_an_image_is_none_in_the_same_windows(relu: bool) -
 
 def test_a_compiled_step_is_trusted() -> None:
     task = convolving(nn.Conv2d(1, 3, 2, padding=(0, 1)), nn.ReLU(), nn.MaxPool2d(2), channels=1, size=(9, 7))
-    assert prove(task, Plan(device="cpu", compile="step", rewrites="conv_in_pool")).parity in TRUSTED
+    assert prove(task, Plan(device="cpu", compile="step", rewrites="conv_in_pool")).parity in TRUSTED_CLASSES

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering.build import lower
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.rewrites import dropout_from_words
-from hotloop.lowering.rewrites.dropout_from_words import LEAST, ByWords, drawn_into, limit_of, share_of
+from hotloop.lowering.rewrites.dropout_from_words import MIN_NUMBERS, WordDrawMode, draw_into, share_of_ones, word_limit
 from hotloop.lowering.steps import compiled_step
-from hotloop.lowering.task_facts import facts_of
-from hotloop.parity.evidence import Account
-from hotloop.parity.rng_tests import look_at_words
+from hotloop.lowering.task_facts import task_facts
+from hotloop.parity.evidence import StepErrors
+from hotloop.parity.rng_tests import check_word_draws
 from hotloop.plan import Plan
 from hotloop.tuning.search import candidates, step_profile
 from tests.lowering.rewrites.test_rewrites import uncompiled  # noqa: F401
@@ -71,7 +71,7 @@ def test_the_step_is_that_of_the_same_masks(double: bool) -> None:
     step = Step(task(), double)
     torch.manual_seed(3)
     other = step.after(step.captured)
-    with ByWords():
+    with WordDrawMode():
         torch.manual_seed(3)
         plain = step.after(step.captured)
     assert step.rewritten("draw_by_words") == {"draw_by_words": 3}
@@ -83,16 +83,16 @@ def test_the_step_is_that_of_the_same_masks(double: bool) -> None:
 def test_gradients_are_those_of_a_mask_made_by_hand() -> None:
     x = torch.randn(8, WIDTH, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(3)
-    mask = drawn_into(torch.empty_like(x), 0.75)
+    mask = draw_into(torch.empty_like(x), 0.75)
     (wanted,) = torch.autograd.grad((x * mask / 0.75).square().sum(), x)
     torch.manual_seed(3)
-    with ByWords():
+    with WordDrawMode():
         (found,) = torch.autograd.grad(F.dropout(x, 0.25).square().sum(), x)
     assert apart([found], [wanted]) < 1e-15 and 0.6 < mask.mean() < 0.9
 
 
 def few(x: Tensor) -> Tensor:
-    return F.dropout(x[:, : LEAST // 8 - 1])
+    return F.dropout(x[:, : MIN_NUMBERS // 8 - 1])
 
 
 def by_chances_of_their_own(x: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ def test_what_it_is_not_for_is_left_alone(draw: Callable[[Tensor], Tensor]) -> N
 
 
 def test_in_evaluation_nothing_is_drawn_and_a_generator_of_ones_own_is_asked_itself() -> None:
-    with ByWords():
+    with WordDrawMode():
         before = torch.get_rng_state()
-        F.dropout(torch.ones(LEAST), training=False)
-        by_a_generator_of_its_own(torch.ones(LEAST))
+        F.dropout(torch.ones(MIN_NUMBERS), training=False)
+        by_a_generator_of_its_own(torch.ones(MIN_NUMBERS))
         assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -141,15 +141,15 @@ def test_pieces_of_a_batch_draw_as_before() -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.75, 1 / 256, 0.9, 1 - 0.9, 1 / 3, 1e-6, 1 - 2**-31])
 def test_of_all_numbers_the_share_lies_below_the_limit(share: float) -> None:
-    dtype, limit = limit_of(share)
+    dtype, limit = word_limit(share)
     lowest, bits = torch.iinfo(dtype).min, torch.iinfo(dtype).bits
     assert abs((limit - lowest) / 2**bits - share) <= (0.0 if dtype == torch.int8 else 2**-33)
-    assert share_of(bernoulli_, (torch.empty(LEAST), share), {}) == share
+    assert share_of_ones(bernoulli_, (torch.empty(MIN_NUMBERS), share), {}) == share
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 2**-40, 1 - 2**-40, -0.5, 1.5, float("nan")])
 def test_what_is_as_good_as_none_or_all_is_left_to_torch(share: float) -> None:
-    assert share_of(bernoulli_, (torch.empty(LEAST), share), {}) is None
+    assert share_of_ones(bernoulli_, (torch.empty(MIN_NUMBERS), share), {}) is None
 
 
 Draw = Callable[[Tensor, float], Tensor]
@@ -182,33 +182,33 @@ def wrong(draw: Draw, share: float) -> str:
 
 @pytest.mark.parametrize("share", [0.75, 0.5, 0.25, 0.9, 0.1])
 def test_masks_have_their_rate_and_are_independent(share: float) -> None:
-    assert wrong(drawn_into, share) == wrong(lambda value, share: value.bernoulli_(share), share) == ""
+    assert wrong(draw_into, share) == wrong(lambda value, share: value.bernoulli_(share), share) == ""
 
 
 def of_another_rate(value: Tensor, share: float) -> Tensor:
-    return drawn_into(value, share * 0.96)
+    return draw_into(value, share * 0.96)
 
 
 def the_same_at_each_step(value: Tensor, share: float) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        return drawn_into(value, share)
+        return draw_into(value, share)
 
 
 def the_same_in_both(value: Tensor, share: float) -> Tensor:
     """What begins where the step has begun."""
     torch.manual_seed(torch.initial_seed())
-    return drawn_into(value, share)
+    return draw_into(value, share)
 
 
 def by_fewer_words(value: Tensor, share: float) -> Tensor:
     """Each byte is taken for two neighbours."""
-    return value.copy_(drawn_into(torch.empty(value.numel() // 2), share).repeat_interleave(2).view(value.shape))
+    return value.copy_(draw_into(torch.empty(value.numel() // 2), share).repeat_interleave(2).view(value.shape))
 
 
 def by_words_again(value: Tensor, share: float) -> Tensor:
     """Each word serves for the next eight numbers too."""
-    words = drawn_into(torch.empty(value.numel() // 2), share).view(-1, 1, 8)
+    words = draw_into(torch.empty(value.numel() // 2), share).view(-1, 1, 8)
     return value.copy_(words.expand(-1, 2, -1).reshape(value.shape))
 
 
@@ -228,9 +228,9 @@ def test_a_fault_in_the_masks_is_seen_here(fault: Draw) -> None:
 
 def test_they_come_in_the_order_of_memory_whatever_the_shape() -> None:
     torch.manual_seed(0)
-    plain = drawn_into(torch.empty(5, 7, 31), 0.5)
+    plain = draw_into(torch.empty(5, 7, 31), 0.5)
     torch.manual_seed(0)
-    turned = drawn_into(torch.empty(5, 7, 31).permute(2, 0, 1), 0.5)
+    turned = draw_into(torch.empty(5, 7, 31).permute(2, 0, 1), 0.5)
     assert torch.equal(turned.permute(1, 2, 0), plain)
 
 
@@ -248,7 +248,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_and_so_does_an_eager_one() 
     resumed.advance(1)
     resumed.restore(state)
     resumed.advance(3)
-    assert differences(resumed.state(), program.state()) == []
+    assert differing_paths(resumed.state(), program.state()) == []
     ends = [list(one.state().parameters.values()) for one in (eager, program, lower(task(), Plan()))]
     assert apart(ends[0], ends[1]) < 1e-6
 
@@ -274,11 +274,11 @@ def test_compiled_steps_are_trusted(make: Callable[[], hotloop.Task], way: str) 
 
 
 def test_plans_are_proven_each_by_its_own_draws() -> None:
-    from hotloop.parity.proof import _drawing_alike
+    from hotloop.parity.proof import _group_by_draws
 
     programs = [lower(task(), plan) for plan in (Plan(), Plan(optimizer="foreach"), Plan(optimizer="forloop"))]
     programs[1]._step.draws_by_words = True
-    (words, by_words), (nothing, others) = _drawing_alike(task(), programs)
+    (words, by_words), (nothing, others) = _group_by_draws(task(), programs)
     assert (by_words, others, nothing) == ([programs[1]], [programs[0], programs[2]], None) and words is not None
 
 
@@ -329,7 +329,7 @@ def in_another_order(graph: torch.fx.GraphModule) -> None:
 def test_a_fault_of_the_program_is_seen_by_check(
     fault: Callable[[torch.fx.GraphModule], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = compiled_step.rewrite
+    honest = compiled_step.apply_rewrite
 
     def faulty(graph: torch.fx.GraphModule, which: str, *others: Any) -> dict[str, int]:
         found = honest(graph, which, *others)
@@ -337,7 +337,7 @@ def test_a_fault_of_the_program_is_seen_by_check(
         graph.recompile()
         return found
 
-    monkeypatch.setattr(compiled_step, "rewrite", faulty)
+    monkeypatch.setattr(compiled_step, "apply_rewrite", faulty)
     found = hotloop.check(task(), NAMED)
     assert found.parity == "broken", found.reason
 
@@ -354,17 +354,17 @@ def test_the_draws_that_everybody_follows_are_looked_at_by_themselves(
     fault: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers agree then, since all draw the same."""
-    plain, honest, faulty = lower(images(), Plan()), Account("honest"), Account("faulty")
-    look_at_words(plain.state(), plain, [honest])
-    assert (honest.drawn, honest.draws) == (True, None)
-    monkeypatch.setattr(dropout_from_words, "drawn_into", fault)
-    look_at_words(plain.state(), plain, [faulty])
+    plain, honest, faulty = lower(images(), Plan()), StepErrors("honest"), StepErrors("faulty")
+    check_word_draws(plain.state(), plain, [honest])
+    assert (honest.draw_notes, honest.draws) == (True, None)
+    monkeypatch.setattr(dropout_from_words, "draw_into", fault)
+    check_word_draws(plain.state(), plain, [faulty])
     assert SEEN[fault] in str(faulty.draws)
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_another_rate_for_everybody_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout_from_words, "drawn_into", of_another_rate)
+    monkeypatch.setattr(dropout_from_words, "draw_into", of_another_rate)
     found = hotloop.check(task(), NAMED)
     assert found.parity == "broken" and "draw 1 (bernoulli_) has another rate" in found.reason, found.reason
 
@@ -394,13 +394,15 @@ class Attending(nn.Module):
     ids=["a layer", "attention", "none of attention", "none"],
 )
 def test_a_search_tries_it_where_a_layer_drops(model: Callable[[], nn.Module], drops: bool) -> None:
-    facts = facts_of(Ingredients.of(task(model), Plan()))
-    changes = candidates.rewriting_changes(facts, a_machine(), Plan(device="cpu", compile="step"))
+    facts = task_facts(LoweringContext.from_task(task(model), Plan()))
+    changes = candidates.rewrite_changes(facts, a_machine(), Plan(device="cpu", compile="step"))
     assert facts.drops == bool(changes) == drops
 
 
 def test_a_mask_is_reckoned_to_stay_a_call_unless_it_is_rewritten() -> None:
-    large, small = torch.empty(LEAST), torch.empty(LEAST - 1)
-    assert not step_profile._stays(bernoulli_, (large, 0.9), True)
-    assert step_profile._stays(bernoulli_, (large, 0.9), False) and step_profile._stays(bernoulli_, (small, 0.9), True)
-    assert step_profile._stays(bernoulli_, (large, 0.9), True, {"generator": torch.Generator()})
+    large, small = torch.empty(MIN_NUMBERS), torch.empty(MIN_NUMBERS - 1)
+    assert not step_profile._is_library_call(bernoulli_, (large, 0.9), True)
+    assert step_profile._is_library_call(bernoulli_, (large, 0.9), False) and step_profile._is_library_call(
+        bernoulli_, (small, 0.9), True
+    )
+    assert step_profile._is_library_call(bernoulli_, (large, 0.9), True, {"generator": torch.Generator()})

@@ -14,14 +14,14 @@ from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 
 import hotloop
-from hotloop.core.hardware.probe import here
-from hotloop.core.records.race import TRUSTED
+from hotloop.core.hardware.probe import probe_hardware
+from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.errors import PlanError
 from hotloop.lowering.build import lower
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.rewrites import mm_by_onednn
-from hotloop.lowering.rewrites.fx_nodes import product_replaced
-from hotloop.lowering.task_facts import facts_of
+from hotloop.lowering.rewrites.fx_nodes import replace_product
+from hotloop.lowering.task_facts import task_facts
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from hotloop.tuning.search import candidates, step_profile
@@ -82,22 +82,22 @@ def test_products_of_all_kinds_are_found_and_come_to_the_same() -> None:
 
 @pytest.mark.more
 def test_they_are_trusted() -> None:
-    assert prove(task(), NAMED).parity in TRUSTED
+    assert prove(task(), NAMED).parity in TRUSTED_CLASSES
 
 
 @pytest.mark.more
 def test_a_package_has_them_too() -> None:
-    assert prove(task(), NAMED.with_axes(compile="package")).parity in TRUSTED
+    assert prove(task(), NAMED.with_axes(compile="package")).parity in TRUSTED_CLASSES
 
 
 def test_a_product_that_is_off_is_seen_and_one_that_is_not_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     small = task(lambda: nn.Linear(WIDTH, WIDTH))
-    assert prove(small, NAMED).parity in TRUSTED
+    assert prove(small, NAMED).parity in TRUSTED_CLASSES
 
     def off(graph: Any, node: Any, by: Any) -> None:
-        product_replaced(graph, node, lambda *values: 1.0001 * by(*values))
+        replace_product(graph, node, lambda *values: 1.0001 * by(*values))
 
-    monkeypatch.setattr(mm_by_onednn, "product_replaced", off)
+    monkeypatch.setattr(mm_by_onednn, "replace_product", off)
     assert prove(small, NAMED).parity == "broken"
 
 
@@ -114,16 +114,16 @@ def test_where_there_is_none_to_win_by_that_is_said(model: Callable[[], nn.Modul
 @pytest.mark.parametrize(("processor", "slow"), [("AMD EPYC", True), ("Intel(R) Xeon(R)", False), (None, False)])
 def test_all_has_it_where_mkl_is_slow(processor: str | None, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(candidates, "mkl_is_slow", mm_by_onednn.mkl_is_slow)
-    monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: mm_by_onednn.mkl_is_slow(processor))
-    machine = here("cpu")
+    monkeypatch.setattr(candidates, "is_mkl_slow", mm_by_onednn.is_mkl_slow)
+    monkeypatch.setattr(mm_by_onednn, "is_mkl_slow_here", lambda: mm_by_onednn.is_mkl_slow(processor))
+    machine = probe_hardware("cpu")
     hardware = replace(machine, processor=replace(machine.processor, model=processor))
-    facts = facts_of(Ingredients.of(task(), Plan()))
-    assert bool(candidates.rewriting_changes(facts, hardware, Plan(device="cpu", compile="step"))) is slow
+    facts = task_facts(LoweringContext.from_task(task(), Plan()))
+    assert bool(candidates.rewrite_changes(facts, hardware, Plan(device="cpu", compile="step"))) is slow
     function, args = torch.ops.aten.mm.default, (torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, 8 * WIDTH))
-    assert step_profile._stays(function, args, True) is not slow
-    assert step_profile._stays(function, args, False)
-    assert step_profile._stays(function, (torch.ones(WIDTH, 8 * WIDTH).t(), args[0]), True), "a narrow result"
+    assert step_profile._is_library_call(function, args, True) is not slow
+    assert step_profile._is_library_call(function, args, False)
+    assert step_profile._is_library_call(function, (torch.ones(WIDTH, 8 * WIDTH).t(), args[0]), True), "a narrow result"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_all_leaves_products_to_mkl_for_which_it_is_faster(
 @pytest.mark.more
 def test_in_a_step_all_takes_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five: the gradient of the first layer's weights is narrow, with a first operand by columns."""
-    monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: True)
+    monkeypatch.setattr(mm_by_onednn, "is_mkl_slow_here", lambda: True)
     model = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.ReLU(), nn.Linear(8 * WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     for which, many in ("mm_by_onednn", 5), ("all", 4):
         said: list[str] = []
@@ -162,13 +162,13 @@ def test_in_a_step_all_takes_those_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_of_a_wide_result_the_first_matrix_is_laid_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the second layer's weights, (WIDTH, batch) by (batch, 8 * WIDTH)."""
     laid: list[list[int]] = []
-    by_rows = mm_by_onednn._by_rows
+    by_rows = mm_by_onednn._laid_by_rows
 
     def noted(given: Any) -> Any:
         laid.append([int(size) for size in given.get_size()])
         return by_rows(given)
 
-    monkeypatch.setattr(mm_by_onednn, "_by_rows", noted)
+    monkeypatch.setattr(mm_by_onednn, "_laid_by_rows", noted)
     model = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.ReLU(), nn.Linear(8 * WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     # What a cache keeps isn't lowered again.
     with functorch.patch(enable_autograd_cache=False), inductor.patch(fx_graph_cache=False):

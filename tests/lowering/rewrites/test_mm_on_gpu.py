@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.errors import PlanError
-from hotloop.lowering.rewrites import conv_in_pool, mm_on_gpu, rewrite
-from hotloop.lowering.rewrites.mm_on_gpu import MOST_OF_SUM, parts_of
+from hotloop.lowering.rewrites import apply_rewrite, conv_in_pool, mm_on_gpu
+from hotloop.lowering.rewrites.mm_on_gpu import MOST_OF_SUM, split_count
 from tests.support.programs import a_task
 from tests.support.rewritten_steps import Step, apart, convolving
 
@@ -39,7 +39,7 @@ def dense(width: int, rows: int = 4, **sizes: int) -> hotloop.Task:
 
 
 def rewritten(step: Step, which: str = "all") -> dict[str, int]:
-    return {name: times for name, times in rewrite(step.captured.graph, which, device="cuda").items() if times}
+    return {name: times for name, times in apply_rewrite(step.captured.graph, which, device="cuda").items() if times}
 
 
 @pytest.mark.parametrize("width", [5, 40], ids=["few terms", "many terms"])
@@ -69,7 +69,9 @@ def wrong_parts(a: Tensor, b: Tensor, parts: int) -> Tensor:
     return (a.unflatten(1, (parts, -1)).transpose(0, 1) @ b.unflatten(0, (parts, -1)))[1:].sum(0)
 
 
-@pytest.mark.parametrize(("name", "fault", "most"), [("_sum", wrong_sum, MOST_OF_SUM), ("_in_parts", wrong_parts, 0)])
+@pytest.mark.parametrize(
+    ("name", "fault", "most"), [("_sum_products", wrong_sum, MOST_OF_SUM), ("_product_in_parts", wrong_parts, 0)]
+)
 def test_terms_that_are_left_out_are_seen(
     name: str, fault: Callable[..., Any], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,20 +98,20 @@ def test_terms_that_are_left_out_are_seen(
     ],
 )
 def test_terms_are_cut_where_cores_would_have_nothing_to_do(sizes: tuple[int, int, int], parts: int) -> None:
-    assert parts_of(*sizes) == parts
+    assert split_count(*sizes) == parts
     assert sizes[1] % (4 * parts) == 0 or parts == 1
 
 
 def test_what_they_are_not_for_is_refused_in_one_line() -> None:
     step = Step(dense(300, rows=16, hidden=600))
     with pytest.raises(PlanError, match=r"rewrites=mm_in_parts finds nothing.*very many terms") as caught:
-        rewrite(step.captured.graph, "mm_in_parts", device="cuda")
+        apply_rewrite(step.captured.graph, "mm_in_parts", device="cuda")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("image_by_image", [True, False])
 def test_a_pooled_convolution_adds_up_either_way(image_by_image: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_in_pool, "_image_by_image", lambda gradient: image_by_image)
+    monkeypatch.setattr(conv_in_pool, "_sum_by_image", lambda gradient: image_by_image)
     step = Step(convolving(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)), double=True)
     plain = step.after(step.captured)
     assert rewritten(step, "conv_in_pool") == {"conv_in_pool": 1}

@@ -26,7 +26,7 @@ PLAN = Plan(device="cpu", compile="step", rewrites="pool_as_max")
 def laid(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, Any]]]:
     """For each gradient whether its image has channels last, and how Inductor lays it then: strides, smallest as 0."""
     found: list[tuple[bool, Any]] = []
-    lowered = fx_nodes._lowered
+    lowered = fx_nodes._lower_layout
 
     def noted(given: Any, image: Any) -> Any:
         from torch._inductor.ir import get_stride_order
@@ -36,13 +36,13 @@ def laid(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, Any]]]:
         found.append((last, get_stride_order(made.get_stride()) if last else made is given))
         return made
 
-    monkeypatch.setattr(fx_nodes, "_lowered", noted)
-    fx_nodes.known_to_inductor.cache_clear()
+    monkeypatch.setattr(fx_nodes, "_lower_layout", noted)
+    fx_nodes.register_layout_op.cache_clear()
     # What a cache keeps isn't lowered again.
     with functorch.patch(enable_autograd_cache=False), inductor.patch(fx_graph_cache=False):
         yield found
     monkeypatch.undo()
-    fx_nodes.known_to_inductor.cache_clear()
+    fx_nodes.register_layout_op.cache_clear()
 
 
 def assert_trains_as_eagerly(task: hotloop.Task) -> None:
@@ -69,5 +69,5 @@ def test_an_image_in_the_usual_order_leaves_it_alone(laid: list[tuple[bool, Any]
 
 def test_operation_by_operation_it_is_the_same_tensor_again() -> None:
     given, image = torch.randn(2, 3, 2, 2), torch.randn(2, 3, 4, 4)
-    made = fx_nodes.laid_out(given, image)
+    made = fx_nodes.to_layout_of(given, image)
     assert made.equal(given) and made.data_ptr() != given.data_ptr()

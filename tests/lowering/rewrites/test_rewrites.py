@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import hotloop
 from bench.rewrites import NETWORKS, task_of
 from hotloop.errors import PlanError
-from hotloop.lowering.compile.capture import Captured
-from hotloop.lowering.compile.host_scalars import host
-from hotloop.lowering.rewrites import REWRITES, conv_as_gemm, conv_in_pool, mm_by_onednn, pool_as_max, rewrite
+from hotloop.lowering.compile.capture import CapturedStep
+from hotloop.lowering.compile.host_scalars import split_host_scalars
+from hotloop.lowering.rewrites import REWRITES, apply_rewrite, conv_as_gemm, conv_in_pool, mm_by_onednn, pool_as_max
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
 from tests.support.programs import a_task
@@ -49,13 +49,13 @@ def test_all_of_them_leave_out_what_loses_more_often_than_it_wins() -> None:
     layers = nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)
     assert_refused(Step(convolving(*layers)), "all")
     for which in "pool_first", "conv_as_gemm":
-        assert rewrite(Step(convolving(*layers)).captured.graph, which) == {which: 1}
+        assert apply_rewrite(Step(convolving(*layers)).captured.graph, which) == {which: 1}
 
 
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("name", TIMES)
 def test_all_of_them_leave_the_step_as_it_is(name: str, double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
+    monkeypatch.setattr(mm_by_onednn, "is_mkl_slow_here", lambda: False)
     task = task_of(name, 16, 8)  # the update of plain SGD is no larger than its gradient's error
     given = {**vars_of(task), "data": task.data, "optimizer": partial(torch.optim.SGD, lr=0.1)}
     assert_stays_the_same(Step(hotloop.Task(**given), double), "all", TIMES[name], 1e-12 if double else 1e-4)
@@ -67,7 +67,7 @@ def test_the_bench_has_three_networks_for_each_and_names_them(which: str) -> Non
     fires = []
     for name in NETWORKS:
         with suppress(PlanError):
-            assert rewrite(Step(task_of(name, 64)).captured.graph, which)[which] > 0
+            assert apply_rewrite(Step(task_of(name, 64)).captured.graph, which)[which] > 0
             fires.append(name)
     assert len(fires) >= 3
     assert fires == [name for name, network in NETWORKS.items() if which in network.rewrites]
@@ -80,7 +80,7 @@ def test_where_the_gradient_goes_is_the_same_to_the_bit(which: str) -> None:
     images, labels = task.data
     step = Step(hotloop.Task(**{**vars_of(task), "data": (images.sign(), labels)}))
     plain = step.after(step.captured)
-    rewrite(step.captured.graph, which)
+    apply_rewrite(step.captured.graph, which)
     assert all(map(torch.equal, step.after(step.captured), plain))
 
 
@@ -120,12 +120,12 @@ def test_what_a_rewrite_is_not_for_is_refused(which: str, layers: list[nn.Module
 
 def test_all_says_what_a_name_alone_brings() -> None:
     with pytest.raises(PlanError, match=r"here 80 \(name conv_in_pool to have it of more\)"):
-        rewrite(Step(convolving(nn.Conv2d(2, 2, 3))).captured.graph, "all")
+        apply_rewrite(Step(convolving(nn.Conv2d(2, 2, 3))).captured.graph, "all")
 
 
 def test_a_convolution_whose_input_learns_is_left_alone() -> None:
     step = Step(convolving(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)))
-    assert rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
+    assert apply_rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_relu_that_is_looked_at_elsewhere_stays() -> None:
 def test_an_optimizers_numbers_are_computed_on_the_host(name: str) -> None:
     step = Step(family("mlp") if name == "Adam" else a_task(optimizer=OPTIMIZERS[name]))
     plain = step.after(step.captured)
-    hosted, numbers = host(step.captured)
+    hosted, numbers = split_host_scalars(step.captured)
     assert numbers is not None
     assert not any("pow" in str(node.target) for node in hosted.graph.graph.nodes)
     assert apart(step.after(hosted, numbers), plain) < 1e-6
@@ -181,7 +181,7 @@ def test_an_optimizers_numbers_are_computed_on_the_host(name: str) -> None:
 def test_a_count_that_is_stale_is_seen() -> None:
     """The count of steps is read anew at each step."""
     step = Step(a_task(optimizer=torch.optim.Adam))
-    _, numbers = host(step.captured)
+    _, numbers = split_host_scalars(step.captured)
     assert numbers is not None
     first = numbers(step.flat).clone()
     counts = [value for value in step.flat if value.ndim == 0 and value.dtype == torch.float32]
@@ -192,7 +192,7 @@ def test_a_count_that_is_stale_is_seen() -> None:
 
 def test_counts_that_come_apart_give_each_parameter_its_own_numbers() -> None:
     step = Step(a_task(optimizer=torch.optim.Adam))
-    hosted, numbers = host(step.captured)
+    hosted, numbers = split_host_scalars(step.captured)
     assert numbers is not None
     together = numbers(step.flat).clone()
     next(value for value in step.flat if value.ndim == 0 and value.dtype == torch.float32).add_(5)
@@ -209,14 +209,14 @@ def test_groups_with_settings_of_their_own_have_numbers_of_their_own(groups: int
 
     step = Step(a_task(optimizer=optimizer))
     plain = step.after(step.captured)
-    hosted, numbers = host(step.captured)
+    hosted, numbers = split_host_scalars(step.captured)
     assert apart(step.after(hosted, numbers), plain) < 1e-6
 
 
 def test_what_is_computed_does_not_grow_with_the_number_of_parameters() -> None:
     def formulas(layers: int) -> int:
         model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])
-        _, numbers = host(Step(a_task(model=lambda: model, optimizer=torch.optim.Adam)).captured)
+        _, numbers = split_host_scalars(Step(a_task(model=lambda: model, optimizer=torch.optim.Adam)).captured)
         assert numbers is not None
         return len(numbers._formulas)
 
@@ -230,10 +230,10 @@ def test_what_is_computed_does_not_grow_with_the_number_of_parameters() -> None:
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the captured step operation by operation: what is compiled of it is the compiler's affair."""
 
-    def run(captured: Captured, *others: Any) -> Callable[[list[Tensor]], Any]:
+    def run(captured: CapturedStep, *others: Any) -> Callable[[list[Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
-    monkeypatch.setattr(compiled_step, "_compiled", run)
+    monkeypatch.setattr(compiled_step, "_compile", run)
 
 
 PLAN = Plan(compile="step", rewrites="all")
@@ -297,14 +297,14 @@ def test_a_wrong_rewrite_is_seen_by_check(fault: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("uncompiled")
 def test_numbers_that_are_one_step_late_are_seen_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = compiled_step.host
+    honest = compiled_step.split_host_scalars
 
-    def late(captured: Captured) -> Any:
+    def late(captured: CapturedStep) -> Any:
         hosted, numbers = honest(captured)
         assert numbers is not None
         return hosted, lambda flat: numbers([value - 1 if value.ndim == 0 else value for value in flat])
 
-    monkeypatch.setattr(compiled_step, "host", late)
+    monkeypatch.setattr(compiled_step, "split_host_scalars", late)
     found = hotloop.check(a_task(optimizer=torch.optim.Adam), Plan(compile="step"))
     assert found.parity == "broken"
 

@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
 
 import hotloop
-from hotloop.core.plan_request import Wanted
-from hotloop.core.state import differences
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.state import differing_paths
 from hotloop.errors import CheckpointError, HotloopError, PlanError, TaskError
 from hotloop.plan import Plan
 from hotloop.tuning.auto import auto
@@ -222,7 +222,7 @@ def test_validation_takes_no_update_and_may_have_a_gradient_in_its_loss(tmp_path
     run = trained(a_task, tmp_path / "run")
     program = hotloop.lower(task(wasserstein, plain))
     advance(program, 5)
-    assert differences(last_state(run), program.state()) == []
+    assert differing_paths(last_state(run), program.state()) == []
     model = program.model.eval()
     with torch.enable_grad():
         losses = [[loss.item() for _, loss, *_ in wasserstein(model, batch)] for batch in batches(1)]
@@ -268,7 +268,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_never_was(tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         trained(task(**given, callbacks=[stop]), tmp_path / "run", checkpoint_every="3")
     resumed = hotloop.fit(task(**given), run=tmp_path / "run", resume=True, device="cpu", progress=False)
-    assert differences(last_state(whole), last_state(resumed)) == []
+    assert differing_paths(last_state(whole), last_state(resumed)) == []
     assert whole.final == resumed.final
 
 
@@ -311,7 +311,7 @@ def test_eager_plans_train_it_bitwise_alike(axes: dict[str, Any]) -> None:
     program = hotloop.lower(task(), Plan(**axes))
     advance(program, 7)
     program.close()
-    assert differences(program.state(), state_after(task(), 7)) == []
+    assert differing_paths(program.state(), state_after(task(), 7)) == []
 
 
 @pytest.mark.parametrize("form", ["foreach", "fused"])
@@ -357,12 +357,12 @@ def test_bf16_casts_anew_after_each_update(monkeypatch: pytest.MonkeyPatch) -> N
             yield from alternate(model, batch)
 
     expected = state_after(task(cast, model=lambda: Pair(norm=False)), 7)
-    assert differences(program.state(), expected) == []
+    assert differing_paths(program.state(), expected) == []
 
 
 def test_auto_trains_eagerly_and_says_why(tmp_path: Path) -> None:
     said: list[str] = []
-    program = auto.lowered(task(epochs=1000), Wanted.of("auto", {}), said.append)
+    program = auto.lower_requested(task(epochs=1000), PlanRequest.from_value("auto", {}), said.append)
     program.close()
     assert program.parts.plan.compile == "none"
     assert any("the optimizers 'd', 'g' in turn" in line for line in said)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.errors import PlanError
 from hotloop.lowering.compile import symbolic_numbers
-from hotloop.lowering.compile.capture import Captured, capture
+from hotloop.lowering.compile.capture import CapturedStep, capture_step
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
 from hotloop.tuning.search import payoff
@@ -72,7 +72,7 @@ def test_batches_with_several_keys_are_not_alike(kind: str) -> None:
     program = hotloop.lower(
         a_task(step=by_key, data=torch.utils.data.DataLoader(batches, batch_size=None), batch_size=None)
     )
-    assert not payoff._alike(program)
+    assert not payoff._has_equal_batches(program)
 
 
 def mixed(model: nn.Module, batch: Any) -> Tensor:
@@ -249,7 +249,7 @@ def test_a_layer_of_two_names_keeps_its_parameters() -> None:
 
 
 def test_equal_gradients_that_a_compiler_makes_one_are_clipped_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sharing(captured: Captured, *others: Any) -> Callable[[list[Tensor]], Any]:
+    def sharing(captured: CapturedStep, *others: Any) -> Callable[[list[Tensor]], Any]:
         def run(flat: list[Tensor]) -> list[Tensor]:
             loss, one, other = captured.graph(*flat)
             assert one.equal(other)
@@ -257,7 +257,7 @@ def test_equal_gradients_that_a_compiler_makes_one_are_clipped_once_for_each(mon
 
         return run
 
-    monkeypatch.setattr(compiled_step, "_compiled", sharing)
+    monkeypatch.setattr(compiled_step, "_compile", sharing)
     task = a_task(model=partial(Summed, False), clip_norm=0.1)
     program = hotloop.lower(task, Plan(compile="forward"))
     advance(program, 7)
@@ -311,12 +311,12 @@ def test_powers_that_nobody_asks_about_are_captured_as_torch_does(
     power = torch.SymFloat.__pow__
     batch = tuple(value[:5] for value in labelled())
     codes, taken = [], []
-    unasked = symbolic_numbers._unasked
-    monkeypatch.setattr(symbolic_numbers, "_unasked", lambda asking: taken.append(asking) or unasked(asking))
-    for ask in (symbolic_numbers.unasked_powers, nullcontext):
-        monkeypatch.setattr(symbolic_numbers, "unasked_powers", ask)
+    unasked = symbolic_numbers._skip_guard
+    monkeypatch.setattr(symbolic_numbers, "_skip_guard", lambda asking: taken.append(asking) or unasked(asking))
+    for ask in (symbolic_numbers.skip_power_guards, nullcontext):
+        monkeypatch.setattr(symbolic_numbers, "skip_power_guards", ask)
         program = hotloop.lower(a_task(optimizer=optimizer), Plan())
         advance(program, 1)
-        codes.append(capture(program._step, batch, 5, {}, whole=True).graph.code)
+        codes.append(capture_step(program._step, batch, 5, {}, whole=True).graph.code)
     assert codes[0] == codes[1] and "pow" in codes[0] and set(taken) == {power}
     assert torch.SymFloat.__pow__ is power

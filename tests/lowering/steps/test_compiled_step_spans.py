@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps.compiled_step import CompiledStep
 from hotloop.plan import Plan
@@ -25,13 +25,13 @@ SAMPLES, BATCH = 24, 5  # four whole batches an epoch, and an incomplete one
 def unseen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the steps that were run without a look."""
     steps: list[int] = []
-    run = CompiledStep._run_unseen
+    run = CompiledStep._run_unchecked
 
     def noted(step: CompiledStep, batch: Any, samples: int, number: int) -> Tensor:
         steps.append(number)
         return run(step, batch, samples, number)
 
-    monkeypatch.setattr(CompiledStep, "_run_unseen", noted)
+    monkeypatch.setattr(CompiledStep, "_run_unchecked", noted)
     return steps
 
 
@@ -71,7 +71,7 @@ def test_the_result_is_bitwise_that_of_looking_at_each_step(name: str, unseen: l
     unseen.clear()
     singly = after(ready(task, "package"), 13, 1)
     assert not unseen
-    assert differences(whole, singly) == []
+    assert differing_paths(whole, singly) == []
     assert float(whole.sums["samples"]) == 3 * BATCH
     assert float(whole.sums["loss"]) > 0
 
@@ -82,7 +82,7 @@ def test_what_is_summed_up_later_can_be_seen_to_be_missing(unseen: list[int], mo
     monkeypatch.setattr(CompiledStep, "_count", lambda self, losses: losses.clear())
     whole, singly = after(ready(a_task()), 1, 13), after(ready(a_task()), 13, 1)
     assert unseen
-    assert differences(whole, singly)
+    assert differing_paths(whole, singly)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -213,7 +213,7 @@ def test_a_loss_in_memory_that_steps_change_is_added_at_once(
     expected = float(after(ready(a_task(model=Counting)), 1, 4).sums["loss"])
     unseen.clear()
     if believed:
-        monkeypatch.setattr(CompiledStep, "_is_apart", lambda self, loss: True)
+        monkeypatch.setattr(CompiledStep, "_is_partial", lambda self, loss: True)
     program = ready(a_task(model=Counting))
     step: Any = program._step
     run = step._runner

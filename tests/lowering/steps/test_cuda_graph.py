@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.random.rng import StepDraws
-from hotloop.core.state import State, differences
+from hotloop.core.random.rng import StepSeeds
+from hotloop.core.state import State, differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering.compile.compiled_rng import check_draws, check_recurrent
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps import cuda_graph
-from hotloop.lowering.steps.cuda_graph import GraphedStep
+from hotloop.lowering.steps.cuda_graph import CudaGraphStep
 from hotloop.lowering.transforms import accumulation
 from hotloop.plan import Plan
 from tests.lowering.test_cpu_plans import STEPS, after, assert_equal_within_rounding, baseline, changed
@@ -39,8 +39,8 @@ RUNS += [("mlp", Plan(graphs="step", optimizer="forloop")), ("mlp", Plan(graphs=
 @pytest.fixture(autouse=True)
 def on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on this CPU, and optimizers that believe that it keeps their counts on the device, as CUDA does."""
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
-    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", FakeRecorder)
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
             monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **options: ["cpu"])
@@ -61,11 +61,11 @@ def test_it_runs_as_the_baseline_does_and_its_state_round_trips(name: str, plan:
     assert set(replays(program)) == ({1} if plan.graphs == "step" else {1, 2})
 
     program.restore(through_file(state))
-    assert differences(program.state(), state) == []
+    assert differing_paths(program.state(), state) == []
     further = after(program, 3)
     under_the_baseline = hotloop.lower(family(name))
     under_the_baseline.restore(state)
-    assert differences(under_the_baseline.state(), state) == []
+    assert differing_paths(under_the_baseline.state(), state) == []
     assert_equal_within_rounding(further, after(under_the_baseline, 3))
 
 
@@ -175,7 +175,7 @@ def test_a_loop_of_one_s_own_keeps_its_losses() -> None:
 
 
 def test_a_compiled_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "Recorder", RecallingRecorder)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", RecallingRecorder)
     program = hotloop.lower(family("mlp"), Plan(graphs="step", compile="step"))
     assert_equal_within_rounding(after(program, STEPS), baseline("mlp"))
     assert len(replays(program)) == STEPS - 1 - STEPS // 4
@@ -203,60 +203,60 @@ def test_without_a_fault_nothing_is_seen() -> None:
 
 
 def test_numbers_of_the_schedule_that_stay_as_recorded_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphedStep, "_set_cells", only_at_first(GraphedStep._set_cells))
+    monkeypatch.setattr(CudaGraphStep, "_set_cells", only_at_first(CudaGraphStep._set_cells))
     assert seen()
 
 
 def test_numbers_of_the_first_step_for_all_of_a_replay_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = GraphedStep._set_cells
-    monkeypatch.setattr(GraphedStep, "_set_cells", lambda self, rows: plain(self, [rows[0]] * len(rows)))
+    plain = CudaGraphStep._set_cells
+    monkeypatch.setattr(CudaGraphStep, "_set_cells", lambda self, rows: plain(self, [rows[0]] * len(rows)))
     assert seen() and not seen(Plan(graphs="step"))
 
 
 def test_a_batch_that_is_not_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph.Batches, "fill", lambda self, batches: None)
+    monkeypatch.setattr(cuda_graph.StaticBatches, "fill", lambda self, batches: None)
     assert seen()
 
 
 def test_rows_that_are_not_cut_anew_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph.Batches, "cut", lambda self, columns, rows: self.batches)
+    monkeypatch.setattr(cuda_graph.StaticBatches, "split_rows", lambda self, columns, rows: self.batches)
     assert seen() and seen(Plan(graphs="step"))
 
 
 def test_losses_that_are_added_up_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not seen_in("mlp")
-    note = GraphedStep._note
+    note = CudaGraphStep._note
 
     def twice(self: Any, group: Any, outputs: Any) -> None:
         note(self, group, outputs)
         for (batch, samples), (loss, *_) in zip(group, outputs, strict=True):
             self._add(loss, {}, self.parts.weigh(batch, samples))
 
-    monkeypatch.setattr(GraphedStep, "_note", twice)
+    monkeypatch.setattr(CudaGraphStep, "_note", twice)
     assert seen_in("mlp")
 
 
 def test_draws_that_are_the_same_at_each_step_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepDraws, "seed_of", lambda self, step: 1)
+    monkeypatch.setattr(StepSeeds, "seed_of", lambda self, step: 1)
     assert seen()
 
 
 def test_state_that_is_not_moved_to_where_the_graph_works_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphedStep, "_is_bound", lambda self: bool(self.optimizer.state))
+    monkeypatch.setattr(CudaGraphStep, "_is_bound", lambda self: bool(self.optimizer.state))
     assert seen()
 
 
 def test_a_number_that_is_not_lifted_is_refused_when_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "counts_samples", lambda parts: False)  # the graph adds nothing up
-    monkeypatch.setattr(cuda_graph, "lift", lambda captured, *adding: captured)
+    monkeypatch.setattr(cuda_graph, "lift_scalars", lambda captured, *adding: captured)
     with pytest.raises(PlanError, match=r"can't be recorded as a CUDA graph.*graphs=none"):
         hotloop.lower(family("mlp"), Plan(graphs="step"))
 
 
 def test_a_piece_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = accumulation.pieces_of
+    whole = accumulation.split_batch
     monkeypatch.setattr("hotloop.lowering.checks.batch_rows.check_accumulation", lambda *args: None)
-    monkeypatch.setattr(accumulation, "pieces_of", lambda *args: list(whole(*args))[1:])
+    monkeypatch.setattr(accumulation, "split_batch", lambda *args: list(whole(*args))[1:])
     state = after(hotloop.lower(family("mlp"), Plan(graphs="step", accumulation=3)), STEPS)
     with pytest.raises(AssertionError):
         assert_equal_within_rounding(state, baseline("mlp"))
@@ -296,7 +296,7 @@ def test_what_has_no_form_on_the_device_is_refused_by_its_name() -> None:
 def test_an_optimizer_that_counts_on_the_host_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device is another than the CPU: here one without content."""
     step = hotloop.lower(family("mlp", optimizer=optimizer("Adagrad"), schedule=None), Plan(graphs="step"))._step
-    assert isinstance(step, GraphedStep)
+    assert isinstance(step, CudaGraphStep)
     after_one = hotloop.lower(family("mlp", optimizer=optimizer("Adagrad"), schedule=None))
     advance(after_one, 1)
     step.optimizer = after_one.optimizer
@@ -325,7 +325,7 @@ def test_recurrent_layers_of_cudnn_are_refused_by_name_where_it_computes_them() 
 
 def test_a_compiler_that_takes_no_lists_of_parameters_gets_them_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    build = cuda_graph.built
+    build = cuda_graph.build_program
 
     def choosy(captured: Any, parts: Any) -> Any:
         asked.append(captured.graph.code.count("_foreach"))
@@ -333,8 +333,8 @@ def test_a_compiler_that_takes_no_lists_of_parameters_gets_them_one_by_one(monke
             raise PlanError("the captured step can't be compiled")
         return build(captured, parts)
 
-    monkeypatch.setattr(cuda_graph, "Recorder", RecallingRecorder)
-    monkeypatch.setattr(cuda_graph, "built", choosy)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", RecallingRecorder)
+    monkeypatch.setattr(cuda_graph, "build_program", choosy)
     program = hotloop.lower(family("mlp"), Plan(graphs="step", compile="step"))
     assert len(asked) == 2 and asked[0] > asked[1]  # the average of weights is one over lists either way
     assert_equal_within_rounding(after(program, STEPS), baseline("mlp"))

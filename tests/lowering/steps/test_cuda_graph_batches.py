@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.errors import PlanError
 from hotloop.lowering.steps import cuda_graph
-from hotloop.lowering.steps.cuda_graph import GraphedStep
+from hotloop.lowering.steps.cuda_graph import CudaGraphStep
 from hotloop.plan import Plan
 from tests.lowering.steps.test_cuda_graph import TWO, on_a_stand_in, replays  # noqa: F401  `on_a_stand_in` is a fixture of all tests
 from tests.lowering.test_cpu_plans import changed
@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("plan", [Plan(graphs="step"), TWO], ids=changed)
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_a_batch_is_and_counts(case: str, plan: Plan, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "Recorder", RecallingRecorder if compiled == "step" else FakeRecorder)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", RecallingRecorder if compiled == "step" else FakeRecorder)
     fields = {"batch_size": 4, "schedule": None, **CASES[case]}
     states = []
     for one in (plan.with_axes(compile=compiled), Plan()):
@@ -90,11 +90,11 @@ def test_names_of_samples_are_refused_in_one_line() -> None:
 def test_batches_that_were_taken_when_a_step_failed_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     program = hotloop.lower(a_task(batch_size=2), TWO)
     advance(program, 1)
-    replay = GraphedStep._replay
-    monkeypatch.setattr(GraphedStep, "_replay", lambda self, group, step: 1 / 0)
+    replay = CudaGraphStep._replay
+    monkeypatch.setattr(CudaGraphStep, "_replay", lambda self, group, step: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         program.advance(2)
-    monkeypatch.setattr(GraphedStep, "_replay", replay)
+    monkeypatch.setattr(CudaGraphStep, "_replay", replay)
     plain = hotloop.lower(a_task(batch_size=2))
     advance(program, 3)
     advance(plain, 4)

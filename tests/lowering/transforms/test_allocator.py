@@ -15,7 +15,7 @@ import pytest
 import hotloop
 from hotloop.core.hardware import machine
 from hotloop.core.hardware.versions import speed_versions
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering.transforms import allocator as axis
 from hotloop.plan import Plan
@@ -24,15 +24,15 @@ from hotloop.tuning.search.race_cache import _DEPENDS_ON
 from tests.support.processes.page_fault_count import KEEP, a_task
 from tests.support.programs import advance
 
-pytestmark = pytest.mark.skipif(machine.in_use() is None, reason="memory here isn't glibc's to keep")
+pytestmark = pytest.mark.skipif(machine.active_allocator() is None, reason="memory here isn't glibc's to keep")
 
-IS_GLIBCS = machine._is_glibcs
+IS_GLIBCS = machine._is_glibc_malloc
 
 
 @pytest.fixture(autouse=True)
 def this_machine(any_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real C library, which other tests go without."""
-    monkeypatch.setattr(machine, "_is_glibcs", IS_GLIBCS)
+    monkeypatch.setattr(machine, "_is_glibc_malloc", IS_GLIBCS)
 
 
 def counted(*without: int) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def test_in_a_race_no_window_begins_with_memory_that_another_plan_has_given_back
     """A step that doesn't count gets it from the system, or gives it back, in races of steps so long that none else would."""
     runners = [Runner(hotloop.lower(a_task(), plan)) for plan in (KEEP, Plan())]
     for runner in runners:
-        runner.settle(0)
+        runner.run_untimed(0)
     for runner in runners:
         settled = []
         for _ in range(2):
             before = runner.program.position.step
-            runner.settle(0)
+            runner.run_untimed(0)
             settled.append(runner.program.position.step - before)
             runner.window(1)
         assert settled == [1, 0]
@@ -95,13 +95,13 @@ def test_a_worker_keeps_nothing(pages: dict[str, Any]) -> None:
 def test_whatever_ends_a_compilation_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(program: Any, batch: Any, samples: int) -> None:
         program.prime()
-        assert axis.keeps()
+        assert axis.keeps_freed_memory()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hotloop.lowering.build.Program.prepare", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hotloop.lower(a_task(), KEEP.with_axes(compile="step"))
-    assert not axis.keeps()
+    assert not axis.keeps_freed_memory()
 
 
 def test_a_run_goes_on_where_nobody_can_be_told(
@@ -109,7 +109,7 @@ def test_a_run_goes_on_where_nobody_can_be_told(
 ) -> None:
     """And says so; unless it is asked for."""
     hotloop.fit(a_task(epochs=1), run=tmp_path / "run", progress=False)
-    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
+    monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: False)
     longer = a_task(epochs=2)
     with pytest.raises(PlanError, match="only glibc"):
         hotloop.fit(longer, run=tmp_path / "run", resume=True, plan=KEEP, progress=False)
@@ -119,7 +119,7 @@ def test_a_run_goes_on_where_nobody_can_be_told(
 
 def test_what_is_remembered_is_of_the_allocator_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed_versions()["allocator"] == "glibc"
-    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
+    monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: False)
     assert "allocator" not in speed_versions() and "allocator" in _DEPENDS_ON
 
 
@@ -130,7 +130,7 @@ def test_the_result_has_the_same_bits() -> None:
         advance(program, 5)
         ends.append(program.state())
         program.close()
-    assert not differences(*ends)
+    assert not differing_paths(*ends)
 
 
 def asked(command: str, **environment: str) -> str:
@@ -165,7 +165,7 @@ def test_another_allocator_that_is_preloaded_is_not_told(tmp_path: Path) -> None
 
 
 def test_what_can_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
+    monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: False)
     with pytest.raises(PlanError, match=r"allocator=keep can't be run here: only glibc .* Use allocator=default"):
         hotloop.lower(a_task(), KEEP)
 
@@ -176,12 +176,12 @@ def test_a_training_keeps_it_and_gives_it_back(
 ) -> None:
     told: list[bool] = []
 
-    class Process(axis._Process):
-        def keep(self, keeps: bool) -> None:
+    class Process(axis._AllocatorState):
+        def keep_freed(self, keeps: bool) -> None:
             if keeps != self.keeps:
                 told.append(keeps)
-            super().keep(keeps)
+            super().keep_freed(keeps)
 
-    monkeypatch.setattr(axis, "_PROCESS", Process())
+    monkeypatch.setattr(axis, "_ALLOCATOR", Process())
     hotloop.fit(a_task(epochs=2), plan=plan, run=tmp_path / "run", progress=False)
     assert told == [True, False]

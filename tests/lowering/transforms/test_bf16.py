@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 import hotloop
-from hotloop.core.hardware.probe import here
-from hotloop.core.state import differences
+from hotloop.core.hardware.probe import probe_hardware
+from hotloop.core.state import differing_paths
 from hotloop.parity.proof import prove, prove_programs
 from hotloop.plan import Plan
 from tests.support.programs import advance, through_file
 from tests.support.tasks.model_families import FAMILIES, family
 
-CPU = here("cpu").device("cpu")
+CPU = probe_hardware("cpu").device("cpu")
 pytestmark = pytest.mark.skipif(
     CPU is None or "bf16" not in CPU.precisions, reason="this CPU has no bf16 instructions, so bf16 is refused here"
 )
@@ -55,5 +55,5 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(plan: Plan) -> None:
     again.restore(through_file(program.state()))
     for each in (program, again):
         advance(each, 5)
-    assert differences(program.state(), again.state()) == []
+    assert differing_paths(program.state(), again.state()) == []
     assert {value.dtype for value in program.state().parameters.values()} == {torch.float32}

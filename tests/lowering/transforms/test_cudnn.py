@@ -14,11 +14,11 @@ from torch import nn
 
 import hotloop
 from hotloop.lowering.steps import cuda_graph
-from hotloop.lowering.transforms.cudnn import FreshChoice
+from hotloop.lowering.transforms.cudnn import FreshAlgorithms
 from hotloop.plan import Plan
-from hotloop.task_file import Loaded
+from hotloop.task_file import LoadedTask
 from hotloop.training import start
-from hotloop.tuning.auto.auto import known
+from hotloop.tuning.auto.auto import feasibility_facts
 from tests.support.fake_graph_recorder import FakeRecorder
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import BATCH, family
@@ -29,7 +29,7 @@ TIMED = Plan(cudnn="benchmark")
 @pytest.fixture(autouse=True)
 def on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans for CUDA are lowered on this CPU, whose build of torch has the switch too."""
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
 
 
 class Noting(nn.Module):
@@ -83,7 +83,7 @@ def test_a_step_is_recorded_with_the_switch_on_in_one_thread_of_its_own(
             recorded.append((threading.current_thread(), torch.backends.cudnn.benchmark))
             return super().record(works, **options)
 
-    monkeypatch.setattr(cuda_graph, "Recorder", Noted)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", Noted)
     program = hotloop.lower(a_task(), Plan(graphs=2, residency="device", cudnn=cudnn))
     program.advance(4)
     threads = {thread for thread, _ in recorded}
@@ -97,14 +97,14 @@ def test_a_step_is_recorded_with_the_switch_on_in_one_thread_of_its_own(
 
 def test_what_fails_in_the_thread_fails_here() -> None:
     with pytest.raises(ZeroDivisionError):
-        FreshChoice()(lambda: 1 // 0)
+        FreshAlgorithms()(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize(("axes", "said"), [({}, True), ({"graphs": "step"}, False)], ids=["eager", "recorded"])
 def test_that_a_process_keeps_its_first_choice_is_said_where_it_counts(
     axes: dict[str, Any], said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
+    monkeypatch.setattr(cuda_graph, "GraphRecorder", FakeRecorder)
     lines = list[str]()
     hotloop.lower(a_task(), Plan(cudnn="benchmark", **axes), lines.append)
     assert any("that this process has computed before keeps its algorithm" in line for line in lines) is said
@@ -113,12 +113,12 @@ def test_that_a_process_keeps_its_first_choice_is_said_where_it_counts(
 
 def test_a_run_says_that_a_resumed_one_may_differ(tmp_path: Path) -> None:
     lines = list[str]()
-    run, _ = start.start(Loaded(a_task(), None, {}), plan=TIMED, run=tmp_path / "run", say=lines.append)
+    run, _ = start.start_run(LoadedTask(a_task(), None, {}), plan=TIMED, run=tmp_path / "run", say=lines.append)
     [reason] = run.record.facts.inexact
     assert reason.startswith("cudnn=benchmark: after a resume cuDNN may choose another algorithm")
     assert lines.count(reason) == 1 and not run.record.facts.exact
     assert json.loads((tmp_path / "run" / "run.json").read_text())["facts"]["exact"] is False
-    exact, _ = start.start(Loaded(a_task(), None, {}), plan=Plan(), run=tmp_path / "exact")
+    exact, _ = start.start_run(LoadedTask(a_task(), None, {}), plan=Plan(), run=tmp_path / "exact")
     assert exact.record.facts.exact and exact.record.facts.inexact == []
 
 
@@ -134,5 +134,7 @@ def test_a_run_says_that_a_resumed_one_may_differ(tmp_path: Path) -> None:
 )
 def test_facts_say_whether_a_layer_convolves(layer: Callable[[], nn.Module], convolves: bool) -> None:
     data = torch.randn(12, 6, 1), torch.arange(12) % 3
-    facts, _ = known(a_task(model=lambda: nn.Sequential(layer(), nn.Flatten(), nn.LazyLinear(3)), data=data), Plan())
+    facts, _ = feasibility_facts(
+        a_task(model=lambda: nn.Sequential(layer(), nn.Flatten(), nn.LazyLinear(3)), data=data), Plan()
+    )
     assert facts.has_convolution_layers is convolves and not facts.convolutions

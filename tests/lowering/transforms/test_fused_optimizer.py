@@ -13,11 +13,11 @@ from torch.nn import functional as F
 import hotloop
 from hotloop.core.feasibility.violations import violations
 from hotloop.errors import PlanError
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.transforms import optimizer as update
-from hotloop.lowering.transforms.optimizer import gapless
+from hotloop.lowering.transforms.optimizer import is_gapless
 from hotloop.plan import Plan
-from hotloop.tuning.auto.auto import known
+from hotloop.tuning.auto.auto import feasibility_facts
 from tests.support.programs import a_task, advance, labelled
 
 CPU, FUSED = Plan(device="cpu"), Plan(device="cpu", optimizer="fused")
@@ -64,7 +64,7 @@ def turned() -> nn.Module:
 def test_a_parameter_with_gaps_is_not_fused(name: str) -> None:
     """A kernel would walk through the memory between its rows."""
     task = a_task(model=with_gaps, optimizer=OPTIMIZERS[name])
-    found, machine = known(task, CPU)
+    found, machine = feasibility_facts(task, CPU)
     assert "fused" not in found.implementations and "'0.weight'" in found.not_fused
     assert violations(FUSED, found, machine)
     with pytest.raises(PlanError, match=r"optimizer=fused can't be run here.*'0.weight'.* gaps") as caught:
@@ -93,7 +93,7 @@ SHAPED = {
 @pytest.mark.parametrize("name", SHAPED)
 def test_what_has_gaps(name: str) -> None:
     value, expected = SHAPED[name]
-    assert gapless(value) is expected
+    assert is_gapless(value) is expected
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -102,7 +102,7 @@ def test_gradients_are_laid_out_as_their_parameters(name: str) -> None:
     made = [OPTIMIZERS[name]([nn.Parameter(torch.ones(4, 3))]) for _ in range(2)]
     for group in made[1].param_groups:
         group.update(foreach=False, fused=True)
-    made[1].register_step_pre_hook(update._laid_out)
+    made[1].register_step_pre_hook(update._match_strides)
     for step in range(3):
         gradient = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).t()
         for optimizer in made:
@@ -169,7 +169,7 @@ def test_a_run_with_late_gradients_resumes_bitwise() -> None:
 
 def test_counts_that_a_constructor_made_are_where_the_kernel_reads_them() -> None:
     """Adagrad makes them before it is switched to its fused form: on the CPU, wherever the parameters are."""
-    parts = update.with_implementation(Ingredients.of(a_task(optimizer=OPTIMIZERS["Adagrad"]), FUSED))
+    parts = update.apply_optimizer(LoweringContext.from_task(a_task(optimizer=OPTIMIZERS["Adagrad"]), FUSED))
     optimizer = parts.build_optimizer(parts.model.to("meta"))
     assert {state["step"].device.type for state in optimizer.state.values()} == {"meta"}
 

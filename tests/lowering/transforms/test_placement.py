@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.random.rng import Streams
-from hotloop.core.state import differences
+from hotloop.core.random.rng import RandomStreams
+from hotloop.core.state import differing_paths
 from hotloop.lowering.evaluation import evaluate
-from hotloop.lowering.transforms.placement import Copies, Places, Trip
+from hotloop.lowering.transforms.placement import DeviceCopies, DeviceTrip, ModulePlaces
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from hotloop.tuning.races.runner import peak_of_step
+from hotloop.tuning.races.runner import measure_peak_memory
 from tests.support.fake_device import FAR, Far, SecondDevice, second_device
 from tests.support.killed_training import train
 from tests.support.processes.resumed_training import disagreements
@@ -56,25 +56,31 @@ def off_by(placement: dict[str, str]) -> float:
 
 
 def left_where_it_was(patch: pytest.MonkeyPatch) -> None:
-    move = Places.move
-    patch.setattr(Places, "move", lambda self, model: move(replace(self, named={"": self.named[""]}), model))
+    move = ModulePlaces.move
+    patch.setattr(
+        ModulePlaces, "move", lambda self, model: move(replace(self, named_modules={"": self.named_modules[""]}), model)
+    )
 
 
 def inputs_not_moved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Trip, "go", lambda self, module, args, kwargs: self._under_way.append(Copies(self.there)))
+    patch.setattr(
+        DeviceTrip, "move_inputs", lambda self, module, args, kwargs: self._under_way.append(DeviceCopies(self.there))
+    )
 
 
 def inputs_by_name_not_moved(patch: pytest.MonkeyPatch) -> None:
-    go = Trip.go
-    patch.setattr(Trip, "go", lambda self, module, args, kwargs: (go(self, module, args, kwargs)[0], kwargs))
+    go = DeviceTrip.move_inputs
+    patch.setattr(
+        DeviceTrip, "move_inputs", lambda self, module, args, kwargs: (go(self, module, args, kwargs)[0], kwargs)
+    )
 
 
 def output_not_moved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Trip, "come", lambda self, module, args, output: None)
+    patch.setattr(DeviceTrip, "move_outputs", lambda self, module, args, output: None)
 
 
 def all_comes_home_to_the_plan_s_device(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Places, "around", lambda self, name: self.named[""])
+    patch.setattr(ModulePlaces, "run_across_devices", lambda self, name: self.named[""])
 
 
 @pytest.mark.parametrize(
@@ -96,8 +102,10 @@ def test_what_is_in_the_wrong_place_is_caught(
 
 
 def test_a_copy_that_autograd_does_not_follow_is_caught(machine: SecondDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = Copies.of
-    monkeypatch.setattr(Copies, "of", lambda self, tree: of(self, tree.detach() if isinstance(tree, Tensor) else tree))
+    of = DeviceCopies.copy_of
+    monkeypatch.setattr(
+        DeviceCopies, "copy_of", lambda self, tree: of(self, tree.detach() if isinstance(tree, Tensor) else tree)
+    )
     assert off_by({"stem": "far"}) > 1e-3
 
 
@@ -120,12 +128,12 @@ def test_each_tensor_is_where_its_module_is_and_the_optimizer_s_with_it(machine:
         name: far(name) for name in program.average
     }
     assert program.devices == (torch.device("cpu"), FAR)
-    assert peak_of_step(program) is None  # of one of them it would be too little
+    assert measure_peak_memory(program) is None  # of one of them it would be too little
 
 
 def test_what_is_one_tensor_is_copied_once_and_nothing_is_copied_within_a_device(machine: SecondDevice) -> None:
     program = hotloop.lower(both(), on({"encoder": "far", "encoder.inside": "far"}))
-    batch = program.parts.roles.validation.columns  # type: ignore[union-attr]
+    batch = program.parts.splits.validation.columns  # type: ignore[union-attr]
     with program.inference():
         machine.copies.clear()
         program.model(batch[0])
@@ -162,11 +170,11 @@ def test_devices_draw_numbers_of_their_own_by_the_step_alone(machine: SecondDevi
 
 def test_an_evaluation_seeds_them_too(machine: SecondDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     program = hotloop.lower(both(), on(PLACED["all"]))
-    assert program.parts.roles.validation is not None
+    assert program.parts.splits.validation is not None
     machine.seeds.clear()
-    evaluate(program, program.parts.roles.validation)
+    evaluate(program, program.parts.splits.validation)
     assert len(machine.seeds) == 1
-    streams = Streams(program.parts.task.seed, *program.devices)
+    streams = RandomStreams(program.parts.task.seed, *program.devices)
     streams.reseed("evaluate", 0)
     assert machine.seeds[0] == machine.seeds[1]
 
@@ -184,12 +192,12 @@ def test_a_training_goes_on_bitwise_with_another_placement_and_with_none(machine
         program = hotloop.lower(a_chain(), plan)
         if state is not None:
             program.restore(through_file(state))
-            assert differences(program.state(), state) == []
+            assert differing_paths(program.state(), state) == []
         advance(program, 2)
         state = program.state()
     assert state is not None and state.position.step == 8
     advance(program, 1)
-    assert differences(program.state(), expected.state()) == []
+    assert differing_paths(program.state(), expected.state()) == []
 
 
 def test_a_run_is_evaluated_stopped_killed_and_gone_on_with(machine: SecondDevice, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.errors import DeviceError, MemoryExhausted, NonFiniteError, PlanError
-from hotloop.lowering.transforms.placement import Copies
+from hotloop.lowering.transforms.placement import DeviceCopies
 from hotloop.plan import Plan
 from tests.lowering.test_cpu_plans import assert_equal_within_rounding
 from tests.support.fake_device import Far, SecondDevice, second_device
@@ -56,7 +56,7 @@ def test_what_is_changed_in_place_there_is_changed_here_too(
     task = layered(lambda: nn.ReLU(inplace=True), in_place)
     expected, there = come_to(task, Plan()), on({"inner": "far"})
     assert distance(come_to(task, there), expected) < 1e-6
-    monkeypatch.setattr(Copies, "write_back", lambda self: None)
+    monkeypatch.setattr(DeviceCopies, "write_back", lambda self: None)
     assert distance(come_to(task, there), expected) > 1e-3
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.transforms.precision import in_precision
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.transforms.precision import apply_precision
 from hotloop.plan import Plan
 from tests.support.programs import a_task
 
@@ -42,9 +42,9 @@ def put_back() -> Iterator[None]:
 @contextmanager
 def around(precision: str, device: str = "cuda") -> Iterator[None]:
     """What a step on a GPU runs in."""
-    parts = replace(Ingredients.of(a_task(), Plan(precision=precision)), device=torch.device(device))
+    parts = replace(LoweringContext.from_task(a_task(), Plan(precision=precision)), device=torch.device(device))
     with ExitStack() as stack:
-        for context in in_precision(parts).around:
+        for context in apply_precision(parts).around:
             stack.enter_context(context())
         yield
 

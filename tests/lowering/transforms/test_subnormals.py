@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.lowering.compile.capture import capture
+from hotloop.lowering.compile.capture import capture_step
 from hotloop.lowering.compile.inputs import step_tensors
-from hotloop.lowering.transforms.optimizer import EACH, without_subnormals
+from hotloop.lowering.transforms.optimizer import SUBNORMAL_INTERVAL, zero_subnormals
 from hotloop.plan import Plan
 from tests.support.programs import a_task
 
@@ -23,7 +23,7 @@ def test_only_numbers_below_the_format_become_zero() -> None:
     kept = torch.tensor([TINY, -TINY, TINY / 2, -TINY / 8, 0.0, 1.0, torch.inf, torch.nan])
     count, half = torch.tensor(TINY / 2), torch.tensor([1e-6, 1e-4], dtype=torch.float16)
     alike = torch.tensor([TINY / 2]).expand(3)
-    without_subnormals([kept, count, half, torch.tensor([1, 2]), alike])
+    zero_subnormals([kept, count, half, torch.tensor([1, 2]), alike])
     assert torch.equal(kept.nan_to_num(nan=7.0), torch.tensor([TINY, -TINY, 0, 0, 0, 1, torch.inf, 7]).nan_to_num())
     assert count == TINY / 2
     assert bool((half > 0).all()) and bool((alike > 0).all())
@@ -61,7 +61,7 @@ def test_a_captured_step_keeps_none_and_an_eager_one_does(kind: str) -> None:
     batch, samples = next(program.feed.epoch(0))
     faded(program, key).fill_(1.05 * TINY)
     hyper = {"0/lr": torch.full((), 1e-3, dtype=torch.float64)}
-    captured = capture(program._step, batch, samples, hyper, whole=True)
+    captured = capture_step(program._step, batch, samples, hyper, whole=True)
     values = step_tensors(program._step, hyper, whole=True)
     flat = [value.detach().clone() for value in torch.utils._pytree.tree_leaves(values)]
     with torch.no_grad():
@@ -86,9 +86,9 @@ def test_a_fused_update_drops_them_every_so_many_steps_and_the_baseline_never(op
     program = hotloop.lower(fading("Adam"), Plan(optimizer=optimizer))  # type: ignore[arg-type]
     program.advance(1)
     faded(program, "exp_avg").fill_(TINY / 2)
-    left = [float((faded(program, "exp_avg") != 0).float().mean()) for _ in steps_of(program, 2 * EACH)]
-    assert left[: EACH - 2] == [1.0] * (EACH - 2)
-    assert left[EACH - 2 :] == [kept] * (len(left) - EACH + 2)
+    left = [float((faded(program, "exp_avg") != 0).float().mean()) for _ in steps_of(program, 2 * SUBNORMAL_INTERVAL)]
+    assert left[: SUBNORMAL_INTERVAL - 2] == [1.0] * (SUBNORMAL_INTERVAL - 2)
+    assert left[SUBNORMAL_INTERVAL - 2 :] == [kept] * (len(left) - SUBNORMAL_INTERVAL + 2)
 
 
 def steps_of(program: hotloop.lowering.program.Program, count: int) -> Iterator[int]:
@@ -102,7 +102,7 @@ def steps_of(program: hotloop.lowering.program.Program, count: int) -> Iterator[
 def test_when_that_is_follows_from_the_steps_number_so_that_a_run_goes_on_as_it_would_have() -> None:
     task = fading("Adam")
     whole = hotloop.lower(task, Plan(optimizer="fused"))
-    for _ in steps_of(whole, EACH - 3):
+    for _ in steps_of(whole, SUBNORMAL_INTERVAL - 3):
         pass
     faded(whole, "exp_avg").fill_(TINY / 2)
     begun_anew = hotloop.lower(task, Plan(optimizer="fused"))
@@ -128,6 +128,6 @@ def test_an_optimizer_may_keep_what_belongs_to_no_parameter() -> None:
         model=task.model, loss=task.loss, data=task.data, batch_size=8, seed=0, optimizer=lambda p: Counting(p)
     )
     program = hotloop.lower(own, Plan(optimizer="fused"))
-    for _ in steps_of(program, EACH + 2):
+    for _ in steps_of(program, SUBNORMAL_INTERVAL + 2):
         pass
-    assert program.optimizer.state["calls"] == EACH + 2
+    assert program.optimizer.state["calls"] == SUBNORMAL_INTERVAL + 2

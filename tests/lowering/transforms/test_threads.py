@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hotloop.lowering.transforms import threads
-from hotloop.lowering.transforms.threads import in_one_order
+from hotloop.lowering.transforms.threads import deterministic_order
 
 RUNS = """
 import sys
@@ -67,7 +67,7 @@ def test_what_the_program_chose_stays(mode: str, monkeypatch: pytest.MonkeyPatch
     torch.set_deterministic_debug_mode(mode)
     try:
         chosen = torch.get_deterministic_debug_mode()
-        with in_one_order():
+        with deterministic_order():
             assert torch.get_deterministic_debug_mode() == max(1, chosen)
         assert torch.get_deterministic_debug_mode() == chosen
         assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -83,12 +83,12 @@ def test_nobody_is_warned_of_what_only_hotloop_chose(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with in_one_order():
+        with deterministic_order():
             unpool()
-        assert threads._CHANCE not in warnings.filters  # type: ignore[attr-defined]
+        assert threads._NONDETERMINISM_WARNING not in warnings.filters  # type: ignore[attr-defined]
     torch.set_deterministic_debug_mode("warn")
     try:
-        with in_one_order(), pytest.warns(UserWarning, match="does not have a deterministic implementation"):
+        with deterministic_order(), pytest.warns(UserWarning, match="does not have a deterministic implementation"):
             unpool()
     finally:
         torch.set_deterministic_debug_mode("default")
@@ -99,7 +99,7 @@ def test_inductor_s_mode_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.config as inductor
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    with in_one_order():
+    with deterministic_order():
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         assert inductor.deterministic
     assert not inductor.deterministic

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.cli.options import shared
+from hotloop.cli.options import is_data_parallel_default
 from hotloop.distributed.launch import launch
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from hotloop.training.start import go_on
+from hotloop.training.start import resume_run
 from tests.conftest import RunCli
 from tests.support.processes import rank_processes  # noqa: F401 - imports what each fork would
 from tests.support.processes.forked_server import Server
@@ -96,8 +96,8 @@ def test_ranks_go_on_with_what_one_process_has_left(parallel: Any, tmp_path: Pat
     for path in (run, alone):
         hotloop.fit(task, run=path, plan=Plan(), progress=False)
     more: dict[str, Any] = {"task": task, "overrides": {"epochs": 4}}
-    launch(3, lambda: go_on(run, plan=Plan(parallel=parallel, ranks=3), **more), print)
-    go_on(alone, plan=Plan(), **more)
+    launch(3, lambda: resume_run(run, plan=Plan(parallel=parallel, ranks=3), **more), print)
+    resume_run(alone, plan=Plan(), **more)
     assert Run.open(run).plan == Plan(parallel=parallel, ranks=3)
     assert nearly(run, alone)
     assert disagreements(run, alone) != []
@@ -163,6 +163,10 @@ def test_ranks_that_torchrun_started_share_each_batch_without_a_word(file: Path,
 
 def test_what_torchrun_started_is_asked_for_as_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert not shared(None, Plan())
+    assert not is_data_parallel_default(None, Plan())
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert shared(None, Plan()) and not shared(None, Plan(parallel="stages")) and not shared(1, Plan())
+    assert (
+        is_data_parallel_default(None, Plan())
+        and not is_data_parallel_default(None, Plan(parallel="stages"))
+        and not is_data_parallel_default(1, Plan())
+    )

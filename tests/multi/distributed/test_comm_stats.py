@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.distributed.comm_stats import Meter
+from hotloop.distributed.comm_stats import CommMeter
 from hotloop.plan import Plan
 
 SLOW, PAUSE_S, BATCH, STEPS = 1, 0.01, 4, 6
@@ -77,9 +77,9 @@ def test_engines_that_are_not_heard_are_missed(
     tmp_path: Path, parallel: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def deaf(self: Meter, *, relayed: bool) -> Iterator[None]:
+    def deaf(self: CommMeter, *, relayed: bool) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(Meter, "hearing_engines", deaf)
+    monkeypatch.setattr(CommMeter, "measure_engines", deaf)
     events, err = cost(tmp_path / "run", parallel, capfd)
     assert events == [] and "the slowest" not in err

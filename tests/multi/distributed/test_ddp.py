@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.core.state import State, differences, leaves
+from hotloop.core.state import State, differing_paths, tree_leaves
 from hotloop.data.sources import Source
 from hotloop.lowering.evaluation import evaluate
 from hotloop.plan import Plan
@@ -81,7 +81,9 @@ def shared(given: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def numbers(result: Any) -> dict[str, torch.Tensor]:
     state, sums, figures = result
     tree = [state.parameters, state.buffers, state.optimizer, state.average, sums, figures]
-    found = {path: torch.as_tensor(value) for path, value in leaves(tree) if isinstance(value, float | torch.Tensor)}
+    found = {
+        path: torch.as_tensor(value) for path, value in tree_leaves(tree) if isinstance(value, float | torch.Tensor)
+    }
     return {path: value.double() for path, value in found.items() if value.numel()}
 
 
@@ -117,7 +119,7 @@ def test_all_ranks_hold_the_same_bits(shared: list[Any]) -> None:
         for rank in shared[1:]:
             assert repr(sums) == repr(rank[key][1])
             assert repr(figures) == repr(rank[key][2])
-            assert differences(state, rank[key][0]) == []
+            assert differing_paths(state, rank[key][0]) == []
 
 
 class Recomputed(nn.Module):

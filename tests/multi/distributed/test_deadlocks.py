@@ -112,7 +112,7 @@ def test_an_abort_in_each_start_ends_the_run_after_three_new_starts(
 def test_a_rank_that_evaluates_a_batch_more_is_reported_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = evaluation.batches
+    batches = evaluation.evaluation_batches
 
     def one_more(*args: Any) -> Iterator[tuple[Any, int]]:
         for batch in batches(*args):
@@ -120,7 +120,7 @@ def test_a_rank_that_evaluates_a_batch_more_is_reported_with_its_place(
             if is_culprit():
                 yield batch
 
-    monkeypatch.setattr(evaluation, "batches", one_more)
+    monkeypatch.setattr(evaluation, "evaluation_batches", one_more)
     with pytest.raises(TrainingError) as caught:
         hotloop.fit(task(), run=tmp_path / "run", plan=TENSOR, rank_timeout=TIMEOUT, progress=False)
     said = str(caught.value)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.distributed.world import World, check_in_step
-from hotloop.distributed.wrappers.parameter_host import Towers
+from hotloop.distributed.wrappers.parameter_host import ParameterHost
 from hotloop.errors import OutOfStepError
 from hotloop.plan import Plan
 from tests.multi.distributed.test_ddp import distance
@@ -28,9 +28,9 @@ def gradients_that_stay(patch: pytest.MonkeyPatch) -> None:
 
 def parameters_that_stay(patch: pytest.MonkeyPatch) -> None:
     """The second rank's replica never changes."""
-    spread = Towers.spread
+    spread = ParameterHost.broadcast
 
-    def to_the_first_alone(self: Towers) -> None:
+    def to_the_first_alone(self: ParameterHost) -> None:
         before = [value.detach().clone() for value in self.module.parameters()]
         spread(self)
         if not self.first:
@@ -38,7 +38,7 @@ def parameters_that_stay(patch: pytest.MonkeyPatch) -> None:
                 for value, then in zip(self.module.parameters(), before, strict=True):
                     value.copy_(then)
 
-    patch.setattr(Towers, "spread", to_the_first_alone)
+    patch.setattr(ParameterHost, "broadcast", to_the_first_alone)
 
 
 FAULTS = {fault.__name__: fault for fault in (an_unequal_shard, gradients_that_stay, parameters_that_stay)}
@@ -98,8 +98,8 @@ def test_ranks_see_replicas_that_differ(seen: list[Any]) -> None:
 
 def test_a_state_is_gone_back_to_bit_by_bit_and_is_whole_on_all_ranks(seen: list[Any]) -> None:
     for _, (straight, again, _) in seen:
-        assert differences(straight, again) == []
-        assert differences(straight, seen[0][1][0]) == []
+        assert differing_paths(straight, again) == []
+        assert differing_paths(straight, seen[0][1][0]) == []
 
 
 def test_only_the_first_rank_keeps_optimizer_state(seen: list[Any]) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.data.order import Order, Parted
+from hotloop.data.order import Order, RankRows
 from hotloop.distributed.process_group import check_sums
 from hotloop.distributed.world import World, check_in_step
 from hotloop.distributed.wrappers import ddp, sync_batch_norm
 from hotloop.errors import OutOfStepError, TrainingError
-from hotloop.lowering.steps.data_parallel import SharedStep
+from hotloop.lowering.steps.data_parallel import DataParallelStep
 from hotloop.plan import Plan
 from tests.multi.distributed.test_ddp import distance
 from tests.support.processes.rank_processes import of_ranks
@@ -31,15 +31,15 @@ def small() -> hotloop.Task:
 
 def an_unequal_shard(patch: pytest.MonkeyPatch) -> None:
     """The second rank takes a row of the first's, too."""
-    part = Parted.batch
+    part = RankRows.batch
 
-    def batch(self: Parted, permutation: torch.Tensor, number: int) -> torch.Tensor:
+    def batch(self: RankRows, permutation: torch.Tensor, number: int) -> torch.Tensor:
         rows = part(self, permutation, number)
         if self.rank:
             rows = torch.cat([Order.batch(self, permutation, number)[:1], rows[1:]])
         return rows
 
-    patch.setattr(Parted, "batch", batch)
+    patch.setattr(RankRows, "batch", batch)
 
 
 def a_missing_sum(patch: pytest.MonkeyPatch) -> None:
@@ -50,34 +50,34 @@ def a_missing_sum(patch: pytest.MonkeyPatch) -> None:
         done.set_result(bucket.buffer())
         return done
 
-    alone.__annotations__ = ddp._summed.__annotations__
-    patch.setattr(ddp, "_summed", alone)
+    alone.__annotations__ = ddp._sum_bucket.__annotations__
+    patch.setattr(ddp, "_sum_bucket", alone)
 
 
 def an_average_of_parts(patch: pytest.MonkeyPatch) -> None:
     """Each rank's mean counts the same, however many samples it is a mean of."""
-    differentiate = SharedStep._differentiate
+    differentiate = DataParallelStep._differentiate
 
     def equal(self: Any, computed: Any, batch: Any, samples: int) -> Any:
         self._rows = 1
         return differentiate(self, computed, batch, samples)
 
-    patch.setattr(SharedStep, "_differentiate", equal)
+    patch.setattr(DataParallelStep, "_differentiate", equal)
 
 
 def an_unsynchronised_buffer(patch: pytest.MonkeyPatch) -> None:
     """Batch norms follow the mean of the rank's rows alone."""
-    follow = sync_batch_norm._follow
+    follow = sync_batch_norm._update_running_stats
 
     def own(running: torch.Tensor, now: torch.Tensor, momentum: float) -> None:
         follow(running, now + 1 + torch.distributed.get_rank(), momentum)
 
-    patch.setattr(sync_batch_norm, "_follow", own)
+    patch.setattr(sync_batch_norm, "_update_running_stats", own)
 
 
 def norms_of_parts(patch: pytest.MonkeyPatch) -> None:
     """Batch norms look at the rank's rows alone."""
-    patch.setattr(sync_batch_norm._Total, "apply", lambda own, meter: own)
+    patch.setattr(sync_batch_norm._AllReduceSum, "apply", lambda own, meter: own)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

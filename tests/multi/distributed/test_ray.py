@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.distributed.join import taking_part
-from hotloop.distributed.process_group import Seat
+from hotloop.distributed.join import join_ranks
+from hotloop.distributed.process_group import RankEnv
 from hotloop.distributed.ray import cluster, ray_launch
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
@@ -198,23 +198,23 @@ class Rays:
 def test_what_the_cluster_does_not_have_is_told(axes: dict, resources: dict[str, float], says: str) -> None:
     plan, ray = Plan(parallel="data", **axes), Rays(**resources)
     with pytest.raises(PlanError, match=says):
-        ray_launch._ranks(ray, plan, ray_launch._kind(ray, plan))
+        ray_launch._rank_count(ray, plan, ray_launch._device_kind(ray, plan))
 
 
 def test_ranks_are_as_many_as_the_cluster_has_gpus() -> None:
     plan, ray = Plan(parallel="data"), Rays(CPU=64, GPU=4)
-    assert ray_launch._ranks(ray, plan, ray_launch._kind(ray, plan)) == 4
+    assert ray_launch._rank_count(ray, plan, ray_launch._device_kind(ray, plan)) == 4
 
 
 def test_ranks_of_a_machine_see_all_its_gpus_and_take_one_each() -> None:
-    found = ray_launch.seats(["a", "a", "b"], ["3", "1", "0"])
+    found = ray_launch.rank_environments(["a", "a", "b"], ["3", "1", "0"])
     assert [(seat["RANK"], seat["LOCAL_RANK"], seat["LOCAL_WORLD_SIZE"]) for seat in found] == [
         ("0", "0", "2"),
         ("1", "1", "2"),
         ("2", "0", "1"),
     ]
     assert [seat["CUDA_VISIBLE_DEVICES"] for seat in found] == ["3,1", "3,1", "0"]
-    assert "CUDA_VISIBLE_DEVICES" not in ray_launch.seats(["a", "a"], ["", ""])[0]
+    assert "CUDA_VISIBLE_DEVICES" not in ray_launch.rank_environments(["a", "a"], ["", ""])[0]
 
 
 def test_without_ray_it_is_said_before_anything_is_started(
@@ -260,9 +260,9 @@ def test_ranks_that_torchrun_has_started_are_not_rays(monkeypatch: pytest.Monkey
     }
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    assert Seat.here() is not None
+    assert RankEnv.from_env() is not None
     with (
         pytest.raises(PlanError, match="workforce=ray, and 2 ranks were started already"),
-        taking_part(ON_RAY_PLAN, print, 2),
+        join_ranks(ON_RAY_PLAN, print, 2),
     ):
         pass

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hotloop.distributed import launch as launching
 from hotloop.distributed import signal_forwarding as forwarding
-from hotloop.distributed.join import taking_part
+from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import launch
 from hotloop.errors import HotloopError
 from hotloop.plan import Plan
@@ -73,7 +73,7 @@ def test_of_ranks_that_end_themselves_before_they_train_somebody_tells() -> None
 def test_a_signal_before_there_are_ranks_is_not_lost(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "put_threads_away", lambda: os.kill(os.getpid(), number))
+    monkeypatch.setattr(launching, "end_openmp_threads", lambda: os.kill(os.getpid(), number))
     entries = Entries(tmp_path, lambda: None)
     assert launch(2, entries, print) == ("", 128 + number)
     assert entries.count == 0
@@ -110,8 +110,8 @@ def test_a_signal_before_ranks_start_again_is_not_lost(tmp_path: Path) -> None:
 
 def stop_one_and_wait_for_it() -> None:
     """Rank 0 waits within gloo, where Python hears nothing; Ctrl-C comes twice."""
-    with taking_part(Plan(parallel="data", ranks=2), print, 2) as joined:
-        if joined.world.first:
+    with join_ranks(Plan(parallel="data", ranks=2), print, 2) as joined:
+        if joined.world.is_rank_zero:
             dist.barrier()
         ctrl_c = f"sleep 0.5; kill -INT {os.getppid()}; "
         subprocess.Popen(["sh", "-c", ctrl_c * 2], start_new_session=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.random.rng import generator_for
-from hotloop.core.state import State, leaves
+from hotloop.core.state import State, tree_leaves
 from hotloop.distributed.wrappers import ddp
 from hotloop.plan import Plan
 from tests.support.processes.rank_processes import of_ranks
@@ -56,7 +56,7 @@ def trained(plan: Plan) -> State:
 
 def difference(one: State, other: State) -> float:
     """The largest difference of parameters and optimizer state, which must have the same names."""
-    a, b = (dict(leaves([state.parameters, state.optimizer])) for state in (one, other))
+    a, b = (dict(tree_leaves([state.parameters, state.optimizer])) for state in (one, other))
     assert a.keys() == b.keys()
     return max(float((a[path] - b[path]).abs().max()) for path in a if isinstance(a[path], Tensor))
 
@@ -77,7 +77,7 @@ def test_parameters_that_some_ranks_use_are_updated_as_in_one_process(tmp_path: 
 
 def zeros_for_all(patch: pytest.MonkeyPatch) -> None:
     """A parameter that no rank uses gets a gradient of zeros, so that weight decay changes it."""
-    end = ddp.Summed.end_backward
+    end = ddp.DdpModel.end_backward
 
     def ended(self: Any, figures: Tensor) -> Tensor:
         sums = end(self, figures)
@@ -85,12 +85,12 @@ def zeros_for_all(patch: pytest.MonkeyPatch) -> None:
             value.grad = torch.zeros_like(value) if value.grad is None else value.grad
         return sums
 
-    patch.setattr(ddp.Summed, "end_backward", ended)
+    patch.setattr(ddp.DdpModel, "end_backward", ended)
 
 
 def own_use_alone(patch: pytest.MonkeyPatch) -> None:
     """A rank takes the gradients of the parameters that it used itself."""
-    end = ddp.Summed.end_backward
+    end = ddp.DdpModel.end_backward
 
     def ended(self: Any, figures: Tensor) -> Tensor:
         unused = [value for value in self._trained if value.grad is None]
@@ -99,7 +99,7 @@ def own_use_alone(patch: pytest.MonkeyPatch) -> None:
             value.grad = None
         return sums
 
-    patch.setattr(ddp.Summed, "end_backward", ended)
+    patch.setattr(ddp.DdpModel, "end_backward", ended)
 
 
 @pytest.mark.parametrize("plant", [zeros_for_all, own_use_alone])

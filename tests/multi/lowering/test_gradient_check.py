@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.data.feeds.rank_rows import looks_around
+from hotloop.data.feeds.rank_rows import uses_whole_batch
 from hotloop.distributed.world import World
 from hotloop.errors import HotloopError
 from hotloop.plan import Plan
@@ -235,7 +235,7 @@ def test_whole_batches_are_loaded_only_where_rows_depend_on_others(collate: Any,
     )
     order = given.roles.order
     assert order is not None
-    assert looks_around(given.roles.train, order) is around
+    assert uses_whole_batch(given.roles.train, order) is around
 
 
 def test_backward_is_watched_operator_by_operator_only_where_it_draws(seen: list[Any]) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.distributed.world import World, check_in_step
 from hotloop.errors import OutOfStepError
 from hotloop.lowering.steps import local_sgd
-from hotloop.lowering.steps.local_sgd import Average
+from hotloop.lowering.steps.local_sgd import WeightAverage
 from hotloop.plan import Plan
 from hotloop.training.checkpoint import Checkpoint, decode, encode
 from tests.multi.distributed.test_ddp import come_to, distance
@@ -48,11 +48,11 @@ def line(**fields: Any) -> hotloop.Task:
 
 def equal_shares(patch: pytest.MonkeyPatch) -> None:
     """A rank counts the same, whatever its loss was a mean of."""
-    patch.setattr(Average, "_share", lambda self, counted: torch.full((), 1 / RANKS, dtype=torch.float64))
+    patch.setattr(WeightAverage, "_share", lambda self, counted: torch.full((), 1 / RANKS, dtype=torch.float64))
 
 
 def no_average(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Average, "take", lambda self, counted, others=(): None)
+    patch.setattr(WeightAverage, "take", lambda self, counted, others=(): None)
 
 
 FAULTS = {fault.__name__: fault for fault in (equal_shares, no_average)}
@@ -94,7 +94,7 @@ def apart(world: World) -> list[float]:
     found = []
     for _ in range(6):
         program.advance(1)
-        first, *others = world.gathered([value.detach().clone() for value in program.model.parameters()])
+        first, *others = world.all_gather([value.detach().clone() for value in program.model.parameters()])
         found.append(max(float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True)))
     return found
 
@@ -113,7 +113,7 @@ def learnt(plan: Plan) -> float:
 def outer_steps(world: World) -> list[torch.Tensor]:
     """Where a parameter comes to in 3 meetings, when rank r goes r + 1 further each time."""
     value, momentum = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    average = Average(world, local_sgd.Meter(), [value], [momentum])
+    average = WeightAverage(world, local_sgd.CommMeter(), [value], [momentum])
     places = []
     for _ in range(3):
         value += world.rank + 1
@@ -190,9 +190,9 @@ def test_between_meetings_ranks_go_their_own_ways(seen: list[Any]) -> None:
 def test_a_state_is_gone_back_to_bit_by_bit_with_as_many_ranks(seen: list[Any]) -> None:
     for rank in seen:
         straight, over, anew = rank["back"]
-        assert differences(straight[0], seen[0]["back"][0][0]) == []
+        assert differing_paths(straight[0], seen[0]["back"][0][0]) == []
         for other in (over, anew):
-            assert differences(straight[0], other[0]) == []
+            assert differing_paths(straight[0], other[0]) == []
             assert straight[1] == other[1]
 
 

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.distributed.ray import cluster
 from hotloop.errors import HotloopError, PlanError, TrainingError
 from hotloop.lowering.build import lower
 from hotloop.lowering.parameter_server import server_program
-from hotloop.lowering.parameter_server.server_program import ServedProgram
+from hotloop.lowering.parameter_server.server_program import ParameterServerProgram
 from hotloop.lowering.parameter_server.workers import process_pool
-from hotloop.lowering.parameter_server.workers.process_pool import ProcessCrew
-from hotloop.lowering.parameter_server.workers.worker import Recipe
-from hotloop.lowering.parameter_server.workers.worker_start import alone, employed
+from hotloop.lowering.parameter_server.workers.process_pool import ProcessPool
+from hotloop.lowering.parameter_server.workers.worker import RemoteTask
+from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan, start_workers
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.training.run import Run
@@ -77,11 +77,15 @@ def task(step_s: float = 0.0) -> hotloop.Task:
 
 
 @contextmanager
-def trained_by(workers: int, given: hotloop.Task, say: Callable[[str], None] = print) -> Iterator[ServedProgram]:
+def trained_by(
+    workers: int, given: hotloop.Task, say: Callable[[str], None] = print
+) -> Iterator[ParameterServerProgram]:
     program = lower(given, PLAN, say)
-    assert isinstance(program, ServedProgram)
+    assert isinstance(program, ParameterServerProgram)
     try:
-        program.employ(ProcessCrew(Recipe.of(given, Path(), None, {}), alone(PLAN), workers))
+        program.set_workers(
+            ProcessPool(RemoteTask.from_task(given, Path(), None, {}), single_worker_plan(PLAN), workers)
+        )
         yield program
     finally:
         program.close()
@@ -100,14 +104,14 @@ def test_one_worker_process_comes_bitwise_to_what_one_process_comes_to() -> None
     with trained_by(1, task()) as program:
         for _ in range(2):
             assert an_epoch(program) == an_epoch(here)
-        assert differences(program.state(), here.state()) == []
+        assert differing_paths(program.state(), here.state()) == []
 
 
 def test_a_killed_and_a_stopped_worker_cost_no_sample_and_hold_nobody_up() -> None:
     lines: list[str] = []
     with trained_by(3, task(step_s=0.02), lines.append) as program:
         crew = program.feed.crew
-        assert isinstance(crew, ProcessCrew)
+        assert isinstance(crew, ProcessPool)
         pids = crew.pids()
         program.advance(6)
         os.kill(pids[0], signal.SIGKILL)
@@ -173,7 +177,7 @@ def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch
 
     with trained_by(2, task(), lines.append) as program:
         crew = program.feed.crew
-        assert isinstance(crew, ProcessCrew)
+        assert isinstance(crew, ProcessPool)
         pids = crew.pids()
         monkeypatch.setattr(process_pool.rpc, "rpc_async", dying)
         assert an_epoch(program)["samples"] == SAMPLES
@@ -182,7 +186,7 @@ def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch
 
 
 def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = process_pool._join
+    join = process_pool._join_rpc
 
     def late(*args: Any, **options: Any) -> None:
         (victim,) = (one for one in multiprocessing.active_children() if one.name == "hotloop worker 0")
@@ -190,7 +194,7 @@ def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkey
         victim.join()
         join(*args, **options)
 
-    monkeypatch.setattr(process_pool, "_join", late)
+    monkeypatch.setattr(process_pool, "_join_rpc", late)
     monkeypatch.setattr(process_pool, "_JOIN_S", 2.0)
     with (
         pytest.raises(TrainingError, match=r"^worker 0 was killed by SIGKILL before its first batch"),
@@ -221,7 +225,7 @@ def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch
         future.set_exception(RuntimeError("no route to host"))
         return future
 
-    monkeypatch.setattr(process_pool, "_DYING_S", 0.01)
+    monkeypatch.setattr(process_pool, "_EXIT_WAIT_S", 0.01)
     with trained_by(1, task()) as program:
         monkeypatch.setattr(process_pool.rpc, "rpc_async", broken)
         with pytest.raises(TrainingError, match="worker 0 can't be reached: RuntimeError: no route to host"):
@@ -237,7 +241,7 @@ def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch
     ],
 )
 def test_workers_have_the_devices_of_the_plans_kind_in_turn(device: str, here: list[str], expected: list[str]) -> None:
-    assert [process_pool.device_of(worker, device, here) for worker in range(3)] == expected
+    assert [process_pool.worker_device(worker, device, here) for worker in range(3)] == expected
 
 
 def _lives(pid: int) -> bool:
@@ -252,19 +256,21 @@ def test_without_ray_it_says_so_before_it_starts_anything(monkeypatch: pytest.Mo
     given, lines = task(), list[str]()
     program = lower(given, PLAN.with_axes(workforce="ray"))
     with pytest.raises(PlanError, match="Ray isn't installed"):
-        employed(program, Recipe.of(given, Path(), None, {}), 2, lines.append)
+        start_workers(program, RemoteTask.from_task(given, Path(), None, {}), 2, lines.append)
     assert lines == []
 
 
 def test_an_actor_that_is_killed_comes_back() -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")
-    from hotloop.lowering.parameter_server.workers.ray_workers import ActorCrew
+    from hotloop.lowering.parameter_server.workers.ray_workers import ActorPool
 
     given, lines = task(step_s=0.05), list[str]()
     program = lower(given, PLAN, lines.append)
-    assert isinstance(program, ServedProgram)
+    assert isinstance(program, ParameterServerProgram)
     try:
-        program.employ(crew := ActorCrew(Recipe.of(given, Path(), None, {}), alone(PLAN), 2))
+        program.set_workers(
+            crew := ActorPool(RemoteTask.from_task(given, Path(), None, {}), single_worker_plan(PLAN), 2)
+        )
         before = crew.pids()
         program.advance(6)
         os.kill(before[0], signal.SIGKILL)
@@ -285,7 +291,7 @@ def test_when_all_workers_are_killed_it_says_so_and_new_ones_can_be_employed() -
     for _ in range(2):
         with trained_by(1, task(step_s=0.02)) as program:
             crew = program.feed.crew
-            assert isinstance(crew, ProcessCrew)
+            assert isinstance(crew, ProcessPool)
             program.advance(2)
             os.kill(crew.pids()[0], signal.SIGKILL)
             with pytest.raises(TrainingError, match="all workers are gone"):
@@ -306,7 +312,7 @@ def test_what_cannot_be_sent_is_told() -> None:
         data=(torch.ones(8, 1), torch.ones(8, 1)),
     )
     with pytest.raises(HotloopError, match="can't be sent to other processes"):
-        Recipe.of(given, Path(), None, {})
+        RemoteTask.from_task(given, Path(), None, {})
 
 
 def test_the_command_trains_stops_and_goes_on(run_cli: RunCli, tmp_path: Path) -> None:

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.distributed.launch import launch
 from hotloop.distributed.world import World
 from hotloop.errors import PlanError
 from hotloop.lowering.pipeline import microbatch_runner, pipeline_step
-from hotloop.lowering.pipeline.graph_split import Objective, Piece, Traced
-from hotloop.lowering.pipeline.ownership import Holding
-from hotloop.lowering.pipeline.relay import Ahead
+from hotloop.lowering.pipeline.graph_split import GraphPiece, LossModule, TracedForward
+from hotloop.lowering.pipeline.ownership import StageOwnership
+from hotloop.lowering.pipeline.relay import ScheduledRng
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from hotloop.training.start import go_on
+from hotloop.training.start import resume_run
 from tests.multi.distributed.test_ddp import come_to, distance
 from tests.support.processes.rank_processes import of_ranks
 from tests.support.processes.resumed_training import disagreements, last_checkpoint
@@ -147,7 +147,7 @@ def test_all_ranks_tell_of_the_same_bits(of_plan: Callable[[str], list[Any]], pl
     for key, (state, sums, figures) in first.items():
         for rank in others:
             assert (repr(sums), repr(figures)) == (repr(rank[key][1]), repr(rank[key][2]))
-            assert differences(state, rank[key][0]) == []
+            assert differing_paths(state, rank[key][0]) == []
 
 
 # --- what would come to something else
@@ -155,20 +155,20 @@ def test_all_ranks_tell_of_the_same_bits(of_plan: Callable[[str], list[Any]], pl
 
 def equal_shares(patch: pytest.MonkeyPatch) -> None:
     """Each microbatch's mean counts the same, however much of it is ignored."""
-    weights = pipeline_step.StagedStep._weights
-    patch.setattr(pipeline_step.StagedStep, "_weights", lambda *given: torch.ones_like(weights(*given)))
+    weights = pipeline_step.PipelineStep._weights
+    patch.setattr(pipeline_step.PipelineStep, "_weights", lambda *given: torch.ones_like(weights(*given)))
 
 
 def no_shares(patch: pytest.MonkeyPatch) -> None:
     """Gradients of microbatches add up to more than those of a mean."""
-    patch.setattr(microbatch_runner, "_part_of_the_loss", lambda left, share: left[0])
+    patch.setattr(microbatch_runner, "_loss_share", lambda left, share: left[0])
 
 
 def a_skip_that_is_lost(patch: pytest.MonkeyPatch) -> None:
     """What crosses a cut for a later branch comes without its gradient."""
-    forward = Piece.forward
+    forward = GraphPiece.forward
     patch.setattr(
-        Piece,
+        GraphPiece,
         "forward",
         lambda self, arrived, batch: forward(self, [*arrived[:1], *(v.detach() for v in arrived[1:])], batch),
     )
@@ -176,19 +176,19 @@ def a_skip_that_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 def draws_of_the_first_rows(patch: pytest.MonkeyPatch) -> None:
     """Each microbatch gets the masks of the first."""
-    given = Ahead.given
-    patch.setattr(Ahead, "given", lambda self, stage, first, rows: given(self, stage, 0, rows))
+    given = ScheduledRng.replay
+    patch.setattr(ScheduledRng, "replay", lambda self, stage, first, rows: given(self, stage, 0, rows))
 
 
 def weights_at_both_ends_apart(patch: pytest.MonkeyPatch) -> None:
     """Each rank keeps its own gradient of what two of them use."""
-    patch.setattr(Holding, "shared", lambda self: [])
+    patch.setattr(StageOwnership, "shared_tensors", lambda self: [])
 
 
 def norms_of_parts(patch: pytest.MonkeyPatch) -> None:
     """Each rank clips by the norm of its own gradients."""
     patch.setattr(
-        pipeline_step.StagedStep,
+        pipeline_step.PipelineStep,
         "_norm",
         lambda self, parameters: torch.nn.utils.get_total_norm([v.grad for v in parameters if v.grad is not None]),
     )
@@ -247,9 +247,9 @@ def test_stages_go_on_with_what_one_process_has_left_and_the_other_way_round(tmp
     hotloop.fit(task, run=back, plan=plan, progress=False)
     kept = Run.open(back).plan
     assert kept.split != "auto"
-    launch(2, lambda: go_on(there, task=task, plan=plan, **more), print)
+    launch(2, lambda: resume_run(there, task=task, plan=plan, **more), print)
     for path in (back, plain):
-        go_on(path, task=task, plan=Plan(), **more)
+        resume_run(path, task=task, plan=Plan(), **more)
     a, b, c = (last_checkpoint(Run.open(path)).state for path in (there, back, plain))
     for state in (a, b):
         assert state.position == c.position
@@ -261,7 +261,7 @@ def test_stages_begin_where_they_did_also_where_only_the_start_says_how_many_ran
     task, path = words(torch.float32, validation=None, epochs=1), tmp_path / "run"
     hotloop.fit(task, run=path, plan=PLANS["1f1b"].with_axes(split="last"), progress=False)  # hardly the fastest
     plan = PLANS["1f1b"].with_axes(ranks=None)
-    launch(2, lambda: go_on(path, task=task, plan=plan, overrides={"epochs": 2}), print)
+    launch(2, lambda: resume_run(path, task=task, plan=plan, overrides={"epochs": 2}), print)
     assert Run.open(path).plan.split == "last"
 
 
@@ -394,10 +394,10 @@ def test_what_cannot_be_split_is_named(refused: dict[str, str], case: str) -> No
 
 
 def test_a_graph_holds_no_number_that_python_drew() -> None:
-    objective = Objective(Dropping(4, 2), linear(), batch := tuple(part[:4] for part in linear().data))
+    objective = LossModule(Dropping(4, 2), linear(), batch := tuple(part[:4] for part in linear().data))
     before = random.getstate()
     with pytest.raises(PlanError, match=DRAWN):
-        Traced.of(objective, batch)
+        TracedForward.from_task(objective, batch)
     assert random.getstate() == before
 
 
@@ -406,10 +406,10 @@ def test_pieces_of_the_graph_are_the_model() -> None:
     task = words(torch.float32)
     model = task.build_model().eval()
     batch = tuple(part[:3] for part in task.data)
-    traced = Traced.of(Objective(model, task, batch).eval(), batch)
-    beginnings = traced.beginnings()
+    traced = TracedForward.from_task(LossModule(model, task, batch).eval(), batch)
+    beginnings = traced.cut_points()
     assert list(beginnings) == ["places", "left", "right", "norm", "last"]
-    pieces = traced.cut(list(beginnings.values()))
+    pieces = traced.split(list(beginnings.values()))
     torch.manual_seed(0)
     values: tuple[torch.Tensor, ...] = ()
     for piece in pieces:

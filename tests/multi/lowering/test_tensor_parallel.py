@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 import hotloop
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.distributed.world import World, check_in_step
 from hotloop.errors import PlanError
-from hotloop.lowering.steps.splittable_layers import Group, splittable
+from hotloop.lowering.steps.splittable_layers import SplitGroup, find_splittable
 from hotloop.plan import Plan
 from tests.multi.distributed.test_ddp import come_to, distance
 from tests.support.processes.rank_processes import of_ranks
@@ -79,9 +79,9 @@ class Words(nn.Module):
 
 
 GROUPS = [
-    Group(("blocks.0.q", "blocks.0.k", "blocks.0.v"), "blocks.0.out"),
-    Group(("blocks.1.gate", "blocks.1.up"), "blocks.1.down"),
-    Group(("blocks.2.q", "blocks.2.k", "blocks.2.v"), "blocks.2.out"),
+    SplitGroup(("blocks.0.q", "blocks.0.k", "blocks.0.v"), "blocks.0.out"),
+    SplitGroup(("blocks.1.gate", "blocks.1.up"), "blocks.1.down"),
+    SplitGroup(("blocks.2.q", "blocks.2.k", "blocks.2.v"), "blocks.2.out"),
 ]
 
 
@@ -172,9 +172,9 @@ def test_it_comes_to_what_one_process_comes_to(seen: list[Any], alone: dict[str,
 def test_all_ranks_hold_the_same_bits_and_each_a_part(seen: list[Any]) -> None:
     for rank in seen:
         straight, again, local = rank["back"]
-        assert differences(straight, again) == []
-        assert differences(straight, seen[0]["back"][0]) == []
-        assert differences(rank["equal"]["fp32"][0], seen[0]["equal"]["fp32"][0]) == []
+        assert differing_paths(straight, again) == []
+        assert differing_paths(straight, seen[0]["back"][0]) == []
+        assert differing_paths(rank["equal"]["fp32"][0], seen[0]["equal"]["fp32"][0]) == []
         whole = sum(value.numel() for value in straight.parameters.values())
         spread_out = sum(
             straight.parameters[f"{name}.weight"].numel() for group in GROUPS for name in (*group.columns, group.rows)
@@ -199,9 +199,9 @@ def test_a_split_that_comes_to_something_else_is_refused(seen: list[Any]) -> Non
 
 
 def test_groups_are_found_wherever_the_forward_can_be_followed() -> None:
-    found = splittable(Words(torch.float32), 2)
+    found = find_splittable(Words(torch.float32), 2)
     assert found.groups == GROUPS
-    assert list(found.whole) == ["scores"]
+    assert list(found.unsplit_reasons) == ["scores"]
 
 
 class Residual(nn.Module):
@@ -240,12 +240,12 @@ WHOLE = {
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_stays_whole_has_a_reason(case: str) -> None:
     make, name, why = WHOLE[case]
-    found = splittable(make(), 2)
+    found = find_splittable(make(), 2)
     assert found.groups == []
-    assert why in found.whole[name]
+    assert why in found.unsplit_reasons[name]
 
 
 def test_of_three_in_a_row_the_first_two_are_split() -> None:
-    found = splittable(nn.Sequential(*[one for _ in range(3) for one in (nn.Linear(4, 4), nn.ReLU())]), 2)
-    assert found.groups == [Group(("0",), "2")]
-    assert list(found.whole) == ["4"]
+    found = find_splittable(nn.Sequential(*[one for _ in range(3) for one in (nn.Linear(4, 4), nn.ReLU())]), 2)
+    assert found.groups == [SplitGroup(("0",), "2")]
+    assert list(found.unsplit_reasons) == ["4"]

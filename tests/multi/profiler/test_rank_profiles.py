@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.records.profile import Profile
-from hotloop.distributed.comm_stats import Meter
+from hotloop.distributed.comm_stats import CommMeter
 from hotloop.distributed.world import World
-from hotloop.lowering.steps.later_gradients import LaterShares
+from hotloop.lowering.steps.later_gradients import LaterGradients
 from hotloop.plan import Plan
 from hotloop.profiler.detectors import diagnose
 from hotloop.profiler.task_profile import profile_program
@@ -93,27 +93,27 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
 
 def waits_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     """Else the ranks wait for each other where they decide whether to compare the batch."""
-    patch.setattr(LaterShares, "check", lambda self, *arguments: None)
+    patch.setattr(LaterGradients, "check", lambda self, *arguments: None)
 
 
 def waits_not_counted(patch: pytest.MonkeyPatch) -> None:
     waits_in_the_norm(patch)
 
     @contextmanager
-    def silent(self: Meter) -> Iterator[None]:
+    def silent(self: CommMeter) -> Iterator[None]:
         yield
 
-    patch.setattr(Meter, "waiting", silent)
+    patch.setattr(CommMeter, "measure_waiting", silent)
 
 
 def sums_not_counted(patch: pytest.MonkeyPatch) -> None:
-    begin = Meter.begin
-    patch.setattr(Meter, "begin", lambda self, *, last=False: begin(self))
+    begin = CommMeter.begin
+    patch.setattr(CommMeter, "begin", lambda self, *, last=False: begin(self))
 
 
 def waits_as_work_of_modules(patch: pytest.MonkeyPatch) -> None:
     waits_in_the_norm(patch)
-    patch.setattr(ModuleClock, "aside", lambda self: None)
+    patch.setattr(ModuleClock, "pause", lambda self: None)
 
 
 CASES: dict[str, tuple[Callable[[], hotloop.Task], dict[str, Any], Plant]] = {

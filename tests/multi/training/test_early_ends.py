@@ -314,7 +314,7 @@ import torch, hotloop
 from hotloop.training import start
 from torch import nn
 
-reasons = start.inexact_reasons
+reasons = start.cudnn_inexact_reasons
 
 def dying(parts):
     if os.environ.get("TORCHELASTIC_RUN_ID", "").endswith("-0"):
@@ -323,7 +323,7 @@ def dying(parts):
         time.sleep(60)  # until the agent ends this rank, too
     return reasons(parts)
 
-start.inexact_reasons = dying
+start.cudnn_inexact_reasons = dying
 x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 task = hotloop.Task(model=lambda: nn.Linear(6, 2), loss=nn.CrossEntropyLoss(), data=(x, (x[:, 0] > 0).long()),
                     optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=8, epochs=1)
@@ -345,11 +345,11 @@ def test_a_rank_that_is_killed_after_the_run_was_made_and_before_its_first_step(
 
 OUTLIVING = """
 import os, pathlib, signal, time
-from hotloop.core.processes.signals import handled
+from hotloop.core.processes.signals import signal_handlers
 from hotloop.distributed.launch import launch
 
 def outlive():
-    with handled(lambda number, frame: None, signal.SIGTERM):
+    with signal_handlers(lambda number, frame: None, signal.SIGTERM):
         pathlib.Path("rank").write_text(str(os.getpid()))
         while os.getppid() == launcher:
             time.sleep(0.01)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.state import State, differences
+from hotloop.core.state import State, differing_paths
 from hotloop.distributed.world import World
 from hotloop.plan import Plan
 from hotloop.training.checkpoint import Checkpoint, decode, encode
@@ -100,4 +100,4 @@ def test_another_number_of_ranks_comes_to_what_one_process_comes_to(ended: list[
     assert (found.position, found.position.epoch) == (whole.position, 1)
     assert max(distance((found, [], {}), (whole, [], {})).values()) < 1e-10
     for rank in ended[1:]:
-        assert differences(state_of(rank[way]), found) == []
+        assert differing_paths(state_of(rank[way]), found) == []

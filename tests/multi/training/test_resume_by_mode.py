@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.distributed.launch import launch
 from hotloop.errors import HotloopError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from hotloop.training.start import go_on
+from hotloop.training.start import resume_run
 from tests.multi.distributed.test_ddp import distance
 from tests.support.processes import rank_processes  # noqa: F401 - imports what each fork would
 from tests.support.processes.resumed_training import last_checkpoint
@@ -71,11 +71,11 @@ def task(**fields: Any) -> hotloop.Task:
 
 def continued(run: Path, given: hotloop.Task, axes: dict[str, Any]) -> None:
     """Does what `hotloop train --resume` does with these axes."""
-    plan = Wanted.of(Run.open(run).plan, axes).plan
+    plan = PlanRequest.from_value(Run.open(run).plan, axes).plan
     if plan.ranked:
-        launch(plan.ranks or 0, lambda: go_on(run, task=given, axes=axes), print)
+        launch(plan.ranks or 0, lambda: resume_run(run, task=given, axes=axes), print)
     else:
-        go_on(run, task=given, axes=axes)
+        resume_run(run, task=given, axes=axes)
 
 
 def saved(run: Path) -> list[int]:

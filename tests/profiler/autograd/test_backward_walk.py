@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hotloop.core.records.profile_terms import Habit
+from hotloop.core.records.profile_terms import SlowPattern
 from tests.support.profiler.profiled_steps import watched
 
 Network = tuple[nn.Module, nn.Module]
 """A body and a head."""
 
 
-def seen(step: Callable[[Network, Tensor], None], *, trained: str = "both") -> dict[str, Habit]:
+def seen(step: Callable[[Network, Tensor], None], *, trained: str = "both") -> dict[str, SlowPattern]:
     """The habits of a loop of 40 steps over a network of which both parts or the head alone are in the optimizer."""
     body, head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Linear(4, 4)
     parameters = [*(body.parameters() if trained == "both" else ()), *head.parameters()]

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from hotloop.core.hardware.limits import CgroupLimits
 from hotloop.profiler.autograd import patterns
 from hotloop.profiler.base import tensor_facts
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.hooks import resources
-from hotloop.profiler.session.session import Watch
+from hotloop.profiler.session.session import ProfilerSession
 from tests.support.profiler.profiled_steps import Step, network, training, watched
 
 
@@ -111,12 +111,12 @@ def test_a_few_samples_that_a_loader_gave_are_looked_at_too() -> None:
 
 
 def test_taking_every_such_forward_for_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "evaluates", lambda one, trained: True)
+    monkeypatch.setattr(patterns, "is_eval", lambda one, trained: True)
     assert all("evaluation" in seen(step) for step in METHODS)
 
 
 def test_telling_inputs_by_their_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_facts, "_known_by", lambda value: (value.data_ptr(),))
+    monkeypatch.setattr(tensor_facts, "_fingerprint", lambda value: (value.data_ptr(),))
     assert "evaluation" in seen(of_overwritten_memory)
 
 
@@ -249,7 +249,7 @@ def test_a_container_has_the_cores_of_its_share_of_time(
 ) -> None:
     monkeypatch.setattr(resources.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(resources, "cgroup_limits", lambda: CgroupLimits(cores=quota))
-    assert resources.cores() == cores
+    assert resources.available_cores() == cores
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -304,7 +304,7 @@ def test_an_error_in_the_midst_of_an_evaluation_is_none_of_the_loops(monkeypatch
         raise ValueError("planted")
 
     monkeypatch.setattr(patterns, "tensors_in", broken)
-    watch = Watch(24, Sites(), lambda facts: None, lambda watch: [])
+    watch = ProfilerSession(24, CallSites(), lambda facts: None, lambda watch: [])
     watch.install()
     net = ActorCritic()
     acting(net, torch.optim.SGD(net.parameters(), lr=0.01))

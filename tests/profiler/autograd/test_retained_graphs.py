@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.profiler.autograd.dropped_gradients import matched
+from hotloop.profiler.autograd.dropped_gradients import match_lines
 from hotloop.profiler.base import call_sites
 from tests.support.profiler.profiled_steps import Step, network, training, watched
 
@@ -78,13 +78,13 @@ def test_a_kept_graph_is_told_where_it_is_put_into_a_list_and_else_at_its_backwa
 
 def test_each_of_two_kept_graphs_is_told_where_it_is_put() -> None:
     lines = Counter({"gan.py:9": 3, "gan.py:12": 3})
-    assert matched(["gan.py:8", "gan.py:11"], lines) == {"gan.py:8": "gan.py:9", "gan.py:11": "gan.py:12"}
-    assert matched(["gan.py:8", "gan.py:11"], Counter({"log.py:3": 6})) == {
+    assert match_lines(["gan.py:8", "gan.py:11"], lines) == {"gan.py:8": "gan.py:9", "gan.py:11": "gan.py:12"}
+    assert match_lines(["gan.py:8", "gan.py:11"], Counter({"log.py:3": 6})) == {
         "gan.py:8": "log.py:3",
         "gan.py:11": "log.py:3",
     }
-    assert matched(["gan.py:8", "gan.py:11"], lines + Counter({"gan.py:20": 1})) == {}
-    assert matched(["gan.py:8"], Counter()) == {}
+    assert match_lines(["gan.py:8", "gan.py:11"], lines + Counter({"gan.py:20": 1})) == {}
+    assert match_lines(["gan.py:8"], Counter()) == {}
 
 
 def test_a_profiler_of_the_scripts_own_is_left_in_its_place() -> None:

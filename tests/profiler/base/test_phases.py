@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.records.profile import Profile
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.observers import make_observers
 from hotloop.profiler.timers import line_sampler
 from tests.support.profiler.profiled_steps import watched
 
@@ -50,7 +50,7 @@ def seen() -> Profile:
             loss.backward()
             optimizer.step()
 
-    return watched(loop, observers=lambda watch: observers(watch, None))
+    return watched(loop, observers=lambda watch: make_observers(watch, None))
 
 
 def spent(profile: Profile, function: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotloop.profiler.session import session
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 FILE = Path(__file__).name
@@ -169,7 +169,7 @@ def test_an_error_of_the_watch_is_none_of_the_loops(monkeypatch) -> None:
     def broken(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(session.Loaders, "begin", broken)
+    monkeypatch.setattr(session.LoaderRecorder, "begin", broken)
     with pytest.raises(AssertionError, match="ZeroDivisionError: planted"):
         watched(two_optimizers)
 
@@ -299,7 +299,7 @@ def test_nothing_remains_of_a_loop_that_the_script_has_left() -> None:
             second(inputs).pow(2).mean().backward()
             other.step()  # the second loop
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert profile.step_where.endswith(line_of("the second loop")) and profile.steps == 24
     assert {module.kind for module in profile.modules if module.kind} == {"Sequential", "Conv1d"}
     assert not [one.name for one in profile.operators if "addmm" in one.name or "tanh" in one.name]

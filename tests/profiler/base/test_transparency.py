@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from hotloop.core.patches import Patches
 from hotloop.profiler.base import transparency
-from hotloop.profiler.base.transparency import Room, Rooms
-from hotloop.profiler.hooks.torch_hooks import around
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.base.transparency import RecursionHeadroom, RecursionHeadrooms
+from hotloop.profiler.hooks.torch_hooks import with_callbacks
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 LIMIT = sys.getrecursionlimit()
@@ -32,7 +32,7 @@ LIMIT = sys.getrecursionlimit()
 @pytest.fixture(autouse=True)
 def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever watches earlier tests have left open."""
-    monkeypatch.setattr(transparency, "_ROOMS", Rooms())
+    monkeypatch.setattr(transparency, "_HEADROOMS", RecursionHeadrooms())
     sys.setrecursionlimit(LIMIT)
     yield
     assert sys.getrecursionlimit() == LIMIT
@@ -49,10 +49,10 @@ def trained(net: nn.Module, *inputs: Any, steps: int = 80, **named: Any) -> None
             net(torch.randn(4, 8), *inputs, **named).square().mean().backward()
             optimizer.step()
 
-    assert watched(loop, observers=lambda watch: observers(watch, None)).modules
+    assert watched(loop, observers=lambda watch: make_observers(watch, None)).modules
 
 
-hear = around(lambda: True, lambda args, kwargs: None, lambda *ended: None)
+hear = with_callbacks(lambda: True, lambda args, kwargs: None, lambda *ended: None)
 
 FUNCTIONS: list[tuple[Any, str]] = [
     (torch, "save"),
@@ -68,9 +68,9 @@ FUNCTIONS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("owner", "name"), FUNCTIONS, ids=lambda one: one if isinstance(one, str) else "")
 def test_what_stands_in_place_of_a_function_is_pickled_by_its_name(owner: Any, name: str) -> None:
     original, patches = getattr(owner, name), Patches()
-    patches.put(owner, name, hear)
+    patches.patch(owner, name, hear)
     try:
-        patches.put(owner, name, hear)  # as the step that is watched closely does
+        patches.patch(owner, name, hear)  # as the step that is watched closely does
         heard = getattr(owner, name)
         texts = [pickle.dumps(partial(heard, 1), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
         assert heard is not original and not any(b"hotloop" in text for text in texts)
@@ -165,14 +165,14 @@ def test_modules_that_call_themselves_go_as_deep_as_alone() -> None:
 
 
 def test_too_little_room_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transparency.Room, "make", lambda self: None)
+    monkeypatch.setattr(transparency.RecursionHeadroom, "make", lambda self: None)
     net = Chain()
     with pytest.raises(RecursionError):
         trained(net, deepest(net) * 9 // 10)
 
 
 def test_rooms_are_given_back_in_any_order() -> None:
-    first, second = Room(), Room()
+    first, second = RecursionHeadroom(), RecursionHeadroom()
     for room_ in (first, second):
         room_.make()
     first.give_back()
@@ -182,7 +182,7 @@ def test_rooms_are_given_back_in_any_order() -> None:
 
 
 def test_a_limit_that_the_script_has_set_stays() -> None:
-    first, second = Room(), Room()
+    first, second = RecursionHeadroom(), RecursionHeadroom()
     first.make()
     second.make()
     first.make()

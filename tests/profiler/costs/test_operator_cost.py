@@ -15,22 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from hotloop.profiler.costs.op_cost import Counts
-from hotloop.profiler.costs.operator_cost import operator_counts
+from hotloop.profiler.costs.op_cost import OpCost
+from hotloop.profiler.costs.operator_cost import count_operator
 
 COUNTED_BY_TORCH = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 
 
-def counted(work: Callable[[], object]) -> dict[str, list[Counts]]:
+def counted(work: Callable[[], object]) -> dict[str, list[OpCost]]:
     """What each operator costs by its name, from the profiler's shapes, dtypes and arguments; known outermost ones."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         work()
-    found: dict[str, list[Counts]] = defaultdict(list)
+    found: dict[str, list[OpCost]] = defaultdict(list)
     ends = 0
     for event in sorted(seen.profiler.kineto_results.events(), key=lambda one: (one.start_ns(), -one.duration_ns())):
         if event.start_ns() < ends:
             continue
-        counts = operator_counts(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
+        counts = count_operator(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
         if counts is not None:
             found[event.name().removeprefix("aten::")].append(counts)
             ends = event.end_ns()
@@ -217,7 +217,7 @@ def test_a_whole_step_is_known() -> None:
     for place, event in enumerate(events):
         if event.start_ns() < ends or not event.name().startswith("aten::"):
             continue
-        counts = operator_counts(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
+        counts = count_operator(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
         inside = place + 1 < len(events) and events[place + 1].end_ns() <= event.end_ns()
         if counts is not None:
             assert counts.bytes is not None, event.name()

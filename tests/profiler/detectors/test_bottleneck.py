@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.profile import Limits, Profile, RankTime
+from hotloop.core.records.profile import HardwareLimits, Profile, RankTime
 from hotloop.profiler.detectors import diagnose
 from tests.support.profiler.handmade_steps import first, operator, remedies, seen
 
@@ -37,7 +37,7 @@ def test_many_small_operations_are_overhead() -> None:
 
 def test_how_far_it_is_from_the_limit_is_said() -> None:
     assert any("50 %" in sentence for sentence in diagnose(seen()).bound_evidence)
-    unmeasured = seen().model_copy(update={"limits": Limits()})
+    unmeasured = seen().model_copy(update={"limits": HardwareLimits()})
     assert diagnose(unmeasured).limit_ms is None
 
 

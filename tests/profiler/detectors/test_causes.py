@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.core.records.profile import ModuleTime, Paging, Profile, Threads
-from hotloop.core.records.profile_terms import Habit
+from hotloop.core.records.profile import ModuleTime, PagingRecord, Profile, ThreadUse
+from hotloop.core.records.profile_terms import SlowPattern
 from hotloop.profiler.detectors import diagnose
 from tests.support.profiler.handmade_steps import (
     STEP_MS,
@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "data.py:5",
     ),
     "too many workers": (
-        seen({"data": 6.0}, loaders=[loader(workers=16)], threads=Threads(torch=2, cores=2, busy=2.0, others=0.0)),
+        seen({"data": 6.0}, loaders=[loader(workers=16)], threads=ThreadUse(torch=2, cores=2, busy=2.0, others=0.0)),
         "too many workers: 16",
         "data.py:5",
     ),
@@ -65,27 +65,27 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "net.py:20",
     ),
     "anomaly detection": (
-        seen(habits=[Habit(what="hook", where="train.py:2", per_step=1.0, ms=2.0)]),
+        seen(habits=[SlowPattern(what="hook", where="train.py:2", per_step=1.0, ms=2.0)]),
         "anomaly detection",
         "train.py:2",
     ),
     "a profiler": (
-        seen(habits=[Habit(what="profiler", where="train.py:2", per_step=1.0, calls=200.0, call_us=18.0)]),
+        seen(habits=[SlowPattern(what="profiler", where="train.py:2", per_step=1.0, calls=200.0, call_us=18.0)]),
         "profiler of the script's own",
         "train.py:2",
     ),
     "garbage collection": (
-        seen(habits=[Habit(what="garbage collection", where="train.py:2", per_step=1.0, ms=4.0)]),
+        seen(habits=[SlowPattern(what="garbage collection", where="train.py:2", per_step=1.0, ms=4.0)]),
         "garbage collection",
         "train.py:2",
     ),
     "gradients in vain": (
-        seen(habits=[Habit(what="unused gradients", where="train.py:2", per_step=6.0, ms=4.0)]),
+        seen(habits=[SlowPattern(what="unused gradients", where="train.py:2", per_step=6.0, ms=4.0)]),
         "gradients that nobody uses",
         "train.py:2",
     ),
     "a graph that is carried over": (
-        seen({"backward": 8.0}, habits=[Habit(what="carried graph", where="t.py:1", per_step=1.0, ms=6.0)]),
+        seen({"backward": 8.0}, habits=[SlowPattern(what="carried graph", where="t.py:1", per_step=1.0, ms=6.0)]),
         "carried over steps",
         "t.py:1",
     ),
@@ -222,12 +222,12 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "net.py:7",
     ),
     "too many threads": (
-        seen(threads=Threads(torch=16, cores=2, busy=1.9, others=0.0, slower=3.0)),
+        seen(threads=ThreadUse(torch=16, cores=2, busy=1.9, others=0.0, slower=3.0)),
         "too many threads",
         "train.py:30",
     ),
     "memory given back": (
-        seen(paging=Paging(pages=4000, system_ms=4.0), threads=Threads(torch=2, cores=2, busy=1.6, others=0.0)),
+        seen(paging=PagingRecord(pages=4000, system_ms=4.0), threads=ThreadUse(torch=2, cores=2, busy=1.6, others=0.0)),
         "memory is given back",
         "train.py:30",
     ),
@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "train.py:30",
     ),
     "the loss twice": (
-        seen(habits=[Habit(what="wasted forward", where="train.py:17", per_step=1.0, ms=3.0)]),
+        seen(habits=[SlowPattern(what="wasted forward", where="train.py:17", per_step=1.0, ms=3.0)]),
         "double evaluation",
         "train.py:17",
     ),
@@ -256,7 +256,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "loss.py:4",
     ),
     "validation at each step": (
-        seen(habits=[Habit(what="evaluation", where="train.py:18", per_step=4.0, ms=3.0)]),
+        seen(habits=[SlowPattern(what="evaluation", where="train.py:18", per_step=4.0, ms=3.0)]),
         "evaluation at each step",
         "train.py:18",
     ),
@@ -342,7 +342,7 @@ FOR_A_RACE: dict[str, tuple[Profile, dict[str, str | int]]] = {
         seen({"forward": 8.0}, operators=[operator("convolution", 6.0, module="conv", flops=1e6, bytes=1e5)]),
         {"layout": "channels_last"},
     ),
-    "idle cores": (seen(threads=Threads(torch=1, cores=8, busy=1.0, others=0.0)), {"threads": 8}),
+    "idle cores": (seen(threads=ThreadUse(torch=1, cores=8, busy=1.0, others=0.0)), {"threads": 8}),
 }
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.profile import Apart, Limits, LineTime, ModuleTime, Profile
+from hotloop.core.records.profile import HardwareLimits, LineTime, ModuleTime, Profile, TimeOutsideSteps
 from hotloop.core.records.profile_ratios import CompiledNetwork
 from hotloop.profiler.costs.roofline import with_limit_shares
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.detectors.compilation import STARTED
+from hotloop.profiler.detectors.compilation import MANY_SMALL_OPERATIONS
 from hotloop.report.profile import NOTHING
 from tests.report.test_profile import shown
 from tests.support.profiler.handmade_steps import as_task, loader, operator, remedies, seen
@@ -28,7 +28,7 @@ def overhead(**fields: Any) -> Profile:
 
 def test_without_a_measurement_compiling_is_one_line_outside_of_the_remedies() -> None:
     found = diagnose(overhead())
-    assert found.remedies == [] and [one.cause for one in found.candidates] == [STARTED]
+    assert found.remedies == [] and [one.cause for one in found.candidates] == [MANY_SMALL_OPERATIONS]
     [line] = found.advice
     assert line.startswith("Starting operations one by one takes up to") and line.endswith("--try measures it.")
     assert NOTHING not in said(found) or line in said(found)
@@ -38,7 +38,7 @@ def test_a_measured_gain_is_a_remedy_with_that_gain() -> None:
     race = CompiledNetwork(ratio=1.6, low=1.4, high=1.8, pairs=40, compile_s=12.0, network="Net")
     found = diagnose(overhead(compiled=race))
     [remedy] = found.remedies
-    assert remedy.cause == STARTED and remedy.won == (1.6, 1.4, 1.8)
+    assert remedy.cause == MANY_SMALL_OPERATIONS and remedy.won == (1.6, 1.4, 1.8)
     share = sum(found.phases[phase] for phase in ("forward", "backward")) / 10.0
     assert remedy.gain == pytest.approx(share * (1 - 1 / 1.6))
     assert found.candidates == [] and found.advice == []
@@ -128,7 +128,7 @@ def test_no_module_reaches_more_than_a_limit(rate: float, share: float | None) -
     """A limit that a module exceeds is none for what comes from caches."""
     module = ModuleTime(name="own", kind="Net", calls=1, forward_ms=2.0, backward_ms=0.0, share=0.2, flops=1e6)
     one = operator("mul", 2.0, module="own", phase="forward", flops=1e6, bytes=None)
-    limits = Limits(flop_per_s={"fp32": rate})
+    limits = HardwareLimits(flop_per_s={"fp32": rate})
     [found] = with_limit_shares(
         seen(operators=[one]).model_copy(update={"modules": [module], "limits": limits})
     ).modules
@@ -156,6 +156,6 @@ def test_the_update_has_one_number_on_the_page() -> None:
 
 @pytest.mark.parametrize(("other_s", "says"), [(1.8, "75 % of the time. Gains"), (0.1, "")])
 def test_work_between_steps_has_a_line_if_it_takes_much_of_the_time(other_s: float, says: str) -> None:
-    profile = seen(steps=60).model_copy(update={"apart": Apart(other_s=other_s)})
+    profile = seen(steps=60).model_copy(update={"apart": TimeOutsideSteps(other_s=other_s)})
     said_of_it = [line for line in diagnose(profile).advice if "Other work between steps" in line]
     assert bool(said_of_it) is bool(says) and all(says in line for line in said_of_it)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.profile import Threads
-from hotloop.core.records.profile_terms import Habit
+from hotloop.core.records.profile import ThreadUse
+from hotloop.core.records.profile_terms import SlowPattern
 from tests.support.profiler.handmade_steps import first, line, loader, loop, operator, product, remedies, seen
 
 
@@ -214,7 +214,7 @@ def test_a_short_step_with_workers_is_told_to_load_in_the_process() -> None:
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_no_more_workers_than_cores_are_proposed(workers: int) -> None:
-    threads = Threads(torch=2, cores=2, busy=2.0, others=0.0)
+    threads = ThreadUse(torch=2, cores=2, busy=2.0, others=0.0)
     assert (
         "more workers than cores don't help"
         in first(seen({"data": 6.0}, loaders=[loader(workers=workers)], threads=threads)).remedy
@@ -254,7 +254,7 @@ def test_of_several_loaders_what_counts_is_how_many_batches_a_step_draws() -> No
 def test_what_an_evaluation_waits_for_is_no_wait_of_the_training() -> None:
     training = loader(sample_ms=0.001)
     held = loader(sample_ms=0.06, sample_where="held.py:1", evaluating_ms=4.0)
-    habit = Habit(what="evaluation", where="train.py:18", per_step=4.0, ms=1.0)
+    habit = SlowPattern(what="evaluation", where="train.py:18", per_step=4.0, ms=1.0)
     found = remedies(seen({"data": 4.2}, loaders=[training, held], habits=[habit]))
     assert [one.where for one in found] == ["train.py:18"] and found[0].gain == pytest.approx(0.5)
     assert first(seen({"data": 4.2}, loaders=[training, held])).where == "held.py:1"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hotloop.core.records.profile import LineTime, ModuleTime, OperatorTime
-from hotloop.core.records.profile_terms import Habit
+from hotloop.core.records.profile_terms import SlowPattern
 from tests.support.profiler.handmade_steps import line, operator, remedies, seen
 
 
@@ -74,7 +74,7 @@ def test_rounds_that_each_act_on_what_was_read_are_no_loop_to_join(chosen: list[
 
 
 def test_validation_of_arguments_is_first() -> None:
-    habit = Habit(what="argument validation", where="train.py:15", per_step=60, ms=2.0)
+    habit = SlowPattern(what="argument validation", where="train.py:15", per_step=60, ms=2.0)
     (found, *_) = remedies(seen({"python": 3.0}, habits=[habit]))
     assert found.gain == pytest.approx(0.2) and "set_default_validate_args(False)" in found.remedy
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.profile import Apart, Limits, Paging, Profile, Threads
-from hotloop.core.records.profile_terms import Habit
+from hotloop.core.records.profile import HardwareLimits, PagingRecord, Profile, ThreadUse, TimeOutsideSteps
+from hotloop.core.records.profile_terms import SlowPattern
 from hotloop.profiler.detectors import diagnose
 from tests.support.profiler.handmade_steps import (
     adam,
@@ -38,7 +38,7 @@ HARMLESS: dict[str, Profile] = {
     "many layers behind one line": seen(
         operators=[operator("addmm", 0.03, 1, module=f"net.{n}", flops=1e6, bytes=1e4) for n in range(60)]
     ),
-    "as many threads as cores": seen(threads=Threads(torch=2, cores=2, busy=1.9, others=0.0)),
+    "as many threads as cores": seen(threads=ThreadUse(torch=2, cores=2, busy=1.9, others=0.0)),
     "a batch of two that is much work": seen(samples_per_step=2),
     "float64 of a single number": seen(operators=[operator("add", 0.01, dtype="float64", where="train.py:15")]),
     "an embedding whose rows are mostly used": seen(
@@ -79,14 +79,14 @@ HARMLESS: dict[str, Profile] = {
     ),
     "bfloat16 where it is supported": seen(
         operators=[operator("addmm", 3.0, dtype="bfloat16", flops=2e8, bytes=1e5)],
-        limits=Limits(flop_per_s={"fp32": 100e9, "bf16": 200e9}, bytes_per_s=10e9, launch_us=3.0),
+        limits=HardwareLimits(flop_per_s={"fp32": 100e9, "bf16": 200e9}, bytes_per_s=10e9, launch_us=3.0),
     ),
     "the seed of a loader that is opened now and then": seen(
         operators=[operator("item", 0.01, 0.5, where="train.py:8", phase="python")], loaders=[loader(sample_ms=0.001)]
     ),
     "a small scatter": seen(operators=[operator("scatter_", 0.02, where="train.py:11")]),
-    "a little garbage": seen(habits=[Habit(what="garbage collection", where="t.py:1", per_step=2.0, ms=0.1)]),
-    "an evaluation now and then": seen(habits=[Habit(what="evaluation", where="t.py:1", per_step=0.1, ms=0.05)]),
+    "a little garbage": seen(habits=[SlowPattern(what="garbage collection", where="t.py:1", per_step=2.0, ms=0.1)]),
+    "an evaluation now and then": seen(habits=[SlowPattern(what="evaluation", where="t.py:1", per_step=0.1, ms=0.05)]),
 }
 
 
@@ -103,7 +103,7 @@ def test_what_no_backward_uses_is_done_in_vain_only_beside_what_it_uses(
     module: str, uses: tuple[bool, ...], habit: str | None
 ) -> None:
     ones = [operator("tanh", 2.0, where="loss.py:4", bytes=2e7, flops=1e6, module=module, used=used) for used in uses]
-    habits = [Habit(what=habit, where="train.py:3", per_step=1.0)] if habit else []
+    habits = [SlowPattern(what=habit, where="train.py:3", per_step=1.0)] if habit else []
     found = remedies(seen({"forward": 6.0}, operators=ones, habits=habits))
     assert not [one for one in found if "double evaluation" in one.cause]
 
@@ -138,15 +138,15 @@ NOTES: dict[str, tuple[Profile, str]] = {
         ".item()",
     ),
     "a graph that is never used": (
-        seen(habits=[Habit(what="unused graph", where="t.py:1", per_step=1.0, ms=3.0)]),
+        seen(habits=[SlowPattern(what="unused graph", where="t.py:1", per_step=1.0, ms=3.0)]),
         "a graph is built for a forward that no backward comes back to",
     ),
     "a graph kept for nothing": (
-        seen(habits=[Habit(what="retained graph", where="t.py:1", per_step=1.0)]),
+        seen(habits=[SlowPattern(what="retained graph", where="t.py:1", per_step=1.0)]),
         "retain_graph",
     ),
     "kept losses": (
-        seen(habits=[Habit(what="kept graph", where="t.py:1", per_step=1.0, bytes=2**20)]),
+        seen(habits=[SlowPattern(what="kept graph", where="t.py:1", per_step=1.0, bytes=2**20)]),
         "growing list of losses",
     ),
     ".to() on a CPU of what isn't the batch": (
@@ -195,7 +195,7 @@ def test_what_lies_behind_a_line_that_trains_is_many_things(data: float) -> None
     assert sorted(one.cause.partition(":")[0] for one in found) == ["mylib's own work in each step", "slow samples"]
 
 
-PAGED = dict(paging=Paging(pages=3000, system_ms=4.0), threads=Threads(torch=1, cores=2, busy=1.0, others=0.0))
+PAGED = dict(paging=PagingRecord(pages=3000, system_ms=4.0), threads=ThreadUse(torch=1, cores=2, busy=1.0, others=0.0))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_anomaly_detection_takes_what_it_remembers_and_looks_for() -> None:
 
     def gain(phase: str, remembering_ms: float) -> float:
         calls = [operator("isnan", 1.0, 50, phase=phase)]
-        habit = Habit(what="hook", where="train.py:2", per_step=1.0, ms=remembering_ms)
+        habit = SlowPattern(what="hook", where="train.py:2", per_step=1.0, ms=remembering_ms)
         found = remedies(seen({"update": 4.0, "backward": 4.0}, operators=calls, habits=[habit]))
         return next(one.gain for one in found if "anomaly" in one.cause)
 
@@ -334,6 +334,6 @@ def test_what_is_compiled_is_not_to_be_compiled(kernel: str) -> None:
     joined = small[0].model_copy(update={"name": kernel, "calls": 1.0, "ms": 0.1})
     for compiled in (
         profile.model_copy(update={"operators": [*profile.operators, joined]}),
-        profile.model_copy(update={"apart": Apart(compile_s=3.0)}),
+        profile.model_copy(update={"apart": TimeOutsideSteps(compile_s=3.0)}),
     ):
         assert not diagnose(compiled).candidates

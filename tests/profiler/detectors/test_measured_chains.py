@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hotloop.core.records.profile import Remedy
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 CLASSES = 3000
@@ -60,7 +60,7 @@ def named(layers: nn.Module, loss: Loss) -> list[Remedy]:
             loss(model(inputs)).backward()
             optimizer.step()
 
-    profile = diagnose(watched(loop, observers=lambda watch: observers(watch, None)))
+    profile = diagnose(watched(loop, observers=lambda watch: make_observers(watch, None)))
     return [one for one in profile.remedies if "follow one another" in one.cause]
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from hotloop.core.records.profile import Remedy
 from hotloop.profiler.detectors import operators
-from hotloop.profiler.detectors.step import Step
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.detectors.step import ProfiledStep
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 WORDS, WIDTH = 1500, 192
@@ -64,10 +64,10 @@ def found(model: nn.Module, inputs: Tensor) -> list[Remedy]:
             model(inputs).square().mean().backward()
             optimizer.step()
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert profile.step_ms is not None
-    step = Step(profile, profile.step_ms)
-    return [*operators.looked_up(step), *operators.multiplied_out(step)]
+    step = ProfiledStep(profile, profile.step_ms)
+    return [*operators.one_hot_matmul(step), *operators.expanded_low_rank(step)]
 
 
 @pytest.mark.parametrize("model", [LookedUp, OfIdentity, Compared, Adapted])

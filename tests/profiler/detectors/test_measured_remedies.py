@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hotloop.core.records.profile import LineTime, Profile, Remedy
 from hotloop.profiler.detectors import device_sync, optimizer_updates, python_lines, small_ops
-from hotloop.profiler.detectors.step import Detector, Step
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.detectors.step import Detector, ProfiledStep
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 
@@ -24,12 +24,12 @@ def said(detector: Detector, loop: Callable[[], None]) -> list[Remedy]:
 
 
 def profiled(loop: Callable[[], None]) -> Profile:
-    return watched(loop, observers=lambda watch: observers(watch, None))
+    return watched(loop, observers=lambda watch: make_observers(watch, None))
 
 
-def as_step(profile: Profile) -> Step:
+def as_step(profile: Profile) -> ProfiledStep:
     assert profile.step_ms is not None
-    return Step(profile, profile.step_ms)
+    return ProfiledStep(profile, profile.step_ms)
 
 
 def named(profile: Profile, text: str) -> str:
@@ -43,7 +43,7 @@ def named(profile: Profile, text: str) -> str:
         LineTime(where=place, function=function, library="torch", phase="python", ms=ms, own_ms=ms)
         for place, function, ms in ((where, "loop", worked), ("elsewhere.py:1", "rest", rest))
     ]
-    found = python_lines.aside(as_step(profile.model_copy(update={"lines": seen})))
+    found = python_lines.python_in_loop(as_step(profile.model_copy(update={"lines": seen})))
     (cause,) = [one.cause for one in found if one.where == where]
     return cause
 
@@ -68,7 +68,7 @@ def test_a_table_is_updated_as_a_whole_if_its_gradient_has_all_rows() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    assert [one.cause.partition(" rows")[0] for one in said(optimizer_updates.dense_tables, loop)] == [
+    assert [one.cause.partition(" rows")[0] for one in said(optimizer_updates.dense_embedding_update, loop)] == [
         "an embedding of 300"
     ]
 
@@ -121,7 +121,7 @@ def measuring(during: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Remedy
             optimizer.step()
             optimizer.zero_grad()
 
-    return said(python_lines.measuring, loop)
+    return said(python_lines.step_metrics, loop)
 
 
 def accuracy(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def test_an_average_of_weights_is_a_loop_over_parameters(
         average(averages, model)
 
     profile = training(aside)
-    loop = [one for one in small_ops.loops(as_step(profile)) if "over parameters" in one.cause]
+    loop = [one for one in small_ops.python_loops(as_step(profile)) if "over parameters" in one.cause]
     assert len(loop) == 1 and "_foreach_lerp_" in loop[0].remedy
     if average is averaged_parameters:
         assert named(profile, "parameter by parameter") == loop[0].cause
@@ -192,7 +192,7 @@ def test_a_loop_over_samples_in_place_is_none_over_parameters() -> None:
         for row in noise:
             row.add_(torch.rand(8))
 
-    assert not [one for one in small_ops.loops(as_step(training(aside))) if "over parameters" in one.cause]
+    assert not [one for one in small_ops.python_loops(as_step(training(aside))) if "over parameters" in one.cause]
 
 
 class Oscillating(nn.Module):
@@ -214,7 +214,7 @@ def test_the_lines_of_a_loop_over_time_are_told_of_as_one() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    (found,) = [one for one in said(small_ops.loops, loop) if "of 12 rounds" in one.cause]
+    (found,) = [one for one in said(small_ops.python_loops, loop) if "of 12 rounds" in one.cause]
     assert found.evidence.startswith("3 lines of Oscillating.forward run 12 times")
 
 
@@ -226,7 +226,7 @@ def test_outputs_that_go_to_numpy_and_come_back_are_moved_and_targets_are_not() 
         targets.to("cpu")
         F.cross_entropy(model(torch.ones(16, 8)), targets)
 
-    found = list(device_sync.pointless(as_step(training(aside))))
+    found = list(device_sync.no_op_copies(as_step(training(aside))))
     source = Path(__file__).read_text(encoding="utf-8").splitlines()
     assert [(source[int(one.where.rpartition(":")[2]) - 1].partition("  # ")[2], one.cause[:18]) for one in found] == [
         ("leaves", "a tensor moved bac"),
@@ -246,7 +246,7 @@ def test_a_number_that_is_read_after_an_update_by_hand_is_read_at_each_step() ->
             weight.data -= 0.01 * weight.grad
             loss.log10().item()
 
-    assert [one.cause.partition(":")[0] for one in said(device_sync.reading, loop)] == [".item() at each step"]
+    assert [one.cause.partition(":")[0] for one in said(device_sync.host_sync, loop)] == [".item() at each step"]
 
 
 def test_an_optimizers_own_numbers_are_not_read_by_the_loop() -> None:
@@ -259,4 +259,4 @@ def test_an_optimizers_own_numbers_are_not_read_by_the_loop() -> None:
             (torch.randn(16, 8) @ weight - 1).square().mean().backward()
             optimizer.step()
 
-    assert said(device_sync.reading, loop) == []
+    assert said(device_sync.host_sync, loop) == []

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hotloop.profiler.detectors import wasted_work
-from hotloop.profiler.detectors.step import Step
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.detectors.step import ProfiledStep
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 WIDTH, ROWS = 8, 16
@@ -117,9 +117,9 @@ def trained(model: nn.Module, beside: Callable[[Tensor, Tensor], Tensor] | None 
             optimizer.step()
             optimizer.zero_grad()
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert profile.step_ms is not None
-    return [one.cause.partition(": ")[2] for one in wasted_work.without_gradient(Step(profile, profile.step_ms))]
+    return [one.cause.partition(": ")[2] for one in wasted_work.no_grad_work(ProfiledStep(profile, profile.step_ms))]
 
 
 NAMED = {

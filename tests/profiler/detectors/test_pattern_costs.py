@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.core.records.profile_terms import Habit
+from hotloop.core.records.profile_terms import SlowPattern
 from tests.support.profiler.handmade_steps import operator, remedies, seen
 
 
@@ -15,7 +15,7 @@ def test_what_is_computed_again_is_told_at_the_line_of_the_forward() -> None:
         operator("gelu", 1.0, module="body.0", where="net.py:7", shapes=["64x256"], phase="backward"),
         operator("mm", 2.0, module="head", where="net.py:9", phase="backward"),
     ]
-    habit = Habit(what="recomputed forward", where="train.py:20", per_step=6.0, ms=1.5)
+    habit = SlowPattern(what="recomputed forward", where="train.py:20", per_step=6.0, ms=1.5)
     (found,) = [
         one
         for one in remedies(seen({"forward": 1.0, "backward": 3.0}, operators=[*forward, *backward], habits=[habit]))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.profile import LineTime, OperatorTime, Profile, Remedy, Threads
-from hotloop.core.records.profile_terms import Habit
-from hotloop.profiler.detectors.step import Step
+from hotloop.core.records.profile import LineTime, OperatorTime, Profile, Remedy, ThreadUse
+from hotloop.core.records.profile_terms import SlowPattern
+from hotloop.profiler.detectors.step import ProfiledStep
 from tests.support.profiler.handmade_steps import STEP_MS, adam, first, line, loop, operator, remedies, seen
 
 
@@ -158,7 +158,7 @@ def test_of_short_lines_operators_tell_more_than_samples() -> None:
     lines = [line("batch", 9.0, "train.py:21"), line("batch", 1.0, "train.py:22")]
     work = [operator("index", 1.4, phase="batch", where=one.where) for one in lines]
     profile = seen({"batch": 3.0}, operators=work, lines=lines)
-    own_ms = [one.own_ms for one in Step(profile, STEP_MS).lines("batch")]
+    own_ms = [one.own_ms for one in ProfiledStep(profile, STEP_MS).lines("batch")]
     assert own_ms == [pytest.approx(1.6), pytest.approx(1.4)]
 
 
@@ -219,7 +219,7 @@ def test_what_saves_at_each_step_is_a_checkpoint_and_all_of_its_function_goes_wi
         line("logging", 1.5, "train.py:36", function="save", library="torch"),
         line("python", 2.0, "train.py:37", function="save"),
     ]
-    habits = [Habit(what="checkpoint", where=where, per_step=1.0, ms=1.5)]
+    habits = [SlowPattern(what="checkpoint", where=where, per_step=1.0, ms=1.5)]
     one = remedies(seen({"logging": 1.5, "python": 2.0}, lines=lines, habits=habits))[0]
     assert (one.where, one.gain) == ("train.py:37", pytest.approx(0.35))
     assert one.cause.startswith("a checkpoint is written at each step") is named
@@ -227,7 +227,7 @@ def test_what_saves_at_each_step_is_a_checkpoint_and_all_of_its_function_goes_wi
 
 @pytest.mark.parametrize(("where", "told"), [("train.py:3", "train.py:3"), ("", "train.py:12")])
 def test_too_many_threads_are_told_where_they_are_asked_for(where: str, told: str) -> None:
-    threads = Threads(torch=48, cores=2, busy=1.9, others=0.0, slower=4.0, where=where)
+    threads = ThreadUse(torch=48, cores=2, busy=1.9, others=0.0, slower=4.0, where=where)
     found = remedies(seen({"forward": 8.0}, threads=threads).model_copy(update={"step_where": "train.py:12"}))
     assert [one.where for one in found if "too many threads" in one.cause] == [told]
 

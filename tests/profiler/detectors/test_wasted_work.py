@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hotloop.core.records.profile import ModuleTime, OperatorTime, Remedy
-from hotloop.core.records.profile_terms import Habit
+from hotloop.core.records.profile_terms import SlowPattern
 from tests.support.profiler.handmade_steps import operator, product, remedies, seen
 
 MODULES = [
@@ -85,7 +85,7 @@ def test_a_network_of_which_a_habit_tells_is_not_told_of_twice() -> None:
         aside("mean", where="train.py:9", module=""),
     ]
     assert said(ones)
-    assert said(ones, habits=[Habit(what="unused graph", where="train.py:9", per_step=1.0, ms=1.0)]) == []
+    assert said(ones, habits=[SlowPattern(what="unused graph", where="train.py:9", per_step=1.0, ms=1.0)]) == []
 
 
 def loop_line(number: int, name: str, ms: float = 1.0, **fields: Any) -> OperatorTime:

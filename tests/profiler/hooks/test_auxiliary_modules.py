@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from hotloop.core.records.profile import Profile
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import HostClock, Timeline
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.session.observers import observers
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.summary import profile_of
+from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.summary import summarize
 
 BATCH = 16
 
@@ -26,7 +26,7 @@ class Seen:
     """A watch, and in which phases the modules were called."""
 
     def __init__(self) -> None:
-        self.watch = Watch(24, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+        self.watch = ProfilerSession(24, CallSites(), lambda facts: None, lambda watch: make_observers(watch, None))
         self.phases: defaultdict[str, set[Phase]] = defaultdict(set)
         self.watch.install()
         try:
@@ -34,7 +34,7 @@ class Seen:
         finally:
             self.watch.close()
             self.watch.remove()
-        self.profile: Profile = profile_of(self.watch.facts, "loop")
+        self.profile: Profile = summarize(self.watch.facts, "loop")
 
 
 class Asks(nn.Module):

@@ -24,11 +24,11 @@ from torch.utils.data import (
 )
 
 from hotloop.core.records.profile import LoaderUse
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.schedule import CLOSE
 from hotloop.profiler.hooks import dataloaders as module
-from hotloop.profiler.hooks.dataloaders import Loaders
-from hotloop.profiler.session.session import Watch
+from hotloop.profiler.hooks.dataloaders import LoaderRecorder
+from hotloop.profiler.session.session import ProfilerSession
 from tests.support.profiler.profiled_steps import watched
 
 COUNT, BATCH = 32, 8
@@ -163,7 +163,7 @@ def test_what_an_evaluation_draws_is_told_apart() -> None:
     assert (uses["Many"].draws, uses["Single"].draws) == (COUNT // BATCH, 1)
 
 
-def drawn_from(one: Loaders, asked: dict[str, Any], rounds: int) -> list[list[str]]:
+def drawn_from(one: LoaderRecorder, asked: dict[str, Any], rounds: int) -> list[list[str]]:
     """By which loaders each step was fed: the first in each of them, the second in every other."""
     sets = [TensorDataset(torch.ones(count, 4)) for count in (rounds, rounds + 1)]
     first, second = (iter(DataLoader(data)) for data in sets)
@@ -172,34 +172,34 @@ def drawn_from(one: Loaders, asked: dict[str, Any], rounds: int) -> list[list[st
         one.begin(timed=False)
         for iterator in (first, second)[: 1 + number % 2]:
             asked["now"] = iterator
-            assert one.drew(iterator, next(iterator))
-        found.append(one.drawn())
+            assert one.batch_drawn(iterator, next(iterator))
+        found.append(one.drawn_loaders())
         one.end()
-    assert not one.drew(DataLoader(sets[0]), first), "making an iterator draws nothing"
+    assert not one.batch_drawn(DataLoader(sets[0]), first), "making an iterator draws nothing"
     return found
 
 
 def test_a_batch_counts_for_the_loader_that_it_came_from() -> None:
     expected = [["loader 0"], ["loader 0", "loader 1"]] * 2
-    assert drawn_from(Loaders(Sites()), {}, 4) == expected
+    assert drawn_from(LoaderRecorder(CallSites()), {}, 4) == expected
 
 
 def test_a_loader_that_is_taken_for_the_latest_is_seen(monkeypatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(module, "ref", lambda loader: lambda: asked["now"])
-    assert drawn_from(Loaders(Sites()), asked, 4) == [["loader 0"]] * 4
+    assert drawn_from(LoaderRecorder(CallSites()), asked, 4) == [["loader 0"]] * 4
 
 
 def lookups(monkeypatch) -> int:
     """How often it is looked up which loader one is, in an epoch of eight batches."""
     calls = []
-    known = Loaders._known
-    monkeypatch.setattr(Loaders, "_known", lambda self, iterator: calls.append(1) or known(self, iterator))
-    one = Loaders(Sites())
+    known = LoaderRecorder._known
+    monkeypatch.setattr(LoaderRecorder, "_known", lambda self, iterator: calls.append(1) or known(self, iterator))
+    one = LoaderRecorder(CallSites())
     one.begin(timed=False)
     iterator = iter(DataLoader(TensorDataset(torch.ones(8, 4))))
     for batch in iterator:
-        one.drew(iterator, batch)
+        one.batch_drawn(iterator, batch)
     return len(calls)
 
 
@@ -214,12 +214,12 @@ def test_looking_up_each_time_is_seen(monkeypatch) -> None:
 
 def kinds_counted(monkeypatch) -> set[str]:
     """Kinds of steps whose samples are counted."""
-    watches: list[Watch] = []
+    watches: list[ProfilerSession] = []
     kinds: set[str] = set()
     rows = module._rows
 
     def counted(batch: Any) -> int | None:
-        step = watches[0]._course.step if watches else None
+        step = watches[0]._sequence.step if watches else None
         kinds.add(step.kind if step is not None else "early")
         return rows(batch)
 
@@ -235,8 +235,8 @@ def test_samples_are_counted_in_steps_that_are_watched_closely_alone(monkeypatch
 
 
 def test_counting_samples_in_a_clean_step_is_seen(monkeypatch) -> None:
-    begin = Loaders.begin
-    monkeypatch.setattr(Loaders, "begin", lambda self, *, timed, counted=True: begin(self, timed=timed))
+    begin = LoaderRecorder.begin
+    monkeypatch.setattr(LoaderRecorder, "begin", lambda self, *, timed, counted=True: begin(self, timed=timed))
     assert "clean" in kinds_counted(monkeypatch)
 
 

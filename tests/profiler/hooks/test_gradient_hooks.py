@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hotloop.core.records.profile import Profile
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +68,7 @@ def profile_with(model: nn.Module) -> Profile:
             model(inputs).square().mean().backward()
             optimizer.step()
 
-    return watched(loop, observers=lambda watch: observers(watch, None))
+    return watched(loop, observers=lambda watch: make_observers(watch, None))
 
 
 @pytest.mark.parametrize("hook", [clipped, IN_A_LINE], ids=["function", "lambda"])

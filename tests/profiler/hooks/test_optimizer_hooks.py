@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.profiler.base.call_sites import Sites
-from hotloop.profiler.hooks.optimizer_hooks import GroupClock, Optimizers
+from hotloop.profiler.base.call_sites import CallSites
+from hotloop.profiler.hooks.optimizer_hooks import GroupClock, OptimizerRecorder
 
 
 class Slow(torch.optim.Optimizer):
@@ -63,7 +63,7 @@ def test_torchs_own_take_their_groups_one_by_one_and_give_the_same_result(kind: 
     def trained(watched: bool) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
         values = [torch.nn.Parameter(torch.arange(float(n + 2))) for n in range(3)]
         optimizer = kind([{"params": [value]} for value in values], lr=0.1, foreach=foreach)
-        seen = Optimizers(Sites())
+        seen = OptimizerRecorder(CallSites())
         seen.on = watched
         for _ in range(4):
             for value in values:
@@ -83,7 +83,7 @@ def test_torchs_own_take_their_groups_one_by_one_and_give_the_same_result(kind: 
 
 def test_groups_of_alike_settings_are_told_across_optimizers() -> None:
     rates, values = (0.1, 0.2, 0.1), [torch.nn.Parameter(torch.ones(2)) for _ in range(6)]
-    seen = Optimizers(Sites())
+    seen = OptimizerRecorder(CallSites())
     seen.on = True
     made = [
         torch.optim.Adam([{"params": [value], "lr": rate} for value, rate in zip(part, rates, strict=True)])

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.core.records.profile_terms import Habit
-from hotloop.profiler.base.call_sites import Sites
-from hotloop.profiler.hooks.resources import Collections
-from hotloop.profiler.session.observers import observers
+from hotloop.core.records.profile_terms import SlowPattern
+from hotloop.profiler.base.call_sites import CallSites
+from hotloop.profiler.hooks.resources import GarbageCollections
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 
-def seen(*, collects: bool = False, profiles: bool = False) -> dict[str, Habit]:
+def seen(*, collects: bool = False, profiles: bool = False) -> dict[str, SlowPattern]:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
@@ -33,7 +33,7 @@ def seen(*, collects: bool = False, profiles: bool = False) -> dict[str, Habit]:
         with torch.autograd.profiler.profile(enabled=profiles):
             train()
 
-    closely = (lambda watch: observers(watch, None)) if collects else None
+    closely = (lambda watch: make_observers(watch, None)) if collects else None
     return {habit.what: habit for habit in watched(loop, observers=closely).habits}
 
 
@@ -59,7 +59,7 @@ def test_a_profiler_of_the_scripts_own_is_seen(profiles: bool) -> None:
 
 def test_collections_that_end_are_told_no_more() -> None:
     """What was said earlier in the run is taken back."""
-    collections = Collections(Sites())
+    collections = GarbageCollections(CallSites())
 
     def stepped(times: int, collects: bool) -> list[dict[str, Any]]:
         for _ in range(times):

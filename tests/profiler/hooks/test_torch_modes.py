@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.observers import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 STEPS, MEASURED = 40, 8
@@ -79,7 +79,7 @@ def of_both(run: Callable[[Heard], None]) -> tuple[Heard, Heard]:
     alone: Heard = []
     run(alone)
     under: Heard = []
-    watched(lambda: run(under), steps=MEASURED, observers=lambda watch: observers(watch, None))
+    watched(lambda: run(under), steps=MEASURED, observers=lambda watch: make_observers(watch, None))
     return alone, under
 
 

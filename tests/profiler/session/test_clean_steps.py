@@ -13,12 +13,12 @@ from torch import nn
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.base import light_mode
 from hotloop.profiler.base.schedule import CLOSE, Kind, order
-from hotloop.profiler.base.step_detection import Event
-from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.profiler.base.step_detection import TrainingEvent
+from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
 from hotloop.profiler.session import step_sequence
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.session.step_sequence import Course
-from hotloop.profiler.summary import profile_of
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.session.step_sequence import StepSequence
+from hotloop.profiler.summary import summarize
 from tests.support.profiler.profiled_steps import watched
 
 STEPS = 24
@@ -75,9 +75,9 @@ class Even:
 def taken(ms: float, *, steps: int = STEPS, in_step: bool = False) -> list[str]:
     """How all steps are watched, each of so many milliseconds."""
     stage = Quiet()
-    one = Course(steps, stage, list, found=False, in_step=in_step)
+    one = StepSequence(steps, stage, list, found=False, in_step=in_step)
     one.timeline.clock = Even(ms)
-    while not one.over:
+    while not one.is_over:
         one.boundary()
     assert [step.kind for step in one.facts.steps if step.kind == "clean"] == ["clean"] * stage.kinds.count("clean")
     return stage.kinds
@@ -118,7 +118,7 @@ def test_short_steps_settle_for_longer(ms: float, steps: int) -> None:
 @pytest.mark.parametrize(("ms", "steps"), [(0.1, 64), (1.0, 20), (4.0, 5)])
 def test_short_steps_settle_for_longest_once_enough_are_measured(ms: float, steps: int) -> None:
     found = kinds(ms, 2 * STEPS)
-    enough = [at for at, kind in enumerate(found) if kind in ("clean", "instrumented")][light_mode._ENOUGH]
+    enough = [at for at, kind in enumerate(found) if kind in ("clean", "instrumented")][light_mode._ENOUGH_MEASURED]
     assert settled(found[enough:]) == steps
 
 
@@ -127,7 +127,7 @@ def test_long_steps_need_not_settle() -> None:
 
 
 def test_steps_that_do_not_settle_are_seen(monkeypatch) -> None:
-    monkeypatch.setattr(light_mode, "_SETTLED_MS", 0.0)
+    monkeypatch.setattr(light_mode, "_WARM_UP_MS", 0.0)
     assert cold(kinds(1.0))
 
 
@@ -136,12 +136,12 @@ def test_a_step_is_as_long_as_with_warm_caches_where_enough_found_them_so(
     ms: float, steps: int, expected: float
 ) -> None:
     """Those that came soon after a disturbance are half as long again."""
-    facts = Facts(trained=100)
+    facts = ProfileFacts(trained=100)
     for number in range(steps):
         kind: Kind = "clean" if number % 2 else "instrumented"
         facts.steps.append(StepFact(kind, ms=ms * (1.5 if number < 24 else 1.0)))
     facts.steps.extend(StepFact("settling", ms=ms) for _ in range(3))
-    assert profile_of(facts, "a script").step_ms == pytest.approx(expected)
+    assert summarize(facts, "a script").step_ms == pytest.approx(expected)
 
 
 def test_of_ranks_no_clock_decides_how_a_step_is_watched(monkeypatch) -> None:
@@ -149,33 +149,33 @@ def test_of_ranks_no_clock_decides_how_a_step_is_watched(monkeypatch) -> None:
     found = taken(1.0, in_step=True)
     assert found == taken(50.0, in_step=True) != taken(50.0)
     assert not [pair for pair in pairwise(found) if pair[0] in DISTURBING and pair[1] in ("clean", "instrumented")]
-    for name in ("LONGEST_S", "_WARM_S"):
+    for name in ("LONGEST_S", "_WARM_UP_S"):
         monkeypatch.setattr(step_sequence, name, -1.0)
     assert found == taken(1.0, in_step=True) != taken(1.0)
 
 
-@pytest.mark.parametrize(("steps", "measured"), [(STEPS, STEPS), (None, step_sequence.SETTLED)])
+@pytest.mark.parametrize(("steps", "measured"), [(STEPS, STEPS), (None, step_sequence.ENOUGH_STEPS)])
 def test_so_many_steps_as_were_asked_for_take_as_long_as_they_take(
     steps: int | None, measured: int, monkeypatch
 ) -> None:
     monkeypatch.setattr(step_sequence, "LONGEST_S", -1.0)
-    one = Course(steps, Quiet(), list, found=False)
-    while not one.over:
+    one = StepSequence(steps, Quiet(), list, found=False)
+    while not one.is_over:
         one.boundary()
-    assert one.measured() == measured
+    assert one.n_measured() == measured
 
 
 def test_warm_up_is_that_of_the_loop_that_is_measured(monkeypatch) -> None:
     now = [0.0]
     monkeypatch.setattr(step_sequence, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    one = Course(STEPS, Quiet(), list, found=True)
+    one = StepSequence(STEPS, Quiet(), list, found=True)
     one.timeline.clock = Even(1.0)
 
     def train(where: str, steps: int) -> None:
         for _ in range(steps):
             now[0] += 1.0
-            one.trains()
-            one.happened(Event("update", where))
+            one.note_training()
+            one.add_event(TrainingEvent("update", where))
 
     train("first.py:1", 6)
     first_s = now[0]
@@ -214,10 +214,10 @@ Steps = Callable[[nn.Module, torch.optim.Optimizer], None]
 def heard(step: Steps, monkeypatch) -> set[str]:
     """Kinds of steps of which a backward is heard."""
     found: set[str] = set()
-    began = Watch.backward_began
+    began = ProfilerSession.backward_began
 
-    def noted(watch: Watch, args: tuple, kwargs: dict) -> object:
-        found.add(watch._course.step.kind if watch._course.step is not None else "")
+    def noted(watch: ProfilerSession, args: tuple, kwargs: dict) -> object:
+        found.add(watch._sequence.step.kind if watch._sequence.step is not None else "")
         return began(watch, args, kwargs)
 
     def loop() -> None:
@@ -226,7 +226,7 @@ def heard(step: Steps, monkeypatch) -> set[str]:
         for _ in range(150):
             step(net, optimizer)
 
-    monkeypatch.setattr(Watch, "backward_began", noted)
+    monkeypatch.setattr(ProfilerSession, "backward_began", noted)
     assert watched(loop).steps == STEPS
     return found
 
@@ -242,11 +242,13 @@ def test_backwards_that_tell_something_are_heard_in_clean_steps(step: Steps, mon
 
 
 def test_hearing_all_backwards_is_seen(monkeypatch) -> None:
-    monkeypatch.setattr(Watch, "hears_backwards", Watch.mine)
+    monkeypatch.setattr(ProfilerSession, "should_record_backward", ProfilerSession.is_training_thread)
     assert "clean" in heard(plain, monkeypatch)
 
 
 def test_hearing_none_but_those_that_are_watched_closely_is_seen(monkeypatch) -> None:
     monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)  # put back: the fault leaves an evaluation open
-    monkeypatch.setattr(Watch, "hears_backwards", lambda watch: watch._close and watch.mine())
+    monkeypatch.setattr(
+        ProfilerSession, "should_record_backward", lambda watch: watch._is_detailed and watch.is_training_thread()
+    )
     assert not [step for step in (inside, evaluating) if "clean" in heard(step, monkeypatch)]

@@ -55,7 +55,9 @@ def test_slow_backwards_are_pieces_of_a_step_once_their_updates_have_come(clock:
     profile = accumulated(clock, 30 * many, many)
     source = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(number for number, line in enumerate(source, 1) if line.endswith("# an update"))
-    assert profile.step_where.endswith(f"{Path(__file__).name}:{number}") and profile.steps >= step_sequence.SETTLED
+    assert (
+        profile.step_where.endswith(f"{Path(__file__).name}:{number}") and profile.steps >= step_sequence.ENOUGH_STEPS
+    )
     assert profile.step_ms == pytest.approx(1e3 * EACH_S * many)
     assert not backwards_in(profile)
 
@@ -63,7 +65,7 @@ def test_slow_backwards_are_pieces_of_a_step_once_their_updates_have_come(clock:
 def test_updates_are_awaited_for_so_long_and_no_longer(clock: list[float]) -> None:
     profile = accumulated(clock, 300, 1000)
     assert backwards_in(profile)
-    assert EACH_S * profile.steps < step_sequence.PATIENCE * step_sequence.LONGEST_S < EACH_S * 300
+    assert EACH_S * profile.steps < step_sequence.AWAITED_FACTOR * step_sequence.LONGEST_S < EACH_S * 300
     assert "was made, but didn't step" in profile.notes[-1] and "--steps 120 watches" in profile.notes[-1]
 
 

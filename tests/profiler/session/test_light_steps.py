@@ -15,14 +15,14 @@ from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
 from hotloop.profiler.autograd import evaluation_pauses
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import Instant
 from hotloop.profiler.base.step_facts import StepFact
 from hotloop.profiler.session import session
-from hotloop.profiler.session.light_steps import Sparing
-from hotloop.profiler.session.observers import observers
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.session.step_sequence import Course
+from hotloop.profiler.session.light_steps import LightMode
+from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.session.step_sequence import StepSequence
 
 STEPS = 24
 LONG = 1000
@@ -54,11 +54,11 @@ class Loop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Hand()
         monkeypatch.setattr(evaluation_pauses, "time", SimpleNamespace(perf_counter=lambda: self.clock.now_ms / 1e3))
-        self.watch = Watch(STEPS, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+        self.watch = ProfilerSession(STEPS, CallSites(), lambda facts: None, lambda watch: make_observers(watch, None))
         self.watch.timeline.clock = self.clock
         self.net = nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-        self.course, self.updates = self.watch._course, 0
+        self.course, self.updates = self.watch._sequence, 0
 
     def step(self) -> None:
         self.net(torch.ones(2, 4)).sum().backward()
@@ -83,7 +83,7 @@ class Loop:
         """Trains until so many steps go by before a clean one."""
         self.watch.install()
         for _ in range(LONG):
-            if self.course.stretch.on and self.course.stretch.left == left:
+            if self.course.light_span.on and self.course.light_span.left == left:
                 return
             self.step()
         raise AssertionError("no step is spared")
@@ -100,15 +100,15 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
 def whole_boundaries(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Of the steps that went by: how many ended with all that ending a step takes, and how many there were."""
     whole = []
-    boundary = Course.boundary
+    boundary = StepSequence.boundary
 
-    def noted(course: Course, at: Any = None) -> None:
-        whole.append(course.stretch.left > 0)
+    def noted(course: StepSequence, at: Any = None) -> None:
+        whole.append(course.light_span.left > 0)
         boundary(course, at)
 
-    monkeypatch.setattr(Course, "boundary", noted)
+    monkeypatch.setattr(StepSequence, "boundary", noted)
     kinds: list[bool] = []
-    assert len(loop.run(lambda number: kinds.append(loop.course.stretch.left > 0))) == STEPS // 2
+    assert len(loop.run(lambda number: kinds.append(loop.course.light_span.left > 0))) == STEPS // 2
     return sum(whole), sum(kinds)
 
 
@@ -119,7 +119,7 @@ def test_steps_that_go_by_end_with_hardly_anything(loop: Loop, monkeypatch: pyte
 
 
 def test_steps_that_go_by_with_all_that_others_take_are_seen(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sparing, "begin", lambda sparing, *arguments: None)
+    monkeypatch.setattr(LightMode, "begin", lambda sparing, *arguments: None)
     whole, passed = whole_boundaries(loop, monkeypatch)
     assert whole == passed > 0
 
@@ -148,7 +148,7 @@ def test_a_pause_is_no_time_of_a_step_and_all_of_it_is_counted(
     def pause(number: int) -> None:
         if loop.watch.closed or loop.course.facts.anchor == "" or number % every:
             return
-        paused.append(loop.course.stretch.left > 0)
+        paused.append(loop.course.light_span.left > 0)
         if what == "checkpoint":
             torch.save(0)
             return
@@ -206,9 +206,13 @@ def test_an_update_of_another_place_or_thread_ends_no_step(
     loop.until(left)
     steps = len(loop.course.facts.steps)
     how(loop)
-    assert (loop.course.stretch.left, len(loop.course.facts.steps), loop.course._strays.most) == (left, steps, strayed)
+    assert (loop.course.light_span.left, len(loop.course.facts.steps), loop.course._strays.most) == (
+        left,
+        steps,
+        strayed,
+    )
     loop.step()
-    assert (loop.course.stretch.left, len(loop.course.facts.steps)) == (max(0, left - 1), steps + (left == 0))
+    assert (loop.course.light_span.left, len(loop.course.facts.steps)) == (max(0, left - 1), steps + (left == 0))
 
 
 def test_an_update_on_another_line_of_the_same_function_ends_no_step(loop: Loop) -> None:
@@ -218,9 +222,9 @@ def test_an_update_on_another_line_of_the_same_function_ends_no_step(loop: Loop)
         loop.net(torch.ones(2, 4)).sum().backward()
         loop.clock.now_ms += 1.0
         loop.optimizer.step()
-        if loop.course.stretch.on and loop.course.stretch.left == 2 and number > 20:
+        if loop.course.light_span.on and loop.course.light_span.left == 2 and number > 20:
             loop.optimizer.step()
-            left.append(loop.course.stretch.left)
+            left.append(loop.course.light_span.left)
     assert left and set(left) == {2}
 
 
@@ -242,7 +246,7 @@ def spared(loop: Loop, each: Callable[[int], Any]) -> bool:
     found: list[bool] = []
 
     def look(number: int) -> None:
-        found.append(loop.course.stretch.on)
+        found.append(loop.course.light_span.on)
         each(number)
 
     loop.run(look)
@@ -279,7 +283,7 @@ def test_another_epoch_of_the_same_loader_is_nothing_unusual(loop: Loop, batches
     epochs = (batch for _ in range(LONG) for batch in loader)
     whole: list[bool] = []
     boundary = loop.course.boundary
-    loop.course.boundary = lambda at=None: (whole.append(loop.course.stretch.left > 0), boundary(at))  # type: ignore
+    loop.course.boundary = lambda at=None: (whole.append(loop.course.light_span.left > 0), boundary(at))  # type: ignore
 
     def draw(number: int) -> None:
         next(epochs)
@@ -322,13 +326,13 @@ def test_a_loop_that_says_in_each_step_that_it_trains_is_spared(loop: Loop) -> N
 def test_what_somebody_else_puts_around_a_backward_stays_and_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     heard: list[int] = []
-    began = Watch.backward_began
+    began = ProfilerSession.backward_began
 
-    def hear(watch: Watch, args: tuple, kwargs: dict) -> Any:
+    def hear(watch: ProfilerSession, args: tuple, kwargs: dict) -> Any:
         heard.append(loop.updates)
         return began(watch, args, kwargs)
 
-    monkeypatch.setattr(Watch, "backward_began", hear)
+    monkeypatch.setattr(ProfilerSession, "backward_began", hear)
     loop = Loop(monkeypatch)
 
     def put(number: int) -> None:

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hotloop.profiler.autograd.patterns import Graphs
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.autograd.patterns import AutogradPatterns
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.schedule import Kind
-from hotloop.profiler.base.step_facts import Facts
+from hotloop.profiler.base.step_facts import ProfileFacts
 from hotloop.profiler.session import session, step_sequence
-from hotloop.profiler.session.observers import observers
-from hotloop.profiler.session.session import Watch
+from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session.session import ProfilerSession
 from tests.profiler.session.test_clean_steps import STEPS, plain
 from tests.support.profiler.profiled_steps import watched
 
@@ -38,23 +38,23 @@ def test_a_watch_that_ends_in_an_evaluation_leaves_nothing_behind() -> None:
     assert nn.Module.__call__ is call
 
 
-def in_an_evaluation(kind: Kind) -> Watch:
+def in_an_evaluation(kind: Kind) -> ProfilerSession:
     """A watch whose step of that kind is on, and in it an evaluation."""
-    watch = Watch(STEPS, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+    watch = ProfilerSession(STEPS, CallSites(), lambda facts: None, lambda watch: make_observers(watch, None))
     watch.install()
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    while watch._course.step is None or watch._course.step.kind != kind:
+    while watch._sequence.step is None or watch._sequence.step.kind != kind:
         plain(net, optimizer)
     net.eval()
     return watch
 
 
-def abandoned(watch: Watch) -> None:
+def abandoned(watch: ProfilerSession) -> None:
     watch.abandon()
 
 
-def failed(watch: Watch) -> None:
+def failed(watch: ProfilerSession) -> None:
     watch.fail(ZeroDivisionError().with_traceback(trace()))
     watch.remove()
 
@@ -72,7 +72,7 @@ ENDS = [
 ]
 
 
-def left(end: Callable[[Watch], None], kind: Kind) -> list[str]:
+def left(end: Callable[[ProfilerSession], None], kind: Kind) -> list[str]:
     """What a watch has left behind that ended within an evaluation in a step that is watched closely."""
     call, run = nn.Module.__call__, torch.autograd._engine_run_backward
     end(in_an_evaluation(kind))
@@ -83,7 +83,7 @@ def left(end: Callable[[Watch], None], kind: Kind) -> list[str]:
 
 @pytest.mark.parametrize(("end", "kind"), ENDS)
 def test_a_watch_that_ends_in_an_evaluation_in_any_way_leaves_nothing_behind(
-    end: Callable[[Watch], None], kind: Kind
+    end: Callable[[ProfilerSession], None], kind: Kind
 ) -> None:
     assert left(end, kind) == []
 
@@ -96,30 +96,30 @@ class Numbers(Dataset):
         return 4
 
 
-def closed(watch: Watch) -> None:
+def closed(watch: ProfilerSession) -> None:
     watch.close()
     watch.remove()
 
 
-def broken(watch: Watch) -> None:
+def broken(watch: ProfilerSession) -> None:
     """It fails while it closes."""
-    watch._course.end_close_watch = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    watch._sequence.end_observers = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     closed(watch)
     assert "ZeroDivisionError" in watch.facts.notes[-1]
 
 
 @pytest.mark.parametrize("kind", ["habits", "sampled"])
 @pytest.mark.parametrize("end", [closed, failed, broken, abandoned])
-def test_data_sets_caches_and_threads_are_as_before(end: Callable[[Watch], None], kind: Kind) -> None:
+def test_data_sets_caches_and_threads_are_as_before(end: Callable[[ProfilerSession], None], kind: Kind) -> None:
     threads = _thread._count()
-    watch = Watch(STEPS, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+    watch = ProfilerSession(STEPS, CallSites(), lambda facts: None, lambda watch: make_observers(watch, None))
     caches, samples = SimpleNamespace(fx_graph_cache=False), Numbers.__getitem__
     watch.compilations._caches = [(caches, "fx_graph_cache", True)]  # as when Inductor is listened to
     watch.install()
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for inputs in (inputs for _ in range(100) for inputs in DataLoader(Numbers(), batch_size=2)):
-        if watch._course.step is not None and watch._course.step.kind == kind:
+        if watch._sequence.step is not None and watch._sequence.step.kind == kind:
             break
         net(inputs).pow(2).mean().backward()
         optimizer.step()
@@ -131,22 +131,22 @@ def test_data_sets_caches_and_threads_are_as_before(end: Callable[[Watch], None]
         while _thread._count() > threads and time.monotonic() < until:  # it may be about to end
             time.sleep(0.01)
         assert _thread._count() == threads
-    watch._course.close()
+    watch._sequence.close()
 
 
-def gone_on(steps: int | None, kind: Kind) -> Watch:
+def gone_on(steps: int | None, kind: Kind) -> ProfilerSession:
     """A watch with a step of that kind on, after enough others, while the script has gone on to another loop."""
-    watch = Watch(steps, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+    watch = ProfilerSession(steps, CallSites(), lambda facts: None, lambda watch: make_observers(watch, None))
     watch.install()
     net, other = nn.Linear(4, 1), nn.Linear(4, 2)
     optimizer, second = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (net, other))
     while (
-        watch._course.measured() < step_sequence.SETTLED
-        or watch._course.step is None
-        or watch._course.step.kind != kind
+        watch._sequence.n_measured() < step_sequence.ENOUGH_STEPS
+        or watch._sequence.step is None
+        or watch._sequence.step.kind != kind
     ):
         plain(net, optimizer)
-    for _ in range(step_sequence._STRAYED):
+    for _ in range(step_sequence._MAX_STRAYS):
         other(torch.randn(8, 4)).pow(2).mean().backward()
         second.step()
     return watch
@@ -168,12 +168,12 @@ def test_a_step_that_never_ends_is_watched_closely_no_more(kind: Kind, monkeypat
     net = nn.Linear(4, 1).eval()
     net(torch.ones(2, 4))
     assert nn.Module.__call__ is not call
-    monkeypatch.setattr(step_sequence, "_LOST_S", -1.0)
-    monkeypatch.setattr(step_sequence, "_LOST", 0.0)
+    monkeypatch.setattr(step_sequence, "_ABANDONED_S", -1.0)
+    monkeypatch.setattr(step_sequence, "_ABANDONED_FACTOR", 0.0)
     with torch.no_grad():
         net(torch.ones(2, 4))
         assert (nn.Module.__call__ is call) and sys.gettrace() is None
-    step = watch._course.step
+    step = watch._sequence.step
     assert not watch.closed, watch.facts.notes
     assert step is not None and step.kind == "settling"
     monkeypatch.undo()
@@ -181,19 +181,19 @@ def test_a_step_that_never_ends_is_watched_closely_no_more(kind: Kind, monkeypat
     while not watch.closed:
         plain(net, optimizer)
     watch.remove()
-    assert watch._course.measured() == STEPS and nn.Module.__call__ is call
+    assert watch._sequence.n_measured() == STEPS and nn.Module.__call__ is call
 
 
 def test_facts_that_cannot_be_written_are_none_of_the_loops_trouble(monkeypatch) -> None:
-    monkeypatch.setattr(session, "_PUBLISHED_S", 0.0)
+    monkeypatch.setattr(session, "_PUBLISH_EVERY_S", 0.0)
     written: list[int] = []
 
-    def publish(facts: Facts) -> None:
+    def publish(facts: ProfileFacts) -> None:
         written.append(len(facts.steps))
         if len(written) > 1:
             raise OSError("no space left")
 
-    watch = Watch(STEPS, Sites(), publish, lambda watch: [])
+    watch = ProfilerSession(STEPS, CallSites(), publish, lambda watch: [])
     watch.install()
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -206,5 +206,5 @@ def test_facts_that_cannot_be_written_are_none_of_the_loops_trouble(monkeypatch)
 
 def test_a_wrapper_that_nobody_takes_away_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)  # put back: the fault leaves a wrapper
-    monkeypatch.setattr(Graphs, "end_evaluation", lambda graphs: None)
+    monkeypatch.setattr(AutogradPatterns, "end_evaluation", lambda graphs: None)
     assert left(abandoned, "instrumented") == ["modules"]

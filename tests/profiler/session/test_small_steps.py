@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.records.profile import LineTime, ModuleTime, OperatorTime, Profile
-from hotloop.profiler.base.step_facts import Facts, StepFact
-from hotloop.profiler.session.observers import observers
-from hotloop.profiler.summary import profile_of
+from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
+from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.summary import summarize
 from tests.support.profiler.profiled_steps import training, watched
 
 CLEAN_MS, WATCHED_MS = 1.0, 4.0
@@ -38,11 +38,11 @@ def profile(device: str = "cpu") -> Profile:
         steps.append(
             StepFact(kind="instrumented", ms=WATCHED_MS, phases={"forward": 1.0, "backward": 1.0, "update": 2.0})
         )
-    facts = Facts(steps=steps, device=device, trained=16, torch=True)
+    facts = ProfileFacts(steps=steps, device=device, trained=16, torch=True)
     facts.operators = [operator(2.0), operator(0.5, "cuda:0")]
     facts.modules = [module(1.0, 0.8)]
     facts.lines, facts.functions = [line(2.0)], [line(1.6)]
-    return profile_of(facts, "loop")
+    return summarize(facts, "loop")
 
 
 def test_what_a_phase_holds_takes_no_longer_than_the_phase() -> None:
@@ -70,7 +70,7 @@ def test_a_loop_of_tiny_steps(one_thread: None) -> None:
             watch()
 
     torch.manual_seed(0)
-    found = watched(loop, steps=100, observers=lambda watch: observers(watch, None))
+    found = watched(loop, steps=100, observers=lambda watch: make_observers(watch, None))
     held = dict.fromkeys(found.phases, 0.0)
     for one in found.operators:
         held[one.phase] += one.ms

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.contrib import DummyTqdmFile
 
 from hotloop.core.patches import Patches
-from hotloop.core.records.profile import SeldomUpdate
+from hotloop.core.records.profile import RareUpdate
 from hotloop.profiler.base.phases import Timeline, durations
 from hotloop.profiler.base.schedule import order
-from hotloop.profiler.base.step_detection import Event, Finder, ends_step
-from hotloop.profiler.base.step_facts import Facts, StepFact
-from hotloop.profiler.session.observers import observers
-from hotloop.profiler.summary import profile_of
-from hotloop.report.profile import page
+from hotloop.profiler.base.step_detection import Finder, TrainingEvent, is_end
+from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
+from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.summary import summarize
+from hotloop.report.profile import profile_page
 from tests.profiler.base.test_step_detection import two_optimizers
 from tests.support.profiler.profiled_steps import watched
 
@@ -77,7 +77,7 @@ def seldom(every: int, steps: int = 600) -> None:
 
 @pytest.mark.parametrize("every", [3, *(pytest.param(every, marks=pytest.mark.more) for every in (4, 5))])
 def test_an_update_of_each_nth_step_is_told_of_apart_with_its_forward_and_backward(every: int) -> None:
-    found = watched(lambda: seldom(every), steps=60, observers=lambda watch: observers(watch, None))
+    found = watched(lambda: seldom(every), steps=60, observers=lambda watch: make_observers(watch, None))
     (update,) = found.apart.updates
     assert update.kind == "RMSprop" and update.where.endswith(line_of("now and then"))
     assert update.every == pytest.approx(every, rel=0.05)
@@ -98,10 +98,10 @@ def test_what_an_update_now_and_then_takes_is_none_of_the_step_and_no_other_work
         for phases, flags in [(usual, []) if number % 3 else (longer, ["update 1"])]
     ]
     rare = {"kind": "Adam", "where": "train.py:9", "flag": "update 1", "every": 3.0}
-    found = profile_of(Facts(torch=True, trained=12, steps=steps, seldom=[rare]), "train.py")
+    found = summarize(ProfileFacts(torch=True, trained=12, steps=steps, seldom=[rare]), "train.py")
     assert found.step_ms == 10.0 and found.phases == usual and found.apart.other_s == 0.0
     more = {"forward": 1.0, "backward": 3.0, "update": 1.0}
-    assert found.apart.updates == [SeldomUpdate(kind="Adam", where="train.py:9", every=3.0, ms=5.0, phases=more)]
+    assert found.apart.updates == [RareUpdate(kind="Adam", where="train.py:9", every=3.0, ms=5.0, phases=more)]
 
 
 def test_optimizers_that_step_in_each_step_are_no_updates_now_and_then() -> None:
@@ -204,9 +204,9 @@ def test_a_timeline_puts_each_instant_into_one_phase() -> None:
 def test_nothing_is_found_in_what_never_repeats() -> None:
     finder = Finder()
     for number in range(20):
-        finder.saw(Event("update", f"script.py:{number}", number))
+        finder.record(TrainingEvent("update", f"script.py:{number}", number))
     assert finder.anchor() is None
-    assert not ends_step(Event("update", "script.py:1", 1), Event("update", "script.py:1", 2))
+    assert not is_end(TrainingEvent("update", "script.py:1", 1), TrainingEvent("update", "script.py:1", 2))
 
 
 def test_no_traced_step_follows_another() -> None:
@@ -230,13 +230,13 @@ def test_patches_are_taken_back_in_any_order() -> None:
         pass
 
     first, second = Patches(), Patches()
-    first.put(Derived, "said", lambda before: lambda self: "first " + before(self))
-    second.put(Derived, "said", lambda before: lambda self: "second " + before(self))
+    first.patch(Derived, "said", lambda before: lambda self: "first " + before(self))
+    second.patch(Derived, "said", lambda before: lambda self: "second " + before(self))
     assert Derived().said() == "second first base"
     second.undo()
     first.undo()
     assert Derived().said() == "base" and "said" not in vars(Derived)
-    first.put(sys, "flags", lambda before: before)
+    first.patch(sys, "flags", lambda before: before)
     first.undo()
 
 
@@ -273,7 +273,7 @@ def test_where_no_step_is_found_a_while_of_training_is_watched_as_a_whole() -> N
             text = "\n" * step + "model(torch.randn(8, 4)).sum().backward(); optimizer.step()"
             exec(compile(text, "made.py", "exec"), names)
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert profile.steps == 0 and profile.step_ms is None
     assert "couldn't be told apart" in profile.notes[-1]
     assert {"forward", "backward", "update"} <= profile.phases.keys()
@@ -291,12 +291,14 @@ def test_the_bar_and_the_tables_agree_about_the_update() -> None:
         for kind, ms in (("Adam", 1.0), ("SGD", 0.6))
     ]
     model = dict(name="", kind="Net", calls=1, forward_ms=6.0, backward_ms=0.0, update_ms=2.61, share=0.6)
-    found = profile_of(Facts(torch=True, trained=9, updates=9, steps=steps, optimizers=used, modules=[model]), "t.py")
+    found = summarize(
+        ProfileFacts(torch=True, trained=9, updates=9, steps=steps, optimizers=used, modules=[model]), "t.py"
+    )
     update_ms = found.phases["update"]
     assert update_ms == pytest.approx(4.0)
     assert [one.ms for one in found.optimizers] == [pytest.approx(1.0), pytest.approx(0.6)]
     assert [group.ms for one in found.optimizers for group in one.groups] == [pytest.approx(1.0)] * 2
     text = io.StringIO()
-    Console(file=text, width=120).print(page(found))
+    Console(file=text, width=120).print(profile_page(found))
     assert "The rest of the update (zero_grad, clipping, schedules): 2.4 ms a step." in text.getvalue()
     assert found.modules[0].update_ms == pytest.approx(update_ms)

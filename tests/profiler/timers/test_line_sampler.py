@@ -17,7 +17,7 @@ import pytest
 from hotloop.core.records.profile import LineTime
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.timers.line_sampler import StackSampler
-from hotloop.profiler.trace.calibration import fitting
+from hotloop.profiler.trace.calibration import clamp_lines_to_phases
 
 
 def compiled(name: str, text: str) -> dict[str, Any]:
@@ -106,9 +106,9 @@ def test_lines_fit_into_their_phases() -> None:
     seen = sampler()
     seen._steps, seen._since = 1, 0.0
     sampled(seen, iter([0.004, 0.008]))
-    fitted = fitting(seen.lines(), {"logging": 2.0})
+    fitted = clamp_lines_to_phases(seen.lines(), {"logging": 2.0})
     assert {(line.function, line.ms, line.own_ms) for line in fitted} == {("helper", 2.0, 2.0), ("train", 2.0, 0.0)}
-    assert fitting(seen.lines(), {"logging": 80.0}) == seen.lines()
+    assert clamp_lines_to_phases(seen.lines(), {"logging": 80.0}) == seen.lines()
 
 
 def test_a_backward_is_torchs_whoever_calls_it() -> None:
@@ -166,7 +166,7 @@ def test_it_looks_during_steps_alone_and_ends_its_thread() -> None:
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_memory_stays_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.timers.line_sampler._MOST", most)
+    monkeypatch.setattr("hotloop.profiler.timers.line_sampler._MAX_LINES", most)
     seen = sampler()
     seen._steps = 1
     sampled(seen, iter([1.0, 2.0]))

@@ -16,8 +16,8 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import hotloop.profiler.timers.modules
-from hotloop.profiler.hooks.module_calls import Seams
-from hotloop.profiler.timers.module_names import Namer
+from hotloop.profiler.hooks.module_calls import ModuleCallHooks
+from hotloop.profiler.timers.module_names import ModuleNames
 from hotloop.profiler.timers.modules import ModuleClock
 from tests.support.profiler.manual_clock import HANDS, Block, Layer, Slow, measured, ms, ones, own_ms
 
@@ -332,13 +332,13 @@ def test_nothing_is_left_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_left_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     call, run = nn.Module.__call__, torch.autograd._engine_run_backward
     with monkeypatch.context() as planted:
-        planted.setattr(Seams, "close", lambda self: None)
+        planted.setattr(ModuleCallHooks, "close", lambda self: None)
         assert "replaced functions" in leavings()
     nn.Module.__call__ = call  # type: ignore[method-assign]
     torch.autograd._engine_run_backward = run
     with monkeypatch.context() as planted:
         kept: list[Any] = []
-        planted.setattr(Namer, "name", lambda self, places: kept.extend([place.module for place in places]))
+        planted.setattr(ModuleNames, "name", lambda self, places: kept.extend([place.module for place in places]))
         with pytest.raises(AssertionError):
             assert leavings() == []
 
@@ -383,7 +383,7 @@ def test_compiled_modules_are_not_compiled_again() -> None:
 
 
 def test_what_is_kept_of_a_step_that_goes_on_and_on_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.timers.modules._MOST_MADE", 10)
+    monkeypatch.setattr("hotloop.profiler.timers.modules._MAX_SWITCHES", 10)
     net, clock = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ModuleClock()
     clock.begin()
     for _ in range(20):

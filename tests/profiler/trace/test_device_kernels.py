@@ -7,64 +7,64 @@ from typing import Any
 import pytest
 
 from hotloop.core.records.profile import ModuleTime, OperatorTime
-from hotloop.profiler.costs.op_cost import Counts
-from hotloop.profiler.timers.markers import Mark
-from hotloop.profiler.timers.module_names import Name, Own
-from hotloop.profiler.trace.calibration import on_device, scaled, with_counts
-from hotloop.profiler.trace.events import Event, Reader, copied
+from hotloop.profiler.costs.op_cost import OpCost
+from hotloop.profiler.timers.markers import TraceMark
+from hotloop.profiler.timers.module_names import ModuleName, OwnTime
+from hotloop.profiler.trace.calibration import remove_profiler_overhead, with_counts, with_device_times
+from hotloop.profiler.trace.events import TraceEvent, TraceReader, copy_direction
 
 # Events of a device, which isn't there: made up as torch's profiler gives them
 
 
-def device_events() -> tuple[list[Mark], list[Event]]:
-    marks = [Mark(0, None, ("a.py", 1), "forward", False), Mark(1, None, ("a.py", 2), "loss", False)]
+def device_events() -> tuple[list[TraceMark], list[TraceEvent]]:
+    marks = [TraceMark(0, None, ("a.py", 1), "forward", False), TraceMark(1, None, ("a.py", 2), "loss", False)]
     events = [
-        Event("hotloop#0", 1, 0, 1),
-        Event("aten::linear", 1, 10, 50, number=0, id=7, shapes=[[2, 3]], dtypes=["float"]),
-        Event("aten::addmm", 1, 12, 48, number=0, id=8, shapes=[[2, 3]], dtypes=["float"]),
-        Event("cudaLaunchKernel", 1, 20, 25, id=90, launched_by=8),
-        Event("gemm", 0, 100, 400, id=91, launched_by=8, device="cuda:0"),
-        Event("hotloop#1", 1, 60, 61),
-        Event("aten::copy_", 1, 70, 80, number=1, id=9),
-        Event("Memcpy HtoD (Pageable -> Device)", 0, 500, 530, id=92, launched_by=9, device="cuda:0"),
-        Event("autograd::engine::evaluate_function: AddmmBackward0", 2, 600, 700, number=0, maker=1, id=10),
-        Event("aten::mm", 2, 610, 690, id=11, shapes=[[2, 3]], dtypes=["float"]),
-        Event("gemm_t", 0, 700, 1300, id=93, launched_by=11, device="cuda:0"),
+        TraceEvent("hotloop#0", 1, 0, 1),
+        TraceEvent("aten::linear", 1, 10, 50, number=0, id=7, shapes=[[2, 3]], dtypes=["float"]),
+        TraceEvent("aten::addmm", 1, 12, 48, number=0, id=8, shapes=[[2, 3]], dtypes=["float"]),
+        TraceEvent("cudaLaunchKernel", 1, 20, 25, id=90, launched_by=8),
+        TraceEvent("gemm", 0, 100, 400, id=91, launched_by=8, device="cuda:0"),
+        TraceEvent("hotloop#1", 1, 60, 61),
+        TraceEvent("aten::copy_", 1, 70, 80, number=1, id=9),
+        TraceEvent("Memcpy HtoD (Pageable -> Device)", 0, 500, 530, id=92, launched_by=9, device="cuda:0"),
+        TraceEvent("autograd::engine::evaluate_function: AddmmBackward0", 2, 600, 700, number=0, maker=1, id=10),
+        TraceEvent("aten::mm", 2, 610, 690, id=11, shapes=[[2, 3]], dtypes=["float"]),
+        TraceEvent("gemm_t", 0, 700, 1300, id=93, launched_by=11, device="cuda:0"),
     ]
     return marks, events
 
 
-def counted(event: Event) -> Counts | None:
-    return Counts(1.0, 1.0) if event.name == "aten::addmm" else None
+def counted(event: TraceEvent) -> OpCost | None:
+    return OpCost(1.0, 1.0) if event.name == "aten::addmm" else None
 
 
 def test_kernels_belong_to_the_operators_that_launched_them() -> None:
     marks, events = device_events()
-    found = {o.event.name: o for o in Reader(marks, counted).operators(events)}
+    found = {o.event.name: o for o in TraceReader(marks, counted).operators(events)}
     assert set(found) == {"aten::linear", "aten::addmm", "aten::copy_", "aten::mm"}
     kernels = {name: [kernel.name for kernel in o.kernels] for name, o in found.items()}
     assert kernels["aten::addmm"] == ["gemm"] and kernels["aten::linear"] == []
     assert kernels["aten::mm"] == ["gemm_t"]
-    assert copied(found["aten::copy_"].kernels[0]) == "cpu>cuda:0"
+    assert copy_direction(found["aten::copy_"].kernels[0]) == "cpu>cuda:0"
     assert found["aten::linear"].ns == 4 and found["aten::addmm"].ns == 36
 
 
 def test_backward_on_a_thread_of_its_own_finds_what_made_it() -> None:
     marks, events = device_events()
-    found = {o.event.name: o for o in Reader(marks, counted).operators(events)}
+    found = {o.event.name: o for o in TraceReader(marks, counted).operators(events)}
     assert (found["aten::mm"].phase, found["aten::mm"].line) == ("backward", ("a.py", 1))
-    elsewhere = [event if event.maker != 1 else Event(**{**vars(event), "maker": 5}) for event in events]
-    unknown = {o.event.name: o for o in Reader(marks, counted).operators(elsewhere)}
+    elsewhere = [event if event.maker != 1 else TraceEvent(**{**vars(event), "maker": 5}) for event in events]
+    unknown = {o.event.name: o for o in TraceReader(marks, counted).operators(elsewhere)}
     assert unknown["aten::mm"].mark is None
 
 
 def test_what_is_inside_of_a_counted_operator_is_its_own() -> None:
     marks, events = device_events()
 
-    def all_of_linear(event: Event) -> Counts | None:
-        return Counts(1.0, 1.0) if event.name == "aten::linear" else None
+    def all_of_linear(event: TraceEvent) -> OpCost | None:
+        return OpCost(1.0, 1.0) if event.name == "aten::linear" else None
 
-    found = {o.event.name: o for o in Reader(marks, all_of_linear).operators(events)}
+    found = {o.event.name: o for o in TraceReader(marks, all_of_linear).operators(events)}
     assert "aten::addmm" not in found
     assert found["aten::linear"].ns == 40 and [k.name for k in found["aten::linear"].kernels] == ["gemm"]
 
@@ -79,7 +79,7 @@ def test_what_is_inside_of_a_counted_operator_is_its_own() -> None:
     ],
 )
 def test_copies_between_devices(name: str, copies: str) -> None:
-    assert copied(Event(name, 0, 0, 1, device="cuda:1")) == copies
+    assert copy_direction(TraceEvent(name, 0, 0, 1, device="cuda:1")) == copies
 
 
 # Beside the clocks
@@ -98,7 +98,7 @@ def test_operators_grow_with_a_phase_that_others_held_up_while_the_clocks_ran() 
     operators = [operator("a", "forward", 4.0), operator("a", "backward", 6.0), operator("", "update", 1.0)]
     walls: Any = {("a", "forward"): 5.0, ("a", "backward"): 6.0}
     clocks = {"forward": 10.0, "backward": 4.0, "update": 3.0}
-    found = scaled(operators, walls, [], clocks, {"forward": 5.0, "backward": 8.0})
+    found = remove_profiler_overhead(operators, walls, [], clocks, {"forward": 5.0, "backward": 8.0})
     assert {one.phase: one.ms for one in found} == {"forward": 8.0, "backward": 4.0, "update": 1.0}
 
 
@@ -112,7 +112,7 @@ def test_traced_times_shrink_to_what_the_clocks_say() -> None:
         operator("a", "forward", 5.0, device="cuda:0"),
     ]
     walls: Any = {("a", "forward"): 8.0, ("a", "backward"): 6.0, ("", "update"): 1.0}
-    found = scaled(operators, walls, [module("a", 2.0, 60.0)], {"update": 10.0, "data": 5.0})
+    found = remove_profiler_overhead(operators, walls, [module("a", 2.0, 60.0)], {"update": 10.0, "data": 5.0})
     assert [(one.module, one.phase, one.ms) for one in found] == [
         ("", "update", 10.0),
         ("a", "backward", 6.0),
@@ -124,16 +124,16 @@ def test_traced_times_shrink_to_what_the_clocks_say() -> None:
 
 
 def test_on_a_device_a_module_takes_what_its_kernels_take() -> None:
-    own = {Name("net", ""): Own(1.0, 1.0, 1.0), Name("net", "a"): Own(7.0, 7.0, 1.0)}
+    own = {ModuleName("net", ""): OwnTime(1.0, 1.0, 1.0), ModuleName("net", "a"): OwnTime(7.0, 7.0, 1.0)}
     operators = [
         operator("a", "forward", 3.0, device="cuda:0"),
         operator("a", "forward", 100.0),
         operator("a", "backward", 4.0, device="cuda:0"),
         operator("a", "backward", 5.0, device="cuda:0"),
     ]
-    assert on_device(own, operators, alone=True) == {
-        Name("net", ""): Own(0.0, 0.0, 1.0),
-        Name("net", "a"): Own(3.0, 9.0, 1.0),
+    assert with_device_times(own, operators, alone=True) == {
+        ModuleName("net", ""): OwnTime(0.0, 0.0, 1.0),
+        ModuleName("net", "a"): OwnTime(3.0, 9.0, 1.0),
     }
 
 

@@ -12,12 +12,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import hotloop
 from hotloop.core.records.profile import OperatorTime
 from hotloop.lowering.build import lower
-from hotloop.lowering.compile.capture import capture
-from hotloop.profiler.timers.module_names import Name, Namer, Own, tree
+from hotloop.lowering.compile.capture import capture_step
+from hotloop.profiler.timers.module_names import ModuleName, ModuleNames, OwnTime, module_times
 from hotloop.profiler.timers.modules import ModuleClock
 from hotloop.profiler.trace.calibration import with_compiled, with_fused, with_shares
-from hotloop.profiler.trace.inductor_kernels import PHASE, Compilations, operator_of, parts_of
-from hotloop.profiler.trace.node_labels import Labels
+from hotloop.profiler.trace.inductor_kernels import PHASE_KEY, CompilationRecorder, kernel_parts, operator_of
+from hotloop.profiler.trace.node_labels import NodeLabels
 from hotloop.profiler.trace.tracer import Tracer
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def a_kernel() -> list[fx.Node]:
 
 
 def test_a_kernels_parts_are_as_large_as_their_arithmetic() -> None:
-    parts = parts_of(a_kernel())
+    parts = kernel_parts(a_kernel())
     # 64 numbers of module 11, 8 more that the compiler wrote; 32 added up for module 22; 8 outside of all.
     assert [(part.module, part.share) for part in parts] == [
         (11, pytest.approx(72 / 112)),
@@ -60,8 +60,8 @@ def test_a_kernels_parts_are_as_large_as_their_arithmetic() -> None:
 
 def test_a_node_that_says_its_phase_makes_a_part_of_its_own() -> None:
     nodes = a_kernel()
-    nodes[0].meta["custom"] = {PHASE: "backward"}
-    assert {(part.module, part.phase) for part in parts_of(nodes)} == {
+    nodes[0].meta["custom"] = {PHASE_KEY: "backward"}
+    assert {(part.module, part.phase) for part in kernel_parts(nodes)} == {
         (11, None),
         (11, "backward"),
         (22, None),
@@ -88,13 +88,13 @@ def operator(module: str, phase: Any, ms: float) -> OperatorTime:
 
 
 def test_modules_inside_take_what_their_kernels_take_from_the_compiled_one() -> None:
-    own = {Name("net", ""): Own(10.0, 20.0, 2.0), Name("", "(loss)"): Own(1.0, 1.0, 1.0)}
+    own = {ModuleName("net", ""): OwnTime(10.0, 20.0, 2.0), ModuleName("", "(loss)"): OwnTime(1.0, 1.0, 1.0)}
     operators = [operator("a.b", "forward", 4.0), operator("a.b", "backward", 5.0), operator("c", "backward", 30.0)]
-    inside = {"a.b": Name("net", "a.b"), "c": Name("net", "c")}
+    inside = {"a.b": ModuleName("net", "a.b"), "c": ModuleName("net", "c")}
     found = with_compiled(own, operators, inside)
-    assert found[Name("net", "a.b")] == Own(4.0, 5.0, 2.0)
-    assert found[Name("net", "")] == Own(6.0, 0.0, 2.0)  # never less than nothing
-    modules = with_fused(tree(found, {}, 100.0), {"a.b": ["c"]})
+    assert found[ModuleName("net", "a.b")] == OwnTime(4.0, 5.0, 2.0)
+    assert found[ModuleName("net", "")] == OwnTime(6.0, 0.0, 2.0)  # never less than nothing
+    modules = with_fused(module_times(found, {}, 100.0), {"a.b": ["c"]})
     assert {one.name: one.fused_with for one in modules} == {"": [], "a": [], "a.b": ["c"], "c": [], "(loss)": []}
     assert next(one for one in modules if one.name == "a").backward_ms == 5.0
 
@@ -128,26 +128,26 @@ def task() -> hotloop.Task:
     )
 
 
-def labelled(labels: Labels) -> tuple[nn.Module, list[fx.Node]]:
+def labelled(labels: NodeLabels) -> tuple[nn.Module, list[fx.Node]]:
     """The nodes of a whole captured step, and the model."""
     program = lower(task(), hotloop.Plan(device="cpu"))
     try:
         step = program._step
         with labels.on():
-            captured = capture(step, (torch.randn(8, 16), torch.arange(8) % 4), 8, {}, whole=True)  # type: ignore[arg-type]
+            captured = capture_step(step, (torch.randn(8, 16), torch.arange(8) % 4), 8, {}, whole=True)  # type: ignore[arg-type]
         return program.parts.model, [one for one in captured.graph.graph.nodes if one.op == "call_function"]
     finally:
         program.close()
 
 
-def check_labels(labels: Labels) -> None:
+def check_labels(labels: NodeLabels) -> None:
     model, nodes = labelled(labels)
     names = {str(id(module)): name for name, module in model.named_modules()}
     found = {
         (
             str(one.target),
             names.get(next(iter(one.meta.get("nn_module_stack", {})), "")),
-            one.meta.get("custom", {}).get(PHASE, ""),
+            one.meta.get("custom", {}).get(PHASE_KEY, ""),
         )
         for one in nodes
     }
@@ -167,20 +167,20 @@ def check_labels(labels: Labels) -> None:
 
 
 def test_nodes_of_a_captured_step_know_their_module_and_phase() -> None:
-    check_labels(Labels())
+    check_labels(NodeLabels())
 
 
 def test_labels_that_forget_who_made_a_node_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Labels, "_note", lambda self: None)
+    monkeypatch.setattr(NodeLabels, "_note", lambda self: None)
     with pytest.raises(AssertionError):
-        check_labels(Labels())
+        check_labels(NodeLabels())
 
 
 def test_nothing_of_the_labels_is_left() -> None:
     from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
     before = fx.Graph.create_node, PythonKeyTracer.call_module
-    labelled(Labels())
+    labelled(NodeLabels())
     assert (fx.Graph.create_node, PythonKeyTracer.call_module) == before
 
 
@@ -189,7 +189,7 @@ def test_a_compiled_module_is_split_over_the_modules_inside() -> None:
     import torch._inductor.compile_fx
     from torch._inductor.codecache import PyCodeCache
 
-    compilations, namer = Compilations(), Namer()
+    compilations, namer = CompilationRecorder(), ModuleNames()
     compilations.install()
     caches = torch._inductor.config.fx_graph_cache
     try:
@@ -226,7 +226,7 @@ def test_a_compiled_module_is_split_over_the_modules_inside() -> None:
     products = {(one.module, one.phase) for one in operators if one.name in ("aten::mm", "aten::addmm")}
     assert products == {("first", "forward"), ("last", "forward"), ("first", "backward"), ("last", "backward")}
     assert "acts.1" in tracer.fused()["acts.0"]
-    modules = tree(with_compiled(clock.own(), operators, tracer.inside()), namer.kinds, None)
+    modules = module_times(with_compiled(clock.own(), operators, tracer.compiled_modules()), namer.kinds, None)
     assert {one.name for one in modules} >= {"", "first", "acts", "acts.0", "acts.1", "last"}
 
 
@@ -244,10 +244,10 @@ def test_sizes_that_may_change_are_counted_as_they_are_now_and_stay_free() -> No
     nodes = made(sized, "symbolic")
     shapes = next(one.meta["val"] for one in nodes if isinstance(one.meta["val"], Tensor)).fake_mode.shape_env
     before = len(shapes.guards)
-    assert parts_of(nodes) == parts_of(made(sized, "fake")) and len(shapes.guards) == before
+    assert kernel_parts(nodes) == kernel_parts(made(sized, "fake")) and len(shapes.guards) == before
     assert any(isinstance(size, torch.SymInt) for one in nodes for size in getattr(one.meta["val"], "shape", ()))
 
 
 def test_sizes_that_nobody_knows_yet_are_not_counted() -> None:
     nodes = made(lambda x: x.nonzero().float().exp().sum(), "symbolic")
-    assert [part.share for part in parts_of(nodes)] == [1.0]
+    assert [part.share for part in kernel_parts(nodes)] == [1.0]

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 import hotloop.profiler.trace.events
 from hotloop.core.records.profile import OperatorTime
-from hotloop.profiler.base.call_sites import Sites
-from hotloop.profiler.session.observers import observers
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.timers.line_tracer import Follower
-from hotloop.profiler.timers.markers import Trail
-from hotloop.profiler.trace.chrome_trace import MOST_SPANS, Span, write_trace
-from hotloop.profiler.trace.events import Reader
+from hotloop.profiler.base.call_sites import CallSites
+from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.timers.line_tracer import LineTracer
+from hotloop.profiler.timers.markers import TraceMarkers
+from hotloop.profiler.trace.chrome_trace import MAX_SPANS, Span, write_trace
+from hotloop.profiler.trace.events import TraceReader
 from hotloop.profiler.trace.tracer import Tracer
 from tests.support.profiler import profiled_steps
 
@@ -131,15 +131,15 @@ def test_operators_find_their_module_and_the_users_line(operators: list[Operator
 
 
 def no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Follower, "_step", lambda self, frame, event, _: self._step)
+    monkeypatch.setattr(LineTracer, "_step", lambda self, frame, event, _: self._step)
 
 
 def no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trail, "enter", lambda self, module, args: len(self._inside))
+    monkeypatch.setattr(TraceMarkers, "enter", lambda self, module, args: len(self._inside))
 
 
 def by_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reader, "_maker_of", lambda self, node: self._mark_at(node.start))
+    monkeypatch.setattr(TraceReader, "_maker_of", lambda self, node: self._mark_at(node.start))
 
 
 def one_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_what_an_optimizer_does_is_told_from_what_is_done_beside_it(average: Any
             optimizer.step()
             averaged.update_parameters(net)
 
-    profile = profiled_steps.watched(loop, observers=lambda watch: observers(watch, None))
+    profile = profiled_steps.watched(loop, observers=lambda watch: make_observers(watch, None))
     ones = [one for one in profile.operators if one.phase == "update"]
     assert any(one.within == "step" and one.name == "aten::add_" for one in ones)
     assert any(one.within == "zero_grad" and one.name.endswith("zero_") for one in ones)
@@ -297,7 +297,7 @@ def test_nothing_is_left_after_a_step() -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="frames keep no copies of their variables")
 def test_a_frame_that_keeps_tensors_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.timers.line_tracer.forget_variables", lambda frame: None)
+    monkeypatch.setattr("hotloop.profiler.timers.line_tracer.clear_frame_variables", lambda frame: None)
     assert "tensors" in leavings()
 
 
@@ -342,12 +342,12 @@ def test_the_profilers_library_writes_nothing_to_the_scripts_output() -> None:
 
 
 def test_the_trace_keeps_the_longest_and_stays_small(tmp_path: Path) -> None:
-    spans = [Span("row", f"n{n}", n * 10, n * 10 + 1 + n % 2) for n in range(2 * MOST_SPANS)]
+    spans = [Span("row", f"n{n}", n * 10, n * 10 + 1 + n % 2) for n in range(2 * MAX_SPANS)]
     written = write_trace(tmp_path / "trace.json", spans)
     assert written.name == "trace.json.gz" and written.stat().st_size < 5_000_000
     events = json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
     kept = [event for event in events if event["ph"] == "X"]
-    assert len(kept) == MOST_SPANS and {event["dur"] for event in kept} == {0.002}
+    assert len(kept) == MAX_SPANS and {event["dur"] for event in kept} == {0.002}
 
 
 def test_the_trace_of_a_step_has_rows_for_modules_and_lines(tmp_path: Path) -> None:
@@ -365,20 +365,20 @@ def test_the_trace_of_a_step_has_rows_for_modules_and_lines(tmp_path: Path) -> N
     assert ("operators", "aten::convolution") in found
 
 
-def training(watch: Watch) -> Iterator[str]:
+def training(watch: ProfilerSession) -> Iterator[str]:
     """A step at a time; gives the kind of the one that is on."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     while True:
         model(torch.randn(4, 1, 8, 8)).sum().backward()
         optimizer.step()
-        yield watch._course.step.kind if watch._course.step is not None else ""
+        yield watch._sequence.step.kind if watch._sequence.step is not None else ""
 
 
 @pytest.mark.parametrize("prepared", ["traced", "settling", "warm-up"])
 def test_a_profiler_of_the_scripts_own_may_start_at_any_time(prepared: str) -> None:
     before = torch.autograd.profiler._enable_profiler
-    watch = Watch(12, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+    watch = ProfilerSession(12, CallSites(), lambda facts: None, lambda watch: make_observers(watch, None))
     watch.install()
     steps = training(watch)
     theirs = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1))

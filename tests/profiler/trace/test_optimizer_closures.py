@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from hotloop.core.records.profile import Profile
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.detectors import small_ops
-from hotloop.profiler.detectors.step import Step
-from hotloop.profiler.session.observers import observers
-from hotloop.profiler.timers.markers import Mark
-from hotloop.profiler.trace.events import Event, Reader
+from hotloop.profiler.detectors.step import ProfiledStep
+from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.timers.markers import TraceMark
+from hotloop.profiler.trace.events import TraceEvent, TraceReader
 from tests.support.profiler.profiled_steps import watched
 
 ROUNDS = 24
@@ -62,7 +62,7 @@ def trained(kind: str) -> Profile:
         for _ in range(40):
             optimizer.step(closure)
 
-    return watched(loop, observers=lambda watch: observers(watch, None))
+    return watched(loop, observers=lambda watch: make_observers(watch, None))
 
 
 def phases_of(profile: Profile, *names: str) -> set[Phase]:
@@ -77,23 +77,24 @@ def test_what_a_closure_computes_is_no_update(kind: str, updating: str) -> None:
     assert phases_of(profile, f"aten::{updating}") == {"update"}
     assert {one.phase for one in profile.operators if one.name.startswith("Optimizer.")} == {"update"}
     assert profile.step_ms is not None
-    found = list(small_ops.loops(Step(profile, profile.step_ms)))
+    found = list(small_ops.python_loops(ProfiledStep(profile, profile.step_ms)))
     assert [one for one in found if f"of {ROUNDS} rounds" in one.cause]
 
 
 def test_an_optimizer_takes_what_its_closure_leaves() -> None:
     """By a made record: the update goes from 10 to 100, the closure's forward from 20 to 60, and 80 to 90 is its kernel."""
     ran: list[tuple[int, Phase]] = [(0, "python"), (15, "update"), (20, "forward"), (60, "update"), (110, "python")]
-    marks = [Mark(0, None, ("train.py", number), phase, False) for number, (_, phase) in enumerate(ran)]
-    events = [Event(f"hotloop#{number}", 1, start, start) for number, (start, _) in enumerate(ran)]
+    marks = [TraceMark(0, None, ("train.py", number), phase, False) for number, (_, phase) in enumerate(ran)]
+    events = [TraceEvent(f"hotloop#{number}", 1, start, start) for number, (start, _) in enumerate(ran)]
     events += [
-        Event("Optimizer.step#SGD.step", 1, 10, 100, id=1),
-        Event("Optimizer.zero_grad#SGD.zero_grad", 1, 16, 18, id=2),
-        Event("aten::tanh", 1, 30, 50, number=0, id=3),
-        Event("aten::add_", 1, 80, 90, id=4),
+        TraceEvent("Optimizer.step#SGD.step", 1, 10, 100, id=1),
+        TraceEvent("Optimizer.zero_grad#SGD.zero_grad", 1, 16, 18, id=2),
+        TraceEvent("aten::tanh", 1, 30, 50, number=0, id=3),
+        TraceEvent("aten::add_", 1, 80, 90, id=4),
     ]
     found = {
-        one.event.name.split("#")[0]: (one.phase, one.ns) for one in Reader(marks, lambda event: None).operators(events)
+        one.event.name.split("#")[0]: (one.phase, one.ns)
+        for one in TraceReader(marks, lambda event: None).operators(events)
     }
     assert found == {
         "Optimizer.step": ("update", 90 - 40 - 2 - 10),
@@ -122,7 +123,7 @@ def test_what_a_closure_makes_before_the_forward_is_no_update(kind: str) -> None
         for _ in range(30):
             optimizer.step(closure)
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert phases_of(profile, "aten::mm", "aten::cos") == {"batch", "backward"}
 
 
@@ -141,7 +142,7 @@ def test_a_functional_closure_has_a_forward() -> None:
         for _ in range(30):
             optimizer.step(closure)
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert phases_of(profile, "aten::sin", "aten::cos", "aten::exp") == {"forward"}
 
 
@@ -157,7 +158,7 @@ def test_an_update_stays_one_beside_a_closure_that_only_returns_the_loss() -> No
             loss.backward()
             optimizer.step(lambda: loss)  # noqa: B023  called at once
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert phases_of(profile, "aten::_fused_adam_") == {"update"}
     assert profile.optimizers[0].evaluations == 1
 
@@ -183,7 +184,7 @@ def test_an_optimizer_of_ones_own_may_clear_gradients_first() -> None:
             model(inputs).square().mean().backward()
             optimizer.step()
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert phases_of(profile, "aten::sub_", "aten::sign") == {"update"}
 
 
@@ -205,9 +206,9 @@ def test_a_line_search_is_no_loop_and_the_loop_in_its_closure_is(clears: str) ->
             for _ in range(30):
                 optimizer.step(closure)  # noqa: B023  and this
 
-        profile = watched(loop, observers=lambda watch: observers(watch, None))
+        profile = watched(loop, observers=lambda watch: make_observers(watch, None))
         assert profile.step_ms is not None
-        found[model] = {round(one.rounds) for one in small_ops.repeated(Step(profile, profile.step_ms))}
+        found[model] = {round(one.rounds) for one in small_ops.find_loops(ProfiledStep(profile, profile.step_ms))}
     assert found == {plain: set(), looping: {ROUNDS}}
 
 
@@ -225,6 +226,6 @@ def test_many_optimizers_cleared_by_one_line_are_no_line_search() -> None:
             for one in optimizers:
                 one.step()
 
-    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert profile.step_ms is not None
-    assert ROUNDS in {round(one.rounds) for one in small_ops.repeated(Step(profile, profile.step_ms))}
+    assert ROUNDS in {round(one.rounds) for one in small_ops.find_loops(ProfiledStep(profile, profile.step_ms))}

@@ -217,13 +217,13 @@ def run_script(args: list[str]) -> None:
     """A script, watched where `hotloop profile` starts it; torch is there already, so its import begins nothing."""
     import torch
 
-    from hotloop.profiler.script_child import watch
+    from hotloop.profiler.script_child import start_session
 
     sys.path[0], sys.argv[:] = str(Path(args[0]).parent), args
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     if settings := os.environ.pop("HOTLOOP_SCRIPT", None):
-        watch(json.loads(settings))
+        start_session(json.loads(settings))
     runpy.run_path(args[0], run_name="__main__")
 
 

@@ -61,7 +61,7 @@ def commands(folder: Path, patch: pytest.MonkeyPatch, capture: Any) -> Iterator[
     """Gives `run(*args) -> Done`, working in `folder`; what Tasks import is forgotten at the end."""
     patch.chdir(folder)
     # Whether TensorBoard is installed changes what is printed, and has its own tests.
-    patch.setattr("hotloop.training.tensorboard.installed", lambda: False)
+    patch.setattr("hotloop.training.tensorboard.is_installed", lambda: False)
     patch.setattr(sys, "path", list(sys.path))
     patch.setattr(sys, "meta_path", list(sys.meta_path))
     known = dict(sys.modules)

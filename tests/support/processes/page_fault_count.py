@@ -77,10 +77,10 @@ def of_a_worker() -> list[bool]:
     """Whether a process keeps what is freed, and a fork of it does."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
-        os.write(writing, bytes([axis.keeps()]))
+        os.write(writing, bytes([axis.keeps_freed_memory()]))
         os._exit(0)
     os.waitpid(child, 0)
-    return [axis.keeps(), bool(os.read(reading, 1)[0])]
+    return [axis.keeps_freed_memory(), bool(os.read(reading, 1)[0])]
 
 
 def thresholds() -> list[int]:
@@ -96,7 +96,7 @@ def _untold(library: ctypes.CDLL) -> int:
     """In a fork, since to look changes the allocator."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
-        os.write(writing, axis._threshold(library).to_bytes(8, "little"))
+        os.write(writing, axis._mmap_threshold(library).to_bytes(8, "little"))
         os._exit(0)
     os.waitpid(child, 0)
     return int.from_bytes(os.read(reading, 8), "little")
@@ -112,7 +112,7 @@ def given_back(program: Program) -> int:
 
 def main() -> None:
     for parameter in sys.argv[1:]:
-        del axis._KEEP[int(parameter)]
+        del axis._KEEP_OPTIONS[int(parameter)]
     before, (keeping, usual) = thresholds(), (hotloop.lower(a_task(), KEEP), hotloop.lower(a_task()))
     found: dict[str, Any] = {
         "usual": of_a_step(usual),

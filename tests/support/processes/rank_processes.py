@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hotloop.distributed.join import taking_part
+from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import launch
 from hotloop.distributed.world import World
 from hotloop.plan import Plan
@@ -30,7 +30,7 @@ def of_ranks(folder: Path, plan: Plan, compute: Callable[[World], Any]) -> list[
 
     def entry() -> None:
         torch.set_num_threads(1)
-        with taking_part(plan, print, plan.ranks) as joined:
+        with join_ranks(plan, print, plan.ranks) as joined:
             torch.save(compute(joined.world), folder / f"rank-{joined.world.rank}.pt")
 
     folder.mkdir(parents=True, exist_ok=True)

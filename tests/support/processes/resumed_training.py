@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.training.checkpoint import Checkpoint
 from hotloop.training.run import Run, is_run
 from tests.support.processes.forked_server import Process, Server
@@ -41,7 +41,7 @@ def disagreements(one: Path, other: Path) -> list[str]:
     """What differs between two finished runs, though only their speeds may: any bit of State, history, best, figures."""
     runs = [Run.open(path) for path in (one, other)]
     a, b = (last_checkpoint(run) for run in runs)
-    found = [f"state{path}" for path in differences(a.state, b.state)]
+    found = [f"state{path}" for path in differing_paths(a.state, b.state)]
     speeds = {"seconds": 0.0, "samples_per_s": 0.0}
     if [r.model_copy(update=speeds) for r in a.history] != [r.model_copy(update=speeds) for r in b.history]:
         found.append("history")
@@ -52,7 +52,7 @@ def disagreements(one: Path, other: Path) -> list[str]:
     elif a.best is not None and b.best is not None:
         found += ["best epoch"] * ((a.best.epoch, a.best.figure) != (b.best.epoch, b.best.figure))
         weights = [run.checkpoints.load_best(best).state for run, best in zip(runs, (a.best, b.best), strict=True)]
-        found += [f"best weights{path}" for path in differences(*weights)]
+        found += [f"best weights{path}" for path in differing_paths(*weights)]
     if runs[0].final != runs[1].final:
         found.append(f"final figures: {runs[0].final} and {runs[1].final}")
     return [one for one in found if "/attributes/" not in one]  # Tasks of tests count how often they are called

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from hotloop.core.records.profile import (
-    Apart,
     GroupTime,
-    Limits,
+    HardwareLimits,
     LineTime,
     ModuleTime,
     OperatorTime,
     OptimizerUse,
     Profile,
+    RareUpdate,
     Remedy,
-    SeldomUpdate,
+    TimeOutsideSteps,
 )
 from hotloop.core.records.profile_ratios import Overhead
 
@@ -34,9 +34,9 @@ def operator(name: str, ms: float, module: str, **fields: Any) -> OperatorTime:
     return OperatorTime(name=name, ms=ms, module=module, **given)
 
 
-def seldom() -> SeldomUpdate:
+def seldom() -> RareUpdate:
     phases = {"backward": 30.0, "forward": 19.5, "update": 0.5}
-    return SeldomUpdate(kind="Adam[rare]", where="/far/away/train.py:50", every=5.0, ms=50.0, phases=phases)
+    return RareUpdate(kind="Adam[rare]", where="/far/away/train.py:50", every=5.0, ms=50.0, phases=phases)
 
 
 def made(**fields: Any) -> Profile:
@@ -85,8 +85,8 @@ def made(**fields: Any) -> Profile:
                 ms=2.0,
             )
         ],
-        apart=Apart(warm_up_s=1.2, evaluation_s=3.4, updates=[seldom()]),
-        limits=Limits(flop_per_s={"fp32": 1e11, "bf16": 2e11}, bytes_per_s=1e10),
+        apart=TimeOutsideSteps(warm_up_s=1.2, evaluation_s=3.4, updates=[seldom()]),
+        limits=HardwareLimits(flop_per_s={"fp32": 1e11, "bf16": 2e11}, bytes_per_s=1e10),
         overhead=Overhead(ratio=1.01, low=0.99, high=1.03, instrumented=30, clean=30),
         bound="arithmetic",
         bound_evidence=["Of a step of 100 ms: arithmetic 70 %.", "The step reaches 25 % of this machine's limit."],

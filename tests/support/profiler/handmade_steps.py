@@ -6,7 +6,7 @@ from typing import Any
 
 from hotloop.core.records.profile import (
     GroupTime,
-    Limits,
+    HardwareLimits,
     LineTime,
     LoaderUse,
     OperatorTime,
@@ -16,7 +16,7 @@ from hotloop.core.records.profile import (
 )
 from hotloop.profiler.detectors import diagnose
 
-LIMITS = Limits(flop_per_s={"fp32": 100e9, "fp64": 50e9}, bytes_per_s=10e9, launch_us=3.0)
+LIMITS = HardwareLimits(flop_per_s={"fp32": 100e9, "fp64": 50e9}, bytes_per_s=10e9, launch_us=3.0)
 STEP_MS = 10.0
 
 

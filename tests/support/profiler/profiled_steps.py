@@ -10,20 +10,23 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from hotloop.core.records.profile import Profile
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.schedule import Observer
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.summary import profile_of
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.summary import summarize
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 """Gives the loss of a batch, and does what it does beside."""
 
 
 def watched(
-    loop: Callable[[], Any], *, steps: int | None = 24, observers: Callable[[Watch], list[Observer]] | None = None
+    loop: Callable[[], Any],
+    *,
+    steps: int | None = 24,
+    observers: Callable[[ProfilerSession], list[Observer]] | None = None,
 ) -> Profile:
     """What a watch says of a loop; modules, operators and lines are left out unless observers are given."""
-    watch = Watch(steps, Sites(), lambda facts: None, observers or (lambda watch: []))
+    watch = ProfilerSession(steps, CallSites(), lambda facts: None, observers or (lambda watch: []))
     watch.install()
     try:
         loop()
@@ -32,7 +35,7 @@ def watched(
         watch.remove()
     assert not [note for note in watch.facts.notes if "own" in note], watch.facts.notes
     assert not hasattr(Distribution.__init__, "__wrapped__"), "left installed"
-    return profile_of(watch.facts, "loop")
+    return summarize(watch.facts, "loop")
 
 
 def network() -> nn.Module:

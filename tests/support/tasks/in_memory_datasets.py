@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 import hotloop
 from hotloop.core.state import State
-from hotloop.data.feeds.in_memory import Reading, materialise
+from hotloop.data.feeds.in_memory import InMemoryRead, read_into_memory
 from hotloop.data.order import Order
 from hotloop.data.sources import Samples, Table
 from hotloop.plan import Plan
@@ -53,13 +53,13 @@ def named_step(model: nn.Module, batch: Any) -> Tensor:
 
 def reading(samples: Any, **fields: Any) -> Table:
     given = samples if isinstance(samples, Samples) else Samples(samples)
-    return materialise(given, Reading("data", Order(len(given), min(5, len(given)), 0), **fields))
+    return read_into_memory(given, InMemoryRead("data", Order(len(given), min(5, len(given)), 0), **fields))
 
 
 def after(task: hotloop.Task, residency: str, *, steps: int = 12, workers: int = 0) -> State:
     program = hotloop.lower(task, Plan(residency=residency, workers=workers))
     program.seed_all()
-    assert isinstance(program.parts.roles.train, Table if residency != "stream" else Samples)
+    assert isinstance(program.parts.splits.train, Table if residency != "stream" else Samples)
     advance(program, steps)
     program.close()
     return program.state()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.state import State, leaves
+from hotloop.core.state import State, tree_leaves
 from hotloop.lowering.evaluation import evaluate
 from hotloop.plan import Plan
 from tests.support.programs import a_task, advance, labelled
@@ -92,7 +92,7 @@ def distance(one: tuple[State, dict[str, float]], other: tuple[State, dict[str, 
     a, b = (
         {
             path: torch.as_tensor(value).double()
-            for path, value in leaves([s.parameters, s.buffers, s.optimizer["state"], s.average, s.sums, figures])
+            for path, value in tree_leaves([s.parameters, s.buffers, s.optimizer["state"], s.average, s.sums, figures])
         }
         for s, figures in (one, other)
     )

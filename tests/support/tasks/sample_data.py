@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from hotloop.data.feeds.feed import Treatment, open_feed
-from hotloop.data.splits import Roles, assign_roles
+from hotloop.data.feeds.feed import BatchTransform, open_feed
+from hotloop.data.splits import DataSplits, split_data
 
 X = torch.arange(40.0).reshape(20, 2)
 Y = torch.arange(20) % 3
 
 
-def roles(data: Any, validation: Any = None, test: Any = None, **fields: Any) -> Roles:
-    return assign_roles(data, validation, test, **dict(batch_size=None, seed=0, prepare=None, collate=None) | fields)
+def roles(data: Any, validation: Any = None, test: Any = None, **fields: Any) -> DataSplits:
+    return split_data(data, validation, test, **dict(batch_size=None, seed=0, prepare=None, collate=None) | fields)
 
 
-def arrived(given: Roles, epoch: int = 0, **treatment: Any) -> list[Any]:
+def arrived(given: DataSplits, epoch: int = 0, **treatment: Any) -> list[Any]:
     """The batches of one training epoch."""
     feed = open_feed(
-        given.train, given.order, Treatment(torch.device("cpu"), given.seed, given.prepare, **treatment), workers=0
+        given.train, given.order, BatchTransform(torch.device("cpu"), given.seed, given.prepare, **treatment), workers=0
     )
     return [batch for batch, _ in feed.epoch(epoch)]
 

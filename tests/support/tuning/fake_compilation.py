@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.plan import Plan
 from hotloop.tuning import rules
 from hotloop.tuning.auto import auto
@@ -19,8 +19,8 @@ from tests.support.programs import a_task, labelled
 from tests.support.tuning.fake_races import Races, proving
 
 CPU = Plan(device="cpu")
-AUTO = Wanted(CPU, auto=True)
-AS_USUAL = Wanted(Plan(device="cpu", layout="contiguous"), auto=True)
+AUTO = PlanRequest(CPU, is_auto=True)
+AS_USUAL = PlanRequest(Plan(device="cpu", layout="contiguous"), is_auto=True)
 """No other layout of images is compiled."""
 
 REWRITTEN = Plan(compile="package", rewrites="all")
@@ -43,7 +43,7 @@ class Samples(torch.utils.data.Dataset):
 
 def make_any_run_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any run has steps enough for the rules."""
-    monkeypatch.setattr(rules, "COMPILED_FROM_STEPS", 1)
+    monkeypatch.setattr(rules, "MIN_COMPILED_STEPS", 1)
 
 
 def pretend_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
@@ -56,10 +56,10 @@ def pretend_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
     monkeypatch.setattr(auto, "lower", pretend)
     monkeypatch.setattr(auto_search, "lower", pretend)
-    monkeypatch.setattr(payoff, "_DOUBT", 0.0)  # what a compilation takes doesn't count
-    monkeypatch.setattr(budget, "PROVING_STEPS", 0)
-    monkeypatch.setattr(budget, "PROVING_COPIES", 0)
-    monkeypatch.setattr(payoff, "PROVING_STEPS", 0)
+    monkeypatch.setattr(payoff, "_COMPILE_TIME_FACTOR", 0.0)  # what a compilation takes doesn't count
+    monkeypatch.setattr(budget, "PROOF_STEPS", 0)
+    monkeypatch.setattr(budget, "PROOF_COPIES", 0)
+    monkeypatch.setattr(payoff, "PROOF_STEPS", 0)
     monkeypatch.setattr(payoff, "_RACING_STEPS", 0)
     return plans
 

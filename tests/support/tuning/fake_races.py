@@ -8,30 +8,30 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.hardware.devices import placed
+from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Parity, Timing
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan
-from hotloop.tuning.auto.auto import known
-from hotloop.tuning.races.measure import Entrant, Measured
-from hotloop.tuning.races.rounds import Lane, Limits, ratio, run_rounds
-from hotloop.tuning.races.statistics import answer
+from hotloop.tuning.auto.auto import feasibility_facts
+from hotloop.tuning.races.measure import Contender, RaceMeasurement
+from hotloop.tuning.races.rounds import ContenderTimes, RaceLimits, ratio_to_baseline, run_rounds
+from hotloop.tuning.races.statistics import verdict_of
 from hotloop.tuning.search import program_pool
 from hotloop.tuning.search import search as module
-from hotloop.tuning.search.search import Search
-from hotloop.tuning.search.step_profile import Makeup
+from hotloop.tuning.search.search import PlanSearch
+from hotloop.tuning.search.step_profile import StepProfile
 from tests.support.tasks.model_families import family
 from tests.tuning.races.test_rounds import Machine
 from tests.tuning.races.test_rounds import Plan as Windows
 
 STEP_MS = 10.0
-HALF = Makeup(100, step_s=STEP_MS / 1e3, library_s=0.35 * STEP_MS / 1e3, other_s=0.38 * STEP_MS / 1e3)
+HALF = StepProfile(100, step_s=STEP_MS / 1e3, library_s=0.35 * STEP_MS / 1e3, other_s=0.38 * STEP_MS / 1e3)
 """A step that could be twice as fast."""
 
 
 def told(task: Any) -> tuple[TaskFacts, Hardware]:
-    return known(task, Plan())
+    return feasibility_facts(task, Plan())
 
 
 class Races:
@@ -43,12 +43,12 @@ class Races:
         self.seconds = 0.0
 
     def __call__(
-        self, entrants: Sequence[Entrant], baseline: str, *, steps: int, time_limit_s: float, **_: Any
-    ) -> Measured:
+        self, entrants: Sequence[Contender], baseline: str, *, steps: int, time_limit_s: float, **_: Any
+    ) -> RaceMeasurement:
         self.seconds += time_limit_s
-        return Measured([self.timing(entrant, steps) for entrant in entrants], [])
+        return RaceMeasurement([self.timing(entrant, steps) for entrant in entrants], [])
 
-    def timing(self, entrant: Entrant, steps: int) -> Timing:
+    def timing(self, entrant: Contender, steps: int) -> Timing:
         ratio = 1.0
         for part in entrant.name.split():
             ratio *= self.speeds.get(part, 1.0)
@@ -72,19 +72,21 @@ class Races:
 class Rounds(Races):
     """Real rounds of windows, on a machine made of a clock alone."""
 
-    def __call__(self, entrants: Sequence[Entrant], baseline: str, *, steps: int, **_: Any) -> Measured:
+    def __call__(self, entrants: Sequence[Contender], baseline: str, *, steps: int, **_: Any) -> RaceMeasurement:
         made, clock = {entrant.name: self.timing(entrant, steps) for entrant in entrants}, Machine()
         lanes = {
-            one.name: Lane(one.name, Windows(clock, one.name, (made[one.name].step_ms or 0.0) / 1e3), group=one.group)
+            one.name: ContenderTimes(
+                one.name, Windows(clock, one.name, (made[one.name].step_ms or 0.0) / 1e3), group=one.group
+            )
             for one in entrants
         }
-        run_rounds(list(lanes.values()), lanes[baseline], Limits(1000.0, lambda: clock.now, brief=True))
-        return Measured([self.seen(made[name], lane, lanes[baseline]) for name, lane in lanes.items()], [])
+        run_rounds(list(lanes.values()), lanes[baseline], RaceLimits(1000.0, lambda: clock.now, brief=True))
+        return RaceMeasurement([self.seen(made[name], lane, lanes[baseline]) for name, lane in lanes.items()], [])
 
-    def seen(self, timing: Timing, lane: Lane, baseline: Lane) -> Timing:
-        found = ratio(lane, baseline)
+    def seen(self, timing: Timing, lane: ContenderTimes, baseline: ContenderTimes) -> Timing:
+        found = ratio_to_baseline(lane, baseline)
         figures = dict(ratio=found.median, ratio_low=found.low, ratio_high=found.high, windows=found.pairs)
-        return timing.model_copy(update=figures | {"verdict": answer(found), "left_out": not lane.running})
+        return timing.model_copy(update=figures | {"verdict": verdict_of(found), "left_out": not lane.is_running})
 
 
 def proving(parity: str = "bitwise") -> Any:
@@ -102,10 +104,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def searching(monkeypatch: pytest.MonkeyPatch, races: Races, steps: int = 100_000, **given: Any) -> Search:
+def searching(monkeypatch: pytest.MonkeyPatch, races: Races, steps: int = 100_000, **given: Any) -> PlanSearch:
     """A search whose races, times and compilations are made up; the rest is real."""
     task = given.pop("task", None) or family("cnn")
-    base = placed(Plan(), "cpu")
+    base = resolve_device(Plan(), "cpu")
     facts, hardware = told(task)
     if given.pop("compiler", False):
         uncompiled(monkeypatch)
@@ -113,18 +115,18 @@ def searching(monkeypatch: pytest.MonkeyPatch, races: Races, steps: int = 100_00
         hardware = replace(hardware, compiler=None)
     hardware = replace(hardware, processor=replace(hardware.processor, threads=given.pop("threads", 1)))
     monkeypatch.setattr(module, "measure", races)
-    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
+    monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     facts = facts.model_copy(update={"steps": steps})
     fields = dict(
         task=task, baseline=base, base=base, fixed={"device"}, facts=facts, hardware=hardware, prove=proving()
     )
-    return Search(**{**fields, **given})
+    return PlanSearch(**{**fields, **given})
 
 
 class Doubtful(Races):
     """A first race leaves everything undecided."""
 
-    def timing(self, entrant: Entrant, steps: int) -> Timing:
+    def timing(self, entrant: Contender, steps: int) -> Timing:
         timing = super().timing(entrant, steps)
         first = self.raced.count(entrant.name) == 1
         return timing.model_copy(update={"verdict": None} if first else {})

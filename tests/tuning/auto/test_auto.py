@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.hardware import probe
-from hotloop.core.hardware.devices import placed
-from hotloop.core.plan_request import Wanted
+from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.hardware import Device
 from hotloop.core.records.training import TaskFacts
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.lowering import build
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.transforms import residency
 from hotloop.plan import BASELINE, Plan
-from hotloop.tuning.auto.auto import consider, known, lowered
+from hotloop.tuning.auto.auto import feasibility_facts, list_options, lower_requested
 from tests.support.programs import a_task, labelled
 from tests.support.tuning.fake_compilation import AUTO, CPU, Samples
 
 
 def facts(**fields: Any) -> TaskFacts:
-    return known(a_task(**fields), CPU)[0]
+    return feasibility_facts(a_task(**fields), CPU)[0]
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], list[str], bool]] = {
@@ -101,36 +101,36 @@ def test_lower_refuses_what_cannot_be_run() -> None:
 
 
 def test_the_baseline_is_lowered_without_a_look_at_the_machine(monkeypatch) -> None:
-    monkeypatch.setattr(build, "here", lambda name: pytest.fail("it looked"))
+    monkeypatch.setattr(build, "probe_hardware", lambda name: pytest.fail("it looked"))
     hotloop.lower(a_task(), Plan(device="cpu", workers=0))
 
 
 def test_auto_gives_up_what_cannot_be_lowered_and_says_so_once(monkeypatch) -> None:
-    def no_fused(parts: Ingredients) -> Ingredients:
+    def no_fused(parts: LoweringContext) -> LoweringContext:
         if parts.plan.optimizer != "default":
             raise PlanError(f"optimizer={parts.plan.optimizer} met a planted fault")
         return parts
 
     monkeypatch.setattr(build, "TRANSFORMS", (*build.TRANSFORMS, no_fused))
     said: list[str] = []
-    assert lowered(a_task(), AUTO, said.append).parts.plan == BASELINE
+    assert lower_requested(a_task(), AUTO, said.append).parts.plan == BASELINE
     assert said == ["auto passes over optimizer=fused: optimizer=fused met a planted fault", "auto: baseline"]
     with pytest.raises(PlanError, match="planted fault"):
-        lowered(a_task(), Wanted(Plan(device="cpu", optimizer="fused")))
+        lower_requested(a_task(), PlanRequest(Plan(device="cpu", optimizer="fused")))
 
 
 def test_auto_gives_up_what_there_is_no_memory_for(monkeypatch) -> None:
-    def no_room(parts: Ingredients) -> Ingredients:
+    def no_room(parts: LoweringContext) -> LoweringContext:
         if parts.plan.optimizer != "default":
             raise torch.OutOfMemoryError("planted: no room")
         return parts
 
     monkeypatch.setattr(build, "TRANSFORMS", (*build.TRANSFORMS, no_room))
     said: list[str] = []
-    assert lowered(a_task(), AUTO, said.append).parts.plan == BASELINE
+    assert lower_requested(a_task(), AUTO, said.append).parts.plan == BASELINE
     assert len(said) == 2 and said[0].startswith("auto passes over optimizer=fused: ") and "planted" in said[0]
     with pytest.raises(MemoryExhausted):
-        lowered(a_task(), Wanted(Plan(device="cpu", optimizer="fused")))
+        lower_requested(a_task(), PlanRequest(Plan(device="cpu", optimizer="fused")))
 
 
 def test_auto_goes_on_sample_by_sample_where_the_data_has_no_room(monkeypatch) -> None:
@@ -140,10 +140,10 @@ def test_auto_goes_on_sample_by_sample_where_the_data_has_no_room(monkeypatch) -
         tries.append(how.name)
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
 
-    monkeypatch.setattr(residency, "materialise", no_room)
+    monkeypatch.setattr(residency, "read_into_memory", no_room)
     said: list[str] = []
     task = a_task(data=Samples(), epochs=2)
-    assert lowered(task, AUTO, said.append).parts.plan == Plan(optimizer="fused")
+    assert lower_requested(task, AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert tries == ["data"]  # what failed once isn't tried again
     assert [line for line in said if "residency=host" in line and "no memory left" in line] == said[:-1]
     with pytest.raises(PlanError, match="no memory left for it") as caught:
@@ -152,41 +152,41 @@ def test_auto_goes_on_sample_by_sample_where_the_data_has_no_room(monkeypatch) -
 
 
 def test_samples_of_one_epoch_are_not_read_first() -> None:
-    assert consider(a_task(data=Samples(), epochs=2), CPU).choices[0].plan.residency == "host"
-    assert consider(a_task(data=Samples(), epochs=1), CPU).choices[0].plan.residency == "stream"
-    left = consider(a_task(data=Samples(), epochs=3), CPU, done=10)  # of 15 steps
+    assert list_options(a_task(data=Samples(), epochs=2), CPU).choices[0].plan.residency == "host"
+    assert list_options(a_task(data=Samples(), epochs=1), CPU).choices[0].plan.residency == "stream"
+    left = list_options(a_task(data=Samples(), epochs=3), CPU, done=10)  # of 15 steps
     assert left.facts.steps == 5 and left.choices[0].plan.residency == "stream"
 
 
 def test_auto_passes_on_what_the_baseline_cannot_do_either(monkeypatch) -> None:
-    def nothing(parts: Ingredients) -> Ingredients:
+    def nothing(parts: LoweringContext) -> LoweringContext:
         raise PlanError(f"planted under {parts.plan.brief()}")
 
     monkeypatch.setattr(build, "TRANSFORMS", (nothing,))
     with pytest.raises(PlanError, match="planted under baseline"):
-        lowered(a_task(), AUTO)
+        lower_requested(a_task(), AUTO)
 
 
 def test_auto_does_not_hide_a_fault_of_the_task(monkeypatch) -> None:
     with pytest.raises(hotloop.HotloopError, match="the optimizer factory raised"):
-        lowered(a_task(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0)), AUTO)
+        lower_requested(a_task(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0)), AUTO)
 
 
 def test_what_is_considered_leaves_the_callers_generators_alone() -> None:
     torch.manual_seed(3)
     first = torch.rand(2)
     torch.manual_seed(3)
-    consider(a_task(), CPU)
+    list_options(a_task(), CPU)
     assert torch.equal(torch.rand(2), first)
 
 
 def test_a_plan_without_a_device_goes_to_the_accelerator(monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.core.hardware.devices.devices", lambda: ["cpu", "cuda:0"])
+    monkeypatch.setattr("hotloop.core.hardware.devices.device_names", lambda: ["cpu", "cuda:0"])
     monkeypatch.setattr("hotloop.core.hardware.devices.check_device", lambda name: name)
-    assert placed(Plan(threads=2)) == Plan(device="cuda:0", threads=2)
-    assert placed(Plan().with_axes(threads=2)) == placed(Plan(threads=2))
-    assert placed(Plan(device="cpu", threads=2)) == Plan(device="cpu", threads=2)
-    assert placed(Plan(), "cpu") == Plan()
+    assert resolve_device(Plan(threads=2)) == Plan(device="cuda:0", threads=2)
+    assert resolve_device(Plan().with_axes(threads=2)) == resolve_device(Plan(threads=2))
+    assert resolve_device(Plan(device="cpu", threads=2)) == Plan(device="cpu", threads=2)
+    assert resolve_device(Plan(), "cpu") == Plan()
 
 
 @pytest.mark.parametrize("given", ["auto", "baseline", "mine.toml", Plan(optimizer="foreach"), None])
@@ -205,26 +205,26 @@ def test_fit_takes_a_plan_by_name_file_and_value(given: Any, tmp_path, monkeypat
 
 def test_here_measures_nothing_and_asks_no_accelerator_but_the_one_meant(monkeypatch) -> None:
     looked: list[str] = []
-    describe = probe.machine.describe
+    describe = probe.machine.describe_device
 
     def noting(name: str, vectors: tuple[str, ...]) -> Device:
         looked.append(name)
         return describe("cpu", vectors) if name == "cpu" else Device(name, "cuda", "made up", precisions=("fp32",))
 
-    monkeypatch.setattr(probe, "devices", lambda: ["cpu", "cuda:0", "cuda:1"])
-    monkeypatch.setattr(probe.machine, "describe", noting)
-    monkeypatch.setattr(probe.machine, "nvidia", lambda: pytest.fail("nvidia-smi takes its time"))
-    monkeypatch.setattr(probe.benchmarks, "measure", lambda *args: pytest.fail("measured"))
-    found = probe.here("cuda:1")
+    monkeypatch.setattr(probe, "device_names", lambda: ["cpu", "cuda:0", "cuda:1"])
+    monkeypatch.setattr(probe.machine, "describe_device", noting)
+    monkeypatch.setattr(probe.machine, "nvidia_gpus", lambda: pytest.fail("nvidia-smi takes its time"))
+    monkeypatch.setattr(probe.benchmarks, "measure_speed", lambda *args: pytest.fail("measured"))
+    found = probe.probe_hardware("cuda:1")
     assert looked == ["cpu", "cuda:1"] and [one.name for one in found.devices] == ["cpu", "cuda:0", "cuda:1"]
     assert found.devices[1].precisions == () and found.devices[2].model == "made up"
 
 
 def test_here_and_probe_tell_the_same() -> None:
-    found = probe.here()
+    found = probe.probe_hardware()
     assert found.device("cpu") is not None and found.processor.threads >= 1
     with pytest.raises(DeviceError):
-        placed(Plan(device="xpu:9"))
+        resolve_device(Plan(device="xpu:9"))
 
 
 class Words(nn.Module):
@@ -253,7 +253,7 @@ class Turning(nn.Module):
 def test_an_update_of_one_operation_for_each_parameter_stays_as_it_is(settings: dict[str, Any], taken: str) -> None:
     """Torch's fused kernel takes longer than these on a CPU, and less long than two or more."""
     task = a_task(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, **settings))
-    assert consider(task, CPU).choices[0].plan.optimizer == taken
+    assert list_options(task, CPU).choices[0].plan.optimizer == taken
 
 
 @pytest.mark.parametrize("model", [Words, Turning])

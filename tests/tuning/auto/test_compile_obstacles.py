@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.hardware.probe import here
-from hotloop.core.plan_request import Wanted
-from hotloop.core.records.race import TRUSTED, Timing, Verdict
-from hotloop.core.state import differences
+from hotloop.core.hardware.probe import probe_hardware
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
+from hotloop.core.state import differing_paths
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import BASELINE, Plan
-from hotloop.tuning.auto.auto import consider, lowered
+from hotloop.tuning.auto.auto import list_options, lower_requested
 from hotloop.tuning.search import auto_search, payoff
 from tests.support.programs import a_task, labelled
 from tests.support.tuning.fake_compilation import (
@@ -34,7 +34,7 @@ from tests.support.tuning.fake_compilation import (
 )
 from tests.support.tuning.fake_races import proving
 
-HAS_BF16 = any("bf16" in device.precisions for device in here("cpu").devices if device.kind == "cpu")
+HAS_BF16 = any("bf16" in device.precisions for device in probe_hardware("cpu").devices if device.kind == "cpu")
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_batches_are_made_as_the_baseline_makes_them(pretended) -> None:
 
     task = a_task(data=Slow(), batch_size=5, epochs=1000)
     program = hotloop.lower(task, Plan(device="cpu", residency="host"))
-    hope = payoff.hoped(program, 100_000, way="package", rewrites=False)
-    assert isinstance(hope, payoff.Hope) and hope.load_s >= 5 * 2e-3
+    hope = payoff.estimate_payoff(program, 100_000, way="package", rewrites=False)
+    assert isinstance(hope, payoff.Payoff) and hope.load_s >= 5 * 2e-3
 
 
 def test_batches_of_several_shapes_are_not_compiled_for(long, pretended) -> None:
@@ -81,7 +81,7 @@ def test_batches_of_several_shapes_are_not_compiled_for(long, pretended) -> None
 
     loader = torch.utils.data.DataLoader(lines, batch_size=5, collate_fn=padded)
     said: list[str] = []
-    lowered(a_task(data=loader, batch_size=None, model=lambda: Reads(4, 3), epochs=1000), AUTO, said.append)
+    lower_requested(a_task(data=loader, batch_size=None, model=lambda: Reads(4, 3), epochs=1000), AUTO, said.append)
     assert {plan.compile for plan in pretended} == {"none"}
     assert said[1] == (
         "auto goes on eagerly: its batches differ in keys or shapes, and a compiled step is for batches that are alike"
@@ -90,7 +90,7 @@ def test_batches_of_several_shapes_are_not_compiled_for(long, pretended) -> None
 
 def test_an_incomplete_last_batch_speaks_not_against_compiling(long, pretended, found) -> None:
     found(compile__package=2.0)
-    lowered(a_task(batch_size=10), AUTO)  # 10, 10 and 4
+    lower_requested(a_task(batch_size=10), AUTO)  # 10, 10 and 4
     assert pretended[-1] == Plan(compile="package")
 
 
@@ -106,7 +106,7 @@ def test_where_memory_may_be_too_small_for_the_baseline_nothing_runs_beside_it(
     axes: dict[str, Any], long, pretended
 ) -> None:
     said: list[str] = []
-    lowered(a_task(), Wanted(Plan(device="cpu", **axes), auto=True), said.append)
+    lower_requested(a_task(), PlanRequest(Plan(device="cpu", **axes), is_auto=True), said.append)
     assert {(plan.compile, *(getattr(plan, axis) for axis in axes)) for plan in pretended} == {("none", *axes.values())}
     assert said[-2].startswith(
         "auto goes on eagerly: compiled plans race beside whole batches of the baseline's precision"
@@ -124,7 +124,7 @@ def test_a_baseline_that_fails_shows_before_anything_is_compiled(long, pretended
 
     monkeypatch.setattr(auto_search, "lower", failing)
     said: list[str] = []
-    assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
+    assert lower_requested(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert {plan.compile for plan in pretended} == {"none"}
     assert said[-2].startswith("auto goes on eagerly: its plans couldn't be raced (")
 
@@ -145,7 +145,7 @@ def test_a_proof_has_the_memory_of_all_plans_but_one(long, pretended, found, mon
 
     monkeypatch.setattr(auto_search, "lower", noted)
     monkeypatch.setattr(auto_search, "prove_programs", proves)
-    lowered(images(), AS_USUAL)
+    lower_requested(images(), AS_USUAL)
     assert held == [1, 1] and pretended[-1] == Plan(compile="package")
 
 
@@ -154,7 +154,7 @@ def test_choosing_leaves_the_callers_generators_alone(long, pretended, found) ->
     torch.manual_seed(3)
     first = torch.rand(2)
     torch.manual_seed(3)
-    lowered(a_task(model=lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3))), AUTO).close()
+    lower_requested(a_task(model=lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3))), AUTO).close()
     assert pretended[-1] == REWRITTEN and torch.equal(torch.rand(2), first)
 
 
@@ -164,7 +164,7 @@ def test_data_in_an_order_of_its_own_is_not_compiled_for(long, pretended) -> Non
     weighted = torch.utils.data.WeightedRandomSampler(torch.ones(24), 24)
     loader = torch.utils.data.DataLoader(data, batch_size=5, sampler=weighted)
     said: list[str] = []
-    lowered(a_task(data=loader, batch_size=None), AUTO, said.append)
+    lower_requested(a_task(data=loader, batch_size=None), AUTO, said.append)
     assert {plan.compile for plan in pretended} == {"none"}
     assert "auto goes on eagerly: its data has an order of its own" in said[0]
 
@@ -197,17 +197,22 @@ def test_what_was_found_before_is_not_tried_again(name: str, long, pretended, fo
     found(compile__package=2.0)
     before, why = BEFORE[name]
     said: list[str] = []
-    lowered(a_task(), AUTO, said.append, memory=payoff.Memory([before]))
+    lower_requested(a_task(), AUTO, said.append, memory=payoff.RaceHistory([before]))
     assert (Plan(compile="package") in pretended) is not bool(why)
     assert (f"auto passes over compile=package: {why}" in said) is bool(why)
 
 
 def test_what_was_raced_before_is_compiled_where_the_run_pays_for_its_proof() -> None:
-    memory = payoff.Memory([raced_before(parity=None)])
-    why = {steps: memory.against(Plan(compile="package"), Plan(), TRUSTED, steps) for steps in (500, 501, None)}
+    memory = payoff.RaceHistory([raced_before(parity=None)])
+    why = {
+        steps: memory.why_not_again(Plan(compile="package"), Plan(), TRUSTED_CLASSES, steps)
+        for steps in (500, 501, None)
+    }
     assert why == {500: "it was raced before, and its proof takes longer than it saves", 501: "", None: ""}
-    looking = payoff.Memory([raced_before(parity=None, step_ms=5.0, looking_ms=4.0)])  # of the baseline's 10 ms
-    assert [bool(looking.against(Plan(compile="package"), Plan(), TRUSTED, steps)) for steps in (501, 2600)] == [
+    looking = payoff.RaceHistory([raced_before(parity=None, step_ms=5.0, looking_ms=4.0)])  # of the baseline's 10 ms
+    assert [
+        bool(looking.why_not_again(Plan(compile="package"), Plan(), TRUSTED_CLASSES, steps)) for steps in (501, 2600)
+    ] == [
         True,
         False,
     ]
@@ -217,14 +222,14 @@ def test_a_compiled_step_is_proven_and_remembered_and_begins_with_what_has_run_n
     """All but the times of the race is real: the compiler, the proof, and what is kept of them."""
     found(compile__package=2.0)
     monkeypatch.setattr(auto_search, "prove_programs", prove_programs)
-    monkeypatch.setattr(payoff, "_DOUBT", 0.0)  # what a compilation takes doesn't count
+    monkeypatch.setattr(payoff, "_COMPILE_TIME_FACTOR", 0.0)  # what a compilation takes doesn't count
     task, verdicts = a_task(epochs=10_000), list[Verdict]()
-    program = lowered(task, AUTO, memory=payoff.Memory(keep=verdicts.append))
+    program = lower_requested(task, AUTO, memory=payoff.RaceHistory(save_verdict=verdicts.append))
     assert program.parts.plan == Plan(compile="package")
-    assert differences(program.state(), hotloop.lower(task, Plan()).state()) == []
+    assert differing_paths(program.state(), hotloop.lower(task, Plan()).state()) == []
     [verdict] = verdicts
     timing = verdict.plan("compile=package")
-    assert timing.parity in TRUSTED and timing.compile_s and timing.compile_warm_s is not None
+    assert timing.parity in TRUSTED_CLASSES and timing.compile_s and timing.compile_warm_s is not None
     assert verdict.winner == "compile=package" and verdict.plan(verdict.baseline).plan == Plan().model_dump()
 
 
@@ -236,7 +241,7 @@ def test_what_can_t_be_timed_goes_on_eagerly_to_fail_in_training(long, pretended
             return super().forward(x)
 
     said: list[str] = []
-    lowered(a_task(model=lambda: Fails(6, 3)), AUTO, said.append)
+    lower_requested(a_task(model=lambda: Fails(6, 3)), AUTO, said.append)
     assert said[0].startswith("auto goes on eagerly: its steps couldn't be timed (ValueError: planted")
 
 
@@ -252,9 +257,9 @@ class Reader(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_not_compiled(kind: type[nn.Module], long) -> None:
     task, said = a_task(model=lambda: Reader(kind(6, 4, batch_first=True))), list[str]()
-    choices = consider(task, CPU).choices
+    choices = list_options(task, CPU).choices
     assert {choice.plan.compile for choice in choices} == {"none"}
     assert any("compile=none: captured, recurrent layers" in why for why in choices[0].why)
-    assert lowered(task, AUTO, said.append).parts.plan.compile == "none"
+    assert lower_requested(task, AUTO, said.append).parts.plan.compile == "none"
     assert len([line for line in said if "recurrent layers" in line]) == 1
-    assert consider(task, Plan(device="cpu", compile="step")).choices[0].plan.compile == "step"  # asked for
+    assert list_options(task, Plan(device="cpu", compile="step")).choices[0].plan.compile == "step"  # asked for

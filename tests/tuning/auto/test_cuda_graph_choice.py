@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop.core.feasibility.forecast import Choice, Foreseen
+from hotloop.core.feasibility.forecast import PlanForecast, RankedPlan
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
-from hotloop.report.plan import document, page
+from hotloop.report.plan import plan_document, plan_page
 from hotloop.tuning import cuda_rules
 from hotloop.tuning.auto import auto
-from hotloop.tuning.auto.auto import lowered
+from hotloop.tuning.auto.auto import lower_requested
 from hotloop.tuning.search import auto_search, payoff
 from tests.support.tuning.fake_compilation import AUTO, finding, images, make_any_run_long, pretend_to_compile
 from tests.support.tuning.fake_machines import A_GPU
@@ -28,7 +28,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Plans that were compiled or recorded, in that order; those for CUDA run on the CPU as they are without."""
     make_any_run_long(monkeypatch)
     pretend_to_compile(monkeypatch)
-    monkeypatch.setattr(auto, "_ways", lambda *given: [COMPILED[0], RECORDED[0], COMPILED[1], RECORDED[1]])
+    monkeypatch.setattr(auto, "_compiled_variants", lambda *given: [COMPILED[0], RECORDED[0], COMPILED[1], RECORDED[1]])
     found = list[Plan]()
 
     def pretend(task: Any, plan: Plan, *told: Any) -> Any:
@@ -55,9 +55,9 @@ def test_one_is_recorded_beside_as_many_as_may_be_compiled(
     most: int, expected: list[Plan], tried: list[Plan], found: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(graphs__step=2.0)
-    monkeypatch.setattr(payoff.Hope, "compilations", most)
+    monkeypatch.setattr(payoff.Payoff, "compilations", most)
     said = list[str]()
-    lowered(images(), AUTO, said.append).close()
+    lower_requested(images(), AUTO, said.append).close()
     assert without_repeats(tried) == expected
     assert any(line.startswith("auto compiles: a step takes") and "so compiling" in line for line in said)
 
@@ -66,9 +66,9 @@ def test_one_is_recorded_where_no_compilation_pays(
     tried: list[Plan], found: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(graphs__step=2.0)
-    monkeypatch.setattr(payoff.Hope, "compilations", property(lambda hope: int(hope.doing == "recording")))
+    monkeypatch.setattr(payoff.Payoff, "compilations", property(lambda hope: int(hope.activity == "recording")))
     said = list[str]()
-    lowered(images(), AUTO, said.append).close()
+    lower_requested(images(), AUTO, said.append).close()
     assert without_repeats(tried) == RECORDED[:1]
     assert any(line.startswith("auto records: a step takes") and "so recording" in line for line in said)
 
@@ -86,7 +86,7 @@ def test_the_next_form_of_the_update_is_recorded_where_the_first_cannot_be(
         return plain(task, plan, *told)
 
     monkeypatch.setattr(auto_search, "lower", refusing)
-    program = lowered(images(), AUTO)
+    program = lower_requested(images(), AUTO)
     assert without_repeats(tried) == RECORDED[1:]
     program.close()
 
@@ -94,11 +94,11 @@ def test_the_next_form_of_the_update_is_recorded_where_the_first_cannot_be(
 def test_the_page_gives_each_reason_once() -> None:
     eager = Plan(device="cuda:0")
     ways = [eager.with_axes(graphs="step", compile="step"), eager.with_axes(graphs="step")]
-    facts = auto.known(images(), Plan(device="cpu"))[0]
-    choices = [Choice(way, cuda_rules.reasons(way, eager, facts)) for way in ways]
-    told = Foreseen(None, Choice(eager, ()), choices, [], [], [], A_GPU)
-    text = "\n".join(str(part) for part in page(told).renderables)  # type: ignore[attr-defined]
+    facts = auto.feasibility_facts(images(), Plan(device="cpu"))[0]
+    choices = [RankedPlan(way, cuda_rules.cuda_reasons(way, eager, facts)) for way in ways]
+    told = PlanForecast(None, RankedPlan(eager, ()), choices, [], [], [], A_GPU)
+    text = "\n".join(str(part) for part in plan_page(told).renderables)  # type: ignore[attr-defined]
     assert text.count("graphs=step: one replay runs a whole step") == 1
     assert "one or two of these, and one with compile=none, first" in text
-    made = document(told)
+    made = plan_document(told)
     assert [len(lines) for lines in made["compiled_why"]] == [2, 2] and len(made["compiled"]) == 2

@@ -16,18 +16,18 @@ from torch import nn
 from hotloop.core.hardware.versions import machine_name
 from hotloop.core.records.training import SourceRecord
 from hotloop.task import Task
-from hotloop.task_file import Loaded, load_task
-from hotloop.tuning.auto.recall import fingerprinted
+from hotloop.task_file import LoadedTask, load_task
+from hotloop.tuning.auto.recall import facts_with_fingerprint
 from tests.support.programs import a_task, labelled
 
 
-def loaded(task: Task, source: str = "import torch", digest: str = "d") -> Loaded:
+def loaded(task: Task, source: str = "import torch", digest: str = "d") -> LoadedTask:
     record = SourceRecord(file="t.py", module="t", attribute="task", digest=digest, reference="t.py", origin=".")
-    return Loaded(task, record, {"t.py": source.encode()})
+    return LoadedTask(task, record, {"t.py": source.encode()})
 
 
 def of(**fields: Any) -> str:
-    return fingerprinted(loaded(a_task(**fields))).fingerprint
+    return facts_with_fingerprint(loaded(a_task(**fields))).fingerprint
 
 
 class Wide(nn.Linear):
@@ -95,7 +95,7 @@ def test_what_the_built_task_shows_tells_it_from_others(name: str) -> None:
 def test_the_seed_makes_no_other_task_of_it() -> None:
     assert of(seed=1) == of(seed=2)
     assert of(validation=4, seed=1) == of(validation=4, seed=2)
-    first, second = (fingerprinted(loaded(a_task(seed=seed))) for seed in (1, 2))
+    first, second = (facts_with_fingerprint(loaded(a_task(seed=seed))) for seed in (1, 2))
     assert first.order != second.order  # a run is not gone on with under another one
 
 
@@ -129,7 +129,7 @@ def test_versions_of_the_libraries_that_define_it_count(where: str, monkeypatch:
     found = []
     for version in ("1.0", "1.0", "1.1"):
         versioned(monkeypatch, version)
-        found.append(fingerprinted(loaded(a_task(model=Theirs), source)).fingerprint)
+        found.append(facts_with_fingerprint(loaded(a_task(model=Theirs), source)).fingerprint)
     assert found[0] == found[1] != found[2]
 
 
@@ -150,7 +150,7 @@ task = hotloop.Task(
 
     def now(dropout: float) -> str:
         (tmp_path / "model.json").write_text(json.dumps({"dropout": dropout}))
-        return fingerprinted(load_task(str(tmp_path / "configured.py"))).fingerprint
+        return facts_with_fingerprint(load_task(str(tmp_path / "configured.py"))).fingerprint
 
     try:
         assert now(0.1) == now(0.1) != now(0.2)

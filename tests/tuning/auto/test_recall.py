@@ -13,34 +13,34 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.core.files.source_files import sources_elsewhere
+from hotloop.core.files.source_files import external_sources
 from hotloop.core.hardware.versions import machine_name, speed_versions
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.core.records.training import SourceRecord, TaskFacts
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.task_file import Loaded, load_task
-from hotloop.training.start import go_on, start
+from hotloop.task_file import LoadedTask, load_task
+from hotloop.training.start import resume_run, start_run
 from hotloop.tuning import race
 from hotloop.tuning.auto import recall as remembering
-from hotloop.tuning.auto.auto import known
-from hotloop.tuning.auto.recall import fingerprinted, lowered_by_memory
-from hotloop.tuning.contenders import Contest
-from hotloop.tuning.race import raced
-from hotloop.tuning.races.measure import Measured
+from hotloop.tuning.auto.auto import feasibility_facts
+from hotloop.tuning.auto.recall import facts_with_fingerprint, lower_cached_or_auto
+from hotloop.tuning.contenders import RaceSpec
+from hotloop.tuning.race import race_loaded
+from hotloop.tuning.races.measure import RaceMeasurement
 from hotloop.tuning.search import race_cache as kept
-from hotloop.tuning.search.payoff import Memory
-from hotloop.tuning.search.race_cache import recall, remember
+from hotloop.tuning.search.payoff import RaceHistory
+from hotloop.tuning.search.race_cache import load_races, save_races
 from tests.support.programs import a_task
 from tests.support.tuning.handmade_verdicts import COMPILED, FUSED, VERSIONS, timing, verdict
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch) -> Iterator[Path]:
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "races")
+    monkeypatch.setattr(kept, "races_folder", lambda: tmp_path / "races")
     yield tmp_path / "races"
 
 
@@ -63,15 +63,17 @@ def folder(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 def test_a_plan_of_the_rules_that_was_found_slower_is_not_taken(
     measured: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = Loaded(a_task(optimizer=torch.optim.Adam), RECORD, {})
+    loaded = LoadedTask(a_task(optimizer=torch.optim.Adam), RECORD, {})
     of_this = dict(
-        fingerprint=remembering.fingerprinted(loaded).fingerprint,
+        fingerprint=remembering.facts_with_fingerprint(loaded).fingerprint,
         machine=remembering.machine_name(),
         versions=remembering.speed_versions(),
     )
-    remember(verdict(timing(FUSED, measured.pop("ratio"), **measured), **of_this))
+    save_races(verdict(timing(FUSED, measured.pop("ratio"), **measured), **of_this))
     said: list[str] = []
-    program = lowered_by_memory(loaded, loaded.task, Wanted.or_auto(None, {"device": "cpu"}), said.append)
+    program = lower_cached_or_auto(
+        loaded, loaded.task, PlanRequest.with_auto_default(None, {"device": "cpu"}), said.append
+    )
     program.close()
     assert program.parts.plan == (FUSED if says is None else Plan())
     assert said == [] if says is None else f"auto passes over optimizer=fused: {says}" in said[0]
@@ -85,12 +87,12 @@ Taken = Callable[..., Plan | None]
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     """What a training with such axes takes of what is kept."""
-    loaded = Loaded(a_task(), RECORD, {})
-    facts = known(loaded.task, Plan())[0].model_copy(update={"fingerprint": "f"})
+    loaded = LoadedTask(a_task(), RECORD, {})
+    facts = feasibility_facts(loaded.task, Plan())[0].model_copy(update={"fingerprint": "f"})
     monkeypatch.setattr(remembering, "machine_name", lambda: "m")
     monkeypatch.setattr(remembering, "speed_versions", lambda: VERSIONS)
-    monkeypatch.setattr(remembering, "fingerprinted", lambda loaded: facts)
-    return lambda **axes: remembering.remembered(loaded, Wanted.of("auto", axes), print)
+    monkeypatch.setattr(remembering, "facts_with_fingerprint", lambda loaded: facts)
+    return lambda **axes: remembering.cached_best_plan(loaded, PlanRequest.from_value("auto", axes), print)
 
 
 def beside(plan: Plan, *plans: Timing) -> Verdict:
@@ -101,22 +103,22 @@ def beside(plan: Plan, *plans: Timing) -> Verdict:
 
 
 def test_what_was_raced_on_one_device_is_not_taken_on_another(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(verdict(timing(FUSED, 1.3)))
+    save_races(verdict(timing(FUSED, 1.3)))
     assert taken(device="cpu") == FUSED
-    monkeypatch.setattr(remembering, "placed", lambda plan: plan.with_axes(device="cuda:0"))
+    monkeypatch.setattr(remembering, "resolve_device", lambda plan: plan.with_axes(device="cuda:0"))
     assert taken() is None
-    remember(verdict(timing(FUSED.with_axes(device="cuda:0"), 9.0)))  # than a CPU
+    save_races(verdict(timing(FUSED.with_axes(device="cuda:0"), 9.0)))  # than a CPU
     assert taken() is None
-    remember(beside(Plan(device="cuda:0"), timing(FUSED.with_axes(device="cuda:0"), 1.1)))
+    save_races(beside(Plan(device="cuda:0"), timing(FUSED.with_axes(device="cuda:0"), 1.1)))
     assert taken() == FUSED.with_axes(device="cuda:0")
 
 
 def test_what_was_faster_among_many_workers_is_not_taken_where_none_are_used(taken: Taken) -> None:
     eight = FUSED.with_axes(workers=8)
-    remember(beside(Plan(workers=8), timing(eight, 1.3)))
+    save_races(beside(Plan(workers=8), timing(eight, 1.3)))
     assert taken() is None and taken(workers=2) is None
     assert taken(workers=8) == eight
-    remember(
+    save_races(
         verdict(timing(eight, 0.7, verdict="slower"))
     )  # beside another baseline: neither says anything of the other
     assert taken() is None and taken(workers=8) == eight
@@ -149,24 +151,26 @@ def test_a_model_is_built_once_to_be_looked_at_and_once_to_be_trained(
     record: SourceRecord | None, built: list[int]
 ) -> None:
     """For one of billions of parameters that takes tens of seconds each time."""
-    loaded = Loaded(a_task(), record, {})
-    lowered_by_memory(loaded, loaded.task, Wanted.or_auto(None, {"device": "cpu"}), print).close()
+    loaded = LoadedTask(a_task(), record, {})
+    lower_cached_or_auto(loaded, loaded.task, PlanRequest.with_auto_default(None, {"device": "cpu"}), print).close()
     assert len(built) == 2
 
 
 def test_what_auto_finds_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run begins with it at once."""
-    loaded = Loaded(a_task(), RECORD, {})
+    loaded = LoadedTask(a_task(), RECORD, {})
 
-    def chosen(task: Task, *told: Any, memory: Memory, facts: TaskFacts, **rest: Any) -> Program:
+    def chosen(task: Task, *told: Any, memory: RaceHistory, facts: TaskFacts, **rest: Any) -> Program:
         here = dict(fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions())
-        memory.keep(verdict(timing(FUSED, 1.3, startup_s=0.0), steps=10, **here))
+        memory.save_verdict(verdict(timing(FUSED, 1.3, startup_s=0.0), steps=10, **here))
         return lower(task, FUSED)
 
-    monkeypatch.setattr(remembering, "lowered", chosen)
+    monkeypatch.setattr(remembering, "lower_requested", chosen)
     said: list[str] = []
     for _ in range(2):
-        lowered_by_memory(loaded, loaded.task, Wanted.of("auto", {"device": "cpu"}), said.append).close()
+        lower_cached_or_auto(
+            loaded, loaded.task, PlanRequest.from_value("auto", {"device": "cpu"}), said.append
+        ).close()
     assert said == ["auto: optimizer=fused, remembered as the fastest that is proven equal"]
 
 
@@ -186,11 +190,13 @@ task = hotloop.Task(
 def test_a_run_that_is_gone_on_with_takes_what_was_found_too(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(FILE)
     loaded, said = load_task(str(tmp_path / "task.py")), list[str]()
-    start(loaded, run=tmp_path / "run", plan="baseline", axes={"device": "cpu"})
-    of_this = dict(fingerprint=fingerprinted(loaded).fingerprint, machine=machine_name(), versions=speed_versions())
-    remember(verdict(timing(FUSED, 1.3), **of_this))
+    start_run(loaded, run=tmp_path / "run", plan="baseline", axes={"device": "cpu"})
+    of_this = dict(
+        fingerprint=facts_with_fingerprint(loaded).fingerprint, machine=machine_name(), versions=speed_versions()
+    )
+    save_races(verdict(timing(FUSED, 1.3), **of_this))
     cpu, more = {"device": "cpu"}, {"epochs": 2}
-    run, _ = go_on(tmp_path / "run", plan="auto", axes=cpu, overrides=more, say=said.append)
+    run, _ = resume_run(tmp_path / "run", plan="auto", axes=cpu, overrides=more, say=said.append)
     assert run.plan == FUSED and "auto: optimizer=fused, remembered as the fastest that is proven equal" in said
 
 
@@ -198,40 +204,44 @@ def test_a_run_that_is_gone_on_with_takes_what_was_found_too(tmp_path: Path) -> 
 def test_only_the_steps_that_are_left_pay_for_a_remembered_plan(
     done: int, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, lowered = Loaded(a_task(), RECORD, {}), list[Plan]()
-    facts = fingerprinted(loaded).model_copy(update={"steps": 10_000})
+    loaded, lowered = LoadedTask(a_task(), RECORD, {}), list[Plan]()
+    facts = facts_with_fingerprint(loaded).model_copy(update={"steps": 10_000})
     here = dict(fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions())
-    remember(verdict(timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=10.0), **here))  # 10 ms a step
+    save_races(verdict(timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=10.0), **here))  # 10 ms a step
     monkeypatch.setattr(remembering, "lower", lambda task, plan, *told: lowered.append(plan))
-    lowered_by_memory(loaded, loaded.task, Wanted.of("auto", {"device": "cpu"}), print, facts=facts, done=done)
+    lower_cached_or_auto(
+        loaded, loaded.task, PlanRequest.from_value("auto", {"device": "cpu"}), print, facts=facts, done=done
+    )
     assert lowered == [plan]
 
 
 def test_a_race_keeps_no_start_that_is_the_time_auto_took_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run that the plan pays for wouldn't take it: what `auto` compiles it keeps by itself."""
     chosen = timing(COMPILED, 2.0, startup_s=90.0).model_copy(update={"name": "auto"})
-    monkeypatch.setattr(race, "measure", lambda *_, **__: Measured([*verdict(timing(FUSED, 1.3)).plans, chosen], []))
-    loaded = Loaded(a_task(), RECORD, {})
-    asked = Contest(("baseline", "auto", FUSED), "baseline", None, time_limit="0.1s")
-    found = raced(loaded, asked, prove=None)
+    monkeypatch.setattr(
+        race, "measure", lambda *_, **__: RaceMeasurement([*verdict(timing(FUSED, 1.3)).plans, chosen], [])
+    )
+    loaded = LoadedTask(a_task(), RECORD, {})
+    asked = RaceSpec(("baseline", "auto", FUSED), "baseline", None, time_limit="0.1s")
+    found = race_loaded(loaded, asked, prove=None)
     assert found.plan("auto") == chosen
-    kept, _ = recall(found.fingerprint, found.machine, found.versions)
+    kept, _ = load_races(found.fingerprint, found.machine, found.versions)
     assert {one.timing.name for one in kept} == {"baseline", "optimizer=fused"}
 
 
 def test_auto_is_told_of_what_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, told = Loaded(a_task(), RECORD, {}), list[Timing]()
+    loaded, told = LoadedTask(a_task(), RECORD, {}), list[Timing]()
     broken = timing(COMPILED, 2.0, parity="broken")
-    facts = fingerprinted(loaded)
-    remember(verdict(broken, fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions()))
-    monkeypatch.setattr(remembering, "lowered", lambda *_, memory, **__: told.extend(memory.timings))
-    lowered_by_memory(loaded, loaded.task, Wanted.of("auto", {"device": "cpu"}), print)
+    facts = facts_with_fingerprint(loaded)
+    save_races(verdict(broken, fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions()))
+    monkeypatch.setattr(remembering, "lower_requested", lambda *_, memory, **__: told.extend(memory.timings))
+    lower_cached_or_auto(loaded, loaded.task, PlanRequest.from_value("auto", {"device": "cpu"}), print)
     assert broken in told
 
 
 def test_a_race_looks_at_the_model_once(built: list[int]) -> None:
-    loaded = Loaded(a_task(), RECORD, {})
-    raced(loaded, Contest(("baseline", "auto"), "baseline", ["cpu"], time_limit="0.1s"), prove=None)
+    loaded = LoadedTask(a_task(), RECORD, {})
+    race_loaded(loaded, RaceSpec(("baseline", "auto"), "baseline", ["cpu"], time_limit="0.1s"), prove=None)
     assert len(built) == 4  # that look, the rehearsal, and each plan's own
 
 
@@ -270,16 +280,16 @@ def test_code_in_an_archive_counts_and_what_can_t_be_read_does_not(
             file.writestr("zipped/__init__.py", text)
         importlib.invalidate_caches()
         sys.path_importer_cache.clear()
-        return sources_elsewhere({"task.py": b"import zipped, gone"})
+        return external_sources({"task.py": b"import zipped, gone"})
 
     assert found("first = 1") == {"zipped": b"first = 1"}
     assert found("second = 22")["zipped"] == b"second = 22"
     (tmp_path / "once_there.py").write_text("third = 333")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "once_there", importlib.import_module("once_there"))
-    assert sources_elsewhere({"task.py": b"import once_there"}) == {"once_there": b"third = 333"}
+    assert external_sources({"task.py": b"import once_there"}) == {"once_there": b"third = 333"}
     (tmp_path / "once_there.py").unlink()  # it is loaded all the same
-    assert sources_elsewhere({"task.py": b"import once_there"}) == {}
+    assert external_sources({"task.py": b"import once_there"}) == {}
 
 
 @pytest.mark.parametrize("how", IMPORTS)
@@ -290,7 +300,7 @@ def test_what_was_found_does_not_outlive_a_change_of_code_elsewhere(how: str, tm
     file.write_text(FILE.replace("class Net(torch.nn.Linear):\n    pass", line).replace("Net(6, 3)", f"{made}(6, 3)"))
 
     def now() -> str:
-        return fingerprinted(load_task(str(file))).fingerprint
+        return facts_with_fingerprint(load_task(str(file))).fingerprint
 
     before = now()
     importlib.import_module("lab.later")  # whether it was imported already makes no difference

@@ -14,13 +14,20 @@ from hotloop.core.callback import View
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.errors import DiskError, HotloopError
 from hotloop.plan import Plan
-from hotloop.task_file import Loaded, load_task
-from hotloop.training.start import go_on, start
-from hotloop.tuning.auto.auto import lowered
-from hotloop.tuning.auto.recall import fingerprinted
+from hotloop.task_file import LoadedTask, load_task
+from hotloop.training.start import resume_run, start_run
+from hotloop.tuning.auto.auto import lower_requested
+from hotloop.tuning.auto.recall import facts_with_fingerprint
 from hotloop.tuning.search import auto_search, payoff, race_cache
-from hotloop.tuning.search.payoff import Hope, Memory
-from hotloop.tuning.search.race_cache import Kept, best, in_vain, note_trained, recall, trained
+from hotloop.tuning.search.payoff import Payoff, RaceHistory
+from hotloop.tuning.search.race_cache import (
+    CachedRace,
+    best_race,
+    load_races,
+    load_trained_steps,
+    save_trained_steps,
+    unprofitable_plans,
+)
 from tests.support.programs import a_task
 from tests.support.tuning.fake_compilation import AUTO, finding, make_any_run_long, pretend_to_compile
 from tests.support.tuning.handmade_verdicts import COMPILED, VERSIONS, timing
@@ -33,36 +40,36 @@ CPU = {"device": "cpu"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch) -> Iterator[Path]:
-    monkeypatch.setattr(race_cache, "folder", lambda: tmp_path / "races")
+    monkeypatch.setattr(race_cache, "races_folder", lambda: tmp_path / "races")
     yield tmp_path / "races"
 
 
 def test_steps_are_kept_until_they_are_spent() -> None:
-    assert trained(**HERE) == 0
-    assert note_trained(**HERE, steps=30) == []
-    assert trained(**HERE) == 30
-    note_trained(**HERE, steps=0)
-    assert trained(**HERE) == 0
+    assert load_trained_steps(**HERE) == 0
+    assert save_trained_steps(**HERE, steps=30) == []
+    assert load_trained_steps(**HERE) == 30
+    save_trained_steps(**HERE, steps=0)
+    assert load_trained_steps(**HERE) == 0
     of_races = {name: value for name, value in HERE.items() if name != "device"}
-    assert recall(**of_races) == ([], [])  # they are no result of one
+    assert load_races(**of_races) == ([], [])  # they are no result of one
 
 
 @pytest.mark.parametrize("name", [*ELSEWHERE, "another device"])
 def test_steps_of_another_task_or_elsewhere_do_not_count(name: str) -> None:
-    note_trained(**HERE, steps=30)
-    assert trained(**HERE | {"device": "cpu"} | ELSEWHERE.get(name, {"device": "cuda:0"})) == 0
+    save_trained_steps(**HERE, steps=30)
+    assert load_trained_steps(**HERE | {"device": "cpu"} | ELSEWHERE.get(name, {"device": "cuda:0"})) == 0
 
 
 def test_steps_on_one_gpu_count_on_the_next() -> None:
-    note_trained(**HERE | {"device": "cuda:0"}, steps=30)
-    assert trained(**HERE | {"device": "cuda:1"}) == 30
+    save_trained_steps(**HERE | {"device": "cuda:0"}, steps=30)
+    assert load_trained_steps(**HERE | {"device": "cuda:1"}) == 30
 
 
 @pytest.mark.parametrize("content", [b"", b"many", b"-5", b"\xff\xfe"], ids=["empty", "text", "negative", "bytes"])
 def test_what_was_not_written_by_hotloop_counts_for_nothing(content: bytes, folder: Path) -> None:
-    note_trained(**HERE, steps=30)
+    save_trained_steps(**HERE, steps=30)
     next(folder.glob("*/steps-cpu")).write_bytes(content)
-    assert trained(**HERE) == 0
+    assert load_trained_steps(**HERE) == 0
 
 
 def test_a_disk_that_is_full_costs_a_run_nothing_but_being_counted(monkeypatch) -> None:
@@ -70,16 +77,23 @@ def test_a_disk_that_is_full_costs_a_run_nothing_but_being_counted(monkeypatch) 
         raise DiskError("no space is left")
 
     monkeypatch.setattr(race_cache, "write_atomic", full)
-    assert note_trained(**HERE, steps=7) == ["the run's steps couldn't be noted for runs to come: no space is left"]
+    assert save_trained_steps(**HERE, steps=7) == [
+        "the run's steps couldn't be noted for runs to come: no space is left"
+    ]
 
 
 def test_as_many_steps_are_expected_as_there_were_but_no_more_than_ten_such_runs() -> None:
-    assert [Memory(steps=before).to_come(100) for before in (0, 40, 1_000, 50_000)] == [0, 40, 1_000, 1_000]
+    assert [RaceHistory(steps=before).expected_future_steps(100) for before in (0, 40, 1_000, 50_000)] == [
+        0,
+        40,
+        1_000,
+        1_000,
+    ]
 
 
 def test_compiling_pays_by_runs_to_come_as_well() -> None:
     """It takes 15 s of 20 and wins 10 in each run: after two of them three times that."""
-    hopes = [Hope(20_000, 1e-3, 2.0, compile_s=9.5, to_come=before) for before in (0, 20_000, 40_000)]
+    hopes = [Payoff(20_000, 1e-3, 2.0, compile_s=9.5, future_steps=before) for before in (0, 20_000, 40_000)]
     assert [hope.compilations for hope in hopes] == [0, 0, 1]
     assert "save about 30 s of the 20,000 steps left and of 40,000 in runs to come, as there were before" in str(
         hopes[-1]
@@ -88,16 +102,16 @@ def test_compiling_pays_by_runs_to_come_as_well() -> None:
 
 
 def test_no_run_is_made_twice_as_long_for_those_to_come() -> None:
-    hopes = [Hope(steps, 1e-3, 2.0, compile_s=9.5, to_come=10**9) for steps in (14_000, 16_000)]
+    hopes = [Payoff(steps, 1e-3, 2.0, compile_s=9.5, future_steps=10**9) for steps in (14_000, 16_000)]
     assert [hope.compilations for hope in hopes] == [0, 1]
     assert [str(hope).endswith(", longer than the run itself") for hope in hopes] == [True, False]
 
 
 def test_looks_at_what_callbacks_change_are_taken_in_runs_to_come_too(monkeypatch) -> None:
-    monkeypatch.setattr(Hope, "pays", lambda hope, compilations=1: True)
+    monkeypatch.setattr(Payoff, "is_worthwhile", lambda hope, compilations=1: True)
     program = hotloop.lower(a_task(callbacks=[print]), Plan(device="cpu"))  # of five batches
-    hope = payoff.hoped(program, 500, way="package", rewrites=False, to_come=1500)
-    assert isinstance(hope, Hope) and (hope.looks, hope.to_come) == (400, 1500)
+    hope = payoff.estimate_payoff(program, 500, way="package", rewrites=False, to_come=1500)
+    assert isinstance(hope, Payoff) and (hope.rechecks, hope.future_steps) == (400, 1500)
 
 
 @pytest.fixture
@@ -106,15 +120,15 @@ def racing(monkeypatch) -> None:
     make_any_run_long(monkeypatch)
     pretend_to_compile(monkeypatch)
     finding(monkeypatch)(compile__package=2.0)
-    monkeypatch.setattr(auto_search, "proving_s", lambda step_s, *rest: 500 * step_s)
+    monkeypatch.setattr(auto_search, "estimate_proof_s", lambda step_s, *rest: 500 * step_s)
 
 
 @pytest.mark.parametrize(("before", "proven"), [(0, False), (700, True)])
 def test_a_proof_is_worth_as_much_to_runs_to_come(before: int, proven: bool, racing) -> None:
     """It takes 500 steps' time, and wins half of the 500 of this run."""
     said, spent = list[str](), list[int]()
-    memory = Memory(steps=before, spend=lambda: spent.append(1))
-    program = lowered(a_task(epochs=100), AUTO, said.append, memory=memory)
+    memory = RaceHistory(steps=before, reset_step_count=lambda: spent.append(1))
+    program = lower_requested(a_task(epochs=100), AUTO, said.append, memory=memory)
     assert ("compile=package" in said[-1]) is proven
     assert [("a proof takes about" in line) for line in said].count(True) == (not proven)
     program.close()
@@ -123,16 +137,16 @@ def test_a_proof_is_worth_as_much_to_runs_to_come(before: int, proven: bool, rac
 
 def test_steps_that_do_not_make_it_pay_are_not_spent() -> None:
     said, spent = list[str](), list[int]()
-    memory = Memory(steps=700, spend=lambda: spent.append(1))
-    lowered(a_task(epochs=1000), AUTO, said.append, memory=memory).close()
+    memory = RaceHistory(steps=700, reset_step_count=lambda: spent.append(1))
+    lower_requested(a_task(epochs=1000), AUTO, said.append, memory=memory).close()
     assert said[0].startswith("auto goes on eagerly: a step takes") and spent == []
 
 
-def kept_as(seconds: float, warm_s: float | None) -> Kept:
+def kept_as(seconds: float, warm_s: float | None) -> CachedRace:
     """A plan that was compiled and proven, and wins 10 s in 20,000 steps of a millisecond."""
     measured = timing(COMPILED, 2.0, compile_s=seconds, compile_warm_s=warm_s, startup_s=0.0, step_ms=0.5)
     baseline = timing(Plan(), 1.0, startup_s=0.0, step_ms=1.0)
-    return Kept(key={}, timing=measured, baseline=baseline)
+    return CachedRace(key={}, timing=measured, baseline=baseline)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +164,15 @@ def test_what_must_be_compiled_anew_is_compiled_for_runs_to_come(
     seconds: float, warm_s: float | None, to_come: int, taken: bool
 ) -> None:
     one = kept_as(seconds, warm_s)
-    assert best([one], 20_000, to_come=to_come) == (one if taken else None)
-    assert in_vain([one], 20_000, to_come=to_come) == ([] if taken else [COMPILED])
+    assert best_race([one], 20_000, to_come=to_come) == (one if taken else None)
+    assert unprofitable_plans([one], 20_000, to_come=to_come) == ([] if taken else [COMPILED])
 
 
 def test_what_starts_longer_than_it_saves_is_not_tried_again(racing) -> None:
     said = list[str]()
     tried = Plan(compile="package")
-    memory = Memory([timing(tried, 2.0)], in_vain=[tried])
-    lowered(a_task(epochs=100), AUTO, said.append, memory=memory).close()
+    memory = RaceHistory([timing(tried, 2.0)], unprofitable=[tried])
+    lower_requested(a_task(epochs=100), AUTO, said.append, memory=memory).close()
     assert said[0] == (
         "auto passes over compile=package: it is faster and proven, and takes longer to start than it saves"
     )
@@ -166,8 +180,8 @@ def test_what_starts_longer_than_it_saves_is_not_tried_again(racing) -> None:
 
 
 def steps_of(reference: Path) -> int:
-    of = fingerprinted(load_task(str(reference))).fingerprint
-    return trained(of, machine_name(), speed_versions(), "cpu")
+    of = facts_with_fingerprint(load_task(str(reference))).fingerprint
+    return load_trained_steps(of, machine_name(), speed_versions(), "cpu")
 
 
 @pytest.fixture
@@ -178,19 +192,19 @@ def file(tmp_path: Path) -> Path:
 
 def test_runs_of_a_file_are_counted_whatever_their_length(file: Path, tmp_path: Path) -> None:
     loaded = load_task(str(file))
-    start(loaded, run=tmp_path / "run", plan="auto", axes=CPU)
+    start_run(loaded, run=tmp_path / "run", plan="auto", axes=CPU)
     assert steps_of(file) == 2
-    start(loaded, run=tmp_path / "longer", plan="auto", axes=CPU, overrides={"epochs": 3})
+    start_run(loaded, run=tmp_path / "longer", plan="auto", axes=CPU, overrides={"epochs": 3})
     assert steps_of(file) == 8
-    go_on(tmp_path / "run", plan="auto", axes=CPU, overrides={"epochs": 4})
+    resume_run(tmp_path / "run", plan="auto", axes=CPU, overrides={"epochs": 4})
     assert steps_of(file) == 14
 
 
 def test_runs_of_python_or_without_a_word_for_auto_are_not_counted(file: Path, tmp_path: Path) -> None:
     loaded = load_task(str(file))
-    start(loaded, run=tmp_path / "run", plan="baseline", axes=CPU)
-    start(loaded, run=tmp_path / "unasked", axes=CPU)
-    start(Loaded(loaded.task, None, {}), run=tmp_path / "python", plan="auto", axes=CPU)
+    start_run(loaded, run=tmp_path / "run", plan="baseline", axes=CPU)
+    start_run(loaded, run=tmp_path / "unasked", axes=CPU)
+    start_run(LoadedTask(loaded.task, None, {}), run=tmp_path / "python", plan="auto", axes=CPU)
     assert steps_of(file) == 0 and not list(tmp_path.glob("races/*/steps*"))
 
 
@@ -200,7 +214,7 @@ def test_an_interrupted_run_counts_with_the_steps_that_it_did(file: Path, tmp_pa
             signal.raise_signal(signal.SIGINT)
 
     loaded, run = load_task(str(file)), tmp_path / "run"
-    start(loaded, run=run, plan="auto", axes=CPU, overrides={"epochs": 1000}, callbacks=[interrupting])
+    start_run(loaded, run=run, plan="auto", axes=CPU, overrides={"epochs": 1000}, callbacks=[interrupting])
     assert 6 <= steps_of(file) < 100
 
 
@@ -210,34 +224,34 @@ def test_a_run_that_ends_in_an_error_counts_too(file: Path, tmp_path: Path) -> N
             raise HotloopError("out of luck")
 
     with pytest.raises(HotloopError):
-        start(load_task(str(file)), run=tmp_path / "run", plan="auto", axes=CPU, callbacks=[failing])
+        start_run(load_task(str(file)), run=tmp_path / "run", plan="auto", axes=CPU, callbacks=[failing])
     assert steps_of(file) >= 2  # what may be done is noted ahead, for a tenth of a second
 
 
 def test_what_a_run_did_before_it_was_stopped_is_no_earlier_run(file: Path, tmp_path: Path, monkeypatch) -> None:
-    heard, plain = list[int](), Memory.to_come
+    heard, plain = list[int](), RaceHistory.expected_future_steps
 
-    def noted(memory: Memory, steps: int) -> int:
+    def noted(memory: RaceHistory, steps: int) -> int:
         heard.append(memory.steps)
         return plain(memory, steps)
 
     loaded, run = load_task(str(file)), tmp_path / "run"
-    start(loaded, run=run, plan="auto", axes=CPU, overrides={"epochs": 5})
-    monkeypatch.setattr(Memory, "to_come", noted)
-    go_on(run, plan="auto", axes=CPU, overrides={"epochs": 6})
+    start_run(loaded, run=run, plan="auto", axes=CPU, overrides={"epochs": 5})
+    monkeypatch.setattr(RaceHistory, "expected_future_steps", noted)
+    resume_run(run, plan="auto", axes=CPU, overrides={"epochs": 6})
     assert set(heard) == {0}
 
 
 def test_what_earlier_runs_did_reaches_who_chooses(file: Path, tmp_path: Path, monkeypatch) -> None:
-    heard, plain = list[int](), Memory.to_come
+    heard, plain = list[int](), RaceHistory.expected_future_steps
 
-    def noted(memory: Memory, steps: int) -> int:
+    def noted(memory: RaceHistory, steps: int) -> int:
         heard.append(memory.steps)
         return plain(memory, steps)
 
     make_any_run_long(monkeypatch)
-    monkeypatch.setattr(Memory, "to_come", noted)
+    monkeypatch.setattr(RaceHistory, "expected_future_steps", noted)
     loaded = load_task(str(file))
     for name in "ab":
-        start(loaded, run=tmp_path / name, plan="auto", axes=CPU)
+        start_run(loaded, run=tmp_path / name, plan="auto", axes=CPU)
     assert set(heard) == {0, 2}

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hotloop.core.records.race import Crossing, Scaling, Timing, Verdict
-from hotloop.report.race_scaling import sentence
-from hotloop.tuning.races.crossover import Point, crossings
-from hotloop.tuning.races.statistics import Ratio, answer
+from hotloop.core.records.race import Crossover, RaceScaling, Timing, Verdict
+from hotloop.report.race_scaling import scaling_sentence
+from hotloop.tuning.races.crossover import Point, crossovers
+from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 SIZES = (0.25, 1.0, 4.0, 16.0)
 Law = Callable[[float], float]
@@ -40,13 +40,13 @@ def timed(ratio: float | None, step_ms: float = 1.0, spread: float = 0.05, feed_
         ratio_low=low,
         ratio_high=high,
         feed_ms=feed_ms,
-        verdict=answer(Ratio(ratio, low, high, 20)),
+        verdict=verdict_of(Ratio(ratio, low, high, 20)),
     )
 
 
-def crossing(name: str, own: list[Point], baseline: list[Point]) -> Crossing:
+def crossing(name: str, own: list[Point], baseline: list[Point]) -> Crossover:
     """The only one."""
-    [found] = crossings(name, own, baseline)
+    [found] = crossovers(name, own, baseline)
     return found
 
 
@@ -136,15 +136,15 @@ def test_what_is_said_follows_from_what_was_shown(name: str) -> None:
         for (_, p), (_, b) in zip(own, base, strict=True)
     ]
     # The order in which they were asked for is another than that of sizes.
-    turned = Scaling(
+    turned = RaceScaling(
         parameter="s",
         values=[f"{size:g}" for size in reversed(sizes)],
         races=races[::-1],
-        crossings=crossings("p", own, base),
+        crossings=crossovers("p", own, base),
     )
-    straight = Scaling(
-        parameter="s", values=[f"{size:g}" for size in sizes], races=races, crossings=crossings("p", own, base)
+    straight = RaceScaling(
+        parameter="s", values=[f"{size:g}" for size in sizes], races=races, crossings=crossovers("p", own, base)
     )
-    assert sentence(straight, "p") == says
+    assert scaling_sentence(straight, "p") == says
     if "s=2, 4" not in says:
-        assert sentence(turned, "p") == says
+        assert scaling_sentence(turned, "p") == says

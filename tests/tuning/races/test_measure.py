@@ -11,15 +11,15 @@ import torch
 import torch._inductor.config
 
 from bench.race_verdicts import MARKED, delayed, one
-from hotloop.core.records.race import best_of
-from hotloop.errors import DiskError, HotloopError, MemoryExhausted, RoomError
+from hotloop.core.records.race import best_plan_name
+from hotloop.errors import DiskError, HotloopError, InsufficientMemoryError, MemoryExhausted
 from hotloop.lowering.build import lower
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.tuning.races.measure import Entrant, Measured, measure
-from hotloop.tuning.races.rounds import Lane
+from hotloop.tuning.races.measure import Contender, RaceMeasurement, measure
+from hotloop.tuning.races.rounds import ContenderTimes
 from tests.support.programs import a_task
 from tests.support.tasks.timed_tasks import CPU, TASKS, Clock, standing_still
 
@@ -29,11 +29,11 @@ def clock(monkeypatch) -> Clock:
     return standing_still(monkeypatch)
 
 
-def entrants(task: Task, **plans: Plan) -> list[Entrant]:
-    return [Entrant(name, lambda plan=plan: lower(task, plan), plan) for name, plan in plans.items()]  # type: ignore[misc]
+def entrants(task: Task, **plans: Plan) -> list[Contender]:
+    return [Contender(name, lambda plan=plan: lower(task, plan), plan) for name, plan in plans.items()]  # type: ignore[misc]
 
 
-def raced(task: Task, clock: Clock, steps: int | None = 1000, **plans: Plan) -> Measured:
+def raced(task: Task, clock: Clock, steps: int | None = 1000, **plans: Plan) -> RaceMeasurement:
     return measure(entrants(task, **plans), "baseline", steps=steps, time_limit_s=10, clock=clock)
 
 
@@ -63,7 +63,7 @@ def test_starting_and_compiling_are_apart_and_outside_of_the_steps(clock: Clock,
         return program
 
     quick = dict(baseline=MARKED)
-    rivals = [*entrants(task, **quick), Entrant("compiled", slowly)]
+    rivals = [*entrants(task, **quick), Contender("compiled", slowly)]
     found = measure(rivals, "baseline", steps=1000, time_limit_s=10, clock=clock)
     base, compiled = found.plans
     assert compiled.startup_s == pytest.approx(20.01) and compiled.compile_s == 30.0
@@ -83,7 +83,7 @@ def test_what_an_epoch_takes_beside_its_steps_counts_for_the_run_alone(clock: Cl
 
     for callbacks, looking_ms in ([print], 40.0), ([], 0.0):
         task = a_task(callbacks=callbacks)
-        rivals = [*entrants(task, baseline=MARKED), Entrant("compiled", partial(looking, task))]
+        rivals = [*entrants(task, baseline=MARKED), Contender("compiled", partial(looking, task))]
         compiled = measure(rivals, "baseline", steps=1000, time_limit_s=10, clock=clock).plans[1]
         assert compiled.step_ms == pytest.approx(10) and compiled.verdict == "faster"
         assert compiled.looking_ms == pytest.approx(looking_ms)
@@ -108,7 +108,7 @@ def test_a_first_step_that_takes_long_is_part_of_the_start(clock: Clock, monkeyp
         kept.append(lower(task, CPU))
         return kept[-1]
 
-    base = measure([Entrant("baseline", lowering)] * 1, "baseline", steps=10, time_limit_s=1, clock=clock).plans[0]
+    base = measure([Contender("baseline", lowering)] * 1, "baseline", steps=10, time_limit_s=1, clock=clock).plans[0]
     assert base.startup_s == pytest.approx(5.01) and base.step_ms == pytest.approx(10)
 
 
@@ -142,17 +142,17 @@ def test_a_plan_that_was_left_out_in_a_quiet_hour_is_not_the_fastest_for_that(cl
     """After 12 rounds the machine becomes three times as slow: times of one plan's windows aren't those of another's."""
     quiet, busy = [0.01] * 12, [0.03] * 188
 
-    def rounds(lanes: list[Lane], baseline: Lane, *_: Any) -> None:
+    def rounds(lanes: list[ContenderTimes], baseline: ContenderTimes, *_: Any) -> None:
         base, left_out, stayed = lanes
         for lane in lanes:
             lane.windows.window(1)
         base.times = quiet + busy
-        left_out.times, left_out.running = [took / 1.2 for took in quiet], False
+        left_out.times, left_out.is_running = [took / 1.2 for took in quiet], False
         stayed.times = [took / 1.5 for took in quiet + busy]
 
     monkeypatch.setattr("hotloop.tuning.races.measure.run_rounds", rounds)
     found = raced(a_task(), clock, baseline=CPU, left=CPU, stayed=Plan(device="cpu", optimizer="foreach"))
-    assert best_of(found.plans, "baseline", proven=False) == "stayed"
+    assert best_plan_name(found.plans, "baseline", proven=False) == "stayed"
     base = found.plans[0]
     for plan in found.plans:
         assert plan.step_ms == pytest.approx(base.step_ms / plan.ratio)
@@ -163,7 +163,7 @@ def test_a_plan_that_was_left_out_in_a_quiet_hour_is_not_the_fastest_for_that(cl
 LACKING: dict[str, tuple[Exception, bool]] = {
     "memory": (torch.OutOfMemoryError("no room"), True),
     "memory, as hotloop says it": (MemoryExhausted("no room"), True),
-    "room for data": (RoomError("no room"), True),
+    "room for data": (InsufficientMemoryError("no room"), True),
     "room on the disk": (OSError(28, "No space left on device"), True),
     "room on the disk, as hotloop says it": (DiskError("the disk is full"), True),
     "anything else": (RuntimeError("no such kernel"), False),
@@ -185,7 +185,7 @@ def test_what_was_lacking_is_told_from_other_failures(name: str, where: str, clo
         return fails() if marked and count["steps"] > 70 else as_it_is(self, *given)
 
     monkeypatch.setattr(EagerStep, "__call__", step)
-    rival = Entrant("rival", fails if where == "lowering" else lambda: lower(task, MARKED), MARKED)
+    rival = Contender("rival", fails if where == "lowering" else lambda: lower(task, MARKED), MARKED)
     found = measure([*entrants(task, baseline=CPU), rival], "baseline", steps=9, time_limit_s=10, clock=clock)
     assert found.plans[1].failure and found.plans[1].short_of_memory == short
 
@@ -221,10 +221,10 @@ def test_data_that_memory_has_no_room_for_now_is_a_lack_of_memory(when: str, clo
         raise MemoryError
 
     monkeypatch.setattr(
-        "hotloop.lowering.transforms.residency.free_memory", lambda device: 100 if when[0] == "b" else None
+        "hotloop.lowering.transforms.residency.device_free_bytes", lambda device: 100 if when[0] == "b" else None
     )
     if when[0] == "w":
-        monkeypatch.setattr("hotloop.data.feeds.in_memory._read", full)
+        monkeypatch.setattr("hotloop.data.feeds.in_memory._read_table", full)
     task = a_task(data=Numbers(), deterministic=True)
     found = raced(task, clock, baseline=CPU, host=CPU.with_axes(residency="host")).plans[1]
     assert "can't be read into memory" in (found.failure or "") and found.short_of_memory
@@ -270,7 +270,7 @@ def test_what_lowering_trips_over_is_a_failure_too(clock: Clock) -> None:
         raise ZeroDivisionError("planted")
 
     task = a_task()
-    rivals = [*entrants(task, baseline=CPU), Entrant("odd", trips)]
+    rivals = [*entrants(task, baseline=CPU), Contender("odd", trips)]
     found = measure(rivals, "baseline", steps=None, time_limit_s=1, clock=clock)
     assert found.plans[1].failure and "ZeroDivisionError: planted" in found.plans[1].failure
 
@@ -289,7 +289,7 @@ def test_the_callers_generators_stay_as_they_were(clock: Clock) -> None:
 def many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many short windows, however long they take on a busy machine."""
     monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.005})
-    monkeypatch.setattr("hotloop.tuning.races.rounds.settled", lambda ratio: ratio.pairs >= 40)
+    monkeypatch.setattr("hotloop.tuning.races.rounds.is_precise", lambda ratio: ratio.pairs >= 40)
 
 
 def test_a_plan_against_itself_makes_no_difference(many_pairs: None) -> None:

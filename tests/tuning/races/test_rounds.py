@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hotloop.tuning.races import rounds
-from hotloop.tuning.races.rounds import Lane, Limits, ratio, run_rounds
-from hotloop.tuning.races.statistics import answer
+from hotloop.tuning.races.rounds import ContenderTimes, RaceLimits, ratio_to_baseline, run_rounds
+from hotloop.tuning.races.statistics import verdict_of
 
 
 @dataclass
@@ -64,14 +64,14 @@ class Plan:
         return total
 
 
-def lanes(machine: Machine, untimed: int = 0, steps: int = 5, **plans: float) -> list[Lane]:
-    return [Lane(name, Plan(machine, name, step_s), steps, untimed) for name, step_s in plans.items()]
+def lanes(machine: Machine, untimed: int = 0, steps: int = 5, **plans: float) -> list[ContenderTimes]:
+    return [ContenderTimes(name, Plan(machine, name, step_s), steps, untimed) for name, step_s in plans.items()]
 
 
-def run(raced: Sequence[Lane], machine: Machine, seconds: float = 100.0, brief: bool = False) -> list[float]:
+def run(raced: Sequence[ContenderTimes], machine: Machine, seconds: float = 100.0, brief: bool = False) -> list[float]:
     """Races them; the shares of the time that were told."""
     told: list[float] = []
-    run_rounds(raced, raced[0], Limits(seconds, lambda: machine.now, brief), told.append)
+    run_rounds(raced, raced[0], RaceLimits(seconds, lambda: machine.now, brief), told.append)
     return told
 
 
@@ -88,23 +88,23 @@ def test_a_machine_that_drifts_makes_no_difference_between_equals(drift: str) ->
     machine = Machine(DRIFTS[drift], noise=0.02)
     a, b, c = raced = lanes(machine, a=0.01, b=0.01, c=0.011)
     run(raced, machine, seconds=20)
-    assert answer(ratio(b, a)) == "no difference"
-    assert answer(ratio(c, a)) == "slower"
+    assert verdict_of(ratio_to_baseline(b, a)) == "no difference"
+    assert verdict_of(ratio_to_baseline(c, a)) == "slower"
 
 
 @pytest.mark.parametrize("drift", ["grows slower", "grows faster"])
 def test_one_after_the_other_would_be_fooled(drift: str, monkeypatch) -> None:
     """The fault that rounds are there against: all windows of one plan, then all of the next."""
 
-    def not_in_turn(running: Sequence[Lane], baseline: Lane) -> None:
+    def not_in_turn(running: Sequence[ContenderTimes], baseline: ContenderTimes) -> None:
         for lane in running:
             lane.times = [lane.windows.window(lane.steps) / lane.steps for _ in range(40)]
 
-    monkeypatch.setattr(rounds, "_round", not_in_turn)
+    monkeypatch.setattr(rounds, "_run_round", not_in_turn)
     machine = Machine(DRIFTS[drift], noise=0.02)
     a, b = raced = lanes(machine, a=0.01, b=0.01)
     run(raced, machine, seconds=0.001)
-    assert answer(ratio(b, a)) in ("slower", "faster")
+    assert verdict_of(ratio_to_baseline(b, a)) in ("slower", "faster")
 
 
 def test_each_round_goes_forth_and_back_and_the_next_the_other_way() -> None:
@@ -118,10 +118,10 @@ def test_what_the_plan_before_left_behind_is_over_before_the_window() -> None:
 
     def found(untimed: int) -> str | None:
         machine = Machine(noise=0.01)
-        a = Lane("a", Plan(machine, "a", 0.01, cold=1.5, cold_steps=2), 5, untimed)
-        b = Lane("b", Plan(machine, "b", 0.01, cold=3.0, cold_steps=2), 5, untimed)
+        a = ContenderTimes("a", Plan(machine, "a", 0.01, cold=1.5, cold_steps=2), 5, untimed)
+        b = ContenderTimes("b", Plan(machine, "b", 0.01, cold=3.0, cold_steps=2), 5, untimed)
         run([a, b], machine)
-        return answer(ratio(b, a))
+        return verdict_of(ratio_to_baseline(b, a))
 
     assert found(untimed=2) == "no difference"
     assert found(untimed=0) == "slower"
@@ -132,9 +132,11 @@ def test_a_loser_stops_early_and_the_others_go_on() -> None:
     raced = lanes(machine, a=0.01, b=0.02, c=0.0101)
     run(raced, machine, seconds=20)
     a, b, c = raced
-    assert [lane.running for lane in raced] == [True, False, True]
+    assert [lane.is_running for lane in raced] == [True, False, True]
     assert len(a.times) == len(c.times) > 2 * len(b.times)
-    assert answer(ratio(b, a)) == "slower" and ratio(b, a).median == pytest.approx(0.5, rel=0.15)
+    assert verdict_of(ratio_to_baseline(b, a)) == "slower" and ratio_to_baseline(b, a).median == pytest.approx(
+        0.5, rel=0.15
+    )
 
 
 def test_who_is_behind_goes_on_until_it_is_known_whether_it_beats_the_baseline() -> None:
@@ -143,21 +145,21 @@ def test_who_is_behind_goes_on_until_it_is_known_whether_it_beats_the_baseline()
     raced = lanes(machine, a=0.01, fast=0.005, b=0.0094)
     run(raced, machine, seconds=100)
     a, fast, b = raced
-    assert answer(ratio(b, a)) == "faster" and len(b.times) < len(fast.times)
+    assert verdict_of(ratio_to_baseline(b, a)) == "faster" and len(b.times) < len(fast.times)
 
 
 def test_the_baseline_runs_to_the_end_however_slow() -> None:
     machine = Machine(noise=0.2)
     raced = lanes(machine, a=0.05, b=0.01, c=0.0101)
     run(raced, machine, seconds=20)
-    assert raced[0].running and len(raced[0].times) == max(len(lane.times) for lane in raced)
+    assert raced[0].is_running and len(raced[0].times) == max(len(lane.times) for lane in raced)
 
 
 def test_it_stops_when_enough_was_measured() -> None:
     machine = Machine(noise=0.001)
     raced = lanes(machine, a=0.01, b=0.0095)
     run(raced, machine, seconds=1000)
-    assert machine.now < 10 and answer(ratio(raced[1], raced[0])) == "faster"
+    assert machine.now < 10 and verdict_of(ratio_to_baseline(raced[1], raced[0])) == "faster"
 
 
 @pytest.mark.parametrize("seconds", [0.7, 3.0])
@@ -181,7 +183,7 @@ def test_a_plan_that_breaks_leaves_the_race_to_the_others() -> None:
     assert isinstance(b.windows, Plan)
     b.windows.breaks_at = 1.0
     run(raced, machine, seconds=10)
-    assert str(b.error) == "b broke" and not b.running
+    assert str(b.error) == "b broke" and not b.is_running
     assert len(a.times) == len(c.times) > len(b.times)
 
 
@@ -207,8 +209,8 @@ LAYOUTS: dict[str, tuple[str, float, float, int, int]] = {  # device, step, the 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_how_long_windows_are(name: str) -> None:
     device, step_s, baseline_s, steps, untimed = LAYOUTS[name]
-    lane = Lane("a", Plan(Machine(), "a", step_s))
-    lane.lay_out(device, step_s, baseline_s)
+    lane = ContenderTimes("a", Plan(Machine(), "a", step_s))
+    lane.set_layout(device, step_s, baseline_s)
     assert (lane.steps, lane.untimed) == (steps, untimed)
 
 
@@ -219,9 +221,9 @@ def test_a_search_takes_half_of_a_race_s_time_and_finds_the_same_plan() -> None:
         machine = Machine(noise=0.05)
         raced = lanes(machine, base=1e-2, fast=8e-3, near=9.8e-3, slow=1.4e-2)
         run(raced, machine, brief=brief)
-        best = max(raced, key=lambda lane: ratio(lane, raced[0]).median)
+        best = max(raced, key=lambda lane: ratio_to_baseline(lane, raced[0]).median)
         assert best.name == "fast"
-        assert answer(ratio(best, raced[0])) == "faster"
+        assert verdict_of(ratio_to_baseline(best, raced[0])) == "faster"
         spent[brief] = machine.now
     assert spent[True] < spent[False] / 2
 
@@ -231,7 +233,7 @@ def test_a_search_among_equals_doesn_t_go_on_for_ever() -> None:
     raced = lanes(machine, base=1e-2, same=1e-2, other=1e-2)
     run(raced, machine, brief=True)
     assert machine.now < 20
-    assert not any(answer(ratio(lane, raced[0])) == "faster" for lane in raced)
+    assert not any(verdict_of(ratio_to_baseline(lane, raced[0])) == "faster" for lane in raced)
 
 
 def test_long_steps_of_a_search_run_forth_alone() -> None:
@@ -239,10 +241,10 @@ def test_long_steps_of_a_search_run_forth_alone() -> None:
     machine = Machine(noise=0.01)
     raced = lanes(machine, steps=1, base=1.5, fast=1.0, slow=1.6)
     for lane in raced:
-        lane.lay_out("cpu", lane.windows.step_s, 1.5, brief=True)  # type: ignore[attr-defined]
+        lane.set_layout("cpu", lane.windows.step_s, 1.5, brief=True)  # type: ignore[attr-defined]
     run(raced, machine, seconds=1000, brief=True)
     assert "".join(name[0] for name in machine.log).startswith("bfs" + "sfb" + "bfs")
-    assert len(raced[0].times) == 8 and answer(ratio(raced[1], raced[0])) == "faster"
+    assert len(raced[0].times) == 8 and verdict_of(ratio_to_baseline(raced[1], raced[0])) == "faster"
     assert machine.now < 8 * (1.5 + 1.0 + 1.6)
 
 
@@ -254,9 +256,9 @@ def test_axes_don_t_beat_each_other_in_a_search() -> None:
         lane.group = group
     run(raced, machine, brief=True)
     base, one, two, fused, layout = raced
-    assert answer(ratio(one, base)) == answer(ratio(fused, base)) == "faster"
-    assert not two.running and fused.running  # of one axis the best alone is wanted
-    assert not layout.running  # behind the baseline
+    assert verdict_of(ratio_to_baseline(one, base)) == verdict_of(ratio_to_baseline(fused, base)) == "faster"
+    assert not two.is_running and fused.is_running  # of one axis the best alone is wanted
+    assert not layout.is_running  # behind the baseline
 
 
 def test_a_group_of_which_enough_is_known_waits_for_the_others() -> None:

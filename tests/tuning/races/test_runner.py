@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.tuning.races import system_load
-from hotloop.tuning.races.measure import Entrant, measure
-from hotloop.tuning.races.runner import Runner, feed_time, peak_of_step
-from hotloop.tuning.races.system_load import Used, busy_note, cores_of_others
+from hotloop.tuning.races.measure import Contender, measure
+from hotloop.tuning.races.runner import Runner, mean_feed_time, measure_peak_memory
+from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
 from tests.support.programs import a_task
 from tests.support.tasks.timed_tasks import CPU, TASKS, Clock, standing_still
 
@@ -36,21 +36,21 @@ def test_windows_go_on_past_the_end_of_the_run_and_the_state_comes_back(name: st
     before = program.state()
     runner = Runner(program, clock)
     assert runner.warm_up() == pytest.approx((0.01, 0.01))
-    assert differences(before, program.state()) == []
-    runner.settle(3)
+    assert differing_paths(before, program.state()) == []
+    runner.run_untimed(3)
     assert runner.window(33) == pytest.approx(0.33)  # a run has 5 steps, or 10
     assert runner.window(4) == pytest.approx(0.04)
-    assert differences(before, program.state()) != []
-    runner.put_back()
-    assert differences(before, program.state()) == []
+    assert differing_paths(before, program.state()) != []
+    runner.restore_state()
+    assert differing_paths(before, program.state()) == []
 
 
 def test_a_state_that_is_not_put_back_is_seen(clock: Clock, monkeypatch) -> None:
     program = lower(a_task(), CPU)
     before = program.state()
-    monkeypatch.setattr(Runner, "put_back", lambda self: None)
+    monkeypatch.setattr(Runner, "restore_state", lambda self: None)
     Runner(program, clock).warm_up()
-    assert differences(before, program.state()) != []
+    assert differing_paths(before, program.state()) != []
 
 
 def test_a_run_that_begins_again_does_as_the_first_time(clock: Clock, monkeypatch) -> None:
@@ -63,7 +63,7 @@ def test_a_run_that_begins_again_does_as_the_first_time(clock: Clock, monkeypatc
     Runner(program, clock).window(25)
     assert [state.position.epoch for state in begun] == [2, 4]
     for state in begun:
-        assert all(path.startswith("/position") for path in differences(before, state))
+        assert all(path.startswith("/position") for path in differing_paths(before, state))
 
 
 def test_putting_back_is_outside_of_the_clock(clock: Clock, monkeypatch) -> None:
@@ -118,7 +118,9 @@ def test_loaders_start_once(monkeypatch) -> None:
 def test_peak_memory_of_a_step() -> None:
     """A layer's output of 1000 numbers for each of 5 samples, and its gradient."""
     small, large = (
-        peak_of_step(lower(a_task(model=lambda w=w: nn.Sequential(nn.Linear(6, w), nn.ReLU(), nn.Linear(w, 3))), CPU))
+        measure_peak_memory(
+            lower(a_task(model=lambda w=w: nn.Sequential(nn.Linear(6, w), nn.ReLU(), nn.Linear(w, 3))), CPU)
+        )
         for w in (10, 1000)
     )
     assert small and large and large - small > 2 * 5 * 990 * 4
@@ -127,7 +129,7 @@ def test_peak_memory_of_a_step() -> None:
 def test_peak_memory_of_arrays_is_not_known() -> None:
     """Nor is it next to none, as what torch holds of them would say."""
     task = a_task(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)))
-    assert peak_of_step(lower(task, Plan(engine="arrays", device="cpu"))) is None
+    assert measure_peak_memory(lower(task, Plan(engine="arrays", device="cpu"))) is None
 
 
 def test_feeding_alone_is_timed() -> None:
@@ -140,16 +142,16 @@ def test_feeding_alone_is_timed() -> None:
             return torch.full((6,), float(index)), index % 3
 
     program = lower(a_task(data=Slow()), CPU)
-    found = feed_time(program)
+    found = mean_feed_time(program)
     program.close()
     assert found is not None and found >= 5 * 0.002
-    assert feed_time(lower(a_task(batch_size=24), CPU)) is None  # one batch alone
+    assert mean_feed_time(lower(a_task(batch_size=24), CPU)) is None  # one batch alone
 
 
 def test_the_load_of_others() -> None:
-    before = Used(at=10.0, by_all=100.0, by_us=40.0)
-    assert cores_of_others(before, Used(at=20.0, by_all=118.0, by_us=50.0)) == pytest.approx(0.8)
-    assert cores_of_others(before, Used(at=20.0, by_all=109.9, by_us=50.0)) == 0.0
+    before = CpuUsage(at=10.0, all_s=100.0, own_s=40.0)
+    assert cores_used_by_others(before, CpuUsage(at=20.0, all_s=118.0, own_s=50.0)) == pytest.approx(0.8)
+    assert cores_used_by_others(before, CpuUsage(at=20.0, all_s=109.9, own_s=50.0)) == 0.0
     assert "0.8 of its 2 cores" in busy_note(0.8, 2) and busy_note(0.1, 2) == "" and busy_note(0.8, 64) == ""
 
 
@@ -160,21 +162,21 @@ def test_work_on_cores_that_we_may_not_use_is_no_trouble(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(system_load.psutil, "cpu_times", lambda percpu: [Times(10.0, 5.0), Times(500.0, 1.0)])
     monkeypatch.setattr(system_load.psutil.Process, "cpu_affinity", lambda self: [0], raising=False)
-    assert Used.now().by_all == 10.0
+    assert CpuUsage.now().all_s == 10.0
 
 
 def test_a_rehearsal_leaves_the_state_as_it_was() -> None:
     """A search hands the same Program to several races, each of which begins with the first step."""
     program = lower(a_task(), CPU)
     before = program.state()
-    measure([Entrant("baseline", lambda: program, CPU)], "baseline", steps=10, time_limit_s=0.01, brief=True)
-    assert differences(program.state(), before) == []
+    measure([Contender("baseline", lambda: program, CPU)], "baseline", steps=10, time_limit_s=0.01, brief=True)
+    assert differing_paths(program.state(), before) == []
 
 
 def test_our_own_work_is_not_that_of_others() -> None:
-    before, until = Used.now(), time.process_time() + 0.5
+    before, until = CpuUsage.now(), time.process_time() + 0.5
     while time.process_time() < until:
         pass
-    after = Used.now()
-    assert after.by_us - before.by_us >= 0.45
-    assert after.by_all - before.by_all >= 0.4  # the system counts in hundredths
+    after = CpuUsage.now()
+    assert after.own_s - before.own_s >= 0.45
+    assert after.all_s - before.all_s >= 0.4  # the system counts in hundredths

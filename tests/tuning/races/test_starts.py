@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotloop.core.records.race import Timing
-from hotloop.tuning.races.starts import on_one_clock
+from hotloop.tuning.races.starts import rebase_timings
 
 
 def timed(name: str, step_ms: float, ratio: float) -> Timing:
@@ -18,7 +18,7 @@ def timed(name: str, step_ms: float, ratio: float) -> Timing:
 def moved(timing: Timing, base_ms: float) -> Timing:
     """As it is beside the baseline of a later race."""
     timings = {one.name: one for one in (timed("baseline", base_ms, 1.0), timing)}
-    return on_one_clock(timings, "baseline", 1000)[timing.name]
+    return rebase_timings(timings, "baseline", 1000)[timing.name]
 
 
 @pytest.mark.parametrize("base_ms", [0.8, 1.0, 1.2])

@@ -13,13 +13,13 @@ from hotloop.tuning.races import statistics
 from hotloop.tuning.races.statistics import (
     CONFIDENCE,
     Ratio,
-    answer,
-    behind,
-    fastest_known,
-    hopeless,
+    can_be_dropped,
+    is_clearly_slower,
+    is_fastest_known,
+    is_precise,
     ratio_of,
-    settled,
-    undecided,
+    spans_margin,
+    verdict_of,
 )
 
 RACES = 400
@@ -76,7 +76,7 @@ def test_bursts_do_not_move_the_ratio_as_they_move_the_mean() -> None:
 def test_too_few_pairs_say_nothing(pairs: int) -> None:
     found = ratio_of([3.0] * pairs, [1.0] * 9)
     assert (found.low, found.high, found.pairs) == (None, None, pairs)
-    assert answer(found) is None and not settled(found) and undecided(found)
+    assert verdict_of(found) is None and not is_precise(found) and spans_margin(found)
 
 
 def test_only_pairs_count() -> None:
@@ -104,7 +104,7 @@ SAYS: dict[str, tuple[Ratio, str, bool]] = {
 @pytest.mark.parametrize("name", SAYS)
 def test_the_verdict_of_three(name: str) -> None:
     ratio, says, open_question = SAYS[name]
-    assert answer(ratio) == says and undecided(ratio) == open_question
+    assert verdict_of(ratio) == says and spans_margin(ratio) == open_question
 
 
 def test_the_verdict_is_the_same_from_either_side() -> None:
@@ -112,7 +112,7 @@ def test_the_verdict_is_the_same_from_either_side() -> None:
     turned: dict[str | None, str] = {"faster": "slower", "slower": "faster", "no difference": "no difference"}
     for ratio, says, _ in SAYS.values():
         assert ratio.low and ratio.high
-        assert answer(Ratio(1 / ratio.median, 1 / ratio.high, 1 / ratio.low, ratio.pairs)) == turned[says]
+        assert verdict_of(Ratio(1 / ratio.median, 1 / ratio.high, 1 / ratio.low, ratio.pairs)) == turned[says]
 
 
 ENOUGH: dict[str, tuple[Ratio, bool]] = {
@@ -127,7 +127,7 @@ ENOUGH: dict[str, tuple[Ratio, bool]] = {
 @pytest.mark.parametrize("name", ENOUGH)
 def test_when_enough_was_measured(name: str) -> None:
     ratio, enough = ENOUGH[name]
-    assert settled(ratio) == enough
+    assert is_precise(ratio) == enough
 
 
 BEHIND: dict[str, tuple[Ratio, Ratio, bool]] = {
@@ -141,7 +141,7 @@ BEHIND: dict[str, tuple[Ratio, Ratio, bool]] = {
 @pytest.mark.parametrize("name", BEHIND)
 def test_who_can_no_longer_win(name: str) -> None:
     ratio, best, lost = BEHIND[name]
-    assert behind(ratio, best) == lost
+    assert is_clearly_slower(ratio, best) == lost
 
 
 def wrong_answers(judge: Callable[[Ratio], object]) -> int:
@@ -154,24 +154,24 @@ def wrong_answers(judge: Callable[[Ratio], object]) -> int:
 
 
 def test_looking_again_and_again_does_not_make_a_difference_out_of_noise() -> None:
-    assert wrong_answers(lambda ratio: settled(ratio) and answer(ratio) != "no difference") <= 0.01 * RACES
+    assert wrong_answers(lambda ratio: is_precise(ratio) and verdict_of(ratio) != "no difference") <= 0.01 * RACES
     assert wrong_answers(lambda ratio: ratio.low is not None and not ratio.low <= 1 <= (ratio.high or 0)) > 0.01 * RACES
 
 
 def test_a_search_leaves_a_plan_out_that_is_behind_the_best_so_far() -> None:
     best = Ratio(1.3, None, None, 4)
-    assert hopeless(Ratio(1.2, None, None, 4), best)
-    assert not hopeless(Ratio(1.28, None, None, 4), best)  # too near, with so few pairs
-    assert hopeless(Ratio(1.25, 1.2, 1.3, 8), best)
-    assert not hopeless(Ratio(1.0, None, None, 3), best)  # too early
+    assert can_be_dropped(Ratio(1.2, None, None, 4), best)
+    assert not can_be_dropped(Ratio(1.28, None, None, 4), best)  # too near, with so few pairs
+    assert can_be_dropped(Ratio(1.25, 1.2, 1.3, 8), best)
+    assert not can_be_dropped(Ratio(1.0, None, None, 3), best)  # too early
 
 
 def test_the_fastest_is_known_once_nothing_else_can_be_it() -> None:
     sure, rival, none = Ratio(1.3, 1.2, 1.4, 8), Ratio(1.2, 1.1, 1.31, 8), Ratio(1.0, 0.9, 1.01, 8)
-    assert fastest_known([sure, none])
-    assert fastest_known([sure, rival])
-    assert not fastest_known([sure, Ratio(1.25, 1.0, 1.5, 8)])  # it may be the faster one
-    assert not fastest_known([Ratio(1.1, 0.9, 1.2, 8)])  # nothing is sure
-    assert not fastest_known([Ratio(1.1, None, None, 4)])
-    assert fastest_known([none])
-    assert fastest_known([])
+    assert is_fastest_known([sure, none])
+    assert is_fastest_known([sure, rival])
+    assert not is_fastest_known([sure, Ratio(1.25, 1.0, 1.5, 8)])  # it may be the faster one
+    assert not is_fastest_known([Ratio(1.1, 0.9, 1.2, 8)])  # nothing is sure
+    assert not is_fastest_known([Ratio(1.1, None, None, 4)])
+    assert is_fastest_known([none])
+    assert is_fastest_known([])

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hotloop.core.state import differences
+from hotloop.core.state import differing_paths
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.tuning.races.measure import Entrant, Measured, _waits, measure
-from hotloop.tuning.races.rounds import Lane
-from hotloop.tuning.races.runner import Runner, feed_times, loading_workers
+from hotloop.tuning.races.measure import Contender, RaceMeasurement, _loading_notes, measure
+from hotloop.tuning.races.rounds import ContenderTimes
+from hotloop.tuning.races.runner import Runner, loading_workers, measure_feed_times
 from tests.support.programs import a_task
 
 SAMPLE_S, BATCH, WORKERS = 0.005, 4, 2
@@ -49,9 +49,9 @@ STREAMING = {
 HOST = {"host": Plan(device="cpu", residency="host")}
 
 
-def raced(plans: dict[str, Plan], *, brief: bool) -> Measured:
+def raced(plans: dict[str, Plan], *, brief: bool) -> RaceMeasurement:
     task = loaded_task()
-    entrants = [Entrant(name, lambda plan=plan: lower(task, plan), plan) for name, plan in plans.items()]  # type: ignore[misc]
+    entrants = [Contender(name, lambda plan=plan: lower(task, plan), plan) for name, plan in plans.items()]  # type: ignore[misc]
     return measure(entrants, "baseline", steps=100, time_limit_s=2.0, brief=brief)
 
 
@@ -60,7 +60,7 @@ def raced(plans: dict[str, Plan], *, brief: bool) -> Measured:
 )
 def test_a_step_takes_no_less_than_its_batch(brief: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three loaders that load on while the others are timed would each seem three times as fast."""
-    monkeypatch.setattr("hotloop.tuning.races.measure.WARM_S", 0.05)
+    monkeypatch.setattr("hotloop.tuning.races.measure.WARM_UP_S", 0.05)
     found = raced(STREAMING | HOST, brief=brief)
     *streaming, host = found.plans
     for timing in streaming:  # asleep for at least that long, however busy the machine is
@@ -77,9 +77,9 @@ def test_the_state_is_as_it_was_after_listening_to_the_workers() -> None:
     task = loaded_task()
     program = lower(task, STREAMING["baseline"])
     before = program.state()
-    entrant = Entrant("baseline", lambda: program, STREAMING["baseline"])
+    entrant = Contender("baseline", lambda: program, STREAMING["baseline"])
     measure([entrant], "baseline", steps=100, time_limit_s=0.01, brief=True)
-    assert differences(before, program.state()) == []
+    assert differing_paths(before, program.state()) == []
 
 
 def test_who_loads_ahead() -> None:
@@ -97,19 +97,21 @@ AXES = ((), (("workers", 3),), (("workers", 0),), (("residency", "host"),))
 def test_batches_of_a_stream_are_timed_to_its_last_epoch_and_not_beyond() -> None:
     loader = DataLoader(SlowStream(), batch_size=12, num_workers=1)
     program = lower(a_task(data=loader, batch_size=None, epochs=2), Plan(device="cpu"))
-    assert len(feed_times(program)) == 3  # of four batches the first starts the feed
+    assert len(measure_feed_times(program)) == 3  # of four batches the first starts the feed
     program.close()
     once = lower(a_task(data=loader, batch_size=None, epochs=1), Plan(device="cpu"))
-    assert len(feed_times(once)) == 1
+    assert len(measure_feed_times(once)) == 1
     once.close()
 
 
 def test_rounds_take_the_portions_in_turn() -> None:
-    lane = Lane("a", Runner(lower(a_task(), Plan(device="cpu"))), feed_s=[3.0, 5.0])
+    lane = ContenderTimes("a", Runner(lower(a_task(), Plan(device="cpu"))), feed_s=[3.0, 5.0])
     for took in (4.0, 4.0, 1.0, 6.0):
         lane.note(took)
     assert lane.times == [4.0, 5.0, 3.0, 6.0]
     lane.times = [4.1] * 4
-    assert _waits(lane) == ["a waits for its data: workers load a batch in 4,000 ms, so no step counts as shorter"]
+    assert _loading_notes(lane) == [
+        "a waits for its data: workers load a batch in 4,000 ms, so no step counts as shorter"
+    ]
     lane.times = [5.0] * 4
-    assert _waits(lane) == []
+    assert _loading_notes(lane) == []

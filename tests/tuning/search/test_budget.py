@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hotloop.core.hardware.devices import placed
+from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.records.race import Timing
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
-from hotloop.tuning.races.measure import Entrant
+from hotloop.tuning.races.measure import Contender
 from hotloop.tuning.search import program_pool
 from hotloop.tuning.search import search as module
 from hotloop.tuning.search.budget import Budget
 from hotloop.tuning.search.findings import BASELINE
-from hotloop.tuning.search.step_profile import Makeup, makeup
+from hotloop.tuning.search.step_profile import StepProfile, profile_step
 from tests.support import programs
 from tests.support.tasks.model_families import family
 from tests.support.tuning.fake_races import HALF, STEP_MS, Races, Rounds, proving, searching, uncompiled
@@ -27,9 +27,9 @@ from tests.support.tuning.fake_races import HALF, STEP_MS, Races, Rounds, provin
 def test_racing_takes_a_small_share_of_the_run() -> None:
     budget = Budget.of(0.01, 100_000, None)
     assert budget.racing_s < 0.05 * budget.run_s
-    assert Budget.of(0.01, 100, None).too_small
+    assert Budget.of(0.01, 100, None).is_too_small
     assert Budget.of(0.01, 100, 30.0).racing_s == 30.0
-    assert not Budget.of(0.01, 100, 30.0).too_small
+    assert not Budget.of(0.01, 100, 30.0).is_too_small
 
 
 def test_a_race_has_the_time_that_it_takes_to_tell_anything() -> None:
@@ -76,7 +76,9 @@ def test_a_proof_that_costs_more_than_it_wins_is_not_tried(monkeypatch: pytest.M
 
 
 def test_no_compilation_where_the_run_is_too_short_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "makeup", lambda program: Makeup(100, STEP_MS / 1e3, 0.65 * STEP_MS / 1e3, 0.0))
+    monkeypatch.setattr(
+        module, "profile_step", lambda program: StepProfile(100, STEP_MS / 1e3, 0.65 * STEP_MS / 1e3, 0.0)
+    )
     looked = searching(monkeypatch, Races(), steps=8_000, compiler=True)  # 80 s, of which it could save 16
     looked.run()
     assert any("no compilation was tried" in note for note in looked.notes)
@@ -88,7 +90,9 @@ def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
-    monkeypatch.setattr(module, "makeup", lambda program: counted.append(program.parts.plan.optimizer) or Makeup(1_000))
+    monkeypatch.setattr(
+        module, "profile_step", lambda program: counted.append(program.parts.plan.optimizer) or StepProfile(1_000)
+    )
     races = Races(optimizer__fused=1.3, layout__channels_last=1.4, compile__package=2.0)
     searching(monkeypatch, races, steps=400_000, compiler=True).run()
     # A compiler writes the update its own way, and rewrites know the usual order of dimensions.
@@ -112,7 +116,7 @@ def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
     monkeypatch.setattr(
         program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
-    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+    monkeypatch.setattr(module, "profile_step", lambda program: HALF)
     races = Races(optimizer__fused=fused, compile__package=2.0, compile__step=1.9, rewrites__all=2.0)
     as_usual = {"device", "layout"}
     assert searching(monkeypatch, races, steps=steps, compiler=True, fixed=as_usual).run() == raced[0]
@@ -141,7 +145,7 @@ def test_images_are_compiled_with_channels_last_unless_pooling_can_be_rewritten(
     monkeypatch.setattr(
         program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
-    monkeypatch.setattr(module, "makeup", lambda program: replace(HALF, pooled=pooled))
+    monkeypatch.setattr(module, "profile_step", lambda program: replace(HALF, has_pooling=pooled))
     races = Races(layout__channels_last=eagerly, compile__package=2.0, rewrites__all=1.2)
     searching(monkeypatch, races, steps=steps, compiler=True).run()
     assert [name for name in races.raced if "compile" in name] == raced
@@ -152,7 +156,7 @@ def test_a_compiled_step_is_not_left_out_for_a_rewritten_one_that_is_broken(monk
     monkeypatch.setattr(
         program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
-    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+    monkeypatch.setattr(module, "profile_step", lambda program: HALF)
     races = Rounds(compile__package=1.6, rewrites__all=1.4)
     prove = lambda programs: proving(next(classes))(programs)  # noqa: E731
     assert searching(monkeypatch, races, steps=200_000, compiler=True, prove=prove).run() == "compile=package"
@@ -166,7 +170,7 @@ def test_a_short_compiled_step_races_on_one_thread_too_where_there_is_time(
 ) -> None:
     """A step of 10 ms / 4 is too short to share, of 10 / 1.5 it isn't; of 200 s it leaves 50, too few to compile it once more."""
     uncompiled(monkeypatch)
-    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+    monkeypatch.setattr(module, "profile_step", lambda program: HALF)
     races = Races(compile__package=speed)
     search = searching(monkeypatch, races, steps=steps, compiler=True, threads=2, task=family("mlp"))
     search.run()
@@ -175,13 +179,13 @@ def test_a_short_compiled_step_races_on_one_thread_too_where_there_is_time(
 
 def test_a_step_with_nothing_to_rewrite_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(Races):
-        def timing(self, entrant: Entrant, steps: int) -> Timing:
+        def timing(self, entrant: Contender, steps: int) -> Timing:
             if "rewrites" in entrant.name:
                 return Timing(name=entrant.name, failure="nothing to rewrite")
             return super().timing(entrant, steps)
 
     uncompiled(monkeypatch)
-    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+    monkeypatch.setattr(module, "profile_step", lambda program: HALF)
     looked = searching(monkeypatch, Plain(compile__step=2.0), steps=10_000, compiler=True, fixed={"device", "layout"})
     assert looked.run() == "compile=step"
 
@@ -193,7 +197,7 @@ class Failing(Races):
         super().__init__(**speeds)
         self.parts = parts
 
-    def timing(self, entrant: Entrant, steps: int) -> Timing:
+    def timing(self, entrant: Contender, steps: int) -> Timing:
         if any(part in entrant.name for part in self.parts):
             self.raced.append(entrant.name)
             return Timing(name=entrant.name, failure="it can't")
@@ -204,7 +208,7 @@ class Failing(Races):
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and each step could be twice as fast."""
     uncompiled(monkeypatch)
-    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+    monkeypatch.setattr(module, "profile_step", lambda program: HALF)
 
 
 @pytest.mark.parametrize("steps", [40_000, 200_000])
@@ -227,7 +231,7 @@ def test_a_way_to_compile_that_failed_late_leaves_no_time_for_another(
     clock = [0.0]
 
     class Late(Failing):
-        def timing(self, entrant: Entrant, steps: int) -> Timing:
+        def timing(self, entrant: Contender, steps: int) -> Timing:
             clock[0] += 10.0 if "compile" in entrant.name else 0.0
             return super().timing(entrant, steps)
 
@@ -240,7 +244,7 @@ def test_a_way_to_compile_that_failed_late_leaves_no_time_for_another(
 
 def test_axes_of_the_user_s_that_can_t_be_run_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = searching(
-        monkeypatch, Failing("residency=host"), base=placed(Plan(residency="host"), "cpu"), compiler=True
+        monkeypatch, Failing("residency=host"), base=resolve_device(Plan(residency="host"), "cpu"), compiler=True
     )
     with pytest.raises(PlanError, match="residency=host, as you set it, can't be run: it can't"):
         looked.run()
@@ -250,7 +254,7 @@ def test_what_is_faster_than_the_baseline_by_what_the_user_set_alone_wins_nothin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     races = Races(residency__host=1.6, layout__channels_last=0.8)
-    base = placed(Plan(residency="host"), "cpu")
+    base = resolve_device(Plan(residency="host"), "cpu")
     looked = searching(monkeypatch, races, base=base, fixed={"device", "residency"}, compiler=True)
     assert "layout" not in looked.run()
     alone = [name for name in races.raced if "layout" in name and "compile" not in name]
@@ -268,14 +272,14 @@ def test_good_changes_that_can_t_be_run_together_are_taken_alone(monkeypatch: py
 def test_a_run_that_is_shorter_than_what_a_proof_takes_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Races(optimizer__fused=1.5)
     looked = searching(monkeypatch, races, steps=500)
-    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (2.0, 0.0))  # 17 minutes
+    monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (2.0, 0.0))  # 17 minutes
     assert looked.run() == BASELINE and races.raced == []
     assert "a proof takes as long as about 250 steps" in looked.notes[0]
 
 
 def test_a_time_limit_that_is_too_short_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     class Blind(Races):
-        def timing(self, entrant: Entrant, steps: int) -> Timing:
+        def timing(self, entrant: Contender, steps: int) -> Timing:
             return super().timing(entrant, steps).model_copy(update={"verdict": None})
 
     looked = searching(monkeypatch, Blind(), time_limit_s=0.1)
@@ -285,12 +289,12 @@ def test_a_time_limit_that_is_too_short_is_said_to_be(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("batch_size", [24, 10])
 def test_steps_are_looked_at_across_the_ends_of_epochs_and_of_the_training(batch_size: int) -> None:
-    from hotloop.core.state import differences
+    from hotloop.core.state import differing_paths
     from hotloop.lowering.build import lower
 
     once = lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)  # noqa: E731
     program = lower(programs.a_task(batch_size=batch_size, epochs=2, schedule=once))
     before = program.state()
-    made = makeup(program)
+    made = profile_step(program)
     assert made is not None and made.step_s and made.operations > 10
-    assert differences(program.state(), before) == []
+    assert differing_paths(program.state(), before) == []

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.core.dispatch_mode import Onlooker
+from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.records.race import Timing
 from hotloop.plan import Plan
-from hotloop.tuning.cuda_rules import Change
+from hotloop.tuning.cuda_rules import AxisChange
 from hotloop.tuning.search import step_profile
 from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.candidates import combined, compiled_changes, eager_changes, likeliest, without
-from hotloop.tuning.search.compile_payoff import compiling_gains
+from hotloop.tuning.search.candidates import combine_changes, compiled_changes, eager_changes, likely, not_fixed
+from hotloop.tuning.search.compile_payoff import estimate_compile_gain
 from hotloop.tuning.search.findings import BASELINE
-from hotloop.tuning.search.step_profile import Makeup, makeup
+from hotloop.tuning.search.step_profile import StepProfile, profile_step
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
 from tests.support.tuning.fake_machines import A_GPU, a_machine
@@ -62,7 +62,7 @@ def test_samples_of_one_epoch_are_not_read_first() -> None:
 
 def test_axes_that_the_user_set_stay() -> None:
     facts, hardware = told(family("cnn"))
-    changes = without(eager_changes(facts, hardware, Plan(), threads=64), {"threads", "optimizer"})
+    changes = not_fixed(eager_changes(facts, hardware, Plan(), threads=64), {"threads", "optimizer"})
     assert {"layout": "channels_last"} in changes
     assert not any(change.keys() & {"threads", "optimizer"} for change in changes)
 
@@ -71,23 +71,23 @@ def test_the_best_value_of_each_axis_is_put_together() -> None:
     changes = [{"threads": 1}, {"threads": 2}, {"optimizer": "fused"}, {"layout": "channels_last"}]
     speeds = [(1.2, "faster"), (1.5, "faster"), (1.01, "no difference"), (1.3, "faster")]
     timings = [Timing(name="x", ratio=ratio, verdict=verdict) for ratio, verdict in speeds]  # type: ignore[arg-type]
-    assert combined(changes, timings) == {"threads": 2, "layout": "channels_last"}
+    assert combine_changes(changes, timings) == {"threads": 2, "layout": "channels_last"}
 
 
 def test_a_step_is_looked_at_and_nothing_has_happened() -> None:
-    from hotloop.core.state import differences
+    from hotloop.core.state import differing_paths
     from hotloop.lowering.build import lower
 
     program = lower(family("mlp"))
     before = program.state()
-    made = makeup(program)
+    made = profile_step(program)
     assert made.operations > 30  # forward, backward, clipping and update of four parameters
     assert made.library_s and made.other_s
-    assert differences(program.state(), before) == []
+    assert differing_paths(program.state(), before) == []
 
 
 def test_a_step_that_torch_does_not_show_is_hoped_little_of() -> None:
-    from hotloop.core.state import differences
+    from hotloop.core.state import differing_paths
     from hotloop.lowering.build import lower
 
     class Branching(torch.nn.Linear):
@@ -100,21 +100,23 @@ def test_a_step_that_torch_does_not_show_is_hoped_little_of() -> None:
     model = torch.nn.Sequential(torch.nn.Flatten(), Branching(width, 10))
     program = lower(replace(task, model=lambda: model))
     before = program.state()
-    assert makeup(program) is None and differences(program.state(), before) == []
+    assert profile_step(program) is None and differing_paths(program.state(), before) == []
     program.advance(1)  # torch's compiler, which runs the branches, was left as it had been
-    assert compiling_gains(None, 1e-3) == compiling_gains(Makeup(0), 1e-3)
+    assert estimate_compile_gain(None, 1e-3) == estimate_compile_gain(StepProfile(0), 1e-3)
 
 
 def test_products_stay_with_the_library_and_a_convolution_that_is_rewritten_need_not() -> None:
     from torch.ops import aten
 
     image = torch.zeros(1, 3, 8, 8)
-    assert step_profile._stays(aten.addmm.default, (image, image, image), True)
-    assert step_profile._stays(aten.scaled_dot_product_attention.default, (image, image, image), True)
-    assert not any(step_profile._stays(one, (image,), True) for one in (aten.relu.default, aten._foreach_add_.Scalar))
+    assert step_profile._is_library_call(aten.addmm.default, (image, image, image), True)
+    assert step_profile._is_library_call(aten.scaled_dot_product_attention.default, (image, image, image), True)
+    assert not any(
+        step_profile._is_library_call(one, (image,), True) for one in (aten.relu.default, aten._foreach_add_.Scalar)
+    )
 
 
-class Stays(Onlooker):
+class Stays(ReadOnlyDispatchMode):
     """Which convolutions of a step, or others, forward and backward, are reckoned to stay with the library."""
 
     def __init__(self, rewrites: bool, kind: str = "convolution") -> None:
@@ -123,7 +125,7 @@ class Stays(Onlooker):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.overloadpacket.__name__.startswith(self.kind):
-            self.found.append(step_profile._stays(function, args, self.rewrites))
+            self.found.append(step_profile._is_library_call(function, args, self.rewrites))
         return function(*args, **(kwargs or {}))
 
 
@@ -148,11 +150,14 @@ def test_a_convolution_counts_as_rewritten_only_where_the_rewrite_takes_it(
 
 
 def test_a_step_of_many_small_operations_gains_most_by_compiling() -> None:
-    gains = [compiling_gains(Makeup(200), step_s) for step_s in (1.5e-3, 1e-2, 1.0)]  # on an accelerator
+    gains = [estimate_compile_gain(StepProfile(200), step_s) for step_s in (1.5e-3, 1e-2, 1.0)]  # on an accelerator
     assert gains[0] > gains[1] > gains[2] > 1
-    assert compiling_gains(Makeup(10_000), 1e-3) < 10
-    few, many = Makeup(30, 1e-3, library_s=0.8e-3, other_s=0.1e-3), Makeup(100, 1e-3, library_s=0.1e-3, other_s=0.4e-3)
-    assert 1 < compiling_gains(few, 1.0) < 1.5 < compiling_gains(many, 1.0) < 10  # its own time counts
+    assert estimate_compile_gain(StepProfile(10_000), 1e-3) < 10
+    few, many = (
+        StepProfile(30, 1e-3, library_s=0.8e-3, other_s=0.1e-3),
+        StepProfile(100, 1e-3, library_s=0.1e-3, other_s=0.4e-3),
+    )
+    assert 1 < estimate_compile_gain(few, 1.0) < 1.5 < estimate_compile_gain(many, 1.0) < 10  # its own time counts
 
 
 @pytest.mark.parametrize(("speed", "chosen"), [(1.06, "optimizer=fused"), (1.02, BASELINE)])
@@ -166,10 +171,15 @@ def test_what_seemed_faster_races_once_more_if_that_can_pay(
 
 
 def test_where_time_is_tight_what_is_seldom_ahead_of_another_stays_out() -> None:
-    changes: list[Change] = [{"optimizer": "fused"}, {"optimizer": "foreach"}, {"allocator": "keep"}, {"threads": 1}]
+    changes: list[AxisChange] = [
+        {"optimizer": "fused"},
+        {"optimizer": "foreach"},
+        {"allocator": "keep"},
+        {"threads": 1},
+    ]
     rules = Plan(optimizer="fused", allocator="keep")
-    assert likeliest(changes, rules) == [{"optimizer": "fused"}, {"threads": 1}]
-    assert likeliest(changes, Plan()) == [{"optimizer": "fused"}, {"allocator": "keep"}, {"threads": 1}]
-    assert likeliest(changes[1:], None) == changes[1:]
-    assert Budget.of(0.003, 40_000, None).tight
-    assert not Budget.of(0.003, 200_000, None).tight and not Budget.of(0.003, 40_000, 30.0).tight
+    assert likely(changes, rules) == [{"optimizer": "fused"}, {"threads": 1}]
+    assert likely(changes, Plan()) == [{"optimizer": "fused"}, {"allocator": "keep"}, {"threads": 1}]
+    assert likely(changes[1:], None) == changes[1:]
+    assert Budget.of(0.003, 40_000, None).is_tight
+    assert not Budget.of(0.003, 200_000, None).is_tight and not Budget.of(0.003, 40_000, 30.0).is_tight

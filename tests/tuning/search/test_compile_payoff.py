@@ -14,8 +14,14 @@ from hotloop.plan import Plan
 from hotloop.tuning.search import search as module
 from hotloop.tuning.search import step_profile
 from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.compile_payoff import Chance, chances, compile_s, compiling_gains, trace_s
-from hotloop.tuning.search.step_profile import Makeup, makeup
+from hotloop.tuning.search.compile_payoff import (
+    CompileCandidate,
+    estimate_compile_gain,
+    estimate_compile_s,
+    estimate_trace_s,
+    rate_candidates,
+)
+from hotloop.tuning.search.step_profile import StepProfile, profile_step
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
 from tests.support.tuning.fake_races import HALF, STEP_MS, Races, searching
@@ -24,12 +30,14 @@ from tests.tuning.search.test_candidates import Stays
 WAYS = [Plan(compile="package"), Plan(compile="step"), Plan(compile="forward")]
 
 
-def names(found: list[Chance]) -> list[str]:
+def names(found: list[CompileCandidate]) -> list[str]:
     return [one.plan.compile for one in found]
 
 
 def test_a_longer_step_takes_longer_to_compile_and_an_unknown_one_longest() -> None:
-    assert compile_s(50) < compile_s(1000) and compile_s(50, "step") < compile_s(50, "package") < compile_s(None)
+    assert estimate_compile_s(50) < estimate_compile_s(1000) and estimate_compile_s(50, "step") < estimate_compile_s(
+        50, "package"
+    ) < estimate_compile_s(None)
 
 
 @pytest.mark.parametrize(
@@ -43,19 +51,20 @@ def test_a_longer_step_takes_longer_to_compile_and_an_unknown_one_longest() -> N
     ids=["short", "long", "time limit", "stream"],
 )
 def test_the_way_that_is_compiled_sooner_comes_first_where_time_is_short(budget: Budget, order: list[str]) -> None:
-    found = chances(WAYS, HALF, STEP_MS / 1e3, budget)
+    found = rate_candidates(WAYS, HALF, STEP_MS / 1e3, budget)
     assert names(found) == order
-    assert budget.run_s is None or all(one.won_s < budget.run_s for one in found)
+    assert budget.run_s is None or all(one.saved_s < budget.run_s for one in found)
 
 
 def test_recurrent_layers_are_dear_to_compile_and_not_to_record() -> None:
     """A CUDA graph alone writes nothing out."""
     ways = [Plan(device="cuda:0", graphs="step"), Plan(device="cuda:0", compile="step")]
     plain, recurrent = (
-        chances(ways, Makeup(400), 1e-3, Budget(1000.0, 20.0), recurrent=recurrent) for recurrent in (False, True)
+        rate_candidates(ways, StepProfile(400), 1e-3, Budget(1000.0, 20.0), recurrent=recurrent)
+        for recurrent in (False, True)
     )
-    assert recurrent[0] == plain[0] and recurrent[0].compile_s < compile_s(None) == recurrent[1].compile_s
-    assert recurrent[1].won_s < plain[1].won_s
+    assert recurrent[0] == plain[0] and recurrent[0].compile_s < estimate_compile_s(None) == recurrent[1].compile_s
+    assert recurrent[1].saved_s < plain[1].saved_s
 
 
 @pytest.mark.parametrize(("speed", "counts"), [(1.0, True), (1.3, False)])
@@ -64,47 +73,47 @@ def test_a_proof_counts_where_the_eager_plan_needs_none(
 ) -> None:
     asked: list[float] = []
 
-    def seen(*given: Any, proof_s: float, **axes: Any) -> list[Chance]:
+    def seen(*given: Any, proof_s: float, **axes: Any) -> list[CompileCandidate]:
         asked.append(proof_s)
-        return chances(*given, proof_s=proof_s, **axes)
+        return rate_candidates(*given, proof_s=proof_s, **axes)
 
-    monkeypatch.setattr(module, "chances", seen)
+    monkeypatch.setattr(module, "rate_candidates", seen)
     searching(monkeypatch, Races(optimizer__fused=speed), steps=10_000, compiler=True).run()
     assert asked == [250 * STEP_MS / 1e3 if counts else 0.0]
 
 
 def test_a_proof_and_a_race_are_part_of_what_a_compilation_costs() -> None:
     """Of 600 steps of a second each a compiler may win 140 s, and the proof alone takes 250."""
-    slow = Makeup(100, step_s=1.0, library_s=0.4, other_s=0.4)
+    slow = StepProfile(100, step_s=1.0, library_s=0.4, other_s=0.4)
     budget = Budget.of(1.0, 600, None)
-    alone, proven = (chances(WAYS, slow, 1.0, budget, proof_s=proof_s)[0] for proof_s in (0.0, 250.0))
-    assert alone.won_s > alone.costs_s and proven.won_s < proven.costs_s
-    assert alone.telling_s == 24.0  # twelve rounds of two plans
+    alone, proven = (rate_candidates(WAYS, slow, 1.0, budget, proof_s=proof_s)[0] for proof_s in (0.0, 250.0))
+    assert alone.saved_s > alone.costs_s and proven.saved_s < proven.costs_s
+    assert alone.race_and_proof_s == 24.0  # twelve rounds of two plans
 
 
 def test_looks_at_each_epoch_take_from_what_a_compilation_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def seen(*given: Any, looks: int, **axes: Any) -> list[Chance]:
+    def seen(*given: Any, looks: int, **axes: Any) -> list[CompileCandidate]:
         asked.append(looks)
-        return chances(*given, looks=looks, **axes)
+        return rate_candidates(*given, looks=looks, **axes)
 
-    monkeypatch.setattr(module, "chances", seen)
+    monkeypatch.setattr(module, "rate_candidates", seen)
     for task in a_task(), a_task(callbacks=[print]):
         searching(monkeypatch, Races(), steps=10_000, compiler=True, task=task).run()
     assert asked == [0, 2000]  # of five batches
     budget = Budget(1000.0, 20.0)
-    never, often = (chances(WAYS, HALF, STEP_MS / 1e3, budget, looks=looks)[0] for looks in (0, 100))
-    assert never.won_s - often.won_s == pytest.approx(100 * trace_s(HALF.operations))
+    never, often = (rate_candidates(WAYS, HALF, STEP_MS / 1e3, budget, looks=looks)[0] for looks in (0, 100))
+    assert never.saved_s - often.saved_s == pytest.approx(100 * estimate_trace_s(HALF.operations))
 
 
 @pytest.mark.parametrize(("steps", "raced"), [(8_000, 0), (400_000, 3)])
 def test_changes_of_a_plan_that_compiles_are_raced_where_their_compilations_pay(
     monkeypatch: pytest.MonkeyPatch, steps: int, raced: int
 ) -> None:
-    lowered = module.Held.lowered
+    lowered = module.ProgramPool.get_program
     monkeypatch.setattr(
-        module.Held, "lowered", lambda held, name, plan: lowered(held, name, plan.with_axes(compile="none"))
+        module.ProgramPool, "get_program", lambda held, name, plan: lowered(held, name, plan.with_axes(compile="none"))
     )
     base = Plan(device="cpu", compile="step")
     races = Races()
@@ -163,7 +172,7 @@ def test_a_convolution_counts_as_rewritten_where_its_result_is_pooled(
     seconds = iter(range(10_000))
     monkeypatch.setattr(step_profile.time, "perf_counter", lambda: float(next(seconds)))  # each operation takes one
     layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *behind)
-    with step_profile._Timing(rewrites=True) as seen:
+    with step_profile._OperatorTimer(rewrites=True) as seen:
         layers(torch.zeros(2, 1, 8, 8)).sum().backward()
     assert sum(seen._convolved_s.values()) == 2
     assert seen.library_s + seen.other_s == seen.count
@@ -187,7 +196,7 @@ def test_convolutions_that_are_faster_with_channels_last_count_as_written_in_par
     """Forward and backward, each by as much as compiled steps of three networks were found to save there."""
     seconds = iter(range(10_000))
     monkeypatch.setattr(step_profile.time, "perf_counter", lambda: float(next(seconds)))  # each operation takes one
-    with step_profile._Timing(rewrites=False) as seen:
+    with step_profile._OperatorTimer(rewrites=False) as seen:
         layer(image.requires_grad_()).sum().backward()
     others = seen.count - 2
     assert seen.library_s + seen.other_s == pytest.approx(seen.count)
@@ -202,7 +211,7 @@ def test_a_step_with_a_convolution_without_padding_is_looked_at() -> None:
         made(torch.zeros(1, 3, 6, 6))
         return made
 
-    made = makeup(lower(family("mlp", model=model)))
+    made = profile_step(lower(family("mlp", model=model)))
     assert made is not None and made.library_s
 
 
@@ -216,9 +225,9 @@ def test_a_look_at_a_step_leaves_the_callers_generators_alone(monkeypatch: pytes
     search = searching(monkeypatch, Races(), task=a_task())
     torch.manual_seed(5)
     before = generator_states()
-    assert search._makeup("baseline", search.baseline) is not None
+    assert search._profile_step("baseline", search.baseline) is not None
     assert generator_states() == before
 
 
 def test_a_step_of_which_nothing_is_known_gains_little() -> None:
-    assert 1 < compiling_gains(None, 1e-3) < 1.05
+    assert 1 < estimate_compile_gain(None, 1e-3) < 1.05

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Timing
 from hotloop.plan import Plan
 from hotloop.task_file import load_task
@@ -42,12 +42,12 @@ def test_a_search_in_vain_is_not_made_again(
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
     races = Races(optimizer__fused=speed, optimizer__foreach=0.5)
     monkeypatch.setattr(module, "measure", races)
-    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
+    monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
-    monkeypatch.setattr("hotloop.tuning.search.budget.PROVING_STEPS", 10_000)
+    monkeypatch.setattr("hotloop.tuning.search.budget.PROOF_STEPS", 10_000)
     (tmp_path / "task.py").write_text(TASK)
-    loaded, wanted = load_task(str(tmp_path / "task.py")), Wanted.of("auto", {"device": "cpu"})
-    search = partial(tune.remembered_or_tuned, loaded, wanted)
+    loaded, wanted = load_task(str(tmp_path / "task.py")), PlanRequest.from_value("auto", {"device": "cpu"})
+    search = partial(tune.cached_or_tuned_plan, loaded, wanted)
     said: list[str] = []
 
     plan, told = search(say=said.append)
@@ -62,22 +62,22 @@ def test_a_search_in_vain_is_not_made_again(
     search(overrides={"epochs": 40_000})  # which pays for a longer look
     assert len(races.raced) > raced
     raced = len(races.raced)
-    tune.tuned(loaded, wanted.plan)  # whoever asks for it has it
+    tune.tune_loaded(loaded, wanted.plan)  # whoever asks for it has it
     assert len(races.raced) > raced
 
 
 def test_a_search_with_a_placement_is_remembered_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
     monkeypatch.setattr(module, "measure", races := Races())
-    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
+    monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
     parts = "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))"
     (tmp_path / "task.py").write_text(TASK.replace("torch.nn.Linear(4, 3)", parts))
     loaded = load_task(str(tmp_path / "task.py"))
-    wanted = {where: Wanted.of("auto", {"device": "cpu", "placement": f"{where}=cpu"}) for where in "01"}
+    wanted = {where: PlanRequest.from_value("auto", {"device": "cpu", "placement": f"{where}=cpu"}) for where in "01"}
     for where, again in (("0", False), ("0", True), ("1", False)):
         raced = len(races.raced)
-        plan, told = tune.remembered_or_tuned(loaded, wanted[where])
+        plan, told = tune.cached_or_tuned_plan(loaded, wanted[where])
         assert plan is not None and plan.placement == {where: "cpu"}
         assert ("an earlier search" in told) is again is (len(races.raced) == raced)
 
@@ -86,14 +86,14 @@ def test_a_search_with_a_placement_is_remembered_too(monkeypatch: pytest.MonkeyP
 def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Races], int]:
     """How many plans a training that searches races, by races that are made up."""
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
-    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
+    monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
     (tmp_path / "task.py").write_text(TASK)
-    loaded, wanted = load_task(str(tmp_path / "task.py")), Wanted.of("auto", {"device": "cpu"})
+    loaded, wanted = load_task(str(tmp_path / "task.py")), PlanRequest.from_value("auto", {"device": "cpu"})
 
     def search(races: Races) -> int:
         monkeypatch.setattr(module, "measure", races)
-        tune.remembered_or_tuned(loaded, wanted)
+        tune.cached_or_tuned_plan(loaded, wanted)
         return len(races.raced)
 
     return search
@@ -103,7 +103,7 @@ def test_a_compiler_that_was_installed_is_worth_another_search(
     tried: Callable[[Races], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for compiler, first in ((None, True), (None, False), ("/usr/bin/g++", True), ("/usr/bin/g++", False)):
-        monkeypatch.setattr("hotloop.core.hardware.machine.compiler", lambda found=compiler: found)
+        monkeypatch.setattr("hotloop.core.hardware.machine.find_compiler", lambda found=compiler: found)
         assert (tried(Races()) > 0) is first
 
 
@@ -127,5 +127,5 @@ def test_a_result_that_cannot_be_read_is_said_by_a_search(tried: Callable[[Races
     for path in files:
         path.write_text("{}")
     said: list[str] = []
-    tune.tuned(load_task(str(tmp_path / "task.py")), Plan(device="cpu"), say=said.append)
+    tune.tune_loaded(load_task(str(tmp_path / "task.py")), Plan(device="cpu"), say=said.append)
     assert files and len([line for line in said if "is passed over" in line]) == len(files)

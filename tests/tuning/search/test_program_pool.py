@@ -12,7 +12,7 @@ from hotloop.errors import PlanError
 from hotloop.lowering.build import lower
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
-from hotloop.tuning.search.program_pool import Held
+from hotloop.tuning.search.program_pool import ProgramPool
 from tests.support.programs import a_task
 
 
@@ -25,9 +25,10 @@ def slowly(task: Task, plan: Plan) -> Any:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no alarms on Windows")
 def test_a_compiler_that_does_not_come_to_its_end_is_given_up() -> None:
-    held = Held(a_task(), slowly, compiling_s=0.1)
+    held = ProgramPool(a_task(), slowly, compile_limit_s=0.1)
     with pytest.raises(PlanError, match="compiling it was given up after 0 s") as caught:
-        held.lowered("compiled", Plan(compile="step"))
+        held.get_program("compiled", Plan(compile="step"))
     assert "\n" not in str(caught.value) and not held.programs
-    assert held.lowered("eager", Plan(optimizer="fused")) is held.programs["eager"]  # that takes as long as it takes
+    # that takes as long as it takes
+    assert held.get_program("eager", Plan(optimizer="fused")) is held.programs["eager"]
     held.close()

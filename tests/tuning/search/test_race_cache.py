@@ -11,29 +11,29 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.race import TRUSTED, Parity, Timing
+from hotloop.core.records.race import TRUSTED_CLASSES, Parity, Timing
 from hotloop.plan import Plan
 from hotloop.tuning.search import race_cache as kept
-from hotloop.tuning.search.payoff import Memory
-from hotloop.tuning.search.race_cache import best, recall, remember
+from hotloop.tuning.search.payoff import RaceHistory
+from hotloop.tuning.search.race_cache import best_race, load_races, save_races
 from tests.support.tuning.handmade_verdicts import COMPILED, FUSED, VERSIONS, WRONG, timing, verdict
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch) -> Iterator[Path]:
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "races")
+    monkeypatch.setattr(kept, "races_folder", lambda: tmp_path / "races")
     yield tmp_path / "races"
 
 
 def found(**where: Any) -> dict[str, Timing]:
-    known, notes = recall(**dict(fingerprint="f", machine="m", versions=VERSIONS) | where)
+    known, notes = load_races(**dict(fingerprint="f", machine="m", versions=VERSIONS) | where)
     assert notes == []
     return {one.timing.name: one.timing for one in known}
 
 
 def test_what_was_kept_is_found_again() -> None:
     one = verdict(timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=30.0))
-    assert remember(one) == []
+    assert save_races(one) == []
     assert found() == {plan.name: plan for plan in one.plans}
 
 
@@ -49,19 +49,19 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_was_found_elsewhere_does_not_count(name: str) -> None:
-    remember(verdict(timing(FUSED, 1.3)))
+    save_races(verdict(timing(FUSED, 1.3)))
     assert found(**ELSEWHERE[name]) == {}
 
 
 def test_the_newest_result_of_a_plan_counts() -> None:
-    remember(verdict(timing(FUSED, 1.3), timing(COMPILED, 2.0)))
-    remember(verdict(timing(FUSED, 0.7, verdict="slower")))
+    save_races(verdict(timing(FUSED, 1.3), timing(COMPILED, 2.0)))
+    save_races(verdict(timing(FUSED, 0.7, verdict="slower")))
     assert found()[FUSED.brief()].verdict == "slower" and found()[COMPILED.brief()].ratio == 2.0
 
 
 def test_a_race_without_proofs_leaves_what_was_proven() -> None:
-    remember(verdict(timing(FUSED, 1.3, parity="fp32-equivalent", parity_reason="so it is")))
-    remember(verdict(timing(FUSED, 1.5, parity=None)))
+    save_races(verdict(timing(FUSED, 1.3, parity="fp32-equivalent", parity_reason="so it is")))
+    save_races(verdict(timing(FUSED, 1.5, parity=None)))
     kept = found()[FUSED.brief()]
     assert (kept.ratio, kept.parity, kept.parity_reason) == (1.5, "fp32-equivalent", "so it is")
 
@@ -76,17 +76,17 @@ UNDECIDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_was_decided_stays_where_a_shorter_race_left_it_open(name: str) -> None:
-    remember(verdict(timing(FUSED, 1.3)))
+    save_races(verdict(timing(FUSED, 1.3)))
     short = {"ratio": 0.0, **UNDECIDED[name]}
-    remember(verdict(timing(FUSED, short.pop("ratio") or 1.0, parity=None, **short)))
+    save_races(verdict(timing(FUSED, short.pop("ratio") or 1.0, parity=None, **short)))
     assert found()[FUSED.brief()] == timing(FUSED, 1.3)
-    remember(verdict(timing(FUSED, 1.0, verdict="no difference")))  # a narrow interval says that there is none
+    save_races(verdict(timing(FUSED, 1.0, verdict="no difference")))  # a narrow interval says that there is none
     assert found()[FUSED.brief()].verdict == "no difference"
 
 
 def test_a_race_that_left_the_speed_open_may_still_prove(folder: Path) -> None:
-    remember(verdict(timing(FUSED, 1.3)))
-    remember(verdict(timing(FUSED, 1.0, ratio_low=None, ratio_high=None, verdict=None, parity="broken")))
+    save_races(verdict(timing(FUSED, 1.3)))
+    save_races(verdict(timing(FUSED, 1.0, ratio_low=None, ratio_high=None, verdict=None, parity="broken")))
     kept = found()[FUSED.brief()]
     assert (kept.verdict, kept.parity) == ("faster", "broken")
 
@@ -96,51 +96,51 @@ def test_what_a_search_settled_before_its_last_race_is_kept() -> None:
     rivals = timing(FUSED, 1.3), Timing(name="c", plan=COMPILED.model_dump(), failure="can't be captured")
     one = verdict(*rivals, timing(WRONG, 1.1, **SHORT, parity=None))
     base = timing(Plan(), 1.0, **SHORT).model_copy(update={"parity": None})
-    remember(one.model_copy(update={"plans": [base.model_copy(update={"name": "baseline"}), *one.plans[1:]]}))
+    save_races(one.model_copy(update={"plans": [base.model_copy(update={"name": "baseline"}), *one.plans[1:]]}))
     assert found() == {one.name: one for one in rivals}
 
 
 def test_failures_are_kept() -> None:
-    remember(verdict(Timing(name="c", plan=COMPILED.model_dump(), failure="can't be captured")))
+    save_races(verdict(Timing(name="c", plan=COMPILED.model_dump(), failure="can't be captured")))
     assert found()["c"].failure == "can't be captured"
 
 
 def test_a_lack_of_memory_is_tried_again_another_time() -> None:
-    remember(verdict(timing(COMPILED, 1.3)))
+    save_races(verdict(timing(COMPILED, 1.3)))
     lacking = Timing(name="c", plan=COMPILED.model_dump(), failure="ran out of memory", short_of_memory=True)
-    remember(verdict(lacking))
+    save_races(verdict(lacking))
     assert found()[COMPILED.brief()].verdict == "faster"
 
 
 def test_a_lack_of_memory_for_a_proof_says_nothing_of_the_plan() -> None:
     proven = timing(FUSED, 1.3)
-    remember(verdict(proven, timing(COMPILED, 2.0, parity=None, states=0)))
+    save_races(verdict(proven, timing(COMPILED, 2.0, parity=None, states=0)))
     for plan in (FUSED, COMPILED):
         lacking = Parity(plan=plan.brief(), parity="unproven", reason="no memory left", states=0, short_of_memory=True)
-        remember(verdict(timing(plan, 1.3).proven(lacking)))
+        save_races(verdict(timing(plan, 1.3).proven(lacking)))
     assert found()[FUSED.brief()] == proven
     left = found()[COMPILED.brief()]
     assert (left.parity, left.verdict, left.short_of_memory) == (None, "faster", False)
-    assert Memory([left]).against(COMPILED, Plan(), TRUSTED, 10_000) == ""
+    assert RaceHistory([left]).why_not_again(COMPILED, Plan(), TRUSTED_CLASSES, 10_000) == ""
 
 
 def test_races_of_different_days_are_compared_by_their_ratios() -> None:
     """On a busy day all take twice as long: what was faster there is no worse for that."""
-    remember(verdict(timing(FUSED, 1.1)))
+    save_races(verdict(timing(FUSED, 1.1)))
     busy = verdict(timing(COMPILED, 1.5, step_ms=20 / 1.5))
     slow = busy.plans[0].model_copy(update={"step_ms": 20.0})
-    remember(busy.model_copy(update={"plans": [slow, *busy.plans[1:]]}))
+    save_races(busy.model_copy(update={"plans": [slow, *busy.plans[1:]]}))
     for steps in (None, 100_000):
-        chosen = best(recall("f", "m", VERSIONS)[0], steps)
+        chosen = best_race(load_races("f", "m", VERSIONS)[0], steps)
         assert chosen is not None and chosen.timing.plan == COMPILED.model_dump()
 
 
 def test_ratios_against_anything_else_are_not_kept() -> None:
     other = verdict(timing(COMPILED, 2.0))
     base = other.plans[0].model_copy(update={"plan": FUSED.model_dump()})
-    assert remember(other.model_copy(update={"plans": [base, *other.plans[1:]]})) == []
+    assert save_races(other.model_copy(update={"plans": [base, *other.plans[1:]]})) == []
     unmeasured = other.plans[0].model_copy(update={"step_ms": None})
-    assert remember(other.model_copy(update={"plans": [unmeasured, *other.plans[1:]]})) == []
+    assert save_races(other.model_copy(update={"plans": [unmeasured, *other.plans[1:]]})) == []
     assert found() == {}
 
 
@@ -160,9 +160,9 @@ BEST: dict[str, tuple[list[Timing], int | None, Plan | None]] = {
 @pytest.mark.parametrize("name", BEST)
 def test_the_best_of_what_is_kept(name: str) -> None:
     plans, steps, plan = BEST[name]
-    remember(verdict(*plans))
-    known, _ = recall("f", "m", VERSIONS)
-    chosen = best(known, steps)
+    save_races(verdict(*plans))
+    known, _ = load_races("f", "m", VERSIONS)
+    chosen = best_race(known, steps)
     assert (None if chosen is None else chosen.timing.as_plan) == plan
 
 
@@ -178,30 +178,30 @@ def test_compiling_is_short_only_where_what_was_compiled_is_there(
         (path := where / f"{name}.pt2").touch()
         os.utime(path, (time.time() - age_s,) * 2)
     plan = Plan(compile=way)
-    remember(verdict(timing(plan, 2.0, compile_s=30.0, compile_warm_s=0.5)))
+    save_races(verdict(timing(plan, 2.0, compile_s=30.0, compile_warm_s=0.5)))
 
     def taken() -> Plan | None:
-        chosen = best(recall("f", "m", VERSIONS)[0], 1000)  # 10 s, of which it saves 5
+        chosen = best_race(load_races("f", "m", VERSIONS)[0], 1000)  # 10 s, of which it saves 5
         return None if chosen is None else chosen.timing.as_plan
 
     (where / "of long ago.pt2").unlink()  # another's
     assert taken() == plan
     shutil.rmtree(where)
     assert taken() is None
-    remember(verdict(timing(plan, 2.0, compile_s=30.0, compile_warm_s=0.5)))
+    save_races(verdict(timing(plan, 2.0, compile_s=30.0, compile_warm_s=0.5)))
     assert taken() == (None if way == "package" else plan)  # a package that couldn't be kept
 
 
 def test_a_proof_of_a_few_steps_is_for_runs_of_no_more() -> None:
     def taken() -> list[bool]:
-        return [best(recall("f", "m", VERSIONS)[0], steps) is not None for steps in (3, 4, None)]
+        return [best_race(load_races("f", "m", VERSIONS)[0], steps) is not None for steps in (3, 4, None)]
 
     proof = Parity(plan="", parity="bitwise", reason="all 3 single steps of the training", states=3)
-    remember(verdict(timing(FUSED, 1.3).proven(proof)))
+    save_races(verdict(timing(FUSED, 1.3).proven(proof)))
     assert taken() == [True, False, False]
     longer = proof.model_copy(update={"states": 16})
     for one in (longer, proof):  # and it takes nothing from one of a longer training
-        remember(verdict(timing(FUSED, 1.3).proven(one)))
+        save_races(verdict(timing(FUSED, 1.3).proven(one)))
         assert taken() == [True, True, True]
 
 
@@ -220,57 +220,57 @@ def test_a_proof_of_a_few_steps_takes_the_place_of_no_longer_one_unless_it_fails
 ) -> None:
     for parity, states in ((before, 16), (after, 3)):
         proof = Parity(plan="", parity=parity, reason="why", states=states)
-        remember(verdict(timing(FUSED, 1.3).proven(proof)))
-    [kept] = [one for one in recall("f", "m", VERSIONS)[0] if one.timing.name != "baseline"]
+        save_races(verdict(timing(FUSED, 1.3).proven(proof)))
+    [kept] = [one for one in load_races("f", "m", VERSIONS)[0] if one.timing.name != "baseline"]
     assert kept.timing.parity == stays
 
 
 def test_what_compiling_takes_at_first_is_no_less_for_a_cache_that_was_filled() -> None:
     for compile_s in (None, 30.0, 0.8):
-        remember(verdict(timing(COMPILED, 2.0, compile_s=compile_s)))
+        save_races(verdict(timing(COMPILED, 2.0, compile_s=compile_s)))
     assert found()[COMPILED.brief()].compile_s == 30.0
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "\x00\xff", "of another key"])
 def test_a_file_that_cannot_be_read_is_passed_over_and_said(content: str, folder: Path) -> None:
-    remember(verdict(timing(FUSED, 1.3)))
-    remember(verdict(timing(COMPILED, 2.0), fingerprint="other"))
+    save_races(verdict(timing(FUSED, 1.3)))
+    save_races(verdict(timing(COMPILED, 2.0), fingerprint="other"))
     [torn] = [path for path in folder.rglob("*.json") if "fused" in path.read_text()]
     if content == "of another key":
         [other] = [path for path in folder.rglob("*.json") if '"compile":"step"' in path.read_text().replace(" ", "")]
         content = other.read_text()
     torn.write_bytes(content.encode("latin-1"))
-    known, notes = recall("f", "m", VERSIONS)
+    known, notes = load_races("f", "m", VERSIONS)
     assert [one.timing.name for one in known] == ["baseline"]
     assert len(notes) == 1 and str(torn) in notes[0] and "passed over" in notes[0]
-    remember(verdict(timing(FUSED, 1.3)))
+    save_races(verdict(timing(FUSED, 1.3)))
     assert len(found()) == 2
 
 
 def test_a_result_of_an_axis_that_there_is_no_more_is_passed_over_and_said(folder: Path) -> None:
     one = timing(FUSED, 1.3)
-    remember(verdict(one.model_copy(update={"plan": {**one.plan, "gone": 1}})))
-    known, notes = recall("f", "m", VERSIONS)
+    save_races(verdict(one.model_copy(update={"plan": {**one.plan, "gone": 1}})))
+    known, notes = load_races("f", "m", VERSIONS)
     assert [one.timing.name for one in known] == ["baseline"]
     assert len(notes) == 1 and "passed over" in notes[0] and "gone" in notes[0]
 
 
 def test_a_folder_that_cannot_be_written_costs_a_note_alone(folder: Path) -> None:
     folder.write_text("a file in its place")
-    notes = remember(verdict(timing(FUSED, 1.3)))
+    notes = save_races(verdict(timing(FUSED, 1.3)))
     assert len(notes) == 1 and "couldn't be kept" in notes[0]
 
 
 def test_a_reduced_precision_is_taken_by_those_who_asked_for_it_alone() -> None:
-    remember(verdict(timing(WRONG, 3.0, parity="reduced-precision")))
-    kept_now = recall("f", "m", VERSIONS)[0]
-    assert best(kept_now, 100) is None
-    taken = best(kept_now, 100, (*TRUSTED, "reduced-precision"))
+    save_races(verdict(timing(WRONG, 3.0, parity="reduced-precision")))
+    kept_now = load_races("f", "m", VERSIONS)[0]
+    assert best_race(kept_now, 100) is None
+    taken = best_race(kept_now, 100, (*TRUSTED_CLASSES, "reduced-precision"))
     assert taken is not None and taken.timing.plan["precision"] == "bf16"
 
 
 def test_loaders_of_so_many_workers_change_nothing_in_what_is_kept() -> None:
     base = timing(Plan(workers=2), 1.0, verdict="no difference").model_copy(update={"name": "baseline"})
     one = verdict(timing(FUSED.with_axes(workers=2), 1.3))
-    remember(one.model_copy(update={"plans": [base, *one.plans[1:]]}))
+    save_races(one.model_copy(update={"plans": [base, *one.plans[1:]]}))
     assert [plan.ratio for plan in found().values() if plan.verdict == "faster"] == [1.3]

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.core.hardware.devices import placed
-from hotloop.core.plan_request import Wanted
+from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.errors import MemoryExhausted
 from hotloop.plan import Plan
-from hotloop.task_file import Loaded
+from hotloop.task_file import LoadedTask
 from hotloop.tuning import tune
-from hotloop.tuning.races.measure import Entrant, Measured
+from hotloop.tuning.races.measure import Contender, RaceMeasurement
 from hotloop.tuning.search import program_pool, proofs
 from hotloop.tuning.search.findings import BASELINE
-from hotloop.tuning.search.search import Search
+from hotloop.tuning.search.search import PlanSearch
 from tests.support import programs
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
@@ -42,7 +42,7 @@ def test_nothing_slower_than_the_baseline_is_chosen(monkeypatch: pytest.MonkeyPa
 
 def test_good_changes_that_are_bad_together_are_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clashing(Races):
-        def timing(self, entrant: Entrant, steps: int) -> Timing:
+        def timing(self, entrant: Contender, steps: int) -> Timing:
             found = super().timing(entrant, steps)
             clash = {"ratio": 0.5, "step_ms": 2 * STEP_MS, "verdict": "slower"}
             return found.model_copy(update=clash) if len(entrant.name.split()) > 1 else found
@@ -82,7 +82,7 @@ def test_proofs_go_on_until_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> Non
 class Clashing(Races):
     """Both together are hardly faster than one."""
 
-    def timing(self, entrant: Entrant, steps: int) -> Timing:
+    def timing(self, entrant: Contender, steps: int) -> Timing:
         found = super().timing(entrant, steps)
         together = {"ratio": 1.35, "step_ms": STEP_MS / 1.35}
         return found.model_copy(update=together) if len(entrant.name.split()) > 1 else found
@@ -115,7 +115,7 @@ def test_what_each_epoch_takes_beside_its_steps_counts_against_a_plan(
     """Of 80 s of training it leaves 18, less than the proof takes, or nothing."""
 
     class Looking(Races):
-        def timing(self, entrant: Entrant, steps: int) -> Timing:
+        def timing(self, entrant: Contender, steps: int) -> Timing:
             of = {"looking_ms": looking_ms if entrant.name == "optimizer=fused" else 0.0}
             return super().timing(entrant, steps).model_copy(update=of)
 
@@ -172,8 +172,9 @@ def test_where_a_proof_fails_the_plan_is_unproven(
 
 
 def test_a_reduced_precision_that_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)  # this CPU may have no such instructions
-    base, hardware = placed(Plan(precision="bf16"), "cpu"), told(family("cnn"))[1]
+    # this CPU may have no such instructions
+    monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
+    base, hardware = resolve_device(Plan(precision="bf16"), "cpu"), told(family("cnn"))[1]
     able = replace(hardware.devices[0], precisions=("fp32", "bf16", "fp64"))
     looked = searching(
         monkeypatch,
@@ -190,7 +191,7 @@ def test_a_reduced_precision_that_was_asked_for_is_accepted(monkeypatch: pytest.
 def test_one_that_was_not_asked_for_is_not_though_the_precision_is_named(
     monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    base = placed(Plan(precision=precision), "cpu")
+    base = resolve_device(Plan(precision=precision), "cpu")
     proof = proving("reduced-precision")
     looked = searching(monkeypatch, Races(optimizer__fused=1.3), prove=proof, fixed={"precision"}, base=base)
     assert looked.run() == BASELINE
@@ -198,7 +199,7 @@ def test_one_that_was_not_asked_for_is_not_though_the_precision_is_named(
 
 def test_a_plan_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Races):
-        def timing(self, entrant: Entrant, steps: int) -> Timing:
+        def timing(self, entrant: Contender, steps: int) -> Timing:
             if "fused" in entrant.name:
                 return Timing(name=entrant.name, failure="no room")
             return super().timing(entrant, steps)
@@ -217,11 +218,11 @@ def test_what_failed_before_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_real_search_ends_with_the_baseline_or_a_proven_plan() -> None:
     task = a_task(epochs=50)
-    base = placed(Plan(), "cpu")
+    base = resolve_device(Plan(), "cpu")
     facts, hardware = told(task)
     from hotloop.parity.proof import prove_programs
 
-    looked = Search(
+    looked = PlanSearch(
         task,
         base,
         base,
@@ -240,7 +241,7 @@ def test_times_of_two_races_stand_beside_one_baseline(monkeypatch: pytest.Monkey
     """The machine is half as fast in the second race: what was raced in the first is no better for that."""
 
     class Slowing(Races):
-        def timing(self, entrant: Entrant, steps: int) -> Timing:
+        def timing(self, entrant: Contender, steps: int) -> Timing:
             found = super().timing(entrant, steps)
             slow = 2 if "optimizer=fused layout" in entrant.name or self.raced.count(BASELINE) > 1 else 1
             return found.model_copy(update={"step_ms": slow * (found.step_ms or 0)})
@@ -257,11 +258,13 @@ class Busy(Races):
 
     calls = 0
 
-    def __call__(self, *given: Any, **how: Any) -> Measured:
+    def __call__(self, *given: Any, **how: Any) -> RaceMeasurement:
         self.calls += 1
         found = super().__call__(*given, **how)
         slower = 4.0 if self.calls == 2 else 1.0
-        return Measured([one.model_copy(update={"step_ms": slower * (one.step_ms or 0.0)}) for one in found.plans], [])
+        return RaceMeasurement(
+            [one.model_copy(update={"step_ms": slower * (one.step_ms or 0.0)}) for one in found.plans], []
+        )
 
 
 def test_a_busy_while_between_two_races_takes_nothing_from_what_was_found_before(
@@ -298,9 +301,9 @@ def test_axes_that_were_set_stay_where_nothing_is_faster(monkeypatch: pytest.Mon
         task="t", fingerprint="f", baseline=BASELINE, winner=BASELINE, machine="m", versions={}
     )
     verdict = Verdict(plans=[base], steps=10, seconds=3.0, **given)
-    monkeypatch.setattr(tune, "tuned", lambda *_, **__: verdict)
-    wanted = Wanted.of("auto", {"accumulation": 2, "device": "cpu"})
-    plan, told = tune.remembered_or_tuned(Loaded(a_task(), None, {}), wanted)
+    monkeypatch.setattr(tune, "tune_loaded", lambda *_, **__: verdict)
+    wanted = PlanRequest.from_value("auto", {"accumulation": 2, "device": "cpu"})
+    plan, told = tune.cached_or_tuned_plan(LoadedTask(a_task(), None, {}), wanted)
     assert plan == Plan(accumulation=2) and "accumulation=2" in told
 
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.core.plan_request import Wanted
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.records.race import Timing
 from hotloop.errors import TaskError
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.parity import proof
 from hotloop.plan import Plan
-from hotloop.task_file import Loaded
+from hotloop.task_file import LoadedTask
 from hotloop.tuning import tune
-from hotloop.tuning.auto.auto import known
+from hotloop.tuning.auto.auto import feasibility_facts
 from hotloop.tuning.search import program_pool as held
 from hotloop.tuning.search import search as module
-from hotloop.tuning.search.budget import Budget, hopeless
+from hotloop.tuning.search.budget import Budget, is_run_too_short
 from hotloop.tuning.search.findings import BASELINE
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
@@ -58,10 +58,10 @@ class Blind(Long):
         return super().timing(entrant, steps).model_copy(update={"verdict": None})
 
 
-def with_long_steps(patch: pytest.MonkeyPatch, races: Long, **given: Any) -> module.Search:
+def with_long_steps(patch: pytest.MonkeyPatch, races: Long, **given: Any) -> module.PlanSearch:
     races.longer = LONG_S * 1e3 / STEP_MS
     found = searching(patch, races, **given)
-    patch.setattr(module.Runner, "glance", lambda self, seconds: (LONG_S, 0.0))
+    patch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (LONG_S, 0.0))
     return found
 
 
@@ -98,7 +98,7 @@ def test_a_time_limit_is_kept_to_with_long_steps(monkeypatch: pytest.MonkeyPatch
 def test_nothing_is_compiled_that_no_race_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Long()
     search = with_long_steps(monkeypatch, races, steps=1_000, time_limit_s=5.0, compiler=True)
-    monkeypatch.setattr(module, "makeup", lambda program: None)
+    monkeypatch.setattr(module, "profile_step", lambda program: None)
     assert search.run() == BASELINE
     assert not any("compile" in name for name in races.raced)
     assert search.notes == ["a time limit of 5 s is too short to tell any plan from the baseline; give it more"]
@@ -128,11 +128,11 @@ def test_nothing_is_begun_that_takes_longer_than_what_is_left_until_a_run_is_to_
     monkeypatch.setattr("hotloop.core.processes.deadline.time", SimpleNamespace(monotonic=lambda: 100.0))
     lowered = held.lower
     monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
-    monkeypatch.setattr(module, "makeup", lambda program: HALF)
-    races, deadline = Long(optimizer__fused=speed, compile__package=2.0), Deadline.before(100.0 + 3 * left_s)
+    monkeypatch.setattr(module, "profile_step", lambda program: HALF)
+    races, deadline = Long(optimizer__fused=speed, compile__package=2.0), Deadline.minus(100.0 + 3 * left_s)
     search = searching(monkeypatch, races, compiler=True, deadline=deadline, task=family("mlp"))
     assert search.run() == winner
-    assert deadline.met is bool(says) and any(says in note for note in [*search.notes, ""])
+    assert deadline.is_met is bool(says) and any(says in note for note in [*search.notes, ""])
     assert all(seconds <= max(left_s - 2.5, 0.2) for _, seconds in races.each)
 
 
@@ -153,24 +153,24 @@ def test_a_proof_is_not_begun_that_takes_longer_than_what_is_left(monkeypatch: p
 def test_it_is_said_where_a_run_that_is_to_stop_leaves_too_little_for_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotloop.core.processes.deadline.time", SimpleNamespace(monotonic=lambda: 0.0))
     least = Budget.of(0.01, None, None)
-    deadline = Deadline(least.tells_s() + least.proof_s + 0.001)
+    deadline = Deadline(least.min_race_s() + least.proof_s + 0.001)
     search = searching(monkeypatch, Long(), deadline=deadline, task=family("mlp"))
     assert search.run() == BASELINE
     assert "until stop-after" in search.notes[-1] and "too little to tell any plan" in search.notes[-1]
 
 
 def test_how_many_plans_a_race_has_time_for() -> None:
-    assert hopeless(500) and not hopeless(5_000) and not hopeless(None)
-    assert Budget.of(LONG_S, 600, None).plans_at_first(7) < Budget.of(LONG_S, 11_730, None).plans_at_first(7) == 7
-    assert Budget.of(1e-3, 100_000, None).plans_at_first(12) == 12
-    assert Budget.of(LONG_S, 600, 1.0).plans_at_first(7) == 0  # not even for one
-    assert Budget.of(LONG_S, 600, 8 * 2 * LONG_S).plans_at_first(7) == 1
+    assert is_run_too_short(500) and not is_run_too_short(5_000) and not is_run_too_short(None)
+    assert Budget.of(LONG_S, 600, None).max_first_plans(7) < Budget.of(LONG_S, 11_730, None).max_first_plans(7) == 7
+    assert Budget.of(1e-3, 100_000, None).max_first_plans(12) == 12
+    assert Budget.of(LONG_S, 600, 1.0).max_first_plans(7) == 0  # not even for one
+    assert Budget.of(LONG_S, 600, 8 * 2 * LONG_S).max_first_plans(7) == 1
 
 
 # ---------------------------------------------------------------- plans of several axes
 
 
-def really_racing(patch: pytest.MonkeyPatch, seconds: Callable[[Plan], float], **given: Any) -> module.Search:
+def really_racing(patch: pytest.MonkeyPatch, seconds: Callable[[Plan], float], **given: Any) -> module.PlanSearch:
     """A search with real races, in which a step takes so many seconds under a plan, by a clock alone."""
     as_it_is, real, now = EagerStep.__call__, module.measure, [0.0]
 
@@ -242,7 +242,7 @@ def test_a_plan_that_is_left_out_early_is_known_to_be_slower(
     assert search.run() == BASELINE
     rivals = [timing for timing in search.timings.values() if timing.name != BASELINE]
     assert rivals and all(one.left_out and one.verdict is None and one.windows == pairs for one in rivals)
-    assert search.told and not search.left_open and search.notes == []
+    assert search.has_results and not search.left_open and search.notes == []
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_plan_that_leaves_next_to_nothing_open_is_said_to(
     axes: dict[str, Any] | None, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As a run's own does, which names every axis."""
-    monkeypatch.setattr(module.Search, "run", lambda search: search._left("nothing is raced here"))
+    monkeypatch.setattr(module.PlanSearch, "run", lambda search: search._stop_searching("nothing is raced here"))
     given = Plan(device="cpu").with_axes(optimizer="fused")
     (tmp_path / "plan.toml").write_text(given.to_toml())
     plan = given if axes is None else Plan.read(tmp_path / "plan.toml").with_axes(**axes)
@@ -292,12 +292,14 @@ def test_where_nothing_can_be_proven_nothing_is_raced_and_the_rules_have_their_w
         verdict = hotloop.tune(task, device="cpu", time_limit=time_limit, progress=False)
         assert [timing.name for timing in verdict.plans] == [verdict.winner] == [BASELINE]
         assert verdict.left_open and "its data has an order of its own, so no plan can be proven" in verdict.notes[0]
-    plan, told = tune.remembered_or_tuned(Loaded(task, None, {}), Wanted.of("auto", {"device": "cpu"}))
+    plan, told = tune.cached_or_tuned_plan(
+        LoadedTask(task, None, {}), PlanRequest.from_value("auto", {"device": "cpu"})
+    )
     assert plan is None and "the plan is that of the rules, as without --tune" in told
 
 
 def test_nothing_is_raced_where_a_proof_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "room_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(proof, "free_memory_bytes", lambda device: 1 << 10)
     verdict = hotloop.tune(a_task(epochs=10_000), device="cpu", time_limit="1s", progress=False)
     assert [timing.name for timing in verdict.plans] == [verdict.winner] == [BASELINE] and verdict.left_open
     assert "a proof takes about" in verdict.notes[0] and "none was raced" in verdict.notes[0]
@@ -326,7 +328,7 @@ def test_a_look_that_fails_leaves_the_plan_uncompiled(monkeypatch: pytest.Monkey
     def raising(program: Any) -> None:
         raise RuntimeError("not to be looked at")
 
-    monkeypatch.setattr(module, "makeup", raising)
+    monkeypatch.setattr(module, "profile_step", raising)
     search = searching(monkeypatch, Races(optimizer__fused=1.3), steps=8_000, compiler=True)
     assert search.run() == "optimizer=fused"
 
@@ -339,10 +341,10 @@ def test_plans_race_in_groups_that_there_is_memory_for(monkeypatch: pytest.Monke
     races = Long(optimizer__fused=1.3, layout__channels_last=1.4)
     search = searching(monkeypatch, races, threads=4)
     held: list[int] = []
-    lowered = search.held.lowered
-    counted = lambda *given: (lowered(*given), held.append(len(search.held.programs)))[0]  # noqa: E731
-    monkeypatch.setattr(search.held, "lowered", counted)
-    monkeypatch.setattr(module, "plans_at_once", lambda facts, device: room)
+    lowered = search.pool.get_program
+    counted = lambda *given: (lowered(*given), held.append(len(search.pool.programs)))[0]  # noqa: E731
+    monkeypatch.setattr(search.pool, "get_program", counted)
+    monkeypatch.setattr(module, "max_programs_in_memory", lambda facts, device: room)
     assert set(search.run().split()) == {"optimizer=fused", "layout=channels_last"}
     assert max(plans for plans, _ in races.each) <= most
     assert max(held) <= most
@@ -350,7 +352,7 @@ def test_plans_race_in_groups_that_there_is_memory_for(monkeypatch: pytest.Monke
 
 def test_without_memory_for_a_second_plan_none_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
     search = searching(monkeypatch, Races(optimizer__fused=1.3))
-    monkeypatch.setattr(module, "plans_at_once", lambda facts, device: 0)
+    monkeypatch.setattr(module, "max_programs_in_memory", lambda facts, device: 0)
     assert search.run() == BASELINE
     assert any("no memory" in note and "optimizer=fused" in note for note in search.notes)
 
@@ -358,8 +360,8 @@ def test_without_memory_for_a_second_plan_none_is_raced(monkeypatch: pytest.Monk
 def test_a_large_model_leaves_room_for_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     from hotloop.tuning.search import program_pool as room
 
-    facts = known(a_task(), Plan())[0].model_copy(update={"parameters": 138_000_000})
-    monkeypatch.setattr(room, "room_bytes", lambda device: 16 << 30)
-    assert 1 <= room.plans_at_once(facts, "cpu") <= 3
-    assert room.plans_at_once(facts.model_copy(update={"parameters": 1_000}), "cpu") > 100
-    assert room.in_groups(list("abcde"), 2) == [["a", "d"], ["b", "e"], ["c"]]
+    facts = feasibility_facts(a_task(), Plan())[0].model_copy(update={"parameters": 138_000_000})
+    monkeypatch.setattr(room, "free_memory_bytes", lambda device: 16 << 30)
+    assert 1 <= room.max_programs_in_memory(facts, "cpu") <= 3
+    assert room.max_programs_in_memory(facts.model_copy(update={"parameters": 1_000}), "cpu") > 100
+    assert room.split_evenly(list("abcde"), 2) == [["a", "d"], ["b", "e"], ["c"]]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotloop.core.feasibility.forecast import Case, Rule, Violation
+from hotloop.core.feasibility.forecast import FeasibilityInput, Rule, Violation
 
 # --- compile
 
 
-def _compiler(case: Case) -> Iterator[Violation]:
+def _check_compiler(case: FeasibilityInput) -> Iterator[Violation]:
     if case.plan.compile != "none" and case.device.kind == "cpu" and case.hardware.compiler is None:
         reason = "compiling for the CPU needs a C++ compiler, and there is none"
         yield Violation(("compile",), reason, f"{case.hardware.compiler_remedy}, or use compile=none")
 
 
-def _compiled_step(case: Case) -> Iterator[Violation]:
+def _check_compiled_step(case: FeasibilityInput) -> Iterator[Violation]:
     """Excludes Tasks and axes that a compiled program can't represent."""
     plan, facts = case.plan, case.facts
     if plan.compile == "none":
@@ -36,18 +36,18 @@ def _compiled_step(case: Case) -> Iterator[Violation]:
 
 _KIND_NAMES = {"cpu": "the CPU", "cuda": "CUDA devices"}
 
-_REWRITES_OF = {"mm_by_onednn": "cpu", "draw_by_words": "cpu", "mm_as_sum": "cuda", "mm_in_parts": "cuda"}
+_REWRITES_BY_DEVICE = {"mm_by_onednn": "cpu", "draw_by_words": "cpu", "mm_as_sum": "cuda", "mm_in_parts": "cuda"}
 """Rewrites that are for one kind of device alone, by name."""
 
 
-def _rewritten(case: Case) -> Iterator[Violation]:
+def _check_rewrites(case: FeasibilityInput) -> Iterator[Violation]:
     plan = case.plan
     if plan.rewrites == "none":
         return
     if plan.compile == "none":
         reason = "it is a captured step that is rewritten"
         yield Violation(("rewrites", "compile"), reason, "use compile=step, or rewrites=none")
-    if plan.rewrites in _REWRITES_OF and case.device.kind != (kind := _REWRITES_OF[plan.rewrites]):
+    if plan.rewrites in _REWRITES_BY_DEVICE and case.device.kind != (kind := _REWRITES_BY_DEVICE[plan.rewrites]):
         yield Violation(("rewrites", "device"), f"{plan.rewrites} is for {_KIND_NAMES[kind]}", "use rewrites=none")
     elif case.device.kind not in _KIND_NAMES:
         reason = "what a CPU or CUDA runs faster has been measured nowhere else"
@@ -62,7 +62,7 @@ def _rewritten(case: Case) -> Iterator[Violation]:
 # --- graphs
 
 
-def _graphs(case: Case) -> Iterator[Violation]:
+def _check_cuda_graphs(case: FeasibilityInput) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.graphs == "none":
         return
@@ -84,4 +84,4 @@ def _graphs(case: Case) -> Iterator[Violation]:
         yield Violation(("graphs",), f"{facts.optimizer} calls the loss itself, as often as it likes", fix)
 
 
-RULES_OF_CAPTURED: tuple[Rule, ...] = (_compiler, _compiled_step, _rewritten, _graphs)
+CAPTURE_RULES: tuple[Rule, ...] = (_check_compiler, _check_compiled_step, _check_rewrites, _check_cuda_graphs)

@@ -29,7 +29,7 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class Case:
+class FeasibilityInput:
     """What a rule looks at; `device` is the plan's."""
 
     plan: Plan
@@ -38,11 +38,11 @@ class Case:
     device: Device
 
 
-Rule = Callable[[Case], Iterator[Violation]]
+Rule = Callable[[FeasibilityInput], Iterator[Violation]]
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class PlanForecast:
     """What a training under `auto` does, as far as that is known before it.
 
     Attributes:
@@ -50,15 +50,15 @@ class Foreseen:
         choice: what it runs, by the rules and by what races found, unless
         compiled: one of these, compiled or recorded, turns out to be faster, and is proven; if some timed steps say that
             trying it pays.
-        passed_over, left_open, refused, device: see `Considered`.
+        passed_over, left_open, refused, device: see `PlanOptions`.
     """
 
     remembered: Plan | None
-    choice: Choice
-    compiled: list[Choice]
+    choice: RankedPlan
+    compiled: list[RankedPlan]
     passed_over: list[str]
     left_open: list[str]
-    refused: list[Refused]
+    refused: list[InfeasibleValue]
     device: Device
 
     @property
@@ -68,7 +68,7 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
-class Refused:
+class InfeasibleValue:
     """A value of one axis that can't be run in a plan."""
 
     axis: str
@@ -77,7 +77,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RankedPlan:
     """A plan that can be run here, and a sentence for each thing that speaks for it."""
 
     plan: Plan

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotloop.core.feasibility.forecast import Case, Rule, Violation
-from hotloop.plan import BASELINE, OF_PARALLEL
+from hotloop.core.feasibility.forecast import FeasibilityInput, Rule, Violation
+from hotloop.plan import AXES_OF_PARALLEL, BASELINE
 
-JOINT = ("tensor", "stages")
+JOINT_MODES = ("tensor", "stages")
 """Whose ranks have a part of the model each, and compute each batch together."""
 
-_IN_STEP = ("data", "sharded", "towers", "local", *JOINT)
+_IN_STEP = ("data", "sharded", "towers", "local", *JOINT_MODES)
 """Whose ranks go through the batches together."""
 
-_ALONE = {
+_SINGLE_RANK_AXES = {
     "engine": "ranks share what autograd computes",
     "compile": "a compiled step has never been run by several ranks",
     "graphs": "a graph of a step that ranks share has never been recorded",
@@ -22,7 +22,7 @@ _ALONE = {
 """Why an axis is not for ranks that take each step together."""
 
 
-def _ranks(case: Case) -> Iterator[Violation]:
+def _check_rank_count(case: FeasibilityInput) -> Iterator[Violation]:
     plan = case.plan
     if plan.parallel == "none" and plan.ranks not in (None, 1):
         reason = "nothing says how the ranks share the training"
@@ -32,7 +32,7 @@ def _ranks(case: Case) -> Iterator[Violation]:
         yield Violation(("workforce", "parallel"), reason, "use parallel=data, or leave workforce out")
 
 
-_ONLY = {
+_SINGLE_MODE_AXES = {
     "local": "only the ranks of parallel=local average their weights",
     "stages": "only parallel=stages passes microbatches from rank to rank",
     "async": "only the workers of parallel=async are ever behind",
@@ -40,27 +40,27 @@ _ONLY = {
 """Why axes of one value of `parallel` say nothing of the others."""
 
 
-def _of_others(case: Case) -> Iterator[Violation]:
+def _check_axes_of_other_modes(case: FeasibilityInput) -> Iterator[Violation]:
     plan = case.plan
-    for parallel, reason in _ONLY.items():
-        for axis in OF_PARALLEL[parallel]:
+    for parallel, reason in _SINGLE_MODE_AXES.items():
+        for axis in AXES_OF_PARALLEL[parallel]:
             if plan.parallel != parallel and getattr(plan, axis) != getattr(BASELINE, axis):
                 yield Violation((axis, "parallel"), reason, f"leave {axis} out, or use parallel={parallel}")
 
 
-def _synchronous(case: Case) -> Iterator[Violation]:
+def _check_synchronous(case: FeasibilityInput) -> Iterator[Violation]:
     """What ranks that are in step can't do yet."""
     plan, facts = case.plan, case.facts
     if plan.parallel not in _IN_STEP:
         return
-    for axis, reason in _ALONE.items():
+    for axis, reason in _SINGLE_RANK_AXES.items():
         plain = getattr(BASELINE, axis)
         if getattr(plan, axis) != plain:
             yield Violation((axis, "parallel"), reason, f"use {axis}={plain}, or parallel=none")
     if facts.data == "Stream":
         reason = "the data is a stream with an order of its own, which ranks can't be sure to share"
         yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
-    if plan.ranks is not None and plan.ranks > facts.batch_size and plan.parallel not in JOINT:
+    if plan.ranks is not None and plan.ranks > facts.batch_size and plan.parallel not in JOINT_MODES:
         reason = f"a batch of {facts.batch_size} has no part for each of {plan.ranks} ranks"
         yield Violation(("ranks", "parallel"), reason, f"use at most ranks={facts.batch_size}")
     if case.device.kind not in ("cpu", "cuda"):
@@ -68,7 +68,7 @@ def _synchronous(case: Case) -> Iterator[Violation]:
         yield Violation(("parallel", "device"), reason, "use --device cpu, or parallel=none")
 
 
-def _updates(case: Case) -> Iterator[Violation]:
+def _check_updates(case: FeasibilityInput) -> Iterator[Violation]:
     """What only ranks that all update the same tensors can do."""
     plan, facts = case.plan, case.facts
     if plan.parallel not in ("towers", "local", "tensor"):
@@ -84,7 +84,7 @@ def _updates(case: Case) -> Iterator[Violation]:
         yield Violation(("optimizer", "parallel"), reason, "use optimizer=default")
 
 
-def _staged(case: Case) -> Iterator[Violation]:
+def _check_stages(case: FeasibilityInput) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.parallel != "stages":
         return
@@ -107,7 +107,7 @@ def _staged(case: Case) -> Iterator[Violation]:
 # --- asynchronous
 
 
-_WITH_THE_UPDATE = {
+_UPDATE_AXES = {
     "engine": "workers compute gradients by autograd",
     "compile": "the gradient is a worker's and the update the server's, and what is compiled holds both",
     "graphs": "the gradient is a worker's and the update the server's, and a graph holds both",
@@ -117,11 +117,11 @@ _WITH_THE_UPDATE = {
 """Why an axis is not for a parameter server and its workers."""
 
 
-def _asynchronous(case: Case) -> Iterator[Violation]:
+def _check_asynchronous(case: FeasibilityInput) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.parallel != "async":
         return
-    for axis, reason in _WITH_THE_UPDATE.items():
+    for axis, reason in _UPDATE_AXES.items():
         plain = getattr(BASELINE, axis)
         if getattr(plan, axis) not in (plain, 0):
             value = "none" if plain is None else plain
@@ -137,4 +137,11 @@ def _asynchronous(case: Case) -> Iterator[Violation]:
         yield Violation(("parallel",), reason, "use parallel=none, or another optimizer")
 
 
-RULES_OF_RANKS: tuple[Rule, ...] = (_ranks, _of_others, _synchronous, _updates, _staged, _asynchronous)
+RANK_RULES: tuple[Rule, ...] = (
+    _check_rank_count,
+    _check_axes_of_other_modes,
+    _check_synchronous,
+    _check_updates,
+    _check_stages,
+    _check_asynchronous,
+)

@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from hotloop.core.feasibility.captured_plans import RULES_OF_CAPTURED
-from hotloop.core.feasibility.forecast import Case, Refused, Rule, Violation
-from hotloop.core.feasibility.rank_plans import RULES_OF_RANKS
-from hotloop.core.format import digits
+from hotloop.core.feasibility.captured_plans import CAPTURE_RULES
+from hotloop.core.feasibility.forecast import FeasibilityInput, InfeasibleValue, Rule, Violation
+from hotloop.core.feasibility.rank_plans import RANK_RULES
+from hotloop.core.format import format_digits
 from hotloop.core.number_formats import REDUCED
 from hotloop.core.records.hardware import Device, Hardware
 from hotloop.core.records.training import TaskFacts
-from hotloop.errors import DeviceError, PlanError, RoomError
+from hotloop.errors import DeviceError, InsufficientMemoryError, PlanError
 from hotloop.plan import BASELINE, Plan
 
-_SHOWN = 3
+_MAX_SHOWN = 3
 """Violations named in an error, which is one line."""
 
 
 def violations(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[Violation]:
     """All that keeps the plan from being run for this Task on this machine; empty if nothing does."""
-    device = device_of(plan, hardware)
+    device = find_device(plan, hardware)
     if device is None:
-        return [_absent(plan, hardware)]
-    case = Case(plan, facts, hardware, device)
+        return [_missing_device(plan, hardware)]
+    case = FeasibilityInput(plan, facts, hardware, device)
     return [found for rule in RULES for found in rule(case)]
 
 
@@ -41,13 +41,13 @@ def check(plan: Plan, facts: TaskFacts, hardware: Hardware) -> None:
     found = violations(plan, facts, hardware)
     if found:
         passing = all(one.passing for one in found)
-        kind = DeviceError if found[0].axes == ("device",) else RoomError if passing else PlanError
-        shown = found[:_SHOWN]
-        reasons = [f"{settings(plan, one)} can't be run here: {one.reason}" for one in shown]
+        kind = DeviceError if found[0].axes == ("device",) else InsufficientMemoryError if passing else PlanError
+        shown = found[:_MAX_SHOWN]
+        reasons = [f"{describe_axes(plan, one)} can't be run here: {one.reason}" for one in shown]
         raise kind("; ".join(reasons), fix="; ".join(dict.fromkeys(one.fix for one in shown)))
 
 
-def settings(plan: Plan, violation: Violation) -> str:
+def describe_axes(plan: Plan, violation: Violation) -> str:
     """The values that a violation is about: `precision=fp16 with device=cpu`."""
     return " with ".join(f"{axis}={getattr(plan, axis)}" for axis in violation.axes)
 
@@ -58,14 +58,14 @@ def is_plain(plan: Plan) -> bool:
     return plan.with_axes(**{axis: getattr(BASELINE, axis) for axis in where}) == BASELINE
 
 
-def refused(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[Refused]:
+def infeasible_values(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[InfeasibleValue]:
     """The values of each axis that can't be run where all other axes are as in `plan`."""
     found = []
     for axis, values in _alternatives(hardware).items():
         for value in values:
             other = plan.with_axes(**{axis: value})
             about = [one for one in violations(other, facts, hardware) if axis in one.axes]
-            found += [Refused(axis, value, about[0])] if about else []
+            found += [InfeasibleValue(axis, value, about[0])] if about else []
     return found
 
 
@@ -80,17 +80,17 @@ def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
     return {"device": missing, **named, "rewrites": ("all",), "graphs": ("step", 8), "accumulation": (2,)}
 
 
-def device_of(plan: Plan, hardware: Hardware) -> Device | None:
+def find_device(plan: Plan, hardware: Hardware) -> Device | None:
     """The machine's device of the plan's name; `cuda` without a number is the first of its kind."""
-    return _named(plan.device, hardware)
+    return _find_by_name(plan.device, hardware)
 
 
-def _named(name: str, hardware: Hardware) -> Device | None:
+def _find_by_name(name: str, hardware: Hardware) -> Device | None:
     alike = (device for device in hardware.devices if name == device.kind)
     return hardware.device(name) or next(alike, None)
 
 
-def _absent(plan: Plan, hardware: Hardware) -> Violation:
+def _missing_device(plan: Plan, hardware: Hardware) -> Violation:
     names = ", ".join(device.name for device in hardware.devices)
     return Violation(("device",), f"this machine has {names}", f"use --device {hardware.devices[0].name}")
 
@@ -102,7 +102,7 @@ _THREADS_PER_CORE = 4
 _WORKERS_PER_CORE = 16
 
 
-def _crowded(case: Case) -> Iterator[Violation]:
+def _check_core_count(case: FeasibilityInput) -> Iterator[Violation]:
     """What would keep the whole machine from working, and not only this training."""
     cores = case.hardware.processor.logical_cores or case.hardware.processor.allowed_cores
     for axis, most, kind in (
@@ -135,7 +135,7 @@ _OF_TORCH = {
 """Why an axis is not for the arrays engine."""
 
 
-def _written_out(case: Case) -> Iterator[Violation]:
+def _check_arrays_engine(case: FeasibilityInput) -> Iterator[Violation]:
     plan, device = case.plan, case.device
     if plan.engine != "arrays":
         return
@@ -164,7 +164,7 @@ _IN_ONE_PLACE = {
 """Why an axis is not for modules on devices of their own."""
 
 
-def _apart(case: Case) -> Iterator[Violation]:
+def _check_placement(case: FeasibilityInput) -> Iterator[Violation]:
     plan, hardware = case.plan, case.hardware
     if plan.placement is None:
         return
@@ -174,7 +174,7 @@ def _apart(case: Case) -> Iterator[Violation]:
             yield Violation((axis, "placement"), reason, f"use {axis}={plain}, or placement=none")
     there = ", ".join(device.name for device in hardware.devices)
     for module, name in plan.placement.items():
-        if _named(name, hardware) is None:
+        if _find_by_name(name, hardware) is None:
             yield Violation(
                 ("placement",), f"there is no {name} for {module!r}: this machine has {there}", "use one of these"
             )
@@ -196,7 +196,7 @@ _IN_ONE_UPDATE = ("engine", "compile", "rewrites", "graphs", "accumulation", "pa
 """Axes whose steps compute all gradients before one update."""
 
 
-def _in_turns(case: Case) -> Iterator[Violation]:
+def _check_alternating_updates(case: FeasibilityInput) -> Iterator[Violation]:
     if not case.facts.optimizers:
         return
     names = ", ".join(map(repr, case.facts.optimizers))
@@ -213,24 +213,24 @@ def _in_turns(case: Case) -> Iterator[Violation]:
 # --- precision, layout
 
 
-def _arithmetic(case: Case) -> Iterator[Violation]:
+def _check_arithmetic(case: FeasibilityInput) -> Iterator[Violation]:
     """Formats that the device has no instructions for."""
     plan, device, axes = case.plan, case.device, ("precision", "device")
     fix = "use precision=default or precision=fp32"
     if plan.precision == "fp16" and device.kind == "cpu":
         yield Violation(axes, "on a CPU there is no loss scaling, and no fp16 arithmetic that would be faster", fix)
     elif plan.precision in REDUCED and plan.precision not in device.precisions:
-        yield Violation(axes, _LACKING[plan.precision].format(device=device.name), fix)
+        yield Violation(axes, _MISSING_ARITHMETIC[plan.precision].format(device=device.name), fix)
 
 
-_LACKING = {
+_MISSING_ARITHMETIC = {
     "tf32": "{device} has no tf32 arithmetic, which GPUs of NVIDIA have from Ampere on",
     "bf16": "{device} has no bf16 instructions (a CPU: avx512_bf16, amx_bf16 or ARM's bf16), so it would only be slow",
     "fp16": "{device} has no fp16 arithmetic",
 }
 
 
-def _images(case: Case) -> Iterator[Violation]:
+def _check_image_layout(case: FeasibilityInput) -> Iterator[Violation]:
     if case.plan.layout == "channels_last" and not case.facts.images:
         reason = "no input and no parameter has the 4 or 5 dimensions of images"
         yield Violation(("layout",), reason, "use layout=contiguous")
@@ -239,7 +239,7 @@ def _images(case: Case) -> Iterator[Violation]:
 # --- data
 
 
-def _resident(case: Case) -> Iterator[Violation]:
+def _check_residency(case: FeasibilityInput) -> Iterator[Violation]:
     """Data that can't be read into memory, or has no room on the device."""
     residency, facts, free = case.plan.residency, case.facts, case.device.memory_free
     if residency != "stream" and facts.data == "Stream":
@@ -247,18 +247,18 @@ def _resident(case: Case) -> Iterator[Violation]:
         yield Violation(("residency",), reason, "use residency=stream, or give a map-style data set or arrays")
     wanted = (facts.data_bytes or 0) if residency == "device" and case.device.is_accelerator else 0
     if free is not None and wanted > free.value:
-        sizes = f"the data takes {_gib(wanted)} and {case.device.name} has {_gib(free.value)} free"
+        sizes = f"the data takes {_format_gib(wanted)} and {case.device.name} has {_format_gib(free.value)} free"
         yield Violation(("residency", "device"), sizes, "use residency=host", passing=True)
 
 
-def _gib(count: float) -> str:
-    return f"{digits(count / 2**30)} GiB"
+def _format_gib(count: float) -> str:
+    return f"{format_digits(count / 2**30)} GiB"
 
 
 # --- memory
 
 
-def _kept_memory(case: Case) -> Iterator[Violation]:
+def _check_allocator(case: FeasibilityInput) -> Iterator[Violation]:
     if case.plan.allocator == "keep" and case.hardware.allocator is None:
         reason = "only glibc can be told, which here isn't what allocates, or was told already by the environment"
         yield Violation(("allocator",), reason, "use allocator=default")
@@ -267,7 +267,7 @@ def _kept_memory(case: Case) -> Iterator[Violation]:
 # --- cudnn
 
 
-def _algorithms(case: Case) -> Iterator[Violation]:
+def _check_cudnn(case: FeasibilityInput) -> Iterator[Violation]:
     if case.plan.cudnn == "default":
         return
     fix = "use cudnn=default"
@@ -280,7 +280,7 @@ def _algorithms(case: Case) -> Iterator[Violation]:
 # --- update
 
 
-def _implementation(case: Case) -> Iterator[Violation]:
+def _check_optimizer(case: FeasibilityInput) -> Iterator[Violation]:
     wanted, facts = case.plan.optimizer, case.facts
     if wanted == "default" or wanted in facts.implementations:
         return
@@ -293,7 +293,7 @@ def _implementation(case: Case) -> Iterator[Violation]:
         yield Violation(("optimizer",), f"{reason}, and no other to choose from", "use optimizer=default")
 
 
-def _pieces(case: Case) -> Iterator[Violation]:
+def _check_accumulation(case: FeasibilityInput) -> Iterator[Violation]:
     pieces, facts = case.plan.accumulation, case.facts
     if pieces > facts.batch_size:
         reason = f"a batch of {facts.batch_size} can't be cut into {pieces} pieces"
@@ -304,22 +304,22 @@ def _pieces(case: Case) -> Iterator[Violation]:
 
 
 RULES: tuple[Rule, ...] = (
-    _crowded,
-    *RULES_OF_RANKS,
-    _written_out,
-    _apart,
-    _in_turns,
-    _arithmetic,
-    _images,
-    _resident,
-    *RULES_OF_CAPTURED,
-    _kept_memory,
-    _algorithms,
-    _implementation,
-    _pieces,
+    _check_core_count,
+    *RANK_RULES,
+    _check_arrays_engine,
+    _check_placement,
+    _check_alternating_updates,
+    _check_arithmetic,
+    _check_image_layout,
+    _check_residency,
+    *CAPTURE_RULES,
+    _check_allocator,
+    _check_cudnn,
+    _check_optimizer,
+    _check_accumulation,
 )
 
 
-def read_again(facts: TaskFacts) -> bool:
+def read_stored_plan(facts: TaskFacts) -> bool:
     """Whether samples are loaded more than once; data of one epoch is better loaded while training goes on."""
     return facts.steps is None or facts.batches is None or facts.steps > facts.batches

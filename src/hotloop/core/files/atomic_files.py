@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from hotloop.errors import DiskError, RunError, shortened
+from hotloop.errors import DiskError, RunError, shorten
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-_KINDS = {
+_FILE_KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -33,16 +33,16 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         OSError: the file isn't there, or the system refuses.
     """
     if path.is_symlink() and not os.path.exists(path):  # opening would create what it leads to
-        raise _no_file(path, "a link to nothing")
+        raise _not_a_file_error(path, "a link to nothing")
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if path.exists() and (what := _kind_of(os.stat(path).st_mode)) is not None:
-            raise _no_file(path, what) from error
+            raise _not_a_file_error(path, what) from error
         raise
     if (what := _kind_of(os.fstat(descriptor).st_mode)) is not None:
         os.close(descriptor)
-        raise _no_file(path, what)
+        raise _not_a_file_error(path, what)
     return descriptor
 
 
@@ -68,7 +68,7 @@ def append(path: Path, content: bytes) -> None:
         DiskError: the disk is full.
         RunError: something else is there, or the system refuses.
     """
-    with explained(path), open(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+") as file:
+    with translate_write_errors(path), open(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             content = content if file.read(1) == b"\n" else b"\n" + content
@@ -79,15 +79,15 @@ def append(path: Path, content: bytes) -> None:
 
 def _kind_of(mode: int) -> str | None:
     """What a path is that is no regular file; None for one."""
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
+    return None if stat.S_ISREG(mode) else _FILE_KINDS.get(stat.S_IFMT(mode), "no file")
 
 
-def _no_file(path: Path, what: str) -> RunError:
+def _not_a_file_error(path: Path, what: str) -> RunError:
     return RunError(f"{path} is {what}", expected="a file", fix="remove it, or put the file back")
 
 
 @contextmanager
-def explained(path: Path, option: str | None = None) -> Iterator[None]:
+def translate_write_errors(path: Path, option: str | None = None) -> Iterator[None]:
     """Turns the operating system's refusal to write below `path` into one clear line.
 
     Args:
@@ -99,7 +99,7 @@ def explained(path: Path, option: str | None = None) -> Iterator[None]:
         if error.errno == errno.ENAMETOOLONG:
             name = max(path.absolute().parts, key=len)
             raise RunError(
-                f"the name {shortened(name)} is too long for the system",
+                f"the name {shorten(name)} is too long for the system",
                 expected="at most 255 bytes for each part of a path",
                 fix=f"choose a shorter one with {option or '--run'}",
             ) from error
@@ -129,7 +129,7 @@ def check_writable(path: Path, option: str) -> None:
     Raises:
         RunError: it can't be; `option` names another place.
     """
-    with explained(path, option):
+    with translate_write_errors(path, option):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         with tempfile.TemporaryFile(dir=_existing_parent(path.absolute().parent)):
@@ -167,7 +167,7 @@ def write_named(path: Path, write: Callable[[BinaryIO], Path], option: str | Non
         RunError: the folder can't be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with explained(path, option):
+    with translate_write_errors(path, option):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:

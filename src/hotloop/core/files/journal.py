@@ -20,7 +20,7 @@ from hotloop.errors import RunError
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
-class Event(BaseModel):
+class JournalEvent(BaseModel):
     """A line of the journal; each kind of event has further fields."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -29,13 +29,13 @@ class Event(BaseModel):
     time: float = 0.0
 
 
-class AtStep(Event):
+class StepEvent(JournalEvent):
     """The events `start`, `resume`, `stop` and `checkpoint`."""
 
     step: Count
 
 
-class Final(Event):
+class FinalEvent(JournalEvent):
     """The figures of the selected weights after training."""
 
     reason: str
@@ -53,11 +53,13 @@ class MetricsRow(BaseModel):
     step: Count
 
 
-EVENTS: dict[str, type[BaseModel]] = dict.fromkeys(("start", "resume", "stop", "checkpoint"), AtStep) | {"final": Final}
+EVENT_TYPES: dict[str, type[BaseModel]] = dict.fromkeys(("start", "resume", "stop", "checkpoint"), StepEvent) | {
+    "final": FinalEvent
+}
 
 
 @dataclass(frozen=True)
-class Lines:
+class JournalRows:
     """The lines of a file.
 
     Attributes:
@@ -67,40 +69,43 @@ class Lines:
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    bad: list[int] = field(default_factory=list)
+    bad_lines: list[int] = field(default_factory=list)
     problem: str = ""
 
     def damage(self, path: Path, instead: str) -> list[str]:
         """Returns a line for the user if lines are damaged; `instead` names the replacement."""
         if self.problem:
             return [f"{self.problem}: {instead}"]
-        if not self.bad:
+        if not self.bad_lines:
             return []
-        first, count = self.bad[0], len(self.bad)
+        first, count = self.bad_lines[0], len(self.bad_lines)
         return [
             f"{path} is damaged in {f'line {first}' if count == 1 else f'{count} lines from line {first} on'}: {instead}"
         ]
 
 
-def read_events(path: Path) -> Lines:
+def read_events(path: Path) -> JournalRows:
     """Returns the journal's events; an incomplete line, which a kill leaves at a process's end, is no damage."""
-    return _read(path, lambda row: EVENTS.get(row["event"], Event) if isinstance(row.get("event"), str) else Event)
+    return _read_rows(
+        path,
+        lambda row: EVENT_TYPES.get(row["event"], JournalEvent) if isinstance(row.get("event"), str) else JournalEvent,
+    )
 
 
-def read_metrics(path: Path) -> Lines:
-    return _read(path, lambda row: MetricsRow)
+def read_metrics(path: Path) -> JournalRows:
+    return _read_rows(path, lambda row: MetricsRow)
 
 
-def _read(path: Path, schema: Any) -> Lines:
+def _read_rows(path: Path, schema: Any) -> JournalRows:
     try:
         content = read_regular(path)
     except RunError as error:
-        return Lines(problem=error.given)
+        return JournalRows(problem=error.given)
     rows, bad = [], []
     for number, line in enumerate((content or b"").split(b"\n"), 1):
         if not line.strip():
             continue
-        row = _parsed(line)
+        row = _parse_row(line)
         try:
             if row is None:
                 raise ValueError
@@ -109,10 +114,10 @@ def _read(path: Path, schema: Any) -> Lines:
         except ValueError:  # ValidationError is a ValueError
             if not _is_incomplete(line):
                 bad.append(number)
-    return Lines(rows, bad)
+    return JournalRows(rows, bad)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

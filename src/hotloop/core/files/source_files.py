@@ -20,11 +20,11 @@ from typing import Any
 
 from hotloop.errors import TaskError
 
-_BY_VERSION = ("hotloop", "torch", *sys.stdlib_module_names)
+_VERSION_PATTERN = ("hotloop", "torch", *sys.stdlib_module_names)
 """Packages that count by their versions, wherever they lie."""
 
 
-def split(reference: str) -> tuple[str, str]:
+def split_reference(reference: str) -> tuple[str, str]:
     """`(file or module, name)` of what a user typed; the colon of `C:\\task.py` belongs to the file."""
     where, colon, attribute = reference.rpartition(":")
     if not colon or "/" in attribute or "\\" in attribute or attribute.endswith(".py"):
@@ -32,7 +32,7 @@ def split(reference: str) -> tuple[str, str]:
     return where, attribute or "task"
 
 
-def file_named(where: str) -> Path | None:
+def file_of_reference(where: str) -> Path | None:
     """The file that a reference names; None if it names a module.
 
     Raises:
@@ -48,7 +48,7 @@ def file_named(where: str) -> Path | None:
     return path
 
 
-def holds_task(path: Path, name: str) -> bool:
+def defines_task(path: Path, name: str) -> bool:
     """Whether a file defines a Task of that name, as far as its text tells; it isn't run.
 
     A file that hotloop reads Tasks from imports hotloop, and has at its top level a function or a call's result of that
@@ -57,10 +57,10 @@ def holds_task(path: Path, name: str) -> bool:
     Raises:
         TaskError: it can't be read.
     """
-    return _holds(path, name, set())
+    return _defines_task(path, name, set())
 
 
-def _holds(path: Path, name: str, seen: set[tuple[Path, str]]) -> bool:
+def _defines_task(path: Path, name: str, seen: set[tuple[Path, str]]) -> bool:
     if (path, name) in seen:
         return False
     seen.add((path, name))
@@ -70,18 +70,20 @@ def _holds(path: Path, name: str, seen: set[tuple[Path, str]]) -> bool:
         return False  # whoever runs it says what is wrong with it
     except OSError as error:
         raise TaskError(f"{path} can't be read ({error.strerror})", fix="check the path") from error
-    ours = any(name.partition(".")[0] == "hotloop" for name in _imported(tree, ""))
-    for statement in _top_level(tree.body):
+    ours = any(name.partition(".")[0] == "hotloop" for name in _imported_modules(tree, ""))
+    for statement in _top_level_statements(tree.body):
         if isinstance(statement, ast.ImportFrom):
             names = [alias.name for alias in statement.names if (alias.asname or alias.name) == name]
-            if names and (ours or any(_holds(file, names[0], seen) for file in _files_of(statement, path))):
+            if names and (
+                ours or any(_defines_task(file, names[0], seen) for file in _candidate_files(statement, path))
+            ):
                 return True
-        elif ours and _defines(statement, name):
+        elif ours and _defines_name(statement, name):
             return True
     return False
 
 
-def _files_of(statement: ast.ImportFrom, path: Path) -> list[Path]:
+def _candidate_files(statement: ast.ImportFrom, path: Path) -> list[Path]:
     """The files beside a file, or below the working directory, that it may import from."""
     start = path.absolute().parents[max(0, statement.level - 1)]
     stem = (statement.module or "").replace(".", "/")
@@ -90,17 +92,17 @@ def _files_of(statement: ast.ImportFrom, path: Path) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def _top_level(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+def _top_level_statements(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
     """What runs when a file is imported; not what stands under `if __name__ == "__main__"`."""
     for statement in statements:
         yield statement
         if (isinstance(statement, ast.If) and "__main__" not in ast.dump(statement.test)) or isinstance(
             statement, ast.Try
         ):
-            yield from _top_level([*statement.body, *statement.orelse])
+            yield from _top_level_statements([*statement.body, *statement.orelse])
 
 
-def _defines(statement: ast.stmt, name: str) -> bool:
+def _defines_name(statement: ast.stmt, name: str) -> bool:
     if isinstance(statement, ast.FunctionDef):
         return statement.name == name
     if isinstance(statement, ast.Assign | ast.AnnAssign):
@@ -110,7 +112,7 @@ def _defines(statement: ast.stmt, name: str) -> bool:
     return False
 
 
-def digest_of(files: Mapping[str, bytes]) -> str:
+def source_digest(files: Mapping[str, bytes]) -> str:
     """SHA-256 over names and contents."""
     total = hashlib.sha256()
     for name in sorted(files):
@@ -120,15 +122,15 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 def imported_packages(files: Mapping[str, bytes]) -> set[str]:
     """Names of the packages and modules, local ones too, that a Task's files may import."""
-    return {name.partition(".")[0] for content in files.values() for name in _names_in(content, "")} - {""}
+    return {name.partition(".")[0] for content in files.values() for name in _imports_of_file(content, "")} - {""}
 
 
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of those that are installed and say one; Python's own and local ones say none."""
-    return {name: said for name in sorted(packages) if (said := _version(name)) is not None}
+    return {name: said for name in sorted(packages) if (said := _installed_version(name)) is not None}
 
 
-def _version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     if package in sys.stdlib_module_names:
         return None
     try:
@@ -143,7 +145,7 @@ def module_name(path: Path) -> str:
     return f"_{path.stem}_task" if is_taken(path.stem) else path.stem
 
 
-def package_around(path: Path) -> str:
+def enclosing_package(path: Path) -> str:
     """The dotted package of a file that imports relatively, as `from .net import build` does; empty for other files.
 
     The package is made of the folders above the file with an `__init__.py`, and of as many as its imports go up.
@@ -189,16 +191,16 @@ def local_sources(module: ModuleType, root: Path) -> dict[str, bytes]:
             continue
         files[relative] = path.read_bytes()
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        others = _names_in(files[relative], package) | _prefixes(name)
-        waiting += [(other, found) for other in others if (found := _local_file(other, root)) is not None]
+        others = _imports_of_file(files[relative], package) | _package_prefixes(name)
+        waiting += [(other, found) for other in others if (found := _file_below(other, root)) is not None]
     return files
 
 
-_MANY = 300
+_MAX_FILES = 300
 """Files of code that isn't installed."""
 
 
-def sources_elsewhere(files: Mapping[str, bytes], also: Iterable[str] = ()) -> dict[str, bytes]:
+def external_sources(files: Mapping[str, bytes], also: Iterable[str] = ()) -> dict[str, bytes]:
     """Module -> content of what `files` import, now or later, directly or not, that is neither among them nor installed.
 
     So it is with a package installed to be edited, or found by PYTHONPATH: its code changes and its version doesn't. Of many
@@ -210,25 +212,25 @@ def sources_elsewhere(files: Mapping[str, bytes], also: Iterable[str] = ()) -> d
     """
     found: dict[str, bytes] = {}
     seen = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
-    waiting = [prefix for name in sorted(also) for prefix in sorted(_prefixes(name))]
+    waiting = [prefix for name in sorted(also) for prefix in sorted(_package_prefixes(name))]
     for path, content in sorted(files.items()):
-        waiting += sorted(_names_in(content, ".".join(path.split("/")[:-1])))
+        waiting += sorted(_imports_of_file(content, ".".join(path.split("/")[:-1])))
     while waiting:
         name = waiting.pop()
-        spec = None if name in seen else _spec(name)
+        spec = None if name in seen else _find_spec(name)
         seen.add(name)
         if spec is None or not spec.has_location or spec.origin is None or is_installed(spec.origin):
             continue
-        if (text := _content(spec)) is None:
+        if (text := _module_content(spec)) is None:
             continue
         found[name] = text
         package = name.rpartition(".")[0] if spec.submodule_search_locations is None else name
         if spec.origin.endswith(".py"):
-            waiting += sorted(_names_in(text, package, late=len(found) < _MANY))
+            waiting += sorted(_imports_of_file(text, package, late=len(found) < _MAX_FILES))
     return found
 
 
-def _content(spec: ModuleSpec) -> bytes | None:
+def _module_content(spec: ModuleSpec) -> bytes | None:
     """Of a module's file, which may lie in an archive; None where it can't be read."""
     try:
         with suppress(AttributeError):
@@ -238,15 +240,15 @@ def _content(spec: ModuleSpec) -> bytes | None:
         return None
 
 
-def _spec(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     """What importing a module would take, without importing it or its parents."""
     parent = name.rpartition(".")[0]
-    if name.partition(".")[0] in _BY_VERSION:
+    if name.partition(".")[0] in _VERSION_PATTERN:
         return None
     try:
         if not parent:
             return importlib.util.find_spec(name)
-        above = _spec(parent)
+        above = _find_spec(parent)
         folders = None if above is None else above.submodule_search_locations
         return None if folders is None else PathFinder.find_spec(name, folders)
     except Exception:  # other people's finders may raise anything; a module put together by hand has no spec
@@ -254,37 +256,37 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 @cache  # by content: a Task is looked at several times in one run
-def _names_in(content: bytes, package: str, late: bool = True) -> frozenset[str]:
-    """`_imported` of a file's text; nothing where Python met an error in it and went on without it, or never will."""
+def _imports_of_file(content: bytes, package: str, late: bool = True) -> frozenset[str]:
+    """`_imported_modules` of a file's text; nothing where Python met an error in it and went on without it, or never will."""
     try:
-        return frozenset(_imported(ast.parse(content), package, late))
+        return frozenset(_imported_modules(ast.parse(content), package, late))
     except (SyntaxError, ValueError, RecursionError):
         return frozenset()
 
 
-def _nodes(tree: ast.AST, late: bool) -> Iterator[ast.AST]:
+def _ast_nodes(tree: ast.AST, late: bool) -> Iterator[ast.AST]:
     """All nodes, or those that run when the file is imported."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
         yield node
         if late or not (
-            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _for_types_alone(node)
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_type_checking(node)
         ):
             waiting += ast.iter_child_nodes(node)
 
 
-def _for_types_alone(node: ast.AST) -> bool:
+def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in (
         getattr(node.test, "id", ""),
         getattr(node.test, "attr", ""),
     )
 
 
-def _imported(tree: ast.Module, package: str, late: bool = True) -> set[str]:
+def _imported_modules(tree: ast.Module, package: str, late: bool = True) -> set[str]:
     """Names of the modules that a file of `package` may import."""
     names: set[str] = set()
-    for node in _nodes(tree, late):
+    for node in _ast_nodes(tree, late):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -292,25 +294,25 @@ def _imported(tree: ast.Module, package: str, late: bool = True) -> set[str]:
             base = parents[: len(parents) - node.level + 1] if node.level else []
             start = ".".join([*base, node.module] if node.module else base)
             names |= {start} | {f"{start}.{alias.name}" for alias in node.names}
-    return {prefix for name in names for prefix in _prefixes(name)}
+    return {prefix for name in names for prefix in _package_prefixes(name)}
 
 
-def _prefixes(name: str) -> set[str]:
+def _package_prefixes(name: str) -> set[str]:
     """`a`, `a.b` and `a.b.c` of `a.b.c`."""
     parts = name.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
 
-def _local_file(name: str, root: Path) -> Path | None:
+def _file_below(name: str, root: Path) -> Path | None:
     """The file below `root` of a module that is loaded, or that would be if it were imported now."""
     module = sys.modules.get(name)
     if module is not None:
-        return _file_of(module) if _is_below(module, root) else None
+        return _code_file(module) if _is_below(module, root) else None
     stem = root / name.replace(".", "/")
     return next((path for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")) if path.is_file()), None)
 
 
-def _file_of(module: ModuleType) -> Path | None:
+def _code_file(module: ModuleType) -> Path | None:
     """Where a module's code lies, whatever its `__file__` says."""
     spec = getattr(module, "__spec__", None)
     file = getattr(spec, "origin", None) or getattr(module, "__file__", None)
@@ -318,13 +320,13 @@ def _file_of(module: ModuleType) -> Path | None:
 
 
 def _is_below(module: ModuleType, root: Path) -> bool:
-    path = _file_of(module)
+    path = _code_file(module)
     if path is None or is_installed(str(path)) or path.is_relative_to(Path(__file__).resolve().parents[2]):
         return False
     return path.is_relative_to(root)
 
 
-class _Copy(SourceFileLoader):
+class _CopyLoader(SourceFileLoader):
     """Loads a copy of a file; while it runs and after, its `__file__` is the original's, beside which its data lies."""
 
     def __init__(self, name: str, path: Path, original: Path) -> None:
@@ -343,7 +345,7 @@ class _Copy(SourceFileLoader):
 
 
 @dataclass(frozen=True, eq=False)
-class Copies(MetaPathFinder):
+class SourceCopies(MetaPathFinder):
     """Finds modules among a run's copies, before any of the same names elsewhere.
 
     Attributes:
@@ -362,7 +364,7 @@ class Copies(MetaPathFinder):
 
     def spec(self, name: str, file: str) -> ModuleSpec:
         """What importing `file` as module `name` takes."""
-        loader = _Copy(name, self.folder / file, self.origin / file)
+        loader = _CopyLoader(name, self.folder / file, self.origin / file)
         spec = importlib.util.spec_from_file_location(name, self.folder / file, loader=loader)
         assert spec is not None
         return spec
@@ -379,8 +381,8 @@ class Copies(MetaPathFinder):
 
 
 def forget_copies() -> None:
-    """Undoes `Copies.install`, so that originals can be imported again."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Copies)]
+    """Undoes `SourceCopies.install`, so that originals can be imported again."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SourceCopies)]
     for name, module in list(sys.modules.items()):
-        if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Copy):
+        if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _CopyLoader):
             del sys.modules[name]

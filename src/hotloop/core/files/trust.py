@@ -16,11 +16,11 @@ from hotloop.core.files.user_folders import data_folder
 from hotloop.core.records.training import RunRecord
 from hotloop.errors import HotloopError, RunError
 
-TRUST = "HOTLOOP_TRUST"
+TRUST_VARIABLE = "HOTLOOP_TRUST"
 """Environment variable; 1 trusts all runs, for unattended resumes on replacement machines."""
 
 
-def id_of(record: RunRecord) -> str:
+def run_id(record: RunRecord) -> str:
     """Returns a run's id; for runs of older versions without ids, a hash of the name and the creation time."""
     if record.id:
         return record.id
@@ -28,7 +28,7 @@ def id_of(record: RunRecord) -> str:
     return hashlib.sha256(started.encode(errors="replace")).hexdigest()
 
 
-def allow(record: RunRecord, path: Path, asked: bool, say: Callable[[str], None]) -> None:
+def require_trust(record: RunRecord, path: Path, asked: bool, say: Callable[[str], None]) -> None:
     """Checks that a run's code may run.
 
     Args:
@@ -40,17 +40,17 @@ def allow(record: RunRecord, path: Path, asked: bool, say: Callable[[str], None]
     if not asked:
         check_trusted(record, path)
         return
-    for note in trust(record, path):
+    for note in store_trust(record, path):
         say(note)
 
 
-def trust(record: RunRecord, path: Path) -> list[str]:
+def store_trust(record: RunRecord, path: Path) -> list[str]:
     """Stores that a run is trusted; returns a line for the user if storing fails.
 
     Args:
         path: the run's folder, which the stored file names for its readers.
     """
-    stored = _stored(record)
+    stored = _trust_file(record)
     if stored is None:
         return [f"the run can't be stored as yours, since you have no home folder: {_trust_hint()}"]
     try:
@@ -63,26 +63,26 @@ def trust(record: RunRecord, path: Path) -> list[str]:
 
 def check_trusted(record: RunRecord, path: Path) -> None:
     """Raises RunError if a run has code, and the user neither started the run nor trusts it."""
-    if record.source is None or os.environ.get(TRUST) == "1":
+    if record.source is None or os.environ.get(TRUST_VARIABLE) == "1":
         return
-    stored = _stored(record)
+    stored = _trust_file(record)
     if stored is None or not stored.is_file():
         age = "" if record.id else ", or by a version of hotloop that stored no ids"
         raise RunError(
             f"{path} is a foreign run: it was started by somebody else, on another machine{age},"
             f" and {path / 'source'} holds code that would run now",
             expected="a run that you started here, or one that you trust",
-            fix=f"read the code, then give --trust once; where nobody attends, set {TRUST}=1",
+            fix=f"read the code, then give --trust once; where nobody attends, set {TRUST_VARIABLE}=1",
         )
 
 
-def _stored(record: RunRecord) -> Path | None:
+def _trust_file(record: RunRecord) -> Path | None:
     """Returns the file that marks a run as trusted; its name includes the code's digest, so that changed code isn't trusted."""
     folder = data_folder()
     digest = record.source.digest if record.source else ""
-    name = hashlib.sha256(f"{id_of(record)}\n{digest}".encode(errors="replace")).hexdigest()
+    name = hashlib.sha256(f"{run_id(record)}\n{digest}".encode(errors="replace")).hexdigest()
     return None if folder is None else folder / "trusted" / name[:32]
 
 
 def _trust_hint() -> str:
-    return f"evaluate, predict, export and resume need --trust or {TRUST}=1"
+    return f"evaluate, predict, export and resume need --trust or {TRUST_VARIABLE}=1"

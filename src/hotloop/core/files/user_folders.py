@@ -13,16 +13,16 @@ import pooch
 
 def cache_folder() -> Path:
     """Returns the folder for cached measurements and packages; without a home, a folder in the temporary folder."""
-    folder = _absolute(lambda: pooch.os_cache("hotloop"))
-    return Path(tempfile.gettempdir()) / f"hotloop-{_number()}" if folder is None else folder
+    folder = _home_folder(lambda: pooch.os_cache("hotloop"))
+    return Path(tempfile.gettempdir()) / f"hotloop-{_owner_id()}" if folder is None else folder
 
 
 def data_folder() -> Path | None:
     """Returns the folder for data that a cleanup of caches must not remove; None without a home."""
-    return _absolute(lambda: platformdirs.user_data_dir("hotloop", appauthor=False))
+    return _home_folder(lambda: platformdirs.user_data_dir("hotloop", appauthor=False))
 
 
-def _absolute(find: Callable[[], str | Path]) -> Path | None:
+def _home_folder(find: Callable[[], str | Path]) -> Path | None:
     """Returns a folder in the user's home; None without a home, for which some versions of platformdirs raise an error."""
     try:
         folder = Path(find())
@@ -31,5 +31,5 @@ def _absolute(find: Callable[[], str | Path]) -> Path | None:
     return folder if folder.is_absolute() else None
 
 
-def _number() -> int:
+def _owner_id() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0

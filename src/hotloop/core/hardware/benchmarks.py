@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hotloop.core.hardware.machine import now
+from hotloop.core.hardware.machine import current_time
 from hotloop.core.records.hardware import Device, Figure, Speed, Unit
 
 METHOD = 2  # goes up when figures are measured differently, so that stored ones are no longer used
@@ -23,15 +23,15 @@ METHOD = 2  # goes up when figures are measured differently, so that stored ones
 CPU_WINDOW_S, ACCELERATOR_WINDOW_S = 0.0005, 0.01
 BUDGET_S = 0.5  # for one figure
 LONG_S = 0.005  # a matrix product of this time is large enough
-BUSY = (
+BUSY_NOTE = (
     "cpu: one thread was faster than {threads}, so other programs kept it busy and its true speed is higher: "
     "measure with --refresh when the machine is quiet"
 )
 
 
 def is_of_busy_machine(note: str) -> bool:
-    """Whether a note of `measure` says that other programs used the CPU meanwhile."""
-    return note.endswith(BUSY.rpartition("}")[2])
+    """Whether a note of `measure_speed` says that other programs used the CPU meanwhile."""
+    return note.endswith(BUSY_NOTE.rpartition("}")[2])
 
 
 DTYPES = {
@@ -44,23 +44,23 @@ DTYPES = {
 BANDWIDTH, LAUNCH, LINK = "memory bandwidth", "launch overhead", "host to device"
 
 
-def figures_of(device: Device) -> list[str]:
-    """Names of the figures that `measure` takes, in its order."""
+def figure_names(device: Device) -> list[str]:
+    """Names of the figures that `measure_speed` takes, in its order."""
     return [*device.precisions, BANDWIDTH, LAUNCH, *([LINK] if device.is_accelerator else [])]
 
 
-def measure(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[Speed, list[str]]:
+def measure_speed(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[Speed, list[str]]:
     """What the device achieves, and notes: on each figure that couldn't be taken, and on a busy CPU.
 
     Args:
         threads: of one operation on the CPU.
         tick: called with the name of each figure before it is taken.
     """
-    bench = Bench(device, threads)
+    bench = DeviceBenchmark(device, threads)
     figures: dict[str, Figure] = {}
     notes = []
-    with _undisturbed(device.kind, threads):
-        for name in figures_of(device):
+    with _without_autograd(device.kind, threads):
+        for name in figure_names(device):
             tick(name)
             try:
                 figures[name] = bench.figure(name)
@@ -68,7 +68,7 @@ def measure(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 notes.append(f"{device.name}: {name} couldn't be measured: {reason}")
         if bench.busy:
-            notes.append(BUSY.format(threads=threads))
+            notes.append(BUSY_NOTE.format(threads=threads))
         if device.is_accelerator:
             torch.get_device_module(device.kind).empty_cache()
     matrix = {name: figures[name] for name in device.precisions if name in figures}
@@ -82,7 +82,7 @@ def is_complete(device: Device, speed: Speed) -> bool:
 
 
 @contextmanager
-def _undisturbed(kind: str, threads: int) -> Iterator[None]:
+def _without_autograd(kind: str, threads: int) -> Iterator[None]:
     """No autograd, no autocast, the given number of threads; afterwards all is as it was."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -94,7 +94,7 @@ def _undisturbed(kind: str, threads: int) -> Iterator[None]:
 
 
 @contextmanager
-def _float32_products(kind: str) -> Iterator[None]:
+def _float32_arithmetic(kind: str) -> Iterator[None]:
     """float32 matrix products in `ieee` arithmetic or in `tf32`, whatever the program has chosen."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
@@ -109,7 +109,7 @@ def _float32_products(kind: str) -> Iterator[None]:
                 backend.fp32_precision = precision
 
 
-class Clock:
+class BenchmarkClock:
     """Times work on one device, waiting for it where the device runs on its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class Clock:
             torch.accelerator.synchronize(self.device)
 
 
-class Bench:
+class DeviceBenchmark:
     """The figures of one device."""
 
     def __init__(self, device: Device, threads: int) -> None:
@@ -149,7 +149,7 @@ class Bench:
         # On a busy CPU one thread alone can be faster than several that wait for each other.
         self.teams = (threads, 1) if device.kind == "cpu" and threads > 1 else (threads,)
         self.busy = False
-        self.clock = Clock(self.device)
+        self.clock = BenchmarkClock(self.device)
         # Room for the tests' tensors. Where the free memory isn't known, small enough for any device.
         self.room_bytes = device.memory_free.value / 8 if device.memory_free else 2.0**27
 
@@ -164,11 +164,11 @@ class Bench:
 
     def matrix(self, precision: str) -> Figure:
         """FLOP/s of the product of two square matrices, of the best among growing sizes and torch's libraries for it."""
-        with _float32_products("tf32" if precision == "tf32" else "ieee"):
+        with _float32_arithmetic("tf32" if precision == "tf32" else "ieee"):
             rate, size, team, by = max(trial for team in self.teams for trial in self._products(precision, team))
         self.busy |= team != self.teams[0]
         threads = f", threads: {team}" if self.device.type == "cpu" else ""
-        return _measured(rate, "flop_per_s", f"product of two {size} x {size} matrices by {by}{threads}")
+        return _measured_figure(rate, "flop_per_s", f"product of two {size} x {size} matrices by {by}{threads}")
 
     def _products(self, precision: str, team: int) -> Iterator[tuple[float, int, int, str]]:
         """(FLOP/s, size, threads, library) of growing products, until the fastest takes long or the memory ends."""
@@ -203,7 +203,9 @@ class Bench:
         source = torch.ones(count, dtype=torch.float32, device=self.device)
         target = torch.empty_like(source)
         seconds = self.clock.best(lambda: target.copy_(source))
-        return _measured(2 * source.nbytes / seconds, "bytes_per_s", f"copy of {_mib(source)} MiB, read and written")
+        return _measured_figure(
+            2 * source.nbytes / seconds, "bytes_per_s", f"copy of {_mebibytes(source)} MiB, read and written"
+        )
 
     def _numbers(self, most_bytes: float) -> int:
         """How many float32 numbers to copy; if the memory has no room even for a few, the copy fails."""
@@ -213,7 +215,7 @@ class Bench:
         """Microseconds per operation on a single number."""
         number = torch.zeros(1, dtype=torch.float32, device=self.device)
         seconds = self.clock.best(lambda: number.add_(1))
-        return _measured(seconds * 1e6, "us", "adding to a single number in place, many times in a row")
+        return _measured_figure(seconds * 1e6, "us", "adding to a single number in place, many times in a row")
 
     def link(self) -> Figure:
         """bytes/s from the host's memory; pinned memory where the device has a link of its own."""
@@ -223,12 +225,14 @@ class Bench:
         target = torch.empty(count, dtype=torch.float32, device=self.device)
         seconds = self.clock.best(lambda: target.copy_(host, non_blocking=pinned))
         kind = "pinned" if pinned else "ordinary"
-        return _measured(host.nbytes / seconds, "bytes_per_s", f"copy of {_mib(host)} MiB from {kind} memory")
+        return _measured_figure(
+            host.nbytes / seconds, "bytes_per_s", f"copy of {_mebibytes(host)} MiB from {kind} memory"
+        )
 
 
-def _mib(tensor: Tensor) -> str:
+def _mebibytes(tensor: Tensor) -> str:
     return f"{tensor.nbytes / 2**20:.0f}"
 
 
-def _measured(value: float, unit: Unit, how: str) -> Figure:
-    return Figure(value, unit, "measured", now(), how)
+def _measured_figure(value: float, unit: Unit, how: str) -> Figure:
+    return Figure(value, unit, "measured", current_time(), how)

@@ -12,9 +12,9 @@ from hotloop.plan import Plan
 
 ACCELERATORS = ("cuda", "mps", "xpu")
 
-_NAME = re.compile(r"(cpu|cuda|mps|xpu)(?::(0|[1-9]\d{0,3}))?")
+_DEVICE_NAME = re.compile(r"(cpu|cuda|mps|xpu)(?::(0|[1-9]\d{0,3}))?")
 
-_MEANT = {
+_MISNAMED = {
     "gpu": "cuda for a GPU of NVIDIA or AMD, mps for Apple's, xpu for Intel's",
     "nvidia": "cuda for a GPU of NVIDIA",
     "rocm": "cuda for a GPU of AMD too, as in torch",
@@ -27,7 +27,7 @@ _MEANT = {
 }
 
 
-def devices() -> list[str]:
+def device_names() -> list[str]:
     """Names of the devices that torch can compute on here, the CPU first: `cpu`, `cuda:0`, `mps`."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in ACCELERATORS:
@@ -49,44 +49,44 @@ def check_device(name: str | torch.device, option: str = "--device") -> torch.de
         DeviceError: there is no such device here, or hotloop can't train on it. No other takes its place.
     """
     given = str(name)
-    here = devices()
-    match = _NAME.fullmatch(given)
+    here = device_names()
+    match = _DEVICE_NAME.fullmatch(given)
     if match is None:
-        raise _unknown(given, here, option)
+        raise _unknown_device(given, here, option)
     kind, index = match.groups()
     if kind in ("cpu", "mps"):
         if kind not in here or index not in (None, "0"):
-            raise _absent(given, kind, here, option)
+            raise _absent_device(given, kind, here, option)
         return torch.device(kind)
     if not any(one.startswith(kind) for one in here):
-        raise _absent(given, kind, here, option)
+        raise _absent_device(given, kind, here, option)
     found = f"{kind}:{torch.accelerator.current_device_index() if index is None else index}"
     if found not in here:
-        raise _absent(given, kind, here, option)
+        raise _absent_device(given, kind, here, option)
     return torch.device(found)
 
 
-def _unknown(given: str, here: list[str], option: str) -> DeviceError:
-    expected, kind = _one_of(here), given.partition(":")[0].strip().lower()
-    advice = f"Use {option} {_best(here)}"
+def _unknown_device(given: str, here: list[str], option: str) -> DeviceError:
+    expected, kind = _join_names(here), given.partition(":")[0].strip().lower()
+    advice = f"Use {option} {_fastest_device(here)}"
     if kind in ("tpu", "xla"):
         return DeviceError(f"device {given!r} is a TPU, which hotloop can't train on", expected=expected, fix=advice)
     if kind == "meta":
         problem = f"device {given!r} holds shapes without numbers, so nothing can be trained on it"
         return DeviceError(problem, expected=expected, fix=advice)
-    if kind in _MEANT:
-        return DeviceError(f"device {given!r} has another name: {_MEANT[kind]}", expected=expected, fix=advice)
+    if kind in _MISNAMED:
+        return DeviceError(f"device {given!r} has another name: {_MISNAMED[kind]}", expected=expected, fix=advice)
     if close := get_close_matches(given.strip().lower(), [*here, *ACCELERATORS], n=1):
         advice = f"Did you mean {close[0]}?"
     return DeviceError(f"there is no device called {given!r}", expected=expected, fix=advice)
 
 
-def _absent(given: str, kind: str, here: list[str], option: str) -> DeviceError:
+def _absent_device(given: str, kind: str, here: list[str], option: str) -> DeviceError:
     alike = [one for one in here if one.startswith(kind)]
-    advice = f"Use {option} {alike[0] if alike else _best(here)}"
+    advice = f"Use {option} {alike[0] if alike else _fastest_device(here)}"
     if not alike:
         advice += f", or {_remedy(kind)}"
-    return DeviceError(f"device {given!r} isn't on this machine", expected=_one_of(here), fix=advice)
+    return DeviceError(f"device {given!r} isn't on this machine", expected=_join_names(here), fix=advice)
 
 
 def _remedy(kind: str) -> str:
@@ -103,16 +103,16 @@ def _remedy(kind: str) -> str:
     return "install a CUDA build of torch if there's an NVIDIA GPU"
 
 
-def _best(here: list[str]) -> str:
+def _fastest_device(here: list[str]) -> str:
     return here[1] if len(here) > 1 else here[0]
 
 
-def _one_of(here: list[str]) -> str:
+def _join_names(here: list[str]) -> str:
     return "one of: " + ", ".join(here)
 
 
-def placed(plan: Plan, device: str | None = None) -> Plan:
+def resolve_device(plan: Plan, device: str | None = None) -> Plan:
     """The plan on the device asked for, else on this machine's accelerator if there is one; DeviceError if it lacks the device."""
     if device is None and "device" not in plan.model_fields_set:
-        device = next((name for name in devices() if name != "cpu"), "cpu")
+        device = next((name for name in device_names() if name != "cpu"), "cpu")
     return plan.with_axes(device=str(check_device(plan.device if device is None else device)))

@@ -29,7 +29,7 @@ class CgroupLimits:
 
     cores: float | None = None
     memory_bytes: int | None = None
-    memory_room_bytes: int | None = None
+    free_bytes: int | None = None
 
 
 def cgroup_limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> CgroupLimits:
@@ -37,20 +37,20 @@ def cgroup_limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Cgroup
     cores: list[float] = []
     memory: list[int] = []
     room: list[int] = []
-    for controllers, folder in _groups(root, membership):
+    for controllers, folder in _control_groups(root, membership):
         if "cpu" in controllers:
-            cores += _cores(folder)
+            cores += _core_limits(folder)
         if "memory" in controllers:
-            limit, used = _memory(folder)
+            limit, used = _memory_limits(folder)
             memory += limit
             room += [max(0, limit[0] - used)] if limit else []
     return CgroupLimits(min(cores, default=None), min(memory, default=None), min(room, default=None))
 
 
-def _groups(root: Path, membership: Path) -> list[tuple[set[str], Path]]:
+def _control_groups(root: Path, membership: Path) -> list[tuple[set[str], Path]]:
     """Every control group that this process stands in, with the controllers that are set there."""
     found = []
-    for line in _text(membership).splitlines():
+    for line in _read_text(membership).splitlines():
         _, names, place = line.split(":", 2)
         controllers = set(names.split(",")) if names else {"cpu", "memory"}
         top = root / names if names else root
@@ -59,31 +59,31 @@ def _groups(root: Path, membership: Path) -> list[tuple[set[str], Path]]:
     return found
 
 
-def _cores(folder: Path) -> list[float]:
-    both = _text(folder / "cpu.max").split()
+def _core_limits(folder: Path) -> list[float]:
+    both = _read_text(folder / "cpu.max").split()
     quota, period = (
         both
         if len(both) == 2
         else (
-            _text(folder / "cpu.cfs_quota_us").strip(),
-            _text(folder / "cpu.cfs_period_us").strip(),
+            _read_text(folder / "cpu.cfs_quota_us").strip(),
+            _read_text(folder / "cpu.cfs_period_us").strip(),
         )
     )
     return [int(quota) / int(period)] if quota.isdigit() and period.isdigit() and int(period) else []
 
 
-def _memory(folder: Path) -> tuple[list[int], int]:
+def _memory_limits(folder: Path) -> tuple[list[int], int]:
     """The limit in bytes, if any, and the bytes that are used and can't be given up."""
-    limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
-    used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+    limit = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes")
+    used = _read_text(folder / "memory.current") or _read_text(folder / "memory.usage_in_bytes")
     if not (limit.strip().isdigit() and used.strip().isdigit()):
         return [], 0
-    kept = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+    kept = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines() if " " in line)
     cache = int(kept.get("total_inactive_file") or kept.get("inactive_file") or 0)
     return [int(limit)], max(0, int(used) - cache)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """The file's text; empty where the system has no such file, or doesn't let us read it."""
     try:
         return path.read_text(encoding="utf-8")
@@ -99,14 +99,14 @@ def allowed_cores() -> list[int]:
     return list(range(psutil.cpu_count() or 1))
 
 
-def physical_among(cores: list[int], topology: Path = TOPOLOGY) -> int | None:
+def physical_core_count(cores: list[int], topology: Path = TOPOLOGY) -> int | None:
     """How many physical cores stand behind these logical ones; None where the system doesn't tell."""
     if sys.platform == "darwin":
         return _performance_cores() or psutil.cpu_count(logical=False)
     places = {
         (
-            _text(topology / f"cpu{core}/topology/physical_package_id"),
-            _text(topology / f"cpu{core}/topology/core_id"),
+            _read_text(topology / f"cpu{core}/topology/physical_package_id"),
+            _read_text(topology / f"cpu{core}/topology/core_id"),
         )
         for core in cores
     }
@@ -118,7 +118,7 @@ def physical_among(cores: list[int], topology: Path = TOPOLOGY) -> int | None:
 
 def _performance_cores() -> int | None:
     """Fast cores of a Mac with Apple silicon: an operation waits for its slowest thread, on a slow core."""
-    number = told("sysctl", "-n", "hw.perflevel0.physicalcpu")
+    number = program_output("sysctl", "-n", "hw.perflevel0.physicalcpu")
     return int(number) if number and number.isdigit() else None
 
 
@@ -131,7 +131,7 @@ def sensible_threads(allowed: int, physical: int | None, quota: float | None) ->
     return max(1, min(bounds))
 
 
-def told(*command: str) -> str | None:
+def program_output(*command: str) -> str | None:
     """What a small program of the system prints; None if it isn't there, fails, or takes over 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, errors="replace")
@@ -143,7 +143,7 @@ def told(*command: str) -> str | None:
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
-def size(number: float) -> str:
+def format_binary_bytes(number: float) -> str:
     """`12.3 GiB`: bytes as one reads them."""
     power = 0
     while number >= 1024 and power < len(UNITS) - 1:
@@ -151,17 +151,17 @@ def size(number: float) -> str:
     return f"{number:.0f} bytes" if power == 0 else f"{number:.1f} {UNITS[power]}"
 
 
-def room_bytes(device: torch.device) -> int:
+def free_memory_bytes(device: torch.device) -> int:
     """Memory that this process could still get."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         free, _ = module.mem_get_info(device)
         return int(free + module.memory_reserved(device) - module.memory_allocated(device))
-    limits = (cgroup_limits().memory_room_bytes, _address_room())
+    limits = (cgroup_limits().free_bytes, _free_address_space())
     return min([psutil.virtual_memory().available, *(limit for limit in limits if limit is not None)])
 
 
-def _address_room() -> int | None:
+def _free_address_space() -> int | None:
     """What `ulimit -v` leaves; None without such a limit."""
     if sys.platform == "win32":
         return None

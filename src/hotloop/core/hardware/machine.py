@@ -18,19 +18,19 @@ from hotloop.core.hardware import limits
 from hotloop.core.records.hardware import PRECISIONS, Device, Figure, Processor
 
 # In the order shown; any other entry of torch's list is no vector or matrix extension.
-VECTORS = (
+VECTOR_INSTRUCTIONS = (
     *("sse4_2", "avx", "fma3", "avx2", "avx_vnni", "avx_vnni_int8", "avx_vnni_int16", "avx_ne_convert"),
     *("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("avx10_1", "avx10_2", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("neon", "dot", "fp16_arith", "i8mm", "bf16", "sve", "sve2", "sve_bf16", "sme", "sme2"),
 )
 
-BF16 = {"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"}
+BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"}
 
-FP16 = {"avx512_fp16", "amx_fp16", "fp16_arith"}
+FP16_INSTRUCTIONS = {"avx512_fp16", "amx_fp16", "fp16_arith"}
 
 
-def processor() -> Processor:
+def read_processor() -> Processor:
     """The CPU and how much of it this process may use."""
     told = torch.cpu.get_capabilities()
     allowed = limits.allowed_cores()
@@ -38,13 +38,13 @@ def processor() -> Processor:
     return Processor(
         model=_cpu_model(),
         architecture=platform.machine(),
-        vectors=tuple(name for name in VECTORS if told.get(name)),
+        vectors=tuple(name for name in VECTOR_INSTRUCTIONS if told.get(name)),
         kernels=torch.backends.cpu.get_cpu_capability(),
         physical_cores=psutil.cpu_count(logical=False),
         logical_cores=psutil.cpu_count(),
         allowed_cores=len(allowed),
         quota_cores=quota,
-        threads=limits.sensible_threads(len(allowed), limits.physical_among(allowed), quota),
+        threads=limits.sensible_threads(len(allowed), limits.physical_core_count(allowed), quota),
     )
 
 
@@ -52,14 +52,14 @@ def _cpu_model() -> str | None:
     return torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or None
 
 
-def describe(name: str, vectors: tuple[str, ...]) -> Device:
-    """A device of `hotloop.core.hardware.probe.devices()`, not measured. `vectors` are the CPU's extensions."""
+def describe_device(name: str, vectors: tuple[str, ...]) -> Device:
+    """A device of `hotloop.core.hardware.probe.device_names()`, not measured. `vectors` are the CPU's extensions."""
     kind, _, number = name.partition(":")
     index = int(number or 0)
     model, capability, precisions = _identity(kind, index, vectors)
-    total, free = _memory(kind, index)
+    total, free = _device_memory(kind, index)
     how = "what Metal recommends at most, of the memory shared with the CPU" if kind == "mps" else ""
-    return Device(name, kind, model, capability, precisions, _bytes(total, how), _bytes(free, how))
+    return Device(name, kind, model, capability, precisions, _byte_figure(total, how), _byte_figure(free, how))
 
 
 def _identity(kind: str, index: int, vectors: tuple[str, ...]) -> tuple[str | None, str | None, tuple[str, ...]]:
@@ -73,12 +73,12 @@ def _identity(kind: str, index: int, vectors: tuple[str, ...]) -> tuple[str | No
     return _cpu_model(), None, cpu_precisions(vectors)
 
 
-def free_memory(device: torch.device) -> int | None:
+def device_free_bytes(device: torch.device) -> int | None:
     """Free bytes of a device's memory, within the container's limits on a CPU; None where nobody says."""
-    return _memory(device.type, device.index or 0)[1]
+    return _device_memory(device.type, device.index or 0)[1]
 
 
-def _memory(kind: str, index: int) -> tuple[int | None, int | None]:
+def _device_memory(kind: str, index: int) -> tuple[int | None, int | None]:
     """Total and free bytes of a device; None where nobody says."""
     if kind == "cpu":
         return _host_memory()
@@ -92,11 +92,11 @@ def _memory(kind: str, index: int) -> tuple[int | None, int | None]:
     return total, free
 
 
-def _bytes(value: float | None, how: str = "") -> Figure | None:
-    return None if value is None else Figure(float(value), "bytes", "os", now(), how)
+def _byte_figure(value: float | None, how: str = "") -> Figure | None:
+    return None if value is None else Figure(float(value), "bytes", "os", current_time(), how)
 
 
-def now() -> str:
+def current_time() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -104,13 +104,17 @@ def _host_memory() -> tuple[int, int]:
     """Total and free bytes of the host's memory, within the container's limits."""
     memory, within = psutil.virtual_memory(), limits.cgroup_limits()
     total = min(memory.total, within.memory_bytes or memory.total)
-    room = memory.available if within.memory_room_bytes is None else within.memory_room_bytes
+    room = memory.available if within.free_bytes is None else within.free_bytes
     return total, min(memory.available, room)
 
 
 def cpu_precisions(vectors: tuple[str, ...]) -> tuple[str, ...]:
     """fp32 and fp64 anywhere; bf16 and fp16 only where the CPU has instructions, for emulation is slow."""
-    half = {"bf16": bool(BF16 & set(vectors)), "fp16": bool(FP16 & set(vectors)), "tf32": False}
+    half = {
+        "bf16": bool(BF16_INSTRUCTIONS & set(vectors)),
+        "fp16": bool(FP16_INSTRUCTIONS & set(vectors)),
+        "tf32": False,
+    }
     return tuple(precision for precision in PRECISIONS if half.get(precision, True))
 
 
@@ -140,7 +144,7 @@ def _xpu(index: int) -> tuple[str, None, tuple[str, ...]]:
 
 
 def _mps_model() -> str | None:
-    return limits.told("sysctl", "-n", "machdep.cpu.brand_string") or None
+    return limits.program_output("sysctl", "-n", "machdep.cpu.brand_string") or None
 
 
 def _mps_precisions() -> tuple[str, ...]:
@@ -148,7 +152,7 @@ def _mps_precisions() -> tuple[str, ...]:
     return ("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")
 
 
-def versions(driver: str | None) -> dict[str, str | None]:
+def library_versions(driver: str | None) -> dict[str, str | None]:
     """Versions of what the figures depend on; None where there is none."""
     return {
         "python": platform.python_version(),
@@ -161,32 +165,32 @@ def versions(driver: str | None) -> dict[str, str | None]:
     }
 
 
-def nvidia() -> tuple[list[str], str | None]:
+def nvidia_gpus() -> tuple[list[str], str | None]:
     """Models of the NVIDIA GPUs that the driver lists, and the driver's version; nothing without a driver."""
-    rows = limits.told("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    rows = limits.program_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     found = [line.rsplit(", ", 1) for line in (rows or "").splitlines() if ", " in line]
     return [model for model, _ in found], found[0][1] if found else None
 
 
-def compiler() -> str | None:
+def find_compiler() -> str | None:
     """Path of the C++ compiler that torch.compile would use on the CPU; None if there is none."""
     usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     path = shutil.which(os.environ.get("CXX") or usual)  # torch.compile reads CXX too
-    if path == "/usr/bin/clang++" and sys.platform == "darwin" and limits.told("xcode-select", "-p") is None:
+    if path == "/usr/bin/clang++" and sys.platform == "darwin" and limits.program_output("xcode-select", "-p") is None:
         return None  # a stand-in that only offers to install the real one
     return path
 
 
 def compiler_build() -> str | None:
     """The compiler's own file and when it was made (ns), which tells it from the next one without running it."""
-    path = compiler()
+    path = find_compiler()
     if path is None:
         return None
     file = os.path.realpath(path)
     return f"{file}, {os.stat(file).st_mtime_ns}"
 
 
-def system() -> str:
+def operating_system() -> str:
     return f"{platform.system()} {platform.release()}"
 
 
@@ -196,14 +200,14 @@ _SET_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_
 """Variables of the environment by which a user has told glibc already."""
 
 
-def in_use() -> str | None:
+def active_allocator() -> str | None:
     """`glibc`, where a program may tell it what to keep; None for any other, or where the environment has told it."""
     told = any(map(os.environ.get, _SET_BY)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    return GLIBC if _is_glibcs() and not told else None
+    return GLIBC if _is_glibc_malloc() and not told else None
 
 
 @cache
-def _is_glibcs() -> bool:
+def _is_glibc_malloc() -> bool:
     """Whether glibc's own `malloc` is the one in use: jemalloc and tcmalloc take its place where they are preloaded."""
     if not sys.platform.startswith("linux"):
         return False

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hotloop.core.hardware import benchmarks, machine, speed_cache
-from hotloop.core.hardware.devices import check_device, devices
+from hotloop.core.hardware.devices import check_device, device_names
 from hotloop.core.records.hardware import Device, Hardware, Speed
 
-__all__ = ["Progress", "check_device", "devices", "here", "probe"]
+__all__ = ["ProbeProgress", "check_device", "device_names", "measure_hardware", "probe_hardware"]
 
-Progress = Callable[[str, int, int], None]
+ProbeProgress = Callable[[str, int, int], None]
 """Called with what is measured next, how many figures are done, and how many there are in all."""
 
 
-def probe(device: str | None = None, *, refresh: bool = False, progress: Progress | None = None) -> Hardware:
+def measure_hardware(
+    device: str | None = None, *, refresh: bool = False, progress: ProbeProgress | None = None
+) -> Hardware:
     """The facts of this machine, its speed measured (a few seconds, at the first time only) or as stored.
 
     Args:
@@ -26,71 +28,73 @@ def probe(device: str | None = None, *, refresh: bool = False, progress: Progres
     Raises:
         DeviceError: there is no such device here.
     """
-    names = devices() if device is None else [str(check_device(device))]
-    processor = machine.processor()
-    found = [machine.describe(name, processor.vectors) for name in names]
-    keys = {one.name: speed_cache.key(one, processor) for one in found}
+    names = device_names() if device is None else [str(check_device(device))]
+    processor = machine.read_processor()
+    found = [machine.describe_device(name, processor.vectors) for name in names]
+    keys = {one.name: speed_cache.speed_key(one, processor) for one in found}
     notes: list[str] = []
 
     speeds: dict[str, Speed] = {}
     for one in [] if refresh else found:
-        stored, remarks = speed_cache.read(keys[one.name])
+        stored, remarks = speed_cache.read_speed(keys[one.name])
         notes += remarks
         if stored is not None:
             speeds[one.name] = stored
 
     missing = [one for one in found if one.name not in speeds]
-    counter = _Counter(progress, sum(len(benchmarks.figures_of(one)) for one in missing))
+    counter = _Counter(progress, sum(len(benchmarks.figure_names(one)) for one in missing))
     for one in missing:
-        taken, remarks = benchmarks.measure(one, processor.threads, counter.named(one.name))
+        taken, remarks = benchmarks.measure_speed(one, processor.threads, counter.count_devices(one.name))
         speeds[one.name] = taken
         notes += remarks
         # What couldn't be taken may have met a program that filled the device just now: not to be remembered.
         if benchmarks.is_complete(one, taken):
-            notes += speed_cache.write(keys[one.name], taken, remarks)
+            notes += speed_cache.write_speed(keys[one.name], taken, remarks)
     counter.end()
 
-    gpus, driver = machine.nvidia()
+    gpus, driver = machine.nvidia_gpus()
     return Hardware(
-        system=machine.system(),
+        system=machine.operating_system(),
         processor=processor,
         devices=tuple(replace(one, speed=speeds[one.name]) for one in found),
-        versions=machine.versions(driver),
-        compiler=machine.compiler(),
-        allocator=machine.in_use(),
-        unused_gpus=() if any(name.startswith("cuda") for name in devices()) else tuple(gpus),
+        versions=machine.library_versions(driver),
+        compiler=machine.find_compiler(),
+        allocator=machine.active_allocator(),
+        unused_gpus=() if any(name.startswith("cuda") for name in device_names()) else tuple(gpus),
         notes=tuple(notes),
     )
 
 
-def here(device: str = "cpu") -> Hardware:
+def probe_hardware(device: str = "cpu") -> Hardware:
     """The facts of this machine that take no time: nothing is measured, and no other program is asked.
 
     The CPU and `device`, a name that `check_device` gave, are described; others are named only, since asking an
     accelerator for its memory takes some of it.
     """
-    processor = machine.processor()
+    processor = machine.read_processor()
     described = ("cpu", device)
     return Hardware(
-        system=machine.system(),
+        system=machine.operating_system(),
         processor=processor,
         devices=tuple(
-            machine.describe(name, processor.vectors) if name in described else Device(name, name.partition(":")[0])
-            for name in devices()
+            machine.describe_device(name, processor.vectors)
+            if name in described
+            else Device(name, name.partition(":")[0])
+            for name in device_names()
         ),
-        versions=machine.versions(None),
-        compiler=machine.compiler(),
-        allocator=machine.in_use(),
+        versions=machine.library_versions(None),
+        compiler=machine.find_compiler(),
+        allocator=machine.active_allocator(),
     )
 
 
 class _Counter:
     """Counts the figures taken, for a progress bar."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
+    def __init__(self, progress: ProbeProgress | None, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
 
-    def named(self, device: str) -> Callable[[str], None]:
+    def count_devices(self, device: str) -> Callable[[str], None]:
         def tick(figure: str) -> None:
             if self.progress:
                 self.progress(f"{device}: {figure}", self.done, self.total)

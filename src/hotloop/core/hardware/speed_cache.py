@@ -17,12 +17,12 @@ from hotloop.core.records.hardware import Device, Processor, Speed
 from hotloop.errors import HotloopError
 
 
-def folder() -> Path:
+def speed_folder() -> Path:
     """Where this user's measured speeds are kept."""
     return cache_folder() / "devices"
 
 
-def key(device: Device, processor: Processor) -> dict[str, Any]:
+def speed_key(device: Device, processor: Processor) -> dict[str, Any]:
     """All that a stored speed depends on.
 
     The host's name counts, for homes shared by many machines, but as a hash alone: it is nobody's business.
@@ -39,9 +39,9 @@ def key(device: Device, processor: Processor) -> dict[str, Any]:
     }
 
 
-def read(wanted: dict[str, Any]) -> tuple[Speed | None, list[str]]:
+def read_speed(wanted: dict[str, Any]) -> tuple[Speed | None, list[str]]:
     """The stored speed with its notes, or None; then with a note if there is one that can't be used."""
-    path = _path(wanted)
+    path = _speed_file(wanted)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict) or stored.get("key") != wanted:
@@ -53,16 +53,16 @@ def read(wanted: dict[str, Any]) -> tuple[Speed | None, list[str]]:
         return None, [f"the stored figures in {path} can't be used ({error}), so they were measured anew"]
 
 
-def write(wanted: dict[str, Any], speed: Speed, notes: list[str]) -> list[str]:
+def write_speed(wanted: dict[str, Any], speed: Speed, notes: list[str]) -> list[str]:
     """Stores a speed; returns a note if that failed, which costs nothing but measuring again."""
     content = {"key": wanted, "speed": speed.to_dict(), "notes": notes}
     try:
-        write_atomic(_path(wanted), json.dumps(content, indent=2))
+        write_atomic(_speed_file(wanted), json.dumps(content, indent=2))
     except HotloopError as error:
         return [f"the measured figures couldn't be stored: {error.given}"]
     return []
 
 
-def _path(wanted: dict[str, Any]) -> Path:
+def _speed_file(wanted: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:16]
-    return folder() / f"{wanted['device'].replace(':', '')}-{digest}.json"
+    return speed_folder() / f"{wanted['device'].replace(':', '')}-{digest}.json"

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from hotloop import __version__
-from hotloop.core.float32_switches import read
+from hotloop.core.float32_switches import read_switches
 from hotloop.core.hardware import machine
-from hotloop.core.hardware.devices import devices
-from hotloop.core.number_formats import written
+from hotloop.core.hardware.devices import device_names
+from hotloop.core.number_formats import describe_switches
 
 
-def versions() -> dict[str, str]:
+def result_versions() -> dict[str, str]:
     """Versions of what a result depends on."""
     return {
         "hotloop": __version__,
@@ -26,8 +26,8 @@ def versions() -> dict[str, str]:
 
 def machine_name() -> str:
     """The processor, how much of it this process may use, torch's threads (unless a plan says so) and kernels, accelerators."""
-    processor = machine.processor()
-    found = [machine.describe(name, processor.vectors) for name in devices() if name != "cpu"]
+    processor = machine.read_processor()
+    found = [machine.describe_device(name, processor.vectors) for name in device_names() if name != "cpu"]
     cores = f"{processor.model or processor.architecture}, {processor.allowed_cores} cores"
     if processor.quota_cores is not None:
         cores += f" for the time of {processor.quota_cores:g}"
@@ -38,7 +38,7 @@ def machine_name() -> str:
 def speed_versions() -> dict[str, str]:
     """Versions of what speed depends on: the above, the C++ compiler, the driver of NVIDIA's GPUs and an allocator that
     can be told, where there are any; and torch's switches of precision that aren't as torch begins."""
-    driver = machine.nvidia()[1] if any(name.startswith("cuda") for name in devices()) else None
-    found = {"compiler": machine.compiler_build(), "nvidia_driver": driver, "allocator": machine.in_use()}
-    found["switches"] = written(read()) or None
-    return versions() | {name: version for name, version in found.items() if version is not None}
+    driver = machine.nvidia_gpus()[1] if any(name.startswith("cuda") for name in device_names()) else None
+    found = {"compiler": machine.compiler_build(), "nvidia_driver": driver, "allocator": machine.active_allocator()}
+    found["switches"] = describe_switches(read_switches()) or None
+    return result_versions() | {name: version for name, version in found.items() if version is not None}

@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hotloop.core.processes.parent_death import end_with_parent
-from hotloop.errors import blame
+from hotloop.errors import describe_error
 
 Work = Callable[[], dict[str, Any]]
 
 
-class CompileChild:
+class CompileProcess:
     """A fork of this process that calls `work` with copies of all of the parent's objects.
 
     Compilers that the child starts belong to the child's process group and end with the child. A fork can't use the CUDA
@@ -39,13 +39,13 @@ class CompileChild:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(reading)
-            _run(work, writing, parent)
+            _run_child(work, writing, parent)
         os.close(writing)
         with suppress(OSError):
             os.setpgid(self.pid, self.pid)  # the child makes the same call; either call may be the first
         self._reading, self._ended = reading, False
 
-    def __enter__(self) -> CompileChild:
+    def __enter__(self) -> CompileProcess:
         return self
 
     def __exit__(
@@ -62,7 +62,7 @@ class CompileChild:
                 if not waiting.select(left_s):
                     break
                 if not (part := os.read(self._reading, 1 << 16)):
-                    return _parsed(text)
+                    return _parse_result(text)
                 text += part
         return {"failure": f"compiling and measuring did not come to an end within {seconds:.0f} s"}
 
@@ -78,7 +78,7 @@ class CompileChild:
             os.waitpid(self.pid, 0)
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse_result(text: bytes) -> dict[str, Any]:
     """The child's result; a child that died wrote no result or a part of one."""
     try:
         return dict(json.loads(text))
@@ -86,7 +86,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
         return {"failure": "the compiling process died"}
 
 
-def _run(work: Work, writing: int, parent: int) -> NoReturn:
+def _run_child(work: Work, writing: int, parent: int) -> NoReturn:
     """Runs in the child: detaches it from the parent's signals and streams, calls `work` and exits."""
     try:
         with suppress(OSError):
@@ -99,7 +99,7 @@ def _run(work: Work, writing: int, parent: int) -> NoReturn:
             os.dup2(null, stream)
         _allow_threads()
         # OpenMP caches a pool per thread, and a fork copies no pool threads: a new thread gets a new pool.
-        thread = threading.Thread(target=_report, args=(work, writing))
+        thread = threading.Thread(target=_report_result, args=(work, writing))
         thread.start()
         thread.join()
     finally:
@@ -113,10 +113,10 @@ def _allow_threads() -> None:
             setattr(sys.modules[module], name, False)
 
 
-def _report(work: Work, writing: int) -> None:
+def _report_result(work: Work, writing: int) -> None:
     try:
         found = work()
     except BaseException as error:
-        found = {"failure": blame(error)}
+        found = {"failure": describe_error(error)}
     with os.fdopen(writing, "wb") as pipe:
         pipe.write(json.dumps(found).encode())

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hotloop.core.processes.signals import at_most
+from hotloop.core.processes.signals import time_limit
 from hotloop.errors import TimeOverError
 
-SEARCHED = 1 / 3
+SEARCH_SHARE = 1 / 3
 """Largest share of the time until a run's stop that a search may use; the rest is for training."""
 
 GRACE_S = 2.0
@@ -32,11 +32,11 @@ class Deadline:
     """
 
     at: float = math.inf
-    met: bool = False
-    of: str = "of the third of the time until stop-after that a search may take"
+    is_met: bool = False
+    from_seconds: str = "of the third of the time until stop-after that a search may take"
 
     @classmethod
-    def before(cls, until: float, limit_at: float = math.inf) -> Deadline:
+    def minus(cls, until: float, limit_at: float = math.inf) -> Deadline:
         """Returns the deadline of a search that begins now.
 
         Args:
@@ -44,11 +44,11 @@ class Deadline:
             limit_at: the user's own limit of the search, in seconds of `time.monotonic()`.
         """
         now = time.monotonic()
-        own = cls(now + SEARCHED * (until - now))
-        return own if own.at <= limit_at else cls(limit_at, of="of the time limit")
+        own = cls(now + SEARCH_SHARE * (until - now))
+        return own if own.at <= limit_at else cls(limit_at, from_seconds="of the time limit")
 
     @classmethod
-    def of_limit(cls, limit_s: float | None, began: float | None = None) -> Deadline:
+    def from_limit(cls, limit_s: float | None, began: float | None = None) -> Deadline:
         """Returns the deadline of a time limit in seconds; None is no limit.
 
         Args:
@@ -56,25 +56,29 @@ class Deadline:
             began: the begin of the work, in seconds of `time.monotonic()`; None is now.
         """
         if limit_s is None:
-            return cls(of="of the time limit")
-        return cls((time.monotonic() if began is None else began) + limit_s, of="of the time limit")
+            return cls(from_seconds="of the time limit")
+        return cls((time.monotonic() if began is None else began) + limit_s, from_seconds="of the time limit")
 
     @property
     def left_s(self) -> float:
         return self.at - time.monotonic()
 
-    def allows(self, seconds: float) -> bool:
+    def has_time_for(self, seconds: float) -> bool:
         """Whether so many seconds remain; records in `met` that they don't."""
         allowed = seconds <= self.left_s
-        self.met |= not allowed
+        self.is_met |= not allowed
         return allowed
 
-    def part(self, share: float) -> Deadline:
+    def fraction(self, share: float) -> Deadline:
         """Returns the deadline of a piece of the work that may take a share of the remaining time."""
-        return self if math.isinf(self.at) else Deadline(self.at - (1 - share) * max(0.0, self.left_s), of=self.of)
+        return (
+            self
+            if math.isinf(self.at)
+            else Deadline(self.at - (1 - share) * max(0.0, self.left_s), from_seconds=self.from_seconds)
+        )
 
     @contextmanager
-    def enforced(self, what: str, *, reserve_s: float = 0.0) -> Iterator[None]:
+    def enforce(self, what: str, *, reserve_s: float = 0.0) -> Iterator[None]:
         """Ends the work within the context when only `reserve_s` seconds remain.
 
         Args:
@@ -88,13 +92,13 @@ class Deadline:
             return
 
         def timeout_error() -> TimeOverError:
-            self.met = True
+            self.is_met = True
             return TimeOverError(
                 f"{what} was ended: {self}", expected="work that fits into the time", fix="give it more time"
             )
 
-        with at_most(max(_MIN_S, self.left_s - reserve_s), timeout_error):
+        with time_limit(max(_MIN_S, self.left_s - reserve_s), timeout_error):
             yield
 
     def __str__(self) -> str:
-        return f"{max(0.0, self.left_s):.0f} s are left {self.of}"
+        return f"{max(0.0, self.left_s):.0f} s are left {self.from_seconds}"

@@ -16,14 +16,14 @@ from hotloop.errors import HotloopError
 HANGUP: tuple[signal.Signals, ...] = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
 """The terminal is gone (not on Windows)."""
 
-INTERRUPTING = (signal.SIGINT, signal.SIGTERM, *HANGUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *HANGUP)
 """Ctrl-C, how systems ask for an end, and a terminal that is closed."""
 
-IMPATIENCE_S = 1.0
+REPEAT_SIGNAL_S = 1.0
 """A key that is held down sends Ctrl-C many times: those that follow an interruption within this time mean the same one."""
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """Something was given up on the way, for `reason`."""
 
     def __init__(self, reason: str) -> None:
@@ -32,7 +32,7 @@ class Stopped(Exception):
 
 
 @contextmanager
-def handled(hear: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[bool]:
+def signal_handlers(hear: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[bool]:
     """Has `hear` handle signals meanwhile; those that did before do so again afterwards.
 
     Yields whether it does: only the main thread may set handlers, and whoever runs another hears the signals.
@@ -70,7 +70,7 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-def how_ended(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, str]:
+def end_reason(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, str]:
     """`ended_by` and `ended` of a record of work that something kept from its end, at what was then done."""
     if isinstance(error, HotloopError):
         return {"ended_by": "failure", "ended": f"{at}: {error}"}
@@ -79,7 +79,7 @@ def how_ended(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, str
 
 
 @contextmanager
-def signals_raise() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise Terminated, and Ctrl-C raises KeyboardInterrupt: once, however often they come in a moment."""
     owner, raised_at = os.getpid(), -math.inf
 
@@ -88,15 +88,15 @@ def signals_raise() -> Iterator[None]:
         if os.getpid() != owner:  # a forked worker, which ends without a word
             os._exit(128 + number)
         before, raised_at = raised_at, time.monotonic()
-        if raised_at - before < IMPATIENCE_S:
+        if raised_at - before < REPEAT_SIGNAL_S:
             return
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number=number)
 
-    with handled(hear, *INTERRUPTING):
+    with signal_handlers(hear, *STOP_SIGNALS):
         yield
 
 
-class Interrupts:
+class StopSignals:
     """Whether to stop, and why.
 
     Attributes:
@@ -110,15 +110,15 @@ class Interrupts:
         self._raised_at = -math.inf
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listen(self) -> Iterator[None]:
         """Notes SIGINT, SIGTERM and SIGHUP instead of dying of them; a second SIGINT does interrupt."""
-        with handled(self._hear, *INTERRUPTING):
+        with signal_handlers(self._on_signal, *STOP_SIGNALS):
             yield
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None and number == signal.SIGINT:
             before, self._raised_at = self._raised_at, time.monotonic()
-            if self._raised_at - before >= IMPATIENCE_S:
+            if self._raised_at - before >= REPEAT_SIGNAL_S:
                 raise KeyboardInterrupt
         self._signal = signal.Signals(number)
 
@@ -134,14 +134,14 @@ class Interrupts:
         """Raises Stopped if there is a reason to stop; `largest` makes one of the reasons of ranks that stop together."""
         (place,) = largest([REASONS.index(self.reason(reserve_s))])
         if reason := REASONS[place]:
-            raise Stopped(reason)
+            raise StopRequested(reason)
 
 
-_AGAIN_S = 5.0
+_REPEAT_ALARM_S = 5.0
 """Seconds after which the message is repeated."""
 
 
-class _Over(BaseException):
+class _TimeLimitReached(BaseException):
     """No Exception, which libraries catch on the way."""
 
 
@@ -152,14 +152,14 @@ class _Alarm:
         self.at = at
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        raise _Over
+        raise _TimeLimitReached
 
 
 @contextmanager
-def at_most(seconds: float, too_long: Callable[[], Exception]) -> Iterator[None]:
+def time_limit(seconds: float, too_long: Callable[[], Exception]) -> Iterator[None]:
     """Ends what is done within it after so many seconds, as Ctrl-C would, with the error that `too_long` makes.
 
-    Inside of another `at_most` that ends earlier, the outer one alone counts. Only the main thread can be interrupted, and
+    Inside of another `time_limit` that ends earlier, the outer one alone counts. Only the main thread can be interrupted, and
     where there are no alarms (Windows) nothing is.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
@@ -173,9 +173,9 @@ def at_most(seconds: float, too_long: Callable[[], Exception]) -> Iterator[None]
         return
     left_s, again_s = signal.setitimer(signal.ITIMER_REAL, 0.0)  # of somebody else, which goes on afterwards
     try:
-        with handled(alarm, signal.SIGALRM), _ringing(seconds):
+        with signal_handlers(alarm, signal.SIGALRM), _alarm(seconds):
             yield
-    except _Over:
+    except _TimeLimitReached:
         raise too_long() from None
     finally:
         if left_s:
@@ -183,8 +183,8 @@ def at_most(seconds: float, too_long: Callable[[], Exception]) -> Iterator[None]
 
 
 @contextmanager
-def _ringing(seconds: float) -> Iterator[None]:
-    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+def _alarm(seconds: float) -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_ALARM_S)
     try:
         yield
     finally:

@@ -20,46 +20,46 @@ _SOURCES: dict[str, frozenset[str]] = {
 _UNSEEDED = frozenset({"default_rng", "RandomState", "Random", "SystemRandom", "SeedSequence", "seed"})
 """Functions that create or seed a generator from the operating system if they are called without arguments."""
 
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
-_BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "NOP")
+_LOAD_INSTRUCTIONS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
+_SKIPPED_INSTRUCTIONS = ("PUSH_NULL", "PRECALL", "CACHE", "NOP")
 
 
-def entropy_of(functions: Iterable[tuple[str, FunctionType]]) -> Iterator[str]:
+def entropy_calls(functions: Iterable[tuple[str, FunctionType]]) -> Iterator[str]:
     """Yields one line for each call that draws such numbers.
 
     Args:
         functions: (path, function) of the user's functions except constructors, whose generators are seeded later.
     """
     for path, function in functions:
-        for name in dict.fromkeys([*_called(function), *_unseeded(function.__code__)]):
+        for name in dict.fromkeys([*_called_functions(function), *_unseeded_generators(function.__code__)]):
             yield f"{path} calls {name}, whose numbers don't follow from the seed, so a resumed run may differ"
 
 
-def _called(function: FunctionType) -> Iterator[str]:
+def _called_functions(function: FunctionType) -> Iterator[str]:
     names = names_of(function.__code__)
     for name in names:
         value = function.__globals__.get(name, sys.modules.get(name))  # the function may contain the import
         if isinstance(value, ModuleType):
             yield from (f"{name}.{one}()" for one in names if one in _SOURCES.get(value.__name__, ()))
-        elif value is not None and any(value is one for one in _known()):
+        elif value is not None and any(value is one for one in _entropy_functions()):
             yield f"{name}()"
 
 
-def _known() -> Iterator[Any]:
+def _entropy_functions() -> Iterator[Any]:
     """Yields the functions of `_SOURCES` whose modules are imported."""
     for module, names in _SOURCES.items():
         yield from (vars(sys.modules[module])[name] for name in names if name in vars(sys.modules.get(module, object)))
 
 
-def _unseeded(code: CodeType) -> Iterator[str]:
+def _unseeded_generators(code: CodeType) -> Iterator[str]:
     """Yields calls without arguments that create a generator without storing it in an object, or that seed a global one."""
-    steps = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
+    steps = [one for one in dis.get_instructions(code) if one.opname not in _SKIPPED_INSTRUCTIONS]
     for number, (before, call) in enumerate(itertools.pairwise(steps), 2):
         name = str(before.argval).removeprefix("NULL + ")
-        called = call.opname.startswith("CALL") and call.arg == 0 and before.opname in _LOADS
+        called = call.opname.startswith("CALL") and call.arg == 0 and before.opname in _LOAD_INSTRUCTIONS
         if called and name in _UNSEEDED and not _is_stored(steps[number:]):
             yield f"{name}()"
-    yield from (name for item in code.co_consts if isinstance(item, CodeType) for name in _unseeded(item))
+    yield from (name for item in code.co_consts if isinstance(item, CodeType) for name in _unseeded_generators(item))
 
 
 def _is_stored(steps: Sequence[dis.Instruction]) -> bool:

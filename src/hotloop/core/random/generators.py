@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotloop.core.random.entropy import entropy_of
-from hotloop.core.random.reachable_objects import MOST_ITEMS, MOST_OBJECTS, Reached, Walk, walk
-from hotloop.core.random.rng import mix, word_of
+from hotloop.core.random.entropy import entropy_calls
+from hotloop.core.random.reachable_objects import MAX_ITEMS, MAX_OBJECTS, ObjectWalk, ReachedObject, walk_objects
+from hotloop.core.random.rng import mix_bits, seed_word
 
-_PYTHONS = random.Random.__mro__[1]  # `_random.Random`, implemented in C
-_KINDS = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, _PYTHONS)
+_PYTHON_RANDOM = random.Random.__mro__[1]  # `_random.Random`, implemented in C
+_GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, _PYTHON_RANDOM)
 _ITERATORS = frozenset({"builtins", "itertools", "numpy"})
 """Modules whose iterators can't be restarted; files, in contrast, can be read again."""
 
-_FOREIGN = frozenset({"RNG", "Generator", "RandomState", "RandomGenerator", "BitGenerator", "ExtendedGenerator"})
-_COUNTING = frozenset({"SobolEngine", "Sobol", "Halton", "SystemRandom"})
-"""Names of classes whose objects draw random numbers. Objects of `_COUNTING` have more state than the generator in them."""
+_UNSUPPORTED_NAMES = frozenset(
+    {"RNG", "Generator", "RandomState", "RandomGenerator", "BitGenerator", "ExtendedGenerator"}
+)
+_SEQUENCE_NAMES = frozenset({"SobolEngine", "Sobol", "Halton", "SystemRandom"})
+"""Names of classes whose objects draw random numbers. Objects of `_SEQUENCE_NAMES` have more state than the generator in them."""
 
 _MAX_GENERATORS = 256
 """Largest number of generators that are seeded. Seeding this number takes about 0.7 ms."""
@@ -60,7 +62,7 @@ class OwnedGenerators:
         self._near, self._left_out = near, left_out
         self._walked_at = self._walk_s = 0.0
         self._paths: frozenset[str] | None = None
-        self._found: list[Reached] = []
+        self._found: list[ReachedObject] = []
         self._places: list[tuple[Callable[[Any, Any], Any], Any, Any, Any]] = []
         self._types: list[tuple[dict[str, Any], list[type]]] = []
         self._setters: list[tuple[_Set, int]] = []
@@ -69,12 +71,12 @@ class OwnedGenerators:
     def find(self) -> list[str]:
         """Visits the owners' objects; returns the paths of generators that the previous visit didn't find."""
         began = time.monotonic()
-        found = walk(self._owners, draws)
-        self._found = found.wanted
-        self._places = [(*one.place, one.value) for one in found.wanted if one.place is not None]
+        found = walk_objects(self._owners, is_random_class)
+        self._found = found.matches
+        self._places = [(*one.place, one.value) for one in found.matches if one.place is not None]
         self._types = [(own, list(map(type, own.values()))) for own in found.attributes[: self._near]]
-        named = _settable(found, self._left_out)
-        self._setters = [(_setter(named[path], path), word_of(path)) for path in list(named)[:_MAX_GENERATORS]]
+        named = _settable_generators(found, self._left_out)
+        self._setters = [(_make_setter(named[path], path), seed_word(path)) for path in list(named)[:_MAX_GENERATORS]]
         before, self._paths = self._paths, frozenset(named)
         self._walked_at = time.monotonic()
         self._walk_s = self._walked_at - began
@@ -96,7 +98,7 @@ class OwnedGenerators:
             return True
         return any(list(map(type, own.values())) != types for own, types in self._types)
 
-    def found_late(self, *, thorough: bool = False) -> list[str]:
+    def has_late_finds(self, *, thorough: bool = False) -> list[str]:
         """Returns the paths of generators that were created since the last visit.
 
         Args:
@@ -113,27 +115,27 @@ class OwnedGenerators:
     def seed(self, seed: int) -> None:
         """Seeds each generator. Its state depends on the seed and the generator's path alone."""
         for set_state, own in self._setters:
-            set_state(mix(seed ^ own))
+            set_state(mix_bits(seed ^ own))
 
     @property
     def paths(self) -> list[str]:
         """The paths of the seeded generators."""
         return sorted(self._paths or ())
 
-    def path_of(self, generator: torch.Generator) -> str:
+    def find_path(self, generator: torch.Generator) -> str:
         """Returns the path of a generator, also of another Python object for the same generator; empty if no owner has it."""
         same = (one for one in self._found if getattr(one.value, "_cdata", None) == generator._cdata)  # type: ignore[attr-defined]
         return next((one.path for one in same), "")
 
     def states(self) -> dict[str, bytes]:
         """Returns the generators' states by path; equal states compare equal with ==."""
-        return {one.path: _state_of(one.value) for one in self._found if not _why_unset(one)}
+        return {one.path: _state_bytes(one.value) for one in self._found if not _why_not_settable(one)}
 
 
 @cache
-def draws(kind: type) -> bool:
+def is_random_class(kind: type) -> bool:
     """Whether objects of a class are random generators, or iterators that may use a generator."""
-    return issubclass(kind, _KINDS) or (hasattr(kind, "__next__") and kind.__module__ in _ITERATORS)
+    return issubclass(kind, _GENERATOR_TYPES) or (hasattr(kind, "__next__") and kind.__module__ in _ITERATORS)
 
 
 def unset_generators(owners: Mapping[str, Any]) -> list[str]:
@@ -142,39 +144,45 @@ def unset_generators(owners: Mapping[str, Any]) -> list[str]:
     Args:
         owners: the owners by their names in messages.
     """
-    found = walk({name: owner for name, owner in owners.items() if owner is not None}, draws, _FOREIGN | _COUNTING)
-    lines = [f"{one.path} {why}: {_REASON}" for one in found.wanted if (why := _why_unset(one))]
-    paths = [one.path for one in found.wanted]
+    found = walk_objects(
+        {name: owner for name, owner in owners.items() if owner is not None},
+        is_random_class,
+        _UNSUPPORTED_NAMES | _SEQUENCE_NAMES,
+    )
+    lines = [f"{one.path} {why}: {_REASON}" for one in found.matches if (why := _why_not_settable(one))]
+    paths = [one.path for one in found.matches]
     for one in found.named:
-        is_set = type(one.value).__name__ not in _COUNTING and any(path.startswith(f"{one.path}.") for path in paths)
-        lines += [] if is_set else [f"{one.path} is a {_kind(one.value)}: {_REASON}"]
-    for container in found.cut_short:
+        is_set = type(one.value).__name__ not in _SEQUENCE_NAMES and any(
+            path.startswith(f"{one.path}.") for path in paths
+        )
+        lines += [] if is_set else [f"{one.path} is a {_generator_kind(one.value)}: {_REASON}"]
+    for container in found.is_cut_short:
         inside = [path for path in paths if path.startswith(f"{container}[")]
         if inside := [path for path in inside if not path.endswith("]") or path.rfind("[") > len(container)]:
             lines.append(
-                f"{container} has more than {MOST_ITEMS} items, and {inside[0]} draws random numbers: "
+                f"{container} has more than {MAX_ITEMS} items, and {inside[0]} draws random numbers: "
                 "hotloop doesn't set the generators of all items, so a resumed run may differ"
             )
-    if len(settable := _settable(found)) > _MAX_GENERATORS:
+    if len(settable := _settable_generators(found)) > _MAX_GENERATORS:
         lines.append(
             f"{list(settable)[_MAX_GENERATORS]} is one of more than {_MAX_GENERATORS} random generators: {_REASON}"
         )
-    lines += entropy_of(found.functions)
+    lines += entropy_calls(found.functions)
     if not found.is_complete:
         lines.append(
-            f"{' and '.join(owners)} lead to more than {MOST_OBJECTS:,} objects: hotloop doesn't look for random "
+            f"{' and '.join(owners)} lead to more than {MAX_OBJECTS:,} objects: hotloop doesn't look for random "
             "generators beyond them, so a resumed run may differ if there are some"
         )
     return lines
 
 
-def _settable(found: Walk, left_out: Sequence[Any] = ()) -> dict[str, Any]:
+def _settable_generators(found: ObjectWalk, left_out: Sequence[Any] = ()) -> dict[str, Any]:
     """Returns the generators that can be seeded by path, each once."""
     sources = set(map(id, left_out))
     paths: dict[str, Any] = {}
-    for one in found.wanted:
-        source = _source_of(one.value)
-        if id(source) in sources or _is_global(source) or _why_unset(one):
+    for one in found.matches:
+        source = _state_holder(one.value)
+        if id(source) in sources or _is_global(source) or _why_not_settable(one):
             continue
         path = one.path if one.path not in paths else f"{one.path}#{len(paths)}"
         sources.add(id(source))
@@ -182,24 +190,24 @@ def _settable(found: Walk, left_out: Sequence[Any] = ()) -> dict[str, Any]:
     return paths
 
 
-def _why_unset(one: Reached) -> str:
+def _why_not_settable(one: ReachedObject) -> str:
     """Returns why a generator can't be seeded; empty if it can."""
     value = one.value
-    if not isinstance(value, _KINDS):
-        return f"is an iterator ({_kind(value)}), which goes on from where it is"
-    if _is_global(_source_of(value)):
+    if not isinstance(value, _GENERATOR_TYPES):
+        return f"is an iterator ({_generator_kind(value)}), which goes on from where it is"
+    if _is_global(_state_holder(value)):
         return ""
     if "{}" in one.path:
-        return f"is a {_kind(value)} in a set, whose items have no order"
-    if isinstance(value, _PYTHONS) and not _is_plain(type(value)):
-        return f"is a {_kind(value)}, which draws in a way of its own"
-    source = _source_of(value)
+        return f"is a {_generator_kind(value)} in a set, whose items have no order"
+    if isinstance(value, _PYTHON_RANDOM) and not _is_plain(type(value)):
+        return f"is a {_generator_kind(value)}, which draws in a way of its own"
+    source = _state_holder(value)
     if isinstance(source, np.random.BitGenerator) and type(source) not in (np.random.MT19937, *_FILLS):
-        return f"is a {_kind(value)} that draws from a {_kind(source)}"
+        return f"is a {_generator_kind(value)} that draws from a {_generator_kind(source)}"
     return ""
 
 
-def _kind(value: Any) -> str:
+def _generator_kind(value: Any) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -207,10 +215,10 @@ def _kind(value: Any) -> str:
 def _is_plain(kind: type) -> bool:
     """Whether a subclass of Python's generator inherits its methods for drawing and seeding."""
     names = ("seed", "random", "getrandbits", "getstate", "setstate")
-    return all(getattr(kind, name) in (getattr(_PYTHONS, name), getattr(random.Random, name)) for name in names)
+    return all(getattr(kind, name) in (getattr(_PYTHON_RANDOM, name), getattr(random.Random, name)) for name in names)
 
 
-def _source_of(value: Any) -> Any:
+def _state_holder(value: Any) -> Any:
     """Returns the object that has the state: several NumPy generators may share one bit generator."""
     if isinstance(value, np.random.Generator):
         return value.bit_generator
@@ -218,17 +226,22 @@ def _source_of(value: Any) -> Any:
 
 
 def _is_global(source: Any) -> bool:
-    """Whether the source belongs to a global generator, which `Streams` seeds."""
-    shared = (_source_of(np.random.mtrand._rand), random._inst, torch.default_generator, *torch.cuda.default_generators)
+    """Whether the source belongs to a global generator, which `RandomStreams` seeds."""
+    shared = (
+        _state_holder(np.random.mtrand._rand),
+        random._inst,
+        torch.default_generator,
+        *torch.cuda.default_generators,
+    )
     return any(source is one for one in shared)
 
 
-def _state_of(value: Any) -> bytes:
+def _state_bytes(value: Any) -> bytes:
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, np.random.RandomState):
         return pickle.dumps(value.get_state(legacy=False))
-    source = _source_of(value)
+    source = _state_holder(value)
     if isinstance(source, np.random.BitGenerator):
         return pickle.dumps(source.state)
     return pickle.dumps(value.getstate()) if isinstance(value, random.Random) else b""
@@ -237,18 +250,18 @@ def _state_of(value: Any) -> bytes:
 # --- seeding of each kind
 
 
-def _setter(value: Any, path: str) -> _Set:
+def _make_setter(value: Any, path: str) -> _Set:
     """Returns a function that seeds a generator with 64 random bits."""
     if isinstance(value, torch.Generator):
         return value.manual_seed
-    if isinstance(value, _PYTHONS):
+    if isinstance(value, _PYTHON_RANDOM):
         return value.seed  # type: ignore[attr-defined]
-    source = _source_of(value)
+    source = _state_holder(value)
     if isinstance(source, np.random.MT19937):
         legacy = value if isinstance(value, np.random.RandomState) else np.random.RandomState(source)
         return lambda bits: legacy.seed(bits & 0xFFFFFFFF)
-    fill, stream = _FILLS[type(source)], word_of(path)
-    state: dict[str, Any] = dict(source.state) | _FRESH
+    fill, stream = _FILLS[type(source)], seed_word(path)
+    state: dict[str, Any] = dict(source.state) | _FRESH_STATE
     inner = state["state"]
     put = value.set_state if isinstance(value, np.random.RandomState) else partial(setattr, source, "state")
 
@@ -259,7 +272,7 @@ def _setter(value: Any, path: str) -> _Set:
     return set_state
 
 
-_FRESH = {"has_uint32": 0, "uinteger": 0, "has_gauss": 0, "gauss": 0.0, "buffer_pos": 4}
+_FRESH_STATE = {"has_uint32": 0, "uinteger": 0, "has_gauss": 0, "gauss": 0.0, "buffer_pos": 4}
 """State without buffered numbers; 4 is the end of Philox's buffer. NumPy ignores keys that a bit generator doesn't have."""
 
 _ODD, _WIDE = 0xDA942042E4DD58B5D1342543DE82EF95, (1 << 128) - 1
@@ -271,7 +284,7 @@ def _fill_congruential(inner: dict[str, Any], bits: int, stream: int) -> None:
 
 
 def _fill_chaotic(inner: dict[str, Any], bits: int, stream: int) -> None:
-    inner["state"][:] = bits, mix(bits), mix(bits ^ stream), 1
+    inner["state"][:] = bits, mix_bits(bits), mix_bits(bits ^ stream), 1
 
 
 def _fill_counter(inner: dict[str, Any], bits: int, stream: int) -> None:

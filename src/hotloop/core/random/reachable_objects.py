@@ -21,35 +21,35 @@ from torch import Tensor, nn
 
 from hotloop.core.files.source_files import is_installed
 
-MOST_OBJECTS = 20_000
+MAX_OBJECTS = 20_000
 """Largest number of objects that a walk visits, which takes about 60 ms."""
 
-MOST_ITEMS = 256
-"""Items of one container that a walk opens. Among further items, up to `_MOST_SCANNED`, a walk finds only wanted objects."""
+MAX_ITEMS = 256
+"""Items of one container that a walk opens. Among further items, up to `_MAX_SCANNED`, a walk finds only wanted objects."""
 
-_MOST_SCANNED = 100_000
+_MAX_SCANNED = 100_000
 
-_LEAVES = (
+_LEAF_TYPES = (
     *(Tensor, np.ndarray, np.generic, torch.UntypedStorage, torch.dtype, torch.device, torch.Size),
     *(type(None), bool, int, float, complex, bytes, bytearray, str, range, slice, type(...)),
 )
 _LIBRARY_ATTRIBUTES = {nn.Module: set(vars(nn.Module())), torch.optim.Optimizer: {"state", "param_groups", "defaults"}}
 _HOOKS = sorted(name for name in _LIBRARY_ATTRIBUTES[nn.Module] if name.endswith("_hooks"))
-_CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
-_CLOSED_OBJECTS = (_CLOSED - {"types", "collections", "argparse"}) | {
+_SKIPPED_MODULES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
+_SKIPPED_OBJECTS = (_SKIPPED_MODULES - {"types", "collections", "argparse"}) | {
     *("pandas", "polars", "pyarrow", "PIL", "h5py", "zarr", "dask", "xarray", "matplotlib")
 }
-_OPEN_MODULES = ("torch.utils.data", "torchvision", "hotloop.data")
+_WALKED_MODULES = ("torch.utils.data", "torchvision", "hotloop.data")
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"})
 
-Place = tuple[Callable[[Any, Any], Any], Any, Any]
+ObjectPlace = tuple[Callable[[Any, Any], Any], Any, Any]
 """`(get, holder, key)`, where `get(holder, key)` returns the current object at the place."""
 
-_Child = tuple[str, Any, Place | None]
+_Child = tuple[str, Any, ObjectPlace | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class ReachedObject:
     """One object that a walk visits.
 
     Attributes:
@@ -60,11 +60,11 @@ class Reached:
 
     path: str
     value: Any
-    place: Place | None
+    place: ObjectPlace | None
 
 
 @dataclass
-class Walk:
+class ObjectWalk:
     """The result of a walk.
 
     Attributes:
@@ -72,19 +72,21 @@ class Walk:
         named: the objects of classes with one of the wanted names.
         functions: (path, function) of the user's own functions.
         attributes: the dictionaries of objects' attributes, nearest objects first.
-        cut_short: the paths of containers with more than `MOST_ITEMS` items.
+        cut_short: the paths of containers with more than `MAX_ITEMS` items.
         is_complete: False if there are more objects than a walk visits.
     """
 
-    wanted: list[Reached] = field(default_factory=list)
-    named: list[Reached] = field(default_factory=list)
+    matches: list[ReachedObject] = field(default_factory=list)
+    named: list[ReachedObject] = field(default_factory=list)
     functions: list[tuple[str, FunctionType]] = field(default_factory=list)
     attributes: list[dict[str, Any]] = field(default_factory=list)
-    cut_short: list[str] = field(default_factory=list)
+    is_cut_short: list[str] = field(default_factory=list)
     is_complete: bool = True
 
 
-def walk(owners: Mapping[str, Any], is_wanted: Callable[[type], bool], names: Set[str] = frozenset()) -> Walk:
+def walk_objects(
+    owners: Mapping[str, Any], is_wanted: Callable[[type], bool], names: Set[str] = frozenset()
+) -> ObjectWalk:
     """Visits the objects that the owners refer to, nearest objects first, in the same order in each process.
 
     A walk visits attributes, items of containers, closures, default arguments, partial functions, the objects of bound
@@ -94,7 +96,7 @@ def walk(owners: Mapping[str, Any], is_wanted: Callable[[type], bool], names: Se
     Args:
         owners: the owners by their names in messages.
         is_wanted: whether objects of a class are wanted.
-        names: names of classes whose objects are listed in `Walk.named`.
+        names: names of classes whose objects are listed in `ObjectWalk.named`.
     """
     return _Walker(is_wanted, names).walk(owners)
 
@@ -102,38 +104,40 @@ def walk(owners: Mapping[str, Any], is_wanted: Callable[[type], bool], names: Se
 class _Walker:
     def __init__(self, is_wanted: Callable[[type], bool], names: Set[str]) -> None:
         self._is_wanted, self._names = is_wanted, names
-        self._found = Walk()
+        self._found = ObjectWalk()
         self._seen: dict[int, Any] = {}  # references to the objects, so that Python reuses no id
         self._classes: set[type] = set()
 
-    def walk(self, owners: Mapping[str, Any]) -> Walk:
-        queue: deque[Reached] = deque()
+    def walk(self, owners: Mapping[str, Any]) -> ObjectWalk:
+        queue: deque[ReachedObject] = deque()
         self._add(queue, "", ((name, value, None) for name, value in owners.items()))
         while queue:
             one = queue.popleft()
             value, kind = one.value, type(one.value)
             if self._is_wanted(kind):
-                self._found.wanted.append(one)
-            elif len(self._seen) == MOST_OBJECTS:
+                self._found.matches.append(one)
+            elif len(self._seen) == MAX_OBJECTS:
                 self._found.is_complete = False
                 break
             elif id(value) not in self._seen:
                 self._seen[id(value)] = value
                 if kind.__name__ in self._names:
                     self._found.named.append(one)
-                self._add(queue, one.path, self._opened(one.path, value))
+                self._add(queue, one.path, self._open_object(one.path, value))
         return self._found
 
-    def _add(self, queue: deque[Reached], path: str, children: Iterable[_Child]) -> None:
-        queue.extend(Reached(path + name, item, place) for name, item, place in children if not _is_leaf(type(item)))  # type: ignore[arg-type]
+    def _add(self, queue: deque[ReachedObject], path: str, children: Iterable[_Child]) -> None:
+        for name, item, place in children:
+            if not _is_leaf(type(item)):  # type: ignore[arg-type]
+                queue.append(ReachedObject(path + name, item, place))
 
-    def _opened(self, path: str, value: Any) -> Iterator[_Child]:
+    def _open_object(self, path: str, value: Any) -> Iterator[_Child]:
         if isinstance(value, dict):
             yield from self._items(path, value, value.items())
         elif isinstance(value, list | tuple | deque):
             yield from self._items(path, value, enumerate(value))
         elif isinstance(value, set | frozenset):
-            yield from (("{}" if len(value) > 1 else "[0]", item, None) for item in islice(value, MOST_ITEMS))
+            yield from (("{}" if len(value) > 1 else "[0]", item, None) for item in islice(value, MAX_ITEMS))
         elif isinstance(value, FunctionType):
             yield from self._function_parts(path, value)
         elif isinstance(value, type):
@@ -145,14 +149,14 @@ class _Walker:
 
     def _items(self, path: str, container: Any, items: Iterable[tuple[Any, Any]]) -> Iterator[_Child]:
         queue = iter(items)
-        for key, item in islice(queue, MOST_ITEMS):
+        for key, item in islice(queue, MAX_ITEMS):
             yield f"[{key!r}]", item, (operator.getitem, container, key)
-        if len(container) <= MOST_ITEMS:
+        if len(container) <= MAX_ITEMS:
             return
-        self._found.cut_short.append(path)
+        self._found.is_cut_short.append(path)
         values = container.values() if isinstance(container, dict) else container
-        if any(map(self._is_wanted, set(map(type, islice(values, _MOST_SCANNED))))):
-            for key, item in islice(queue, _MOST_SCANNED):
+        if any(map(self._is_wanted, set(map(type, islice(values, _MAX_SCANNED))))):
+            for key, item in islice(queue, _MAX_SCANNED):
                 if self._is_wanted(type(item)):
                     yield f"[{key!r}]", item, (operator.getitem, container, key)
 
@@ -189,7 +193,7 @@ class _Walker:
 
     def _class_parts(self, kind: type, is_users: bool, *, constructors: bool) -> Iterator[_Child]:
         if not is_users:
-            for name, get, holder, key in _wanted_of_library(kind, self._is_wanted):
+            for name, get, holder, key in _library_matches(kind, self._is_wanted):
                 yield f".{name}", get(holder, key), (get, holder, key)
             return
         for name, item in list(vars(kind).items()):
@@ -250,7 +254,7 @@ def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
 @cache
 def _is_leaf(kind: type) -> bool:
     """Whether objects of a class refer to no further objects that a walk visits."""
-    return issubclass(kind, _LEAVES)
+    return issubclass(kind, _LEAF_TYPES)
 
 
 @cache
@@ -259,9 +263,9 @@ def _is_open(kind: type) -> bool:
     module = str(kind.__module__)
     if issubclass(kind, nn.Module | torch.optim.Optimizer):
         return True
-    if module.startswith(_OPEN_MODULES):
+    if module.startswith(_WALKED_MODULES):
         return not kind.__name__.startswith("_")  # a loader's own iterator is created anew
-    return module.partition(".")[0] not in _CLOSED_OBJECTS or kind.__name__ in ("_local", "vectorize")
+    return module.partition(".")[0] not in _SKIPPED_OBJECTS or kind.__name__ in ("_local", "vectorize")
 
 
 def _belongs_to_user(value: Any) -> bool:
@@ -272,7 +276,7 @@ def _belongs_to_user(value: Any) -> bool:
         name = str(value.__module__)
         file = value.__code__.co_filename if isinstance(value, FunctionType) else ""
         file = file or str(getattr(sys.modules.get(name), "__file__", "") or "")
-    return name.partition(".")[0] not in _CLOSED and not is_installed(file)
+    return name.partition(".")[0] not in _SKIPPED_MODULES and not is_installed(file)
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -295,12 +299,12 @@ def names_of(code: CodeType) -> tuple[str, ...]:
 
 
 @cache
-def _wanted_of_library(kind: type, is_wanted: Callable[[type], bool]) -> tuple[tuple[str, Any, Any, Any], ...]:
+def _library_matches(kind: type, is_wanted: Callable[[type], bool]) -> tuple[tuple[str, Any, Any, Any], ...]:
     """Returns the places of wanted objects in a class of an installed package and in the globals of its functions.
 
     The result is cached, because such a class doesn't change.
     """
-    if str(kind.__module__).partition(".")[0] in _CLOSED:
+    if str(kind.__module__).partition(".")[0] in _SKIPPED_MODULES:
         return ()
     found: list[tuple[str, Any, Any, Any]] = []
     for name, item in vars(kind).items():

@@ -20,34 +20,34 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
-def mix(x: int) -> int:
+def mix_bits(x: int) -> int:
     """The SplitMix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    x = (x + _GOLDEN) & _MASK
+    x = (x + _GOLDEN_RATIO) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 @cache
-def word_of(name: str) -> int:
+def seed_word(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def seed_for(seed: int, *stream: int | str) -> int:
     """A 63-bit seed for one stream of `seed`; equal arguments give equal seeds on every machine."""
-    state = _root(seed, stream[0]) if stream else mix(seed & _MASK)
+    state = _root_word(seed, stream[0]) if stream else mix_bits(seed & _MASK)
     for part in stream[1:]:
-        state = mix(state ^ (word_of(part) if isinstance(part, str) else part & _MASK))
+        state = mix_bits(state ^ (seed_word(part) if isinstance(part, str) else part & _MASK))
     return state >> 1
 
 
 @lru_cache(maxsize=1024)
-def _root(seed: int, part: int | str) -> int:
+def _root_word(seed: int, part: int | str) -> int:
     """Where the streams whose path begins with `part` branch off: the same at each step, so it is kept."""
-    return mix(mix(seed & _MASK) ^ (word_of(part) if isinstance(part, str) else part & _MASK))
+    return mix_bits(mix_bits(seed & _MASK) ^ (seed_word(part) if isinstance(part, str) else part & _MASK))
 
 
 def generator_for(seed: int, *stream: int | str) -> torch.Generator:
@@ -55,7 +55,7 @@ def generator_for(seed: int, *stream: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(seed, *stream))
 
 
-class Streams:
+class RandomStreams:
     """The global generators (Python, NumPy, torch's CPU and devices), reseeded stream by stream.
 
     Of several devices the second and later ones get seeds of their own: equal GPUs draw equal numbers from one seed.
@@ -92,7 +92,7 @@ class Streams:
         for name, manual_seed in self._others:
             manual_seed(seed_for(seed, name))
 
-    def drawn(self, *stream: int | str) -> bool:
+    def has_drawn(self, *stream: int | str) -> bool:
         """Whether anybody drew from Python's or NumPy's generator since `reseed(*stream)`."""
         seed = seed_for(self.seed, *stream)
         (_, key, *rest), (_, seeded, *at_first) = (
@@ -103,7 +103,7 @@ class Streams:
         )
 
 
-class StepDraws:
+class StepSeeds:
     """Seeds the global generators step by step.
 
     torch's generators follow from (seed, step) at each step. Seeding Python's and NumPy's costs a step of a millisecond 2 %
@@ -128,11 +128,11 @@ class StepDraws:
         further: Callable[[int], Any] = lambda seed: None,
     ) -> None:
         self.spare, self.drawn = spare, False
-        self.marks = Marks.found()
+        self.marks = GeneratorPositions.generators()
         self.always = self.marks is None
         self._rank = rank
         self._further = further
-        self._streams = Streams(seed, *devices)
+        self._streams = RandomStreams(seed, *devices)
         self._is_seeded = False
         self._before: tuple[int, ...] = ()
 
@@ -163,7 +163,7 @@ class StepDraws:
         return seed_for(self._streams.seed, "step", step, self._rank)
 
 
-class Marks:
+class GeneratorPositions:
     """Reads in 0.2 us how far the global Mersenne Twisters of Python and NumPy are.
 
     Both libraries give their state as a copy of 2.5 KB alone, which takes as long as seeding. So the few bytes that each
@@ -180,33 +180,33 @@ class Marks:
         ]
 
     @classmethod
-    def found(cls) -> Marks | None:
+    def generators(cls) -> GeneratorPositions | None:
         """The marks of the global generators; None where they lie otherwise than it is known of them."""
         try:
-            return cls(random.random.__self__, _numpys()) if _are_known() else None  # type: ignore[attr-defined]
+            return cls(random.random.__self__, _numpy_generator()) if _layouts_are_known() else None  # type: ignore[attr-defined]
         except AttributeError:
             return None
 
     def are_current(self) -> bool:
         """Whether the global generators are those that are read."""
-        return _numpys() is self._owners[1]
+        return _numpy_generator() is self._owners[1]
 
     def read(self) -> tuple[int, ...]:
         return tuple([one.value for one in self._read])
 
 
-def _numpys() -> Any:
+def _numpy_generator() -> Any:
     """The bit generator of NumPy's global functions."""
     return np.random.get_bit_generator()  # type: ignore[attr-defined]
 
 
 @cache
-def _are_known() -> bool:
+def _layouts_are_known() -> bool:
     """Whether the layouts of both are as expected, tried on generators of their kinds."""
     python, numpy = random.Random(1), np.random.MT19937(1)
-    if type(_numpys()) is not type(numpy) or sys.implementation.name != "cpython":
+    if type(_numpy_generator()) is not type(numpy) or sys.implementation.name != "cpython":
         return False
-    marks = Marks(python, numpy)
+    marks = GeneratorPositions(python, numpy)
     for _ in range(2):
         (_, words, _), at = python.getstate(), numpy.state["state"]
         known = (words[-1], words[1] | words[2] << 32, at["pos"], int(at["key"][622]) | int(at["key"][623]) << 32)
@@ -236,7 +236,7 @@ def generator_states() -> dict[str, Any]:
 
 
 @contextmanager
-def preserved(*devices: torch.device) -> Iterator[None]:
+def preserve_generators(*devices: torch.device) -> Iterator[None]:
     """Leaves the caller's global generators as they were found: Python's, NumPy's, torch's CPU's and the devices'."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     modules = [(torch.get_device_module(device), device) for device in devices if device.type != "cpu"]

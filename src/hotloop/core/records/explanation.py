@@ -7,7 +7,7 @@ from pydantic import Field
 from hotloop.core.records.training import Record
 
 
-class Matrix(Record):
+class MatrixRecord(Record):
     """A tensor that takes part in a layer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Equation(Record):
     agrees: bool | None = None
 
 
-class Layer(Record):
+class LayerExplanation(Record):
     """One operation of the network in one forward pass and its backward.
 
     Attributes:
@@ -68,7 +68,7 @@ class Layer(Record):
     where: str = ""
     known: bool = True
     parameters: int = 0
-    matrices: list[Matrix] = Field(default_factory=list)
+    matrices: list[MatrixRecord] = Field(default_factory=list)
     forward: list[Equation] = Field(default_factory=list)
     backward: list[Equation] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
@@ -100,7 +100,7 @@ class Explanation(Record):
     task: str
     batch: list[str]
     parameters: int
-    layers: list[Layer]
+    layers: list[LayerExplanation]
     flops: float
     bytes: float
     worst: str = ""
@@ -111,6 +111,6 @@ class Explanation(Record):
     notes: list[str] = Field(default_factory=list)
 
     @property
-    def wrong(self) -> list[tuple[Layer, Equation]]:
+    def wrong(self) -> list[tuple[LayerExplanation, Equation]]:
         """Equations that differ from autograd by more than rounding."""
         return [(layer, one) for layer in self.layers for one in layer.equations if one.agrees is False]

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from hotloop.core.records.profile_ratios import CompiledNetwork, Overhead
-from hotloop.core.records.profile_terms import Bound, Habit, Phase
+from hotloop.core.records.profile_terms import Bound, Phase, SlowPattern
 from hotloop.core.records.training import Record
 
 TAKE_ROWS = frozenset({"aten::index", "aten::index_select", "aten::embedding"})
@@ -194,7 +194,7 @@ class LoaderUse(Record):
     evaluating_ms: float = 0.0
 
 
-class Apart(Record):
+class TimeOutsideSteps(Record):
     """Time outside training steps, or at most once in many of them; seconds of the part of the run that was watched."""
 
     warm_up_s: float = 0.0
@@ -202,10 +202,10 @@ class Apart(Record):
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
     other_s: float = 0.0
-    updates: list[SeldomUpdate] = Field(default_factory=list)
+    updates: list[RareUpdate] = Field(default_factory=list)
 
 
-class SeldomUpdate(Record):
+class RareUpdate(Record):
     """An optimizer that steps beside the one that ends a step, but in less than half of the steps, as a GAN's generator.
 
     Attributes:
@@ -222,7 +222,7 @@ class SeldomUpdate(Record):
     phases: dict[Phase, float] = Field(default_factory=dict)
 
 
-class Threads(Record):
+class ThreadUse(Record):
     """How the process used the cores.
 
     Attributes:
@@ -242,7 +242,7 @@ class Threads(Record):
     where: str = ""
 
 
-class Paging(Record):
+class PagingRecord(Record):
     """Pages of memory that the system gives to a clean step, each zeroed before, where the process could keep them (glibc);
     and milliseconds of processors' time that the system took in it, for them and for all else.
     """
@@ -251,7 +251,7 @@ class Paging(Record):
     system_ms: float
 
 
-class Limits(Record):
+class HardwareLimits(Record):
     """What this machine was measured to reach on the device that trains; None where it wasn't measured.
 
     `busy` says that other programs used the machine meanwhile, so that the machine reaches more: nothing is judged by that.
@@ -360,11 +360,11 @@ class Profile(Record):
     functions: list[LineTime] = Field(default_factory=list)
     optimizers: list[OptimizerUse] = Field(default_factory=list)
     loaders: list[LoaderUse] = Field(default_factory=list)
-    habits: list[Habit] = Field(default_factory=list)
-    apart: Apart = Field(default_factory=Apart)
-    threads: Threads | None = None
-    paging: Paging | None = None
-    limits: Limits = Field(default_factory=Limits)
+    habits: list[SlowPattern] = Field(default_factory=list)
+    apart: TimeOutsideSteps = Field(default_factory=TimeOutsideSteps)
+    threads: ThreadUse | None = None
+    paging: PagingRecord | None = None
+    limits: HardwareLimits = Field(default_factory=HardwareLimits)
     reduced: dict[str, str] = Field(default_factory=dict)
     overhead: Overhead | None = None
     flops: float | None = None
@@ -389,7 +389,7 @@ class Profile(Record):
     seconds: float = 0.0
 
 
-Apart.model_rebuild()
+TimeOutsideSteps.model_rebuild()
 
 Profile.model_rebuild()
 

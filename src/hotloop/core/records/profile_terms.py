@@ -7,7 +7,7 @@ from typing import Literal
 from hotloop.core.records.training import Record
 
 
-class Habit(Record):
+class SlowPattern(Record):
     """Something that the loop does again and again, as it was seen to happen; not what its text says.
 
     Attributes:

@@ -14,7 +14,7 @@ from hotloop.plan import Plan
 ParityClass = Literal["bitwise", "fp32-equivalent", "reduced-precision", "unproven", "broken"]
 """How true a plan's result is, against the baseline: from the best to the worst."""
 
-TRUSTED = ("bitwise", "fp32-equivalent")
+TRUSTED_CLASSES = ("bitwise", "fp32-equivalent")
 """Classes of plans that may be chosen without asking."""
 
 STATES = 16
@@ -124,7 +124,7 @@ class Timing(Record):
         windows: pairs of windows that the ratio is from.
         parity: its class against the baseline on its own device, and `parity_reason`; None where it wasn't asked for.
             `states` says from how many states single steps were compared for it.
-        startup_s: from the Task to the first step, without compiling; `compile_s` compiling alone.
+        startup_s: from the Task to the first step, without compiling; `estimate_compile_s` compiling alone.
         compile_warm_s: compiling once more, with what was kept of the first time; None where nobody asked.
         looking_ms: what each step bears of seeing once in an epoch whether callbacks have changed what was compiled; it's
             neither in `step_ms` nor in `ratio`.
@@ -254,7 +254,7 @@ class Verdict(Record):
         return next(timing for timing in self.plans if timing.name == name)
 
 
-def paying(timing: Timing, baseline: Timing) -> Timing:
+def with_payoff(timing: Timing, baseline: Timing) -> Timing:
     """With the steps that win back what it costs more to start and compile than the baseline, where it is faster."""
     saves_s = baseline.training_s - timing.training_s
     if timing.verdict != "faster" or saves_s <= 0:
@@ -263,7 +263,7 @@ def paying(timing: Timing, baseline: Timing) -> Timing:
     return timing.model_copy(update={"pays_after": max(0, steps)})
 
 
-def best_of(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | None:
+def best_plan_name(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | None:
     """Name of the plan to choose: of the baseline and those shown to be faster, the one that finishes the run first.
 
     Args:
@@ -278,11 +278,11 @@ def best_of(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | No
     if base.ratio_low is None:
         return None
     faster = [timing for timing in plans if timing.verdict == "faster"]
-    allowed = [timing for timing in faster if not proven or timing.parity in TRUSTED]
+    allowed = [timing for timing in faster if not proven or timing.parity in TRUSTED_CLASSES]
     return min([base, *allowed], key=lambda timing: timing.run_s or timing.training_s).name
 
 
-class Crossing(Record):
+class Crossover(Record):
     """Where a plan overtakes the baseline, or falls behind it, as a Task grows.
 
     Attributes:
@@ -302,7 +302,7 @@ class Crossing(Record):
     reason: str
 
 
-class Scaling(Record):
+class RaceScaling(Record):
     """Races of the same plans at several sizes of a Task.
 
     Attributes:
@@ -316,6 +316,6 @@ class Scaling(Record):
     parameter: str
     values: list[str]
     races: list[Verdict]
-    crossings: list[Crossing]
+    crossings: list[Crossover]
     ended_by: Literal["failure", "SIGINT", "SIGTERM", "SIGHUP"] | None = None
     ended: str | None = None

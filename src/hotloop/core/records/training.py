@@ -226,7 +226,7 @@ class Evaluation(Record):
     note: str = ""
 
 
-class Port(Record):
+class ExportPort(Record):
     """An input or output of an exported file; `shape` has `batch` where any number of samples fits."""
 
     name: str
@@ -234,7 +234,7 @@ class Port(Record):
     shape: list[int | str]
 
 
-class Exported(Record):
+class ExportRecord(Record):
     """A file that a trained network was written to, and how it was checked.
 
     Attributes:
@@ -257,8 +257,8 @@ class Exported(Record):
     weights: str
     epoch: int
     prepare: bool | None
-    inputs: list[Port]
-    outputs: list[Port]
+    inputs: list[ExportPort]
+    outputs: list[ExportPort]
     batch_sizes: list[int]
     difference: float
     tolerance: float

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_COMPARES_LABELS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
+_COMPARISONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
 """Losses that read scores (batch, classes, ...) and labels (batch, ...)."""
 
-_NORMALISES = (
+_SOFTMAX_FUNCTIONS = (
     *(F.softmax, torch.softmax, Tensor.softmax),
     *(F.log_softmax, torch.log_softmax, Tensor.log_softmax),
 )
@@ -28,12 +28,12 @@ class LossReads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _COMPARES_LABELS:
+        if function in _COMPARISONS:
             scores = args[0] if args else kwargs.get("input")
             labels = args[1] if len(args) > 1 else kwargs.get("target")
             if isinstance(scores, Tensor) and isinstance(labels, Tensor):
                 self._compared.append((scores, labels))
-        elif function in _NORMALISES and args and isinstance(args[0], Tensor):
+        elif function in _SOFTMAX_FUNCTIONS and args and isinstance(args[0], Tensor):
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
             if dim in (1, 1 - args[0].ndim):
                 self._normalised.append(args[0])
@@ -43,11 +43,13 @@ class LossReads(TorchFunctionMode):
         """Whether the loss read the output as scores of the target's classes, along the output's second dimension."""
         if not has_class_shapes(output, target) or output.shape[1] < 2:
             return False
-        compared = any(_same(scores, output) and _same(labels, target) for scores, labels in self._compared)
-        return compared or any(_same(scores, output) for scores in self._normalised)
+        compared = any(
+            _is_same_tensor(scores, output) and _is_same_tensor(labels, target) for scores, labels in self._compared
+        )
+        return compared or any(_is_same_tensor(scores, output) for scores in self._normalised)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors share their memory, or one may be a cast of the other."""
     if one.dtype != other.dtype:
         return one.shape == other.shape and one.ndim <= 2
@@ -66,7 +68,7 @@ def has_class_shapes(output: Any, target: Any) -> bool:
     )
 
 
-def correct(output: Tensor, target: Tensor, ignored: int | None = None) -> tuple[Tensor, Tensor | int]:
+def count_correct(output: Tensor, target: Tensor, ignored: int | None = None) -> tuple[Tensor, Tensor | int]:
     """Returns the number of targets whose class has the highest score, and the number of targets that count.
 
     Args:

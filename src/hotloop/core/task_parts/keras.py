@@ -15,11 +15,11 @@ from torch import nn
 
 def call_arguments(model: nn.Module) -> dict[str, Any]:
     """What a call of `model` needs beside its inputs: Keras is told by each call whether this is training."""
-    return {"training": model.training} if _of_keras(type(model).__mro__) else {}
+    return {"training": model.training} if _is_keras(type(model).__mro__) else {}
 
 
 @lru_cache(maxsize=256)
-def _of_keras(bases: tuple[type, ...]) -> bool:
+def _is_keras(bases: tuple[type, ...]) -> bool:
     return any(base.__module__.startswith("keras.") for base in bases)
 
 

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_MEANS = (
+_MEAN_LOSSES = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss),
     *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
 )
 """Losses of torch that are means over all numbers of the outputs, which may be of any batch."""
 _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_IGNORED = -100
+_IGNORE_INDEX = -100
 """What torch's cross entropies leave out unless told otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
-class Objective:
+class LossInfo:
     """A loss of torch's own, or of the same attributes; of any other, nothing is known.
 
     Attributes:
@@ -40,7 +40,7 @@ class Objective:
     sums_samples: bool = False
 
     @classmethod
-    def of(cls, loss: Any) -> Objective:
+    def from_loss(cls, loss: Any) -> LossInfo:
         """What is known of `loss`: a module, a function, or a `functools.partial` of a function."""
         function = loss.func if isinstance(loss, partial) else loss
         is_function = any(function is known for known in _FUNCTIONS)
@@ -48,14 +48,16 @@ class Objective:
         def said(name: str, otherwise: Any) -> Any:
             return loss.keywords.get(name, otherwise) if function is not loss else getattr(loss, name, otherwise)
 
-        ignore_index = said("ignore_index", _IGNORED if is_function else None)
+        ignore_index = said("ignore_index", _IGNORE_INDEX if is_function else None)
         weights = said("weight", None) if ignore_index is not None else None
         return cls(
             cross_entropy=is_function or isinstance(loss, _MODULES),
             ignore_index=ignore_index,
             class_weights=weights if isinstance(weights, Tensor) else None,
             reduction=str(said("reduction", "mean")),
-            sums_samples=is_function or type(loss) in _MODULES + _MEANS or any(function is known for known in _MEANS),
+            sums_samples=is_function
+            or type(loss) in _MODULES + _MEAN_LOSSES
+            or any(function is known for known in _MEAN_LOSSES),
         )
 
     def weight_of(self, target: Any, samples: int) -> Any:
@@ -68,7 +70,7 @@ class Objective:
         return torch.where(counted, self.class_weights[torch.where(counted, target, 0)], 0.0).sum()
 
 
-def weighted(mean: Tensor, weight: Any) -> Tensor:
+def weight_mean(mean: Tensor, weight: Any) -> Tensor:
     """`mean * weight`; 0 where nothing counts, since a mean over no target is NaN."""
     total = mean * weight
     return torch.where(weight == 0, 0.0, total) if isinstance(weight, Tensor) else total

@@ -27,7 +27,7 @@ def check_memory(model: nn.Module, owner: str = "model") -> None:
                     "together in the forward pass",
                 )
     for name, value in parameters.items():
-        if value.requires_grad and not is_lazy(value) and shares_memory(value):
+        if value.requires_grad and not is_lazy(value) and has_overlap(value):
             raise TaskError(
                 f"elements of the parameter {name!r} of the {owner} share memory: its shape is {tuple(value.shape)} and its "
                 f"strides are {value.stride()}",
@@ -36,7 +36,7 @@ def check_memory(model: nn.Module, owner: str = "model") -> None:
             )
 
 
-def shares_memory(value: Tensor) -> bool:
+def has_overlap(value: Tensor) -> bool:
     """Whether two elements of a tensor share memory, as in an expanded tensor."""
     dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)
     reach = 0
@@ -47,11 +47,11 @@ def shares_memory(value: Tensor) -> bool:
     return False
 
 
-def have_common(one: Tensor, other: Tensor) -> bool:
+def share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two dense tensors share the memory of any element."""
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not (one.numel() and other.numel()):
         return False
-    first, second = _span(one), _span(other)
+    first, second = _byte_range(one), _byte_range(other)
     if first.stop <= second.start or second.stop <= first.start:
         return False
     if one.itemsize != other.itemsize:
@@ -63,7 +63,7 @@ def have_common(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isin(mine, others).any())
 
 
-def _span(value: Tensor) -> range:
+def _byte_range(value: Tensor) -> range:
     """Returns the range of bytes in its storage that a tensor covers."""
     reach = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
     first = int(value.storage_offset())

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 from torch.utils._pytree import tree_leaves
 
-from hotloop.errors import TaskError, blame, out_of_memory
+from hotloop.errors import TaskError, describe_error, is_out_of_memory
 
 
 class NotCopiedError(TaskError):
-    """`copied` can't copy the model."""
+    """`copy_model` can't copy the model."""
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """Returns a deep copy of a model.
 
     Other than `copy.deepcopy`, this function copies uninitialised buffers, and attributes that are computed from parameters,
@@ -36,10 +36,10 @@ def copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, known)
     except Exception as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise NotCopiedError(
-            f"the model can't be copied: {blame(error)}",
+            f"the model can't be copied: {describe_error(error)}",
             expected="modules that copy.deepcopy takes",
             fix="build it in a function, and keep out of its attributes what can't be copied",
         ) from error

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 
-def stays_in_eval(model: nn.Module) -> frozenset[str]:
+def modules_in_eval(model: nn.Module) -> frozenset[str]:
     """Returns the names of the modules in evaluation mode, which stay in this mode during training.
 
     If all modules are in evaluation mode, as in a library's pretrained model, all of them are trained in training mode.
@@ -25,9 +25,9 @@ def stays_in_eval(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, training in modes.items() if not training) if any(modes.values()) else frozenset()
 
 
-def note_of_modes(model: nn.Module) -> str:
+def describe_modes(model: nn.Module) -> str:
     """Returns one line on modules that the model factory returned in evaluation mode; empty if there are none."""
-    names = sorted(stays_in_eval(model))
+    names = sorted(modules_in_eval(model))
     if names:
         module, more = model.get_submodule(names[0]), f" and {len(names) - 1} more" * (len(names) > 1)
         place = f"{names[0]!r} ({type(module).__name__})" if names[0] else "the model itself"
@@ -51,14 +51,14 @@ def set_training(model: nn.Module, in_eval: Collection[str]) -> nn.Module:
     return model
 
 
-def switching(optimizer: torch.optim.Optimizer, wrapped: Sequence[torch.optim.Optimizer] = ()) -> list[Any]:
+def switchable_optimizers(optimizer: torch.optim.Optimizer, wrapped: Sequence[torch.optim.Optimizer] = ()) -> list[Any]:
     """Returns the optimizers with `train()` and `eval()`: `optimizer` if it has both methods, else those of `wrapped`."""
-    if _has_both(optimizer):
+    if _has_both_modes(optimizer):
         return [optimizer]
-    return [one for one in wrapped if _has_both(one)]
+    return [one for one in wrapped if _has_both_modes(one)]
 
 
-def _has_both(optimizer: Any) -> bool:
+def _has_both_modes(optimizer: Any) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
@@ -67,7 +67,7 @@ def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()
     """Switches the optimizers, then the modules, to evaluation mode; restores modes and weights after the context."""
     modes = [(module, module.training) for root in modules for module in root.modules()]
     roots = [root.training for root in modules]
-    contents = _Contents(modules) if optimizers or any(map(rewrites_weights, modules)) else None
+    contents = _SavedContents(modules) if optimizers or any(map(may_rewrite_weights, modules)) else None
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.eval()
@@ -84,15 +84,15 @@ def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()
         for module, training in modes:
             module.training = training
         if contents is not None:
-            contents.put_back()
+            contents.restore()
 
 
-def rewrites_weights(model: nn.Module) -> bool:
+def may_rewrite_weights(model: nn.Module) -> bool:
     """Whether a module of the model overrides `train` or `eval`, and so may change weights at a switch."""
-    return any(_overrides_modes(module) for module in model.modules())
+    return any(_has_mode_override(module) for module in model.modules())
 
 
-def _overrides_modes(module: nn.Module) -> bool:
+def _has_mode_override(module: nn.Module) -> bool:
     kind = type(module)
     if kind.__module__.startswith("torch."):
         return False
@@ -101,7 +101,7 @@ def _overrides_modes(module: nn.Module) -> bool:
     )
 
 
-class _Contents:
+class _SavedContents:
     """The parameters and buffers of modules, with copies of their numbers."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -112,17 +112,17 @@ class _Contents:
         self._tensors = [(tensor, tensor.data, tensor.detach().clone()) for tensor in built]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for owner, parameters, buffers in self._members:
-            _put_back(owner._parameters, parameters)
-            _put_back(owner._buffers, buffers)
+            _restore_contents(owner._parameters, parameters)
+            _restore_contents(owner._buffers, buffers)
         for tensor, data, numbers in self._tensors:
             if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
                 tensor.data = data
             tensor.data.copy_(numbers)
 
 
-def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore_contents(now: dict[str, Any], before: dict[str, Any]) -> None:
     if any(now.get(name) is not value for name, value in before.items()):
         now.clear()
         now.update(before)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hotloop.errors import TaskError, kind
+from hotloop.errors import TaskError, type_name
 
 
 class NamedOptimizers(Optimizer):
@@ -39,26 +39,26 @@ class NamedOptimizers(Optimizer):
         raise NotImplementedError("each of the optimizers takes its own steps")
 
 
-def members_of(optimizer: Optimizer) -> list[Optimizer]:
+def member_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Returns the members of a `NamedOptimizers`, or a list with the single optimizer."""
     return list(optimizer.members.values()) if isinstance(optimizer, NamedOptimizers) else [optimizer]
 
 
-def holder_of(optimizer: Optimizer, parameter: Tensor) -> Optimizer:
+def owner_optimizer(optimizer: Optimizer, parameter: Tensor) -> Optimizer:
     """Returns the optimizer that updates a parameter; the first one if no optimizer updates it."""
-    members = members_of(optimizer)
+    members = member_optimizers(optimizer)
     owners = (one for one in members for group in one.param_groups if any(v is parameter for v in group["params"]))
     return next(owners, members[0])
 
 
-def described(optimizer: Optimizer) -> str:
+def describe_optimizer(optimizer: Optimizer) -> str:
     """Returns a description such as `Adam`, or `Adam 'critic' and SGD 'generator'`."""
     if isinstance(optimizer, NamedOptimizers):
         return " and ".join(f"{type(member).__name__} {name!r}" for name, member in optimizer.members.items())
     return type(optimizer).__name__
 
 
-def checked_optimizer(made: Any) -> Optimizer:
+def check_optimizer(made: Any) -> Optimizer:
     """Returns the result of an optimizer factory as one optimizer.
 
     Raises:
@@ -68,7 +68,7 @@ def checked_optimizer(made: Any) -> Optimizer:
         return made
     if not isinstance(made, Mapping):
         raise TaskError(
-            f"the optimizer factory returned {kind(made)}",
+            f"the optimizer factory returned {type_name(made)}",
             expected="a torch.optim.Optimizer, or a dict of name -> optimizer",
             fix="return the optimizer from it",
         )
@@ -77,14 +77,14 @@ def checked_optimizer(made: Any) -> Optimizer:
     for name, member in made.items():
         if not isinstance(name, str) or not isinstance(member, Optimizer) or isinstance(member, NamedOptimizers):
             raise TaskError(
-                f"the optimizer factory returned a dict with {name!r}: {kind(member)}",
+                f"the optimizer factory returned a dict with {name!r}: {type_name(member)}",
                 expected="a dict of name -> torch.optim.Optimizer",
             )
-    _check_apart(made)
+    _check_disjoint(made)
     return NamedOptimizers(made)
 
 
-def _check_apart(members: Mapping[str, Optimizer]) -> None:
+def _check_disjoint(members: Mapping[str, Optimizer]) -> None:
     holders: dict[int, str] = {}
     for name, member in members.items():
         values: list[Tensor] = [value for group in member.param_groups for value in group["params"]]

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotloop.core.state import (
-    bits,
+    bytes_of,
     capture_groups,
     capture_optimizer,
-    held_like,
     host_copy,
-    leaves,
-    on_host,
     restore_optimizer,
+    shard_like,
+    to_host,
+    tree_leaves,
 )
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers, described
-from hotloop.errors import CheckpointError, blame
+from hotloop.core.task_parts.named_optimizers import NamedOptimizers, describe_optimizer
+from hotloop.errors import CheckpointError, describe_error
 
 _METHODS = ("state_dict", "load_state_dict")
 _HOOKS = (
@@ -48,58 +48,58 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Returns the optimizers that this optimizer wraps, by their attribute paths."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
-    return dict(_wrapped(vars(optimizer), "", {id(optimizer)}))
+    return dict(_wrapped_optimizers(vars(optimizer), "", {id(optimizer)}))
 
 
-def _wrapped(values: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Optimizer]]:
+def _wrapped_optimizers(values: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Optimizer]]:
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:
         place = f"{path}.{key}" if path else str(key)
         if isinstance(value, Optimizer) and id(value) not in seen:
             seen.add(id(value))
             yield place, value
-            yield from _wrapped(vars(value), place, seen)
+            yield from _wrapped_optimizers(vars(value), place, seen)
         elif isinstance(value, dict | list | tuple) and key not in ("state", "param_groups") and id(value) not in seen:
             seen.add(id(value))
-            yield from _wrapped(value, place, seen)
+            yield from _wrapped_optimizers(value, place, seen)
 
 
-def capture(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
+def capture_state(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
     """Returns the optimizer's state on the CPU; with `lent`, tensors on the CPU are shared and not copied."""
     if isinstance(optimizer, NamedOptimizers):
-        members = {name: capture(one, model, lent=lent) for name, one in optimizer.members.items()}
+        members = {name: capture_state(one, model, lent=lent) for name, one in optimizer.members.items()}
         groups = [{"params": names} for names in capture_groups(optimizer, model)]
-        return {"name": described(optimizer), "groups": groups, "members": members}
+        return {"name": describe_optimizer(optimizer), "groups": groups, "members": members}
     inner, own = inner_optimizers(optimizer), optimizer.state_dict()
     if has_own_state_dict(optimizer):
         groups = [{"params": names} for names in capture_groups(optimizer, model)]
         found = {"name": type(optimizer).__name__, "state": {}, "own": {}, "groups": groups}
-        found["state_dict"] = on_host(own, lent=lent)
+        found["state_dict"] = to_host(own, lent=lent)
     else:
         found = capture_optimizer(optimizer, model, lent=lent)
     optimizers = {"": optimizer, **inner} if "state_dict" in found else inner
     if optimizers:
-        covered = {id(value) for _, value in leaves(own) if isinstance(value, Tensor)}
-        left_out = {path: one for path, one in optimizers.items() if not _is_covered(one, covered)}
-        found["inner"] = {path: _whole_state(one, model, lent=lent) for path, one in left_out.items()}
+        covered = {id(value) for _, value in tree_leaves(own) if isinstance(value, Tensor)}
+        left_out = {path: one for path, one in optimizers.items() if not _is_captured(one, covered)}
+        found["inner"] = {path: _full_state(one, model, lent=lent) for path, one in left_out.items()}
     return found
 
 
-def _is_covered(optimizer: Optimizer, covered: set[int]) -> bool:
+def _is_captured(optimizer: Optimizer, covered: set[int]) -> bool:
     """Whether the wrapper's state_dict contains all tensors of an optimizer's state."""
-    tensors = [value for _, value in leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
+    tensors = [value for _, value in tree_leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
     return bool(tensors) and all(id(value) in covered for value in tensors)
 
 
-def _whole_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[str, Any]:
+def _full_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[str, Any]:
     """Returns state and groups by parameter name; the optimizer's `state_dict` if a parameter isn't the model's."""
     known = {id(value) for value in model.parameters()}
     if all(id(value) in known for group in optimizer.param_groups for value in group["params"]):
         return capture_optimizer(optimizer, model, lent=lent)
-    return {"state_dict": on_host(optimizer.state_dict(), lent=lent)}
+    return {"state_dict": to_host(optimizer.state_dict(), lent=lent)}
 
 
-def restore(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> list[str]:
+def restore_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> list[str]:
     """Restores a saved state.
 
     Returns the paths of values that the optimizer's `load_state_dict` doesn't restore bit by bit.
@@ -112,28 +112,28 @@ def restore(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> li
     add_missing_parameters(optimizer, model, saved["groups"])
     if "state_dict" in saved and has_own_state_dict(optimizer):
         check_same_groups(optimizer, model, saved)
-        changed = _load(optimizer, saved["state_dict"])
+        changed = _load_state(optimizer, saved["state_dict"])
     else:
         restore_optimizer(optimizer, model, saved)
         changed = []
     optimizers = {"": optimizer, **inner_optimizers(optimizer)}
     for path, state in saved.get("inner", {}).items():
         if path in optimizers and "state_dict" in state:
-            changed += [f"{path}{place}" for place in _load(optimizers[path], state["state_dict"])]
+            changed += [f"{path}{place}" for place in _load_state(optimizers[path], state["state_dict"])]
         elif path in optimizers:
             restore_optimizer(optimizers[path], model, state)
     return changed
 
 
 def _restore_members(optimizer: NamedOptimizers, model: nn.Module, saved: dict[str, Any]) -> list[str]:
-    if saved["name"] != described(optimizer):
+    if saved["name"] != describe_optimizer(optimizer):
         raise CheckpointError(
-            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {described(optimizer)}",
+            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {describe_optimizer(optimizer)}",
             expected="the same optimizers",
             fix="use the Task that the run was started with",
         )
     members = optimizer.members.items()
-    return [f"{name}{path}" for name, one in members for path in restore(one, model, saved["members"][name])]
+    return [f"{name}{path}" for name, one in members for path in restore_state(one, model, saved["members"][name])]
 
 
 def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
@@ -165,19 +165,19 @@ def check_same_groups(optimizer: Optimizer, model: nn.Module, saved: dict[str, A
         )
 
 
-def _load(optimizer: Optimizer, state: Any) -> list[str]:
+def _load_state(optimizer: Optimizer, state: Any) -> list[str]:
     """Calls `load_state_dict`, then restores values that it rounded; returns the paths that still differ."""
     try:
         optimizer.load_state_dict(_with_implementation_of(optimizer, host_copy(state)))
     except Exception as error:
         raise CheckpointError(
-            f"load_state_dict of {type(optimizer).__name__} doesn't take what its state_dict gave: {blame(error)}",
+            f"load_state_dict of {type(optimizer).__name__} doesn't take what its state_dict gave: {describe_error(error)}",
             expected="an optimizer whose two methods fit together",
             fix="correct the two methods, or use the Task that the run was started with",
         ) from error
-    _repair(optimizer.state_dict(), state)
+    _repair_state(optimizer.state_dict(), state)
     _match_strides(optimizer)
-    return _differences(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
+    return _group_differences(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
 
 
 def _with_implementation_of(optimizer: Optimizer, tree: Any) -> Any:
@@ -192,7 +192,7 @@ def _with_implementation_of(optimizer: Optimizer, tree: Any) -> Any:
     return tree
 
 
-def _repair(live: Any, saved: Any) -> None:
+def _repair_state(live: Any, saved: Any) -> None:
     """Replaces tensors whose dtype `load_state_dict` changed; torch's method casts state to its parameter's dtype."""
     if isinstance(live, dict) and isinstance(saved, dict):
         pairs = [(key, live[key], saved[key]) for key in live.keys() & saved.keys()]
@@ -205,7 +205,7 @@ def _repair(live: Any, saved: Any) -> None:
             if now.dtype != before.dtype:
                 live[key] = before.to(now.device, copy=True)
         else:
-            _repair(now, before)
+            _repair_state(now, before)
 
 
 def _match_strides(optimizer: Optimizer) -> None:
@@ -220,17 +220,17 @@ def _with_strides_of(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    return like.copy_(held_like(value, parameter))
+    return like.copy_(shard_like(value, parameter))
 
 
-def _differences(live: Any, saved: Any) -> list[str]:
-    now, before = (dict(leaves(tree)) for tree in (live, saved))
+def _group_differences(live: Any, saved: Any) -> list[str]:
+    now, before = (dict(tree_leaves(tree)) for tree in (live, saved))
     paths = sorted(now.keys() ^ before.keys())
-    return paths + [path for path in sorted(now.keys() & before.keys()) if not _is_same(now[path], before[path])]
+    return paths + [path for path in sorted(now.keys() & before.keys()) if not _is_same_value(now[path], before[path])]
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same_value(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and bits(one).equal(bits(other))
+        return same_kind and bytes_of(one).equal(bytes_of(other))
     return type(one) is type(other) and repr(one) == repr(other)

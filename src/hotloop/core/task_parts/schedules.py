@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from hotloop.errors import TaskError, calling, kind
+from hotloop.errors import TaskError, call_user_code, type_name
 
 _MARK = -987654321
 """A number of steps that doesn't occur in a scheduler."""
@@ -31,7 +31,7 @@ class NamedSchedules:
             member.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: state_of(member) for name, member in self.members.items()}
+        return {name: schedule_state(member) for name, member in self.members.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         for name, member in self.members.items():
@@ -45,9 +45,11 @@ def schedules_of(schedule: Any) -> list[Any]:
     return [] if schedule is None else [schedule]
 
 
-def state_of(schedule: Any) -> dict[str, Any]:
+def schedule_state(schedule: Any) -> dict[str, Any]:
     """Returns a scheduler's state without functions, which belong to the Task; empty without a scheduler."""
-    return {} if schedule is None else _without_functions(calling("the schedule's state_dict", schedule.state_dict))
+    return (
+        {} if schedule is None else _without_functions(call_user_code("the schedule's state_dict", schedule.state_dict))
+    )
 
 
 def _without_functions(tree: Any) -> Any:
@@ -64,7 +66,7 @@ def _are_functions(value: Any) -> bool:
     return bool(value) and all(map(callable, value)) if isinstance(value, list | tuple) else callable(value)
 
 
-def checked_schedule(made: Any) -> Any:
+def check_schedule(made: Any) -> Any:
     """Returns the result of a schedule factory as one scheduler.
 
     Raises:
@@ -75,8 +77,8 @@ def checked_schedule(made: Any) -> Any:
         methods = ("step", "state_dict", "load_state_dict")
         if not isinstance(name, str) or not all(callable(getattr(member, method, None)) for method in methods):
             raise TaskError(
-                f"the schedule factory returned {kind(made)}"
-                + f" with {name!r}: {kind(member)}" * (member is not made),
+                f"the schedule factory returned {type_name(made)}"
+                + f" with {name!r}: {type_name(member)}" * (member is not made),
                 expected="a torch.optim.lr_scheduler.LRScheduler",
                 fix="return the scheduler from it",
             )
@@ -86,7 +88,7 @@ def checked_schedule(made: Any) -> Any:
 
 
 def _check_inner(schedule: Any) -> None:
-    for path, inner in _inner(schedule, type(schedule).__name__, {id(schedule)}):
+    for path, inner in _inner_schedules(schedule, type(schedule).__name__, {id(schedule)}):
         if not _is_saved(inner, schedule):
             raise TaskError(
                 f"the schedule's state_dict() leaves out that of the {type(inner).__name__} in {path}, so a resumed run"
@@ -97,17 +99,17 @@ def _check_inner(schedule: Any) -> None:
 
 
 def _check_storable(schedule: Any) -> None:
-    for value in _leaves(state_of(schedule)):
+    for value in _value_leaves(schedule_state(schedule)):
         if not (value is None or isinstance(value, bool | int | float | str | Tensor | np.generic)):
             raise TaskError(
-                f"the state_dict() of the schedule ({type(schedule).__name__}) has {kind(value)} in it, which no"
+                f"the state_dict() of the schedule ({type(schedule).__name__}) has {type_name(value)} in it, which no"
                 " checkpoint can hold",
                 expected="numbers, texts, tensors, and lists, tuples or dicts of them",
                 fix="define state_dict() and load_state_dict() so that they save and load its numbers",
             )
 
 
-def _inner(holder: Any, path: str, seen: set[int]) -> Iterator[tuple[str, LRScheduler]]:
+def _inner_schedules(holder: Any, path: str, seen: set[int]) -> Iterator[tuple[str, LRScheduler]]:
     """Yields the schedulers in a scheduler's attributes, lists, tuples and dicts, at any depth, with their paths."""
     if isinstance(holder, list | tuple):
         items = [(f"{path}[{place}]", value) for place, value in enumerate(holder)]
@@ -121,7 +123,7 @@ def _inner(holder: Any, path: str, seen: set[int]) -> Iterator[tuple[str, LRSche
         seen.add(id(value))
         if isinstance(value, LRScheduler):
             yield where, value
-        yield from _inner(value, where, seen)
+        yield from _inner_schedules(value, where, seen)
 
 
 def _is_saved(inner: LRScheduler, schedule: Any) -> bool:
@@ -129,18 +131,20 @@ def _is_saved(inner: LRScheduler, schedule: Any) -> bool:
     before = dict(vars(inner))
     inner.last_epoch = _MARK
     try:
-        return any(value is _MARK for value in _leaves(calling("the schedule's state_dict", schedule.state_dict)))
+        return any(
+            value is _MARK for value in _value_leaves(call_user_code("the schedule's state_dict", schedule.state_dict))
+        )
     finally:
         vars(inner).clear()
         vars(inner).update(before)
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def _value_leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, dict):
         for value in tree.values():
-            yield from _leaves(value)
+            yield from _value_leaves(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _leaves(value)
+            yield from _value_leaves(value)
     else:
         yield tree

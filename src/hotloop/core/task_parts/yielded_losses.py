@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hotloop.errors import TaskError, kind
+from hotloop.errors import TaskError, type_name
 
 _FORM = "(name, loss) or (name, loss, {'figure': value}), with the name of an optimizer"
 
 
-class Turn(NamedTuple):
+class YieldedLoss(NamedTuple):
     """The values that a step yields for one update: the optimizer's name, the loss (0-dim) and further figures."""
 
     name: str
@@ -22,7 +22,7 @@ class Turn(NamedTuple):
     scalars: dict[str, Tensor]
 
 
-class Turns:
+class YieldedLosses:
     """Runs a step's generator up to each yielded loss, and collects the yielded and returned figures."""
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:
@@ -30,14 +30,14 @@ class Turns:
         self._losses: dict[str, list[Tensor]] = {}
         self._scalars: dict[str, list[Tensor]] = {}
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[YieldedLoss]:
         while True:
             try:
                 yielded = next(self._generator)
             except StopIteration as end:
-                self._note(scalars_of({} if end.value is None else end.value))
+                self._note(named_scalars({} if end.value is None else end.value))
                 return
-            turn = _turn(yielded)
+            turn = _parse_yield(yielded)
             yield turn
             self._losses.setdefault(turn.name, []).append(turn.loss.detach())
             self._note(turn.scalars)
@@ -57,33 +57,33 @@ class Turns:
         """
         if not self._losses:
             raise TaskError("step yielded no loss", expected=_FORM, fix="yield one for each update")
-        losses = {f"{name}_loss": _mean(values) for name, values in self._losses.items()}
+        losses = {f"{name}_loss": _mean_scalars(values) for name, values in self._losses.items()}
         for name in losses.keys() & self._scalars.keys():
             raise TaskError(f"step gave {name!r}, which hotloop reports itself", expected="another name")
-        others = {name: _mean(values) for name, values in self._scalars.items()}
+        others = {name: _mean_scalars(values) for name, values in self._scalars.items()}
         return sum(losses.values(), start=torch.zeros_like(next(iter(losses.values())))), losses | others
 
 
-def evaluated(generator: Generator[Any, Any, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def sum_for_evaluation(generator: Generator[Any, Any, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Runs a step's generator without updates; returns the loss and the figures.
 
     Gradients are enabled, because a loss may contain the gradient of another loss.
     """
-    turns = Turns(generator)
+    turns = YieldedLosses(generator)
     with torch.enable_grad(), closing(generator):
         for _ in turns:
             pass
     return turns.figures()
 
 
-def scalars_of(figures: Any) -> dict[str, Tensor]:
+def named_scalars(figures: Any) -> dict[str, Tensor]:
     """Returns a step's own figures as 0-dim tensors.
 
     Raises:
         TaskError: `figures` is no mapping of single numbers, or a name is reserved for hotloop.
     """
     if not isinstance(figures, Mapping):
-        raise TaskError(f"step gave {kind(figures)} beside the losses", expected="a dict of name -> number")
+        raise TaskError(f"step gave {type_name(figures)} beside the losses", expected="a dict of name -> number")
     scalars = {name: torch.as_tensor(value) for name, value in figures.items()}
     for name, value in scalars.items():
         if value.ndim:
@@ -96,22 +96,22 @@ def scalars_of(figures: Any) -> dict[str, Tensor]:
     return scalars
 
 
-def _turn(yielded: Any) -> Turn:
+def _parse_yield(yielded: Any) -> YieldedLoss:
     if not isinstance(yielded, tuple) or len(yielded) not in (2, 3) or not isinstance(yielded[0], str):
-        what = f"({', '.join(map(kind, yielded))})" if isinstance(yielded, tuple) else kind(yielded)
+        what = f"({', '.join(map(type_name, yielded))})" if isinstance(yielded, tuple) else type_name(yielded)
         raise TaskError(f"step yielded {what}", expected=_FORM)
     name, loss, *more = yielded
     if not isinstance(loss, Tensor) or loss.ndim:
         raise TaskError(
             f"the loss yielded for {name!r} is "
-            + (f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind(loss)),
+            + (f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type_name(loss)),
             expected="a 0-dim tensor to differentiate",
             fix="yield the mean over the batch",
         )
-    return Turn(name, loss, scalars_of(more[0]) if more else {})
+    return YieldedLoss(name, loss, named_scalars(more[0]) if more else {})
 
 
-def _mean(values: list[Tensor]) -> Tensor:
+def _mean_scalars(values: list[Tensor]) -> Tensor:
     if len(values) == 1:
         return values[0]
     whole = torch.stack(values)

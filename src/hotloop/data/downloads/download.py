@@ -34,7 +34,7 @@ def download_files(urls: tuple[str, ...], sha256: Mapping[str, str], folder: Pat
         DiskError: the disk is full.
         DataError: `folder` can't be written.
     """
-    with _quiet_pooch(), _progress() as progress:
+    with _quiet_pooch(), _progress_bar() as progress:
         for name, digest in sha256.items():
             if failure := _download_file(urls, name, digest, folder, progress):
                 return failure
@@ -51,7 +51,7 @@ def _download_file(urls: tuple[str, ...], name: str, digest: str, folder: Path, 
             pooch.retrieve(url + name, f"sha256:{digest}", name, folder, downloader=downloader)
             return ""
         except (requests.RequestException, ValueError) as error:
-            failures.append(f"{url} ({_reason(error)})")
+            failures.append(f"{url} ({_failure_reason(error)})")
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             raise (DiskError if full else DataError)(
@@ -62,7 +62,7 @@ def _download_file(urls: tuple[str, ...], name: str, digest: str, folder: Path, 
     return f"{name} can't be had from {' nor '.join(failures)}"
 
 
-def _reason(error: Exception) -> str:
+def _failure_reason(error: Exception) -> str:
     """A download's failure in a few words; requests' own messages run over several lines."""
     match error:
         case requests.HTTPError(response=requests.Response(status_code=status)):
@@ -98,7 +98,7 @@ def _is_warning(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING
 
 
-def _progress() -> Progress:
+def _progress_bar() -> Progress:
     console = Terminal()
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     return Bar(*columns, console=console, disable=not console.is_terminal)

@@ -19,7 +19,7 @@ from hotloop.errors import DataError
 
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 GZIP = b"\x1f\x8b"
-AGAIN = "Delete it and fetch it again, or give the folder of a sound copy"
+DOWNLOAD_AGAIN = "Delete it and fetch it again, or give the folder of a sound copy"
 
 
 def read_idx(path: str | Path) -> np.ndarray:
@@ -36,19 +36,19 @@ def read_idx(path: str | Path) -> np.ndarray:
         DataError: the file is missing, unreadable, torn, corrupt, or not IDX.
     """
     path = Path(path)
-    content = _unpacked(path)
-    dtype, shape, start = _header(path, content)
+    content = _unpack(path)
+    dtype, shape, start = _parse_header(path, content)
     wanted = math.prod(shape) * dtype.itemsize
     if len(content) - start != wanted:
         raise DataError(
             f"{path} holds {len(content) - start:,} bytes of values",
             expected=f"{wanted:,} for shape {shape} of {dtype.name}",
-            fix=AGAIN,
+            fix=DOWNLOAD_AGAIN,
         )
     return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def _unpacked(path: Path) -> bytes:
+def _unpack(path: Path) -> bytes:
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if content.startswith(GZIP) else content
@@ -58,7 +58,7 @@ def _unpacked(path: Path) -> bytes:
         raise DataError(
             f"{path} is a gzip file that is torn or corrupt ({error})",
             expected="a whole gzip file with an IDX file in it",
-            fix=AGAIN,
+            fix=DOWNLOAD_AGAIN,
         ) from error
     except OSError as error:
         raise DataError(
@@ -68,7 +68,7 @@ def _unpacked(path: Path) -> bytes:
         ) from error
 
 
-def _header(path: Path, content: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
+def _parse_header(path: Path, content: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
     """Dtype as stored, shape, and where the values start."""
     known = len(content) >= 4 and content[:2] == b"\0\0" and content[2] in DTYPES
     if not known:
@@ -76,13 +76,13 @@ def _header(path: Path, content: bytes) -> tuple[np.dtype, tuple[int, ...], int]
         raise DataError(
             f"{path} begins with the bytes {content[:4].hex(' ') or '(none: it is empty)'}",
             expected=f"an IDX file: 00 00, a type ({codes}), a number of dimensions",
-            fix=AGAIN,
+            fix=DOWNLOAD_AGAIN,
         )
     start = 4 + 4 * content[3]
     if len(content) < start:
         raise DataError(
             f"{path} ends after {len(content)} bytes, within its header",
             expected=f"{start} bytes of header for {content[3]} dimensions",
-            fix=AGAIN,
+            fix=DOWNLOAD_AGAIN,
         )
     return np.dtype(DTYPES[content[2]]), struct.unpack(f">{content[3]}I", content[4:start]), start

@@ -11,7 +11,7 @@ from hotloop.data.order import Order
 from hotloop.data.sources import Table
 
 
-class Cut(Iterator[tuple[Any, int]]):
+class RowBatches(Iterator[tuple[Any, int]]):
     """Yields `(batch, samples)`; whoever cuts batches himself takes the numbers of several in their place.
 
     Attributes:
@@ -28,7 +28,7 @@ class Cut(Iterator[tuple[Any, int]]):
         self._order, self._permutation, self._number = order, permutation, number
         self._end = order.batches
 
-    def upto(self, batches: int) -> Cut:
+    def take(self, batches: int) -> RowBatches:
         """The same, at an end after so many more; where it goes on when it is asked again."""
         self._end = min(self._number + batches, self._order.batches)
         return self
@@ -41,11 +41,11 @@ class Cut(Iterator[tuple[Any, int]]):
         return self.table.take(index), len(index)
 
     @property
-    def whole(self) -> int:
+    def all_rows(self) -> int:
         """Batches that are left, without one of fewer samples."""
         return min(self._end, self._order.samples // self.size) - self._number
 
-    def rows(self, batches: int) -> Tensor:
+    def take_rows(self, batches: int) -> Tensor:
         """The samples of so many batches that are left whole, which are passed over: int64 (batches * size,)."""
         first = self._number * self.size
         self._number += batches

@@ -16,22 +16,29 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hotloop.core.processes.signals import Stopped
+from hotloop.core.processes.signals import StopRequested
 from hotloop.core.random.generators import OwnedGenerators
-from hotloop.core.random.rng import Streams, preserved, seed_for
+from hotloop.core.random.rng import RandomStreams, preserve_generators, seed_for
 from hotloop.data.augment import Draws
-from hotloop.data.batch_functions import OnBatches
+from hotloop.data.batch_functions import BatchFunction
 from hotloop.data.batch_tree import map_tensors, to_device
-from hotloop.data.dataset_changes import summary
-from hotloop.data.feeds.batches import Cut
-from hotloop.data.feeds.loader_workers import Check, InWorker, checking, end_workers, goes_on, reporting
-from hotloop.data.feeds.prefetch import moved
+from hotloop.data.dataset_changes import dataset_summary
+from hotloop.data.feeds.batches import RowBatches
+from hotloop.data.feeds.loader_workers import (
+    Check,
+    WorkerInit,
+    check_while_waiting,
+    end_workers,
+    never_stop,
+    report_from_workers,
+)
+from hotloop.data.feeds.prefetch import prefetch_to_device
 from hotloop.data.order import Order
 from hotloop.data.row_count import count_rows
-from hotloop.data.seeded_dataset import NOTE, Seeded, iterated, owners_of
+from hotloop.data.seeded_dataset import SAMPLE_NOTE, SeededDataset, generator_owners, iterate_loader
 from hotloop.data.sources import Samples, Stream, Table
-from hotloop.data.splits import Roles
-from hotloop.errors import DataError, HotloopError, blame, lost_worker
+from hotloop.data.splits import DataSplits
+from hotloop.errors import DataError, HotloopError, dead_dataloader_worker, describe_error
 
 
 class Feed(Protocol):
@@ -48,7 +55,7 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True)
-class Treatment:
+class BatchTransform:
     """What happens to a batch, or a rank's rows of it, on its way: `prepare`, `augment` (training only), the device."""
 
     device: torch.device
@@ -58,29 +65,29 @@ class Treatment:
     rank: int = 0
 
     @cached_property
-    def none(self) -> bool:
+    def identity(self) -> bool:
         """Whether batches that are on the CPU stay as they are."""
         return self.device.type == "cpu" and self.prepare is None and self.augment is None
 
     def __call__(self, batch: Any, epoch: int, number: int, samples: Tensor) -> Any:
         batch = to_device(batch, self.device)
         if self.prepare is not None:
-            batch = self._prepared(batch, lambda: seed_for(self.seed, "prepare", epoch, number))
+            batch = self._prepare(batch, lambda: seed_for(self.seed, "prepare", epoch, number))
         if self.augment is not None:
-            samples, streams = samples.to(self.device), Streams(self.seed, self.device)
+            samples, streams = samples.to(self.device), RandomStreams(self.seed, self.device)
             # For one that draws by torch.rand and the like instead of `draws`: on each rank other numbers.
             stream: tuple[Any, ...] = ("augment", epoch, number, *[self.rank] * (self.rank > 0))
             draws = partial(Draws, self.seed, epoch, samples)
-            batch = self._augmented(batch, lambda: streams.reseed(*stream), draws)
+            batch = self._augment(batch, lambda: streams.reseed(*stream), draws)
         return batch
 
     @cached_property
-    def _prepared(self) -> OnBatches:
-        return OnBatches("prepare", self.prepare)
+    def _prepare(self) -> BatchFunction:
+        return BatchFunction("prepare", self.prepare)
 
     @cached_property
-    def _augmented(self) -> OnBatches:
-        return OnBatches("augment", self.augment)
+    def _augment(self) -> BatchFunction:
+        return BatchFunction("augment", self.augment)
 
 
 @dataclass
@@ -89,30 +96,32 @@ class TableFeed:
 
     table: Table
     order: Order
-    treatment: Treatment
+    treatment: BatchTransform
 
     def __post_init__(self) -> None:
         self.batches: int | None = self.order.batches
-        self.reseeds = self.treatment.augment is not None or not (self.table.prepared or self.treatment.prepare is None)
+        self.reseeds = self.treatment.augment is not None or not (
+            self.table.is_prepared or self.treatment.prepare is None
+        )
 
     @property
-    def untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether batches are rows of the arrays and nothing else, and nobody's function runs between them."""
         treatment = self.treatment
         return treatment.prepare is None and treatment.augment is None and self.table.device == treatment.device
 
-    def cut(self, epoch: int, start: int = 0) -> Cut:
-        """The batches of one epoch from `start` on, where they are `untouched`."""
-        return Cut(self.table, self.order, self.order.epoch(epoch).to(self.table.device), start)
+    def row_batches(self, epoch: int, start: int = 0) -> RowBatches:
+        """The batches of one epoch from `start` on, where they are `is_untouched`."""
+        return RowBatches(self.table, self.order, self.order.epoch(epoch).to(self.table.device), start)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        taken = self._taken(self.order.epoch(epoch).to(self.table.device), start)
+        taken = self._take(self.order.epoch(epoch).to(self.table.device), start)
         if self.table.device != self.treatment.device:
-            taken = moved(taken, self.treatment.device)
+            taken = prefetch_to_device(taken, self.treatment.device)
         for batch, index, number in taken:
-            yield batch if self.treatment.none else self.treatment(batch, epoch, number, index), len(index)
+            yield batch if self.treatment.identity else self.treatment(batch, epoch, number, index), len(index)
 
-    def _taken(self, permutation: Tensor, start: int) -> Iterator[tuple[Any, ...]]:
+    def _take(self, permutation: Tensor, start: int) -> Iterator[tuple[Any, ...]]:
         """`(batch, index, number)`, where the table lies."""
         for number in range(start, self.order.batches):
             index = self.order.batch(permutation, number)
@@ -135,10 +144,10 @@ class SamplesFeed:
 
     samples: Samples
     order: Order
-    treatment: Treatment
+    treatment: BatchTransform
     workers: int | None = None
-    endless: bool = True
-    check: Check = field(default_factory=lambda: goes_on, init=False)
+    is_endless: bool = True
+    check: Check = field(default_factory=lambda: never_stop, init=False)
     _batches: Any = field(default=None, init=False)
     _summary: tuple[Any, ...] = field(default=(), init=False)
     _next: tuple[int, int] | None = field(default=None, init=False)
@@ -152,7 +161,7 @@ class SamplesFeed:
             self._start(epoch, start)
         loaded = self._loaded(epoch, start)
         if self.treatment.device.type != "cpu":
-            loaded = moved(loaded, self.treatment.device)
+            loaded = prefetch_to_device(loaded, self.treatment.device)
         for batch, index, number in loaded:
             yield self.treatment(batch, epoch, number, index), len(index)
 
@@ -165,49 +174,49 @@ class SamplesFeed:
             yield self._load(), index, number
 
     def _after(self, epoch: int) -> tuple[int, int] | None:
-        return (epoch + 1, 0) if self.endless else None
+        return (epoch + 1, 0) if self.is_endless else None
 
     def _has_changed(self) -> bool:
         """Whether the data set is another one than the workers have."""
-        return self._loads_apart and self._summary != summary(self.samples.dataset)
+        return self._uses_workers and self._summary != dataset_summary(self.samples.dataset)
 
     @property
-    def _loads_apart(self) -> bool:
+    def _uses_workers(self) -> bool:
         return bool(self.samples.workers if self.workers is None else self.workers)
 
     def _start(self, epoch: int, start: int) -> None:
         self.close()
-        if self._loads_apart:
-            self._summary = summary(self.samples.dataset)
+        if self._uses_workers:
+            self._summary = dataset_summary(self.samples.dataset)
         seed = self.treatment.seed
         pinned = {"pin_memory": True} if self.treatment.device.type == "cuda" else {}
-        batches = started(
+        batches = start_loader(
             self.samples,
-            Seeded(self.samples, seed),
+            SeededDataset(self.samples, seed),
             seed,
             self.workers,
-            batch_sampler=_Keys(self.order, epoch, start, self.endless),
+            batch_sampler=_SampleKeys(self.order, epoch, start, self.is_endless),
             collate_fn=self.samples.collate,
             **pinned,
         )
-        self._batches = checking(batches, lambda: self.check())
+        self._batches = check_while_waiting(batches, lambda: self.check())
 
     def _load(self) -> Any:
         try:
             return next(self._batches)
-        except Stopped:
+        except StopRequested:
             self.close()
             raise
         except Exception as error:
             self.close()
-            raise of_data(error) from error
+            raise data_error(error) from error
 
     def close(self) -> None:
         end_workers(self._batches)
         self._batches = self._next = None
 
 
-def started(samples: Samples, dataset: Any, seed: int, workers: int | None, **how: Any) -> Iterator[Any]:
+def start_loader(samples: Samples, dataset: Any, seed: int, workers: int | None, **how: Any) -> Iterator[Any]:
     """Runs a loader over `dataset`, with the workers and options that go with `samples`; see `end_workers`."""
     workers = samples.workers if workers is None else workers
     options = samples.loader_options if workers else {}
@@ -216,7 +225,7 @@ def started(samples: Samples, dataset: Any, seed: int, workers: int | None, **ho
             dataset,
             num_workers=workers,
             generator=torch.Generator().manual_seed(seed_for(seed, "workers")),
-            **options | how | {"worker_init_fn": InWorker(options.get("worker_init_fn"))},
+            **options | how | {"worker_init_fn": WorkerInit(options.get("worker_init_fn"))},
         )
     )
 
@@ -230,15 +239,15 @@ class StreamFeed:
     """
 
     stream: Stream
-    treatment: Treatment
-    check: Check = field(default_factory=lambda: goes_on, init=False)
+    treatment: BatchTransform
+    check: Check = field(default_factory=lambda: never_stop, init=False)
     reseeds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self.batches: int | None = self.stream.batches
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        loader, streams = self.stream.loader, Streams(self.treatment.seed)
+        loader, streams = self.stream.loader, RandomStreams(self.treatment.seed)
         seed = seed_for(self.treatment.seed, "stream", epoch)
         streams.reseed("stream", epoch)
         names = ("dataset", "sampler", "batch_sampler")
@@ -247,10 +256,10 @@ class StreamFeed:
                 part.generator.manual_seed(seed)
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        self._owned.refresh()
-        self._owned.seed(seed)
+        self._owned_generators.refresh()
+        self._owned_generators.seed(seed)
         done = seen = 0
-        for number, batch in enumerate(_guarded(loader, seed, partial(self._begin, streams, epoch), self.check)):
+        for number, batch in enumerate(_guard_batches(loader, seed, partial(self._begin, streams, epoch), self.check)):
             done, size = number + 1, count_rows(batch).number
             if number >= start:  # a sample's place in the stream is its number
                 yield self.treatment(batch, epoch, number, torch.arange(seen, seen + size)), size
@@ -264,26 +273,28 @@ class StreamFeed:
             )
 
     @cached_property
-    def _owned(self) -> OwnedGenerators:
+    def _owned_generators(self) -> OwnedGenerators:
         """The random generators that the loader holds, but for those that are set once in an epoch."""
         loader = self.stream.loader
         parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-        return OwnedGenerators(owners_of(self.stream), left_out=[getattr(part, "generator", None) for part in parts])
+        return OwnedGenerators(
+            generator_owners(self.stream), left_out=[getattr(part, "generator", None) for part in parts]
+        )
 
-    def _begin(self, streams: Streams, epoch: int, number: int) -> None:
+    def _begin(self, streams: RandomStreams, epoch: int, number: int) -> None:
         """Sets the generators for one batch."""
-        self._owned.found_late()
-        self._owned.seed(streams.reseed("stream", epoch, number))
+        self._owned_generators.has_late_finds()
+        self._owned_generators.seed(streams.reseed("stream", epoch, number))
 
     def close(self) -> None:
         pass
 
 
-def _guarded(loader: Any, seed: int, before: Callable[[int], None], check: Check) -> Iterator[Any]:
+def _guard_batches(loader: Any, seed: int, before: Callable[[int], None], check: Check) -> Iterator[Any]:
     """The batches of a user's loader, with `before(number)` called before each; its error becomes one line."""
     try:
-        with reporting(loader):
-            batches = checking(iterated(loader, seed), check)
+        with report_from_workers(loader):
+            batches = check_while_waiting(iterate_loader(loader, seed), check)
         for number in itertools.count():
             before(number)
             try:
@@ -291,27 +302,27 @@ def _guarded(loader: Any, seed: int, before: Callable[[int], None], check: Check
             except StopIteration:
                 return
             yield batch
-    except Stopped:
+    except StopRequested:
         end_workers(batches)
         raise
     except Exception as error:
-        raise of_data(error) from error
+        raise data_error(error) from error
 
 
-def of_data(error: Exception) -> HotloopError:
+def data_error(error: Exception) -> HotloopError:
     """One line for what a data set raised, here or in a worker process."""
     # What a worker caught arrives as text alone, in an error of the same class.
     if isinstance(error, HotloopError) and not error.given.startswith("Caught "):
         return error
-    if (lost := lost_worker(error)) is not None:
+    if (lost := dead_dataloader_worker(error)) is not None:
         return lost
     last = (getattr(error, "__notes__", None) or str(error).splitlines() or [""])[-1]
-    where, remedy = (f" {last}", ", or leave that sample out") if last.startswith(NOTE) else ("", "")
-    return DataError(f"the data set raised {blame(error)}{where}", fix=f"correct the data set{remedy}")
+    where, remedy = (f" {last}", ", or leave that sample out") if last.startswith(SAMPLE_NOTE) else ("", "")
+    return DataError(f"the data set raised {describe_error(error)}{where}", fix=f"correct the data set{remedy}")
 
 
 @dataclass(frozen=True)
-class _Keys:
+class _SampleKeys:
     """`(epoch, sample)` keys, batch by batch, from a position on; for one epoch or without end."""
 
     order: Order
@@ -333,7 +344,7 @@ class _Keys:
 def open_feed(
     source: Table | Samples | Stream,
     order: Order | None,
-    treatment: Treatment,
+    treatment: BatchTransform,
     *,
     workers: int | None = None,
     endless: bool = True,
@@ -343,18 +354,18 @@ def open_feed(
         return StreamFeed(source, treatment)
     assert order is not None
     if isinstance(source, Table):
-        if source.prepared:
+        if source.is_prepared:
             treatment = replace(treatment, prepare=None)
         return TableFeed(source, order, treatment)
     return SamplesFeed(source, order, treatment, workers, endless)
 
 
-def peek(roles: Roles, samples: int = 2) -> Any:
+def first_batch(roles: DataSplits, samples: int = 2) -> Any:
     """The first samples of the training data, prepared, on the CPU, as a batch; no position moves, and no generator."""
-    treatment = Treatment(torch.device("cpu"), roles.seed, roles.prepare)
+    treatment = BatchTransform(torch.device("cpu"), roles.seed, roles.prepare)
     order = None
     if not isinstance(roles.train, Stream):
         order = Order(len(roles.train), min(samples, len(roles.train)), roles.seed, shuffle=False)
-    with preserved():
+    with preserve_generators():
         batch, size = next(open_feed(roles.train, order, treatment, workers=0, endless=False).epoch(0))
     return map_tensors(lambda tensor: tensor[:samples] if tensor.ndim and len(tensor) == size else tensor, batch)

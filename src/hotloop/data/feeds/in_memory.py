@@ -19,27 +19,27 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hotloop.core.random.rng import generator_for, generator_states, seed_for
-from hotloop.core.reporter import Progress
-from hotloop.data.batch_functions import OnBatches
-from hotloop.data.batch_tree import map_tensors, tensors
-from hotloop.data.feeds.feed import of_data, started
+from hotloop.core.reporter import SampleProgress
+from hotloop.data.batch_functions import BatchFunction
+from hotloop.data.batch_tree import map_tensors, tree_tensors
+from hotloop.data.feeds.feed import data_error, start_loader
 from hotloop.data.feeds.loader_workers import end_workers
 from hotloop.data.order import Order
-from hotloop.data.seeded_dataset import Seeded, sample_of
+from hotloop.data.seeded_dataset import SeededDataset, get_sample
 from hotloop.data.sources import Samples, Table
-from hotloop.errors import DataError, PlanError, RoomError, blame, kind
+from hotloop.errors import DataError, InsufficientMemoryError, PlanError, describe_error, type_name
 
-ASKED = 256
+MAX_REQUESTS = 256
 """Samples that are asked twice, spread over the data set."""
 
-_TOGETHER = (2, 3, 5)
+_BATCH_SIZES = (2, 3, 5)
 """Sizes of the batches that are compared with their samples before anything is read."""
 
 _BY_SAMPLE = "use residency='stream', which loads it sample by sample"
 
 
 @dataclass(frozen=True)
-class Reading:
+class InMemoryRead:
     """How a data set is read.
 
     Attributes:
@@ -57,19 +57,19 @@ class Reading:
     prepare: Callable[[Any], Any] | None = None
     workers: int | None = None
     free_bytes: int | None = None
-    progress: Progress = lambda done, samples: None
+    progress: SampleProgress = lambda done, samples: None
 
-    def refused(self, why: str, fix: str = _BY_SAMPLE) -> PlanError:
-        return PlanError(self._not_read(why), fix=fix)
+    def refusal(self, why: str, fix: str = _BY_SAMPLE) -> PlanError:
+        return PlanError(self._not_read_error(why), fix=fix)
 
-    def no_room(self, why: str) -> RoomError:
-        return RoomError(self._not_read(why), fix=_BY_SAMPLE)
+    def insufficient_memory(self, why: str) -> InsufficientMemoryError:
+        return InsufficientMemoryError(self._not_read_error(why), fix=_BY_SAMPLE)
 
-    def _not_read(self, why: str) -> str:
+    def _not_read_error(self, why: str) -> str:
         return f"{self.name} can't be read into memory: {why}"
 
 
-def materialise(samples: Samples, how: Reading) -> Table:
+def read_into_memory(samples: Samples, how: InMemoryRead) -> Table:
     """The data set as a table whose batches are, bit by bit, those that it gives sample by sample.
 
     Raises:
@@ -78,17 +78,19 @@ def materialise(samples: Samples, how: Reading) -> Table:
         DataError: the data set raised something.
     """
     if how.deterministic is False:
-        raise how.refused("the Task says deterministic=False")
+        raise how.refusal("the Task says deterministic=False")
     form, sample_bytes = _examine(samples, how)
     needed = sample_bytes * len(samples)
     if how.free_bytes is not None and needed > how.free_bytes // 2:
-        raise how.no_room(f"it takes about {megabytes(needed)}, more than half of the {megabytes(how.free_bytes)} free")
-    table = _read(samples, how, form)
-    _compare(samples, how, table)
-    return _prepared(table, how)
+        raise how.insufficient_memory(
+            f"it takes about {format_megabytes(needed)}, more than half of the {format_megabytes(how.free_bytes)} free"
+        )
+    table = _read_table(samples, how, form)
+    _compare_batches(samples, how, table)
+    return _prepare_table(table, how)
 
 
-def megabytes(number: float) -> str:
+def format_megabytes(number: float) -> str:
     """`45 MB`: 10^6 bytes."""
     return f"{number / 1e6:,.0f} MB" if number >= 1e7 else f"{number / 1e6:,.1f} MB"
 
@@ -97,7 +99,7 @@ def megabytes(number: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _SampleAnswer:
     """What one request for a sample gave: its form, its bytes, and which generator it drew from (empty for none)."""
 
     digest: bytes
@@ -107,7 +109,7 @@ class _Answer:
     why: str = ""
 
 
-class _Requests(Dataset):
+class _SampleRequests(Dataset):
     """Answers `(round, samples)`: one sample is described, several are compared with each of them alone.
 
     It runs in a worker where the data set has any, so that files that it opens late are not opened here and then
@@ -117,99 +119,112 @@ class _Requests(Dataset):
     def __init__(self, samples: Samples, seed: int) -> None:
         self.samples, self.seed = samples, seed
 
-    def __getitem__(self, key: tuple[int, tuple[int, ...]]) -> _Answer:
+    def __getitem__(self, key: tuple[int, tuple[int, ...]]) -> _SampleAnswer:
         again, numbers = key
-        return self._alone(again, numbers[0]) if len(numbers) == 1 else self._together(numbers)
+        return self._request_one(again, numbers[0]) if len(numbers) == 1 else self._request_batch(numbers)
 
-    def _alone(self, again: int, number: int) -> _Answer:
-        self._seeded.begin("asked", again, number)
+    def _request_one(self, again: int, number: int) -> _SampleAnswer:
+        self._request_seeded.begin("asked", again, number)
         before = self._states()
-        item = sample_of(self.samples.dataset, number)
+        item = get_sample(self.samples.dataset, number)
         try:
             batch = self.samples.collate([item])
         except Exception as error:
-            return _Answer(b"", (), 0, why=f"collate raised {blame(error)} for a batch of sample {number} alone")
+            return _SampleAnswer(
+                b"", (), 0, why=f"collate raised {describe_error(error)} for a batch of sample {number} alone"
+            )
         after = self._states()
         drawn = next((whose for whose, state in before.items() if state != after[whose]), "")
         if why := _not_rows(batch, 1):
-            return _Answer(b"", (), 0, drawn, f"in a batch of sample {number} alone, {why}")
-        return _Answer(_digest(batch), _form(batch), sum(tensor.nbytes for tensor in tensors(batch)), drawn)
+            return _SampleAnswer(b"", (), 0, drawn, f"in a batch of sample {number} alone, {why}")
+        return _SampleAnswer(
+            _digest(batch), _batch_form(batch), sum(tensor.nbytes for tensor in tree_tensors(batch)), drawn
+        )
 
     @cached_property
-    def _seeded(self) -> Seeded:
-        return Seeded(self.samples, self.seed)
+    def _request_seeded(self) -> SeededDataset:
+        return SeededDataset(self.samples, self.seed)
 
     def _states(self) -> dict[str, Any]:
         """States of all generators, by what to call them."""
         common = {f"{whose} random generator": state for whose, state in generator_states().items()}
-        return common | {f"the random generator {path}": state for path, state in self._seeded.owned.states().items()}
+        return common | {
+            f"the random generator {path}": state
+            for path, state in self._request_seeded.owned_generators.states().items()
+        }
 
-    def _together(self, numbers: tuple[int, ...]) -> _Answer:
-        seeded = self._seeded
+    def _request_batch(self, numbers: tuple[int, ...]) -> _SampleAnswer:
+        seeded = self._request_seeded
         alone = [self.samples.collate([seeded[0, number]]) for number in numbers]
         items = [seeded[0, number] for number in numbers]
         try:
             batch = self.samples.collate(items)
         except Exception as error:
-            return _Answer(b"", (), 0, why=f"collate raised {blame(error)} for a batch of {len(numbers)}")
-        columns = zip(*map(tensors, alone), strict=True)
+            return _SampleAnswer(
+                b"", (), 0, why=f"collate raised {describe_error(error)} for a batch of {len(numbers)}"
+            )
+        columns = zip(*map(tree_tensors, alone), strict=True)
         wanted = iter([torch.cat(column) for column in columns])
-        why = _not_rows(batch, len(numbers)) or difference(batch, map_tensors(lambda _: next(wanted), alone[0]))
-        return _Answer(b"", (), 0, why=why and f"its samples {list(numbers)} put together are not their batch: {why}")
+        why = _not_rows(batch, len(numbers)) or batch_difference(batch, map_tensors(lambda _: next(wanted), alone[0]))
+        return _SampleAnswer(
+            b"", (), 0, why=why and f"its samples {list(numbers)} put together are not their batch: {why}"
+        )
 
 
-def _examine(samples: Samples, how: Reading) -> tuple[tuple[str, ...], float]:
+def _examine(samples: Samples, how: InMemoryRead) -> tuple[tuple[str, ...], float]:
     """The form and the mean bytes of a sample; refuses what is seen to be random, or can't be put together."""
     count = len(samples)
-    numbers = torch.linspace(0, count - 1, min(ASKED, count), dtype=torch.float64).round().long().unique().tolist()
+    numbers = (
+        torch.linspace(0, count - 1, min(MAX_REQUESTS, count), dtype=torch.float64).round().long().unique().tolist()
+    )
     keys = [(0, (number,)) for number in numbers]
     if how.deterministic is None:  # in another order, which shows what depends on the past
         keys += [(1, (number,)) for number in reversed(numbers)]
-    first: dict[int, _Answer] = {}
+    first: dict[int, _SampleAnswer] = {}
     with closing(_answers(samples, how, keys)) as answers:
         for (again, (number,)), answer in answers:
             how.progress(0, count)
             if answer.drawn and how.deterministic is None:
-                raise how.refused(
+                raise how.refusal(
                     f"its sample {number} draws from {answer.drawn}",
                     "use residency='stream'; or say deterministic=True in the Task, if one draw for each sample will do",
                 )
             if answer.why:
-                raise how.refused(answer.why)
+                raise how.refusal(answer.why)
             known = first.setdefault(number, answer)
             if again and known.digest != answer.digest:
-                raise how.refused(f"its sample {number} is another one when asked for again")
+                raise how.refusal(f"its sample {number} is another one when asked for again")
             if known.form != first[numbers[0]].form:
-                one, other = _unlike(first[numbers[0]].form, known.form)
-                raise how.refused(f"in sample {numbers[0]} {one}, in sample {number} {other}")
+                one, other = _first_difference(first[numbers[0]].form, known.form)
+                raise how.refusal(f"in sample {numbers[0]} {one}, in sample {number} {other}")
     with closing(_answers(samples, how, list(_batches_to_try(numbers, how)))) as answers:
         for _, answer in answers:
             if answer.why:
-                raise how.refused(answer.why)
+                raise how.refusal(answer.why)
     return first[numbers[0]].form, sum(answer.nbytes for answer in first.values()) / len(first)
 
 
-def _batches_to_try(numbers: list[int], how: Reading) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for size in _TOGETHER:
+def _batches_to_try(numbers: list[int], how: InMemoryRead) -> Iterator[tuple[int, tuple[int, ...]]]:
+    for size in _BATCH_SIZES:
         if size <= len(numbers):
             chosen = torch.randperm(len(numbers), generator=generator_for(how.order.seed, "together", size))[:size]
             yield 2, tuple(numbers[place] for place in chosen.tolist())
 
 
-def _answers(samples: Samples, how: Reading, keys: list) -> Generator[tuple[Any, _Answer]]:
-    requests = _Requests(samples, how.order.seed)
-    with closing(_run(samples, how, requests, batch_size=None, sampler=keys)) as answers:
+def _answers(samples: Samples, how: InMemoryRead, keys: list) -> Generator[tuple[Any, _SampleAnswer]]:
+    requests = _SampleRequests(samples, how.order.seed)
+    with closing(_run_loader(samples, how, requests, batch_size=None, sampler=keys)) as answers:
         yield from zip(keys, answers, strict=True)
 
 
-def _run(samples: Samples, how: Reading, dataset: Any, **options: Any) -> Generator[Any]:
+def _run_loader(samples: Samples, how: InMemoryRead, dataset: Any, **options: Any) -> Generator[Any]:
     """What a loader over `dataset` gives; what the user's data set raises becomes one line."""
     running: Any = None
     try:
-        running = started(samples, dataset, how.order.seed, how.workers, **options)
+        running = start_loader(samples, dataset, how.order.seed, how.workers, **options)
         yield from running
     except Exception as error:
-        raise of_data(error) from error
+        raise data_error(error) from error
     finally:
         end_workers(running)
 
@@ -217,7 +232,7 @@ def _run(samples: Samples, how: Reading, dataset: Any, **options: Any) -> Genera
 # --- reading all of them -------------------------------------------------------------------------------------------
 
 
-def _read(samples: Samples, how: Reading, form: tuple[str, ...]) -> Table:
+def _read_table(samples: Samples, how: InMemoryRead, form: tuple[str, ...]) -> Table:
     count, size = len(samples), how.order.batch_size
     columns: Any = None
     done = 0
@@ -225,24 +240,24 @@ def _read(samples: Samples, how: Reading, form: tuple[str, ...]) -> Table:
         for batch in batches:
             rows = min(size, count - done)
             if why := _not_rows(batch, rows):
-                raise how.refused(f"in the batch of samples {done} to {done + rows - 1}, {why}")
-            if (now := _form(batch)) != form:
-                one, other = _unlike(form, now)
-                raise how.refused(f"in the first samples {one}, in the batch from sample {done} on {other}")
+                raise how.refusal(f"in the batch of samples {done} to {done + rows - 1}, {why}")
+            if (now := _batch_form(batch)) != form:
+                one, other = _first_difference(form, now)
+                raise how.refusal(f"in the first samples {one}, in the batch from sample {done} on {other}")
             if columns is None:
                 columns = map_tensors(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])), batch)
-            for column, values in zip(tensors(columns), tensors(batch), strict=True):
+            for column, values in zip(tree_tensors(columns), tree_tensors(batch), strict=True):
                 column[done : done + rows] = values
             done += rows
             how.progress(done, count)
-    return Table(columns, read=True, batching=samples.batching)
+    return Table(columns, is_read=True, batching=samples.batching)
 
 
-def _batches(samples: Samples, how: Reading, indices: Any) -> Generator[Any]:
+def _batches(samples: Samples, how: InMemoryRead, indices: Any) -> Generator[Any]:
     """Batches of these samples, drawn as in the first epoch."""
     keys = [[(0, sample) for sample in index.tolist()] for index in indices]
-    dataset = Seeded(samples, how.order.seed)
-    return _run(samples, how, dataset, batch_sampler=keys, collate_fn=samples.collate)
+    dataset = SeededDataset(samples, how.order.seed)
+    return _run_loader(samples, how, dataset, batch_sampler=keys, collate_fn=samples.collate)
 
 
 def _first_and_last(order: Order) -> list[Tensor]:
@@ -250,16 +265,16 @@ def _first_and_last(order: Order) -> list[Tensor]:
     return [order.batch(permutation, number) for number in sorted({0, order.batches - 1})]
 
 
-def _compare(samples: Samples, how: Reading, table: Table) -> None:
+def _compare_batches(samples: Samples, how: InMemoryRead, table: Table) -> None:
     """Whole batches in a shuffled order, loaded once more, must be those of the table."""
     indices = _first_and_last(how.order)
     with closing(_batches(samples, how, indices)) as batches:
         for index, batch in zip(indices, batches, strict=True):
-            if why := difference(batch, table.take(index)):
-                raise how.refused(f"the batch of its samples {index[:3].tolist()} and so on came out otherwise: {why}")
+            if why := batch_difference(batch, table.take(index)):
+                raise how.refusal(f"the batch of its samples {index[:3].tolist()} and so on came out otherwise: {why}")
 
 
-def _prepared(table: Table, how: Reading) -> Table:
+def _prepare_table(table: Table, how: InMemoryRead) -> Table:
     """With `prepare` applied to the whole, unless it gives other bits than batch by batch (as sums over a batch do)."""
     prepare = how.prepare
     if prepare is None:
@@ -268,14 +283,14 @@ def _prepared(table: Table, how: Reading) -> Table:
         whole = table.apply(prepare, how.order.seed)
     except DataError:  # it gives no row for each sample
         return table
-    if not whole.prepared:
+    if not whole.is_prepared:
         return table
-    named = OnBatches("prepare", prepare)
+    named = BatchFunction("prepare", prepare)
     pairs = (
         (named(table.take(index), lambda: seed_for(how.order.seed, "prepare", 0, 1)), whole.take(index))
         for index in _first_and_last(how.order)
     )
-    return table if any(difference(batch, rows) for batch, rows in pairs) else whole
+    return table if any(batch_difference(batch, rows) for batch, rows in pairs) else whole
 
 
 # --- trees of tensors, compared ------------------------------------------------------------------------------------
@@ -298,7 +313,7 @@ def _not_rows(batch: Any, samples: int) -> str:
     leaves = list(_leaves(batch))
     for path, leaf in leaves:
         if type(leaf) is not Tensor:
-            return f"{path} is {kind(leaf)} and no tensor"
+            return f"{path} is {type_name(leaf)} and no tensor"
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type != "cpu" or leaf.requires_grad:
             return f"{path} is no plain tensor on the CPU"
         if leaf.ndim == 0 or len(leaf) != samples:
@@ -306,7 +321,7 @@ def _not_rows(batch: Any, samples: int) -> str:
     return "" if leaves else "there is no tensor"
 
 
-def _form(batch: Any) -> tuple[str, ...]:
+def _batch_form(batch: Any) -> tuple[str, ...]:
     """Each tensor's path, dtype and shape without the batch dimension."""
     return tuple(
         f"{path} is {str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape[1:])}"
@@ -314,7 +329,7 @@ def _form(batch: Any) -> tuple[str, ...]:
     )
 
 
-def _unlike(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
+def _first_difference(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
     """The first entries in which two forms differ."""
     for mine, others in zip(one, other, strict=False):
         if mine != others:
@@ -322,17 +337,17 @@ def _unlike(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
     return f"there are {len(one)} tensors", f"{len(other)}"
 
 
-def difference(one: Any, other: Any) -> str:
+def batch_difference(one: Any, other: Any) -> str:
     """Where two batches differ in form, strides or bits; empty where they don't."""
-    mine, others = _form(one), _form(other)
+    mine, others = _batch_form(one), _batch_form(other)
     if mine != others:
-        return " where it should be ".join(_unlike(mine, others))
+        return " where it should be ".join(_first_difference(mine, others))
     if _containers(one) != _containers(other):
-        return f"{kind(one)} of other containers"
+        return f"{type_name(one)} of other containers"
     for (path, a), (_, b) in zip(_leaves(one), _leaves(other), strict=True):
         if a.shape != b.shape or a.stride() != b.stride():
             return f"{path} has strides {a.stride()} where a copy has {b.stride()}"
-        if not _raw(a).equal(_raw(b)):
+        if not _raw_bytes(a).equal(_raw_bytes(b)):
             return f"{path} holds other values"
     return ""
 
@@ -343,12 +358,12 @@ def _containers(tree: Any) -> Any:
     return (type(tree), [_containers(item) for item in tree]) if isinstance(tree, tuple | list) else None
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def _raw_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _digest(batch: Any) -> bytes:
-    digest = hashlib.blake2b(repr(_form(batch)).encode())
-    for tensor in tensors(batch):
-        digest.update(_raw(tensor).numpy().data)
+    digest = hashlib.blake2b(repr(_batch_form(batch)).encode())
+    for tensor in tree_tensors(batch):
+        digest.update(_raw_bytes(tensor).numpy().data)
     return digest.digest()

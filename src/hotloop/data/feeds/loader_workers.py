@@ -27,7 +27,7 @@ Check = Callable[[], None]
 """Raises Stopped if there is a reason to stop, such as a received signal."""
 
 
-def goes_on() -> None:
+def never_stop() -> None:
     """A check that never stops."""
 
 
@@ -39,7 +39,7 @@ _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class InWorker:
+class WorkerInit:
     """The initialisation of a worker process; a batch that can't be sent then raises its error in the training process.
 
     The worker ends within a second of the training process. torch's workers check their parent alone. With `forkserver` the
@@ -62,7 +62,7 @@ class InWorker:
         threading.Thread(target=_exit_with_parent, args=[self.parent], daemon=True).start()
         show_dataset()
         sys.excepthook = partial(_report_unless_orphaned, self.parent, sys.excepthook)
-        Queue._on_queue_feeder_error = _report  # type: ignore[attr-defined]
+        Queue._on_queue_feeder_error = _report_error  # type: ignore[attr-defined]
         if self.leaves_signals:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for number in (signal.SIGTERM, *HANGUP):
@@ -79,13 +79,13 @@ def _restore_default(number: int, frame: FrameType | None) -> None:
 
 def is_orphaned(parent: int) -> bool:
     """Whether the process that started this worker ended; workers of a fork server have the server as their parent."""
-    if _is_served():
+    if _has_request():
         started_by = multiprocessing.parent_process()
         return started_by is None or not started_by.is_alive()
     return os.getppid() != parent
 
 
-def _is_served() -> bool:
+def _has_request() -> bool:
     served = getattr(multiprocessing.context, "ForkServerProcess", None)
     return served is not None and isinstance(multiprocessing.current_process(), served)
 
@@ -106,7 +106,7 @@ def _report_unless_orphaned(parent: int, report: Callable[..., Any], *error: Any
     report(*error)
 
 
-def _report(queue: Any, error: Exception, item: Any) -> None:
+def _report_error(queue: Any, error: Exception, item: Any) -> None:
     """Sends the error in place of a batch; Python 3.11 to 3.14 print the error in the worker and drop the batch."""
     if not (isinstance(item, tuple) and len(item) == 2):  # bytes without a receiver
         return
@@ -122,20 +122,20 @@ def _report(queue: Any, error: Exception, item: Any) -> None:
 
 
 @contextmanager
-def reporting(loader: Any) -> Iterator[None]:
+def report_from_workers(loader: Any) -> Iterator[None]:
     """Makes workers that the user's loader starts meanwhile report batches that can't be sent."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         yield
         return
     before = loader.worker_init_fn
-    loader.worker_init_fn = InWorker(before, leaves_signals=False)
+    loader.worker_init_fn = WorkerInit(before, leaves_signals=False)
     try:
         yield
     finally:
         loader.worker_init_fn = before
 
 
-def checking(batches: Any, check: Check) -> Any:
+def check_while_waiting(batches: Any, check: Check) -> Any:
     """Makes a loader's iterator call `check` while it waits for its workers; returns the iterator."""
     if not hasattr(batches, "_try_get_data"):  # torch 2.11 to 2.13: waits for a batch up to a timeout
         return batches

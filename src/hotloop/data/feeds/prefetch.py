@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hotloop.data.batch_tree import map_tensors, tensors, to_device
+from hotloop.data.batch_tree import map_tensors, to_device, tree_tensors
 
 T = TypeVar("T")
 
 
-def one_ahead(items: Iterable[T]) -> Iterator[T]:
+def iterate_ahead(items: Iterable[T]) -> Iterator[T]:
     """The same items; each is asked for before the one before it is handed out.
 
     An error is raised where it belongs: after the items that came before it were handed out.
@@ -33,7 +33,7 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
         held = [item]
 
 
-class Copy:
+class DeviceCopy:
     """Copies batches to a device in the order of its other work."""
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Copy:
         return begun
 
 
-class SideCopy(Copy):
+class SideStreamCopy(DeviceCopy):
     """Copies batches to a CUDA device from pinned memory, beside what it computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class SideCopy(Copy):
         self._stream = torch.cuda.Stream(device)
 
     def begin(self, batch: Any) -> Any:
-        pinned = map_tensors(_pinned, batch)
+        pinned = map_tensors(_pin, batch)
         with torch.cuda.stream(self._stream):
             moved = to_device(pinned, self.device)
             done = self._stream.record_event()
@@ -66,17 +66,17 @@ class SideCopy(Copy):
         moved, done = begun
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(done)
-        for tensor in tensors(moved):
+        for tensor in tree_tensors(moved):
             tensor.record_stream(computing)  # or its memory would be given away while it is still computed with
         return moved
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _pin(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
 
 
-def moved(batches: Iterable[tuple[Any, ...]], device: torch.device) -> Iterator[tuple[Any, ...]]:
+def prefetch_to_device(batches: Iterable[tuple[Any, ...]], device: torch.device) -> Iterator[tuple[Any, ...]]:
     """The same tuples, the first item of each moved to `device`, one ahead of those that are asked for."""
-    copy = SideCopy(device) if device.type == "cuda" else Copy(device)
-    for begun, *rest in one_ahead((copy.begin(batch), *rest) for batch, *rest in batches):
+    copy = SideStreamCopy(device) if device.type == "cuda" else DeviceCopy(device)
+    for begun, *rest in iterate_ahead((copy.begin(batch), *rest) for batch, *rest in batches):
         yield copy.end(begun), *rest

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from hotloop.core.random.rng import Streams, preserved
-from hotloop.data.batch_tree import map_tensors, tensors
-from hotloop.data.feeds.feed import Feed, SamplesFeed, TableFeed, of_data
-from hotloop.data.order import Order, Parted, part
+from hotloop.core.random.rng import RandomStreams, preserve_generators
+from hotloop.data.batch_tree import map_tensors, tree_tensors
+from hotloop.data.feeds.feed import Feed, SamplesFeed, TableFeed, data_error
+from hotloop.data.order import Order, RankRows, rank_bounds
 from hotloop.data.row_count import count_rows
-from hotloop.data.seeded_dataset import Seeded
+from hotloop.data.seeded_dataset import SeededDataset
 from hotloop.data.sources import Samples, Source
 from hotloop.errors import PlanError
 
-_SAMPLES = 8
+_TRIED_SAMPLES = 8
 """Enough that sequences of them have different lengths."""
 
 
 @dataclass
-class PartedFeed:
+class RankRowsFeed:
     """Each rank's rows of each batch, told with the samples of the whole batch.
 
     Args:
@@ -49,7 +49,7 @@ class PartedFeed:
 
 
 @dataclass
-class CutFeed:
+class WholeBatchFeed:
     """The same out of whole batches, which each rank loads.
 
     Args:
@@ -58,7 +58,7 @@ class CutFeed:
     """
 
     feed: Feed
-    order: Parted
+    order: RankRows
 
     def __post_init__(self) -> None:
         self.batches: int | None = self.feed.batches
@@ -67,7 +67,7 @@ class CutFeed:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         for batch, asked in self.feed.epoch(epoch, start):
             samples = count_rows(batch, asked).number
-            first, last = part(samples, self.order.rank, self.order.ranks)
+            first, last = rank_bounds(samples, self.order.rank, self.order.ranks)
             rows = slice(first, last) if first < last else slice(1)
             yield map_tensors(lambda value, rows=rows: value[rows], batch), samples  # type: ignore[misc]
 
@@ -75,50 +75,50 @@ class CutFeed:
         self.feed.close()
 
 
-def looks_around(source: Source, order: Order) -> bool:
+def uses_whole_batch(source: Source, order: Order) -> bool:
     """Whether `collate` makes something else of a sample beside others than of that sample alone, as padding does.
 
     Some samples of the first batch are read, once each. False where a batch can't be cut into its rows, or made.
     """
     if not isinstance(source, Samples) or source.collate is default_collate:
         return False
-    numbers = order.batch(order.epoch(0), 0)[:_SAMPLES].tolist()
-    with preserved():
+    numbers = order.batch(order.epoch(0), 0)[:_TRIED_SAMPLES].tolist()
+    with preserve_generators():
         try:
-            items = Seeded(source, order.seed).__getitems__([(0, number) for number in numbers])
-            whole = _collated(source, items, order.seed)
+            items = SeededDataset(source, order.seed).__getitems__([(0, number) for number in numbers])
+            whole = _collate(source, items, order.seed)
         except Exception:  # training comes to the same, and says what is wrong
             return False
-        if others_in(whole) or any(not value.ndim or len(value) != len(items) for value in tensors(whole)):
+        if non_tensor_parts(whole) or any(not value.ndim or len(value) != len(items) for value in tree_tensors(whole)):
             return False
         try:
-            alone = [list(tensors(_collated(source, [item], order.seed))) for item in items]
+            alone = [list(tree_tensors(_collate(source, [item], order.seed))) for item in items]
         except Exception:  # of one sample it can't make a batch
             return True
-    rows = zip(*(value.split(1) for value in tensors(whole)), strict=True)
-    return not all(map(_same, alone, rows))
+    rows = zip(*(value.split(1) for value in tree_tensors(whole)), strict=True)
+    return not all(map(_is_same, alone, rows))
 
 
-def others_in(batch: Any) -> list[Any]:
+def non_tensor_parts(batch: Any) -> list[Any]:
     """What a batch holds beside tensors, which isn't cut with their rows."""
     others: list[Any] = []
     map_tensors(lambda value: value, batch, others.append)
     return [value for value in others if value is not None]
 
 
-def _collated(source: Samples, items: Sequence[Any], seed: int) -> Any:
-    Streams(seed).reseed("look")
+def _collate(source: Samples, items: Sequence[Any], seed: int) -> Any:
+    RandomStreams(seed).reseed("look")
     return source.collate(copy.deepcopy(list(items)))  # it may take targets out of its samples
 
 
-def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def _is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     pairs = list(zip(some, others, strict=False))
     return len(some) == len(others) and all(
         one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs
     )
 
 
-class Positions:
+class RandomAccessFeed:
     """Makes the same batches as a feed that runs through, here and one at a time.
 
     Raises:
@@ -144,12 +144,12 @@ class Positions:
         if isinstance(feed, TableFeed):
             batch = feed.table.take(index.to(feed.table.device))
         else:
-            batch = _loaded(feed, [(epoch, sample) for sample in index.tolist()])
+            batch = _load_sample(feed, [(epoch, sample) for sample in index.tolist()])
         return feed.treatment(batch, epoch, number, index), len(index)
 
 
-def _loaded(feed: SamplesFeed, keys: list[tuple[int, int]]) -> Any:
+def _load_sample(feed: SamplesFeed, keys: list[tuple[int, int]]) -> Any:
     try:
-        return feed.samples.collate(Seeded(feed.samples, feed.treatment.seed).__getitems__(keys))
+        return feed.samples.collate(SeededDataset(feed.samples, feed.treatment.seed).__getitems__(keys))
     except Exception as error:
-        raise of_data(error) from error
+        raise data_error(error) from error

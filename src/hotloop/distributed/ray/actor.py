@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _TAIL_BYTES = 1 << 14
 _PR_SET_PDEATHSIG = 1
 # Found here, since a fork of a process with threads had better not look for it.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-class Seen(NamedTuple):
+class RankStatus(NamedTuple):
     """What a look at a rank has found.
 
     Attributes:
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
     said: bytes = b""
 
 
-class Keeper:
+class RankActor:
     """An actor of Ray's that starts a rank as a process, passes signals on to it, and tells how it ends.
 
     The rank is a process of its own, so that it hears signals, and is killed, as any other.
@@ -74,33 +74,33 @@ class Keeper:
                     stdout=out,
                     stderr=err,
                     start_new_session=True,
-                    preexec_fn=_as_a_command,
+                    preexec_fn=_reset_signals,
                 )
         except OSError as error:
             return str(error)
         self._read = [self._file(name).open("rb") for name in ("out", "err")]
         return ""
 
-    def look(self) -> Seen:
+    def poll(self) -> RankStatus:
         """Waits a moment for its end."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LOOK_S)
+            self._process.wait(_POLL_S)
         code = self._process.poll()
         said = self._file("err").read_bytes()[-_TAIL_BYTES:] if code and not self._speaks else b""
         noted = self._file("error")
         error = noted.read_bytes() if code and noted.is_file() else b""
         out, err = (file.read() if self._speaks else b"" for file in self._read)
-        return Seen(out, err, code, self._process.pid, error, said)
+        return RankStatus(out, err, code, self._process.pid, error, said)
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """A signal."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     def close(self) -> None:
         """Ends it if it still lives."""
-        self.send(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
         self._folder.cleanup()
@@ -109,7 +109,7 @@ class Keeper:
         return Path(self._folder.name) / name
 
 
-def _as_a_command() -> None:
+def _reset_signals() -> None:
     """Ray's workers block Ctrl-C; and nobody but its keeper would ever end a rank, so it saves when that is gone."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if _prctl is not None:

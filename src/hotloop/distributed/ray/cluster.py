@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hotloop.errors import PlanError, TrainingError, blame
+from hotloop.errors import PlanError, TrainingError, describe_error
 
-_ANSWERS_S = 10.0
+_ANSWER_TIMEOUT_S = 10.0
 """So long a cluster may take to answer."""
 
 
@@ -47,19 +47,19 @@ def connect(cores: int = 1) -> Any:
     ray = ray_module()
     _check_answers(os.environ.get("RAY_ADDRESS", ""))
     quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
-    with _sigterm_kept():
+    with _keep_sigterm_handler():
         try:
             try:
                 ray.init(**quiet, num_cpus=max(cores, os.cpu_count() or 1), _node_ip_address="127.0.0.1")
             except ValueError:  # how many cores there are can be said of one of its own alone
                 ray.init(**quiet)
         except (ValueError, ConnectionError, RuntimeError) as error:
-            raise _unreachable(error) from None
+            raise _unreachable_error(error) from None
     return ray
 
 
 @contextmanager
-def explaining(ray: Any) -> Iterator[None]:
+def translate_ray_errors(ray: Any) -> Iterator[None]:
     """Makes errors of Ray itself, such as a full object store, one line.
 
     Raises:
@@ -76,7 +76,7 @@ def explaining(ray: Any) -> Iterator[None]:
         ) from error
     except ray.exceptions.RayError as error:
         raise TrainingError(
-            f"Ray failed: {blame(error)}", fix="go on from the last checkpoint with --resume"
+            f"Ray failed: {describe_error(error)}", fix="go on from the last checkpoint with --resume"
         ) from error
 
 
@@ -86,12 +86,12 @@ def _check_answers(address: str) -> None:
     if not host or "://" in address or not port.isdecimal():
         return
     try:
-        socket.create_connection((host, int(port)), timeout=_ANSWERS_S).close()
+        socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise _unreachable(error) from None
+        raise _unreachable_error(error) from None
 
 
-def _unreachable(error: Exception) -> PlanError:
+def _unreachable_error(error: Exception) -> PlanError:
     return PlanError(
         f"Ray can't be reached: {' '.join(str(error).split())}",
         expected="a cluster where RAY_ADDRESS says, or none",
@@ -100,7 +100,7 @@ def _unreachable(error: Exception) -> PlanError:
 
 
 @contextmanager
-def _sigterm_kept() -> Iterator[None]:
+def _keep_sigterm_handler() -> Iterator[None]:
     """Ray has a way of its own with SIGTERM, which isn't to save."""
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -16,10 +16,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hotloop.core.processes.signals import INTERRUPTING, handled
-from hotloop.distributed.launch import LOOPBACK, Say, opened_store, until_done
-from hotloop.distributed.ray.actor import Keeper, Seen
-from hotloop.distributed.ray.cluster import connect, explaining
+from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
+from hotloop.distributed.launch import LOOPBACK, Report, launch_until_done, open_store
+from hotloop.distributed.ray.actor import RankActor, RankStatus
+from hotloop.distributed.ray.cluster import connect, translate_ray_errors
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 
@@ -27,11 +27,11 @@ _ENDS_S = 30.0
 """So long ranks may take to end after one has failed; torch's agent grants them the same."""
 _PATIENCE_S = 5
 """So long Ray may take to find room for ranks before a line says so."""
-_GONE = Seen(exitcode=-signal.SIGKILL)
+_LOST_STATUS = RankStatus(exitcode=-signal.SIGKILL)
 """A rank whose keeper, or machine, is gone."""
 
 
-def launch_on_ray(plan: Plan, command: list[str], say: Say) -> tuple[str, int]:
+def launch_on_ray(plan: Plan, command: list[str], say: Report) -> tuple[str, int]:
     """Runs a command of hotloop's as ranks in the cluster that `parallel.cluster` finds; else as `launch` does.
 
     All machines must see the folder that this is called in, and that of the run.
@@ -53,53 +53,53 @@ def launch_on_ray(plan: Plan, command: list[str], say: Say) -> tuple[str, int]:
             expected="a process on a machine of the cluster",
             fix="start it there, with RAY_ADDRESS=auto or by `ray job submit`",
         )
-    with redirect_stdout(sys.stderr), _connected(plan) as ray:  # it prints what befalls its machines
-        kind = _kind(ray, plan)
-        ranks = _ranks(ray, plan, kind)
+    with redirect_stdout(sys.stderr), _connect(plan) as ray:  # it prints what befalls its machines
+        kind = _device_kind(ray, plan)
+        ranks = _rank_count(ray, plan, kind)
         with (
-            _set_aside(ray, ranks, kind, say) as group,
-            opened_store(_address(ray, group)) as store,
+            _reserve(ray, ranks, kind, say) as group,
+            open_store(_store_address(ray, group)) as store,
             tempfile.TemporaryDirectory() as logs,
         ):
 
             def start(name: str) -> None:
                 _wait_for(group, say)
-                crew = _Crew(ray, group, kind, logs)
+                crew = _RankGroup(ray, group, kind, logs)
                 try:
                     crew.start(command, name, store)
-                    failures = crew.attend()
+                    failures = crew.wait_for_end()
                 finally:
                     crew.close()
                 if failures:
                     raise ChildFailedError(name, failures)
 
-            return until_done(start, ranks, store, logs, say)
+            return launch_until_done(start, ranks, store, logs, say)
 
 
 @contextmanager
-def _connected(plan: Plan) -> Iterator[Any]:
+def _connect(plan: Plan) -> Iterator[Any]:
     ray = connect(plan.ranks or 1)
     try:
-        with explaining(ray):
+        with translate_ray_errors(ray):
             yield ray
     finally:
         ray.shutdown()
 
 
-def _address(ray: Any, group: Any) -> str:
+def _store_address(ray: Any, group: Any) -> str:
     """Where the ranks find this process: on loopback, if all are on its machine."""
-    alone = set(_nodes(ray, group)) == {ray.get_runtime_context().get_node_id()}
+    alone = set(_bundle_nodes(ray, group)) == {ray.get_runtime_context().get_node_id()}
     return LOOPBACK if alone else str(ray.util.get_node_ip_address())
 
 
-def _kind(ray: Any, plan: Plan) -> str:
+def _device_kind(ray: Any, plan: Plan) -> str:
     """What the ranks compute on: as the plan says, else GPUs if the cluster has any."""
     if "device" in plan.model_fields_set:
         return plan.device.partition(":")[0]
     return "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
 
 
-def _ranks(ray: Any, plan: Plan, kind: str) -> int:
+def _rank_count(ray: Any, plan: Plan, kind: str) -> int:
     """How many, if the cluster has a core or a GPU for each.
 
     Raises:
@@ -125,7 +125,7 @@ def _ranks(ray: Any, plan: Plan, kind: str) -> int:
 
 
 @contextmanager
-def _set_aside(ray: Any, ranks: int, kind: str, say: Say) -> Iterator[Any]:
+def _reserve(ray: Any, ranks: int, kind: str, say: Report) -> Iterator[Any]:
     """A core or GPU for each rank, on as few machines as have them; all at once, so that no two trainings wait for each other."""
     bundle = {"CPU": 1, "GPU": 1} if kind == "cuda" else {"CPU": 1}
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
@@ -136,7 +136,7 @@ def _set_aside(ray: Any, ranks: int, kind: str, say: Say) -> Iterator[Any]:
         ray.util.remove_placement_group(group)
 
 
-def _wait_for(group: Any, say: Say) -> None:
+def _wait_for(group: Any, say: Report) -> None:
     """Until Ray has room; again where it had, and has lost a machine since."""
     if group.wait(_PATIENCE_S):
         return
@@ -145,23 +145,23 @@ def _wait_for(group: Any, say: Say) -> None:
         pass
 
 
-def _nodes(ray: Any, group: Any) -> list[str]:
+def _bundle_nodes(ray: Any, group: Any) -> list[str]:
     """The machine of each bundle, by Ray's name."""
     placed: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [placed[bundle] for bundle in range(group.bundle_count)]
 
 
-class _Crew:
+class _RankGroup:
     """The ranks of one start, each with its keeper; those of a machine have consecutive numbers."""
 
     def __init__(self, ray: Any, group: Any, kind: str, logs: str) -> None:
         self._ray, self._logs = ray, Path(logs)
-        where = _nodes(ray, group)
+        where = _bundle_nodes(ray, group)
         order = sorted(range(len(where)), key=lambda bundle: (where.index(where[bundle]), bundle))
         self._nodes = [where[bundle] for bundle in order]
         placing = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         resources = {"num_cpus": 1, "num_gpus": 1 if kind == "cuda" else 0}
-        actor = ray.remote(**resources)(Keeper)
+        actor = ray.remote(**resources)(RankActor)
         self._keepers = [actor.options(scheduling_strategy=placing(group, bundle)).remote() for bundle in order]
 
     def start(self, command: list[str], name: str, store: dist.TCPStore) -> None:
@@ -183,14 +183,14 @@ class _Crew:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),  # which Ray sets to 1 by itself
         }
-        own = seats(self._nodes, devices)
-        own[0] |= _terminal()
+        own = rank_environments(self._nodes, devices)
+        own[0] |= _terminal_variables()
         starting = [
             keeper.start.remote(command[1:], os.getcwd(), shared | seat, speaks=rank == 0)
             for rank, (keeper, seat) in enumerate(zip(self._keepers, own, strict=True))
         ]
         if refused := next(filter(None, self._answers(starting)), ""):
-            raise _not_started(refused)
+            raise _not_started_error(refused)
 
     def _answers(self, asked: list[Any]) -> list[str]:
         """Rank by rank; a machine of the cluster may be gone, though Ray doesn't know it yet."""
@@ -200,25 +200,25 @@ class _Crew:
                 found.append(self._ray.get(answer))
             except self._ray.exceptions.RayActorError as error:
                 if error.actor_init_failed:
-                    raise _not_started(str(error).strip().splitlines()[-1]) from None
-                raise ChildFailedError("", {rank: self._failure(rank, _GONE)}) from None
+                    raise _not_started_error(str(error).strip().splitlines()[-1]) from None
+                raise ChildFailedError("", {rank: self._failure(rank, _LOST_STATUS)}) from None
         return found
 
-    def attend(self) -> dict[int, ProcessFailure]:
+    def wait_for_end(self) -> dict[int, ProcessFailure]:
         """Shows what the first rank writes, until all have ended; those that failed. Once one has, the others are to end."""
         failures: dict[int, ProcessFailure] = {}
-        looks = {keeper.look.remote(): rank for rank, keeper in enumerate(self._keepers)}
+        looks = {keeper.poll.remote(): rank for rank, keeper in enumerate(self._keepers)}
         ends = float("inf")
-        with _heard() as heard:
+        with _collect_signals() as heard:
             while looks and time.monotonic() < ends:
                 while heard:
                     self._send(looks.values(), heard.pop(0))
                 for look in self._ray.wait(list(looks), num_returns=len(looks), timeout=0.2)[0]:
                     rank = looks.pop(look)
-                    seen = self._seen(look)
-                    _show(seen)
+                    seen = self._poll_actors(look)
+                    _show_output(seen)
                     if seen.exitcode is None:
-                        looks[self._keepers[rank].look.remote()] = rank
+                        looks[self._keepers[rank].poll.remote()] = rank
                     elif seen.exitcode:
                         failures[rank] = self._failure(rank, seen)
                 if failures and ends == float("inf"):
@@ -228,16 +228,16 @@ class _Crew:
 
     def _send(self, ranks: Any, number: int) -> None:
         for rank in ranks:
-            self._keepers[rank].send.remote(number)
+            self._keepers[rank].send_signal.remote(number)
 
-    def _seen(self, look: Any) -> Seen:
+    def _poll_actors(self, look: Any) -> RankStatus:
         try:
-            seen: Seen = self._ray.get(look)
+            seen: RankStatus = self._ray.get(look)
         except self._ray.exceptions.RayActorError:  # with its machine, or killed; the rank ends with it
-            return _GONE
+            return _LOST_STATUS
         return seen
 
-    def _failure(self, rank: int, seen: Seen) -> ProcessFailure:
+    def _failure(self, rank: int, seen: RankStatus) -> ProcessFailure:
         """As torch's agent tells it, and with the files that it leaves on its machine."""
         folder = self._logs / "ray" / "attempt_0" / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
@@ -257,7 +257,7 @@ class _Crew:
                 self._ray.kill(keeper)
 
 
-def seats(nodes: list[str], devices: list[str]) -> list[dict[str, str]]:
+def rank_environments(nodes: list[str], devices: list[str]) -> list[dict[str, str]]:
     """What torchrun would say in the environment of each rank alone; the ranks of a machine see all its GPUs, as with it.
 
     Args:
@@ -275,7 +275,7 @@ def seats(nodes: list[str], devices: list[str]) -> list[dict[str, str]]:
     return found
 
 
-def _not_started(why: str) -> PlanError:
+def _not_started_error(why: str) -> PlanError:
     return PlanError(
         f"Ray can't start a rank: {why}",
         expected="hotloop, and this folder, on all machines of its cluster",
@@ -284,20 +284,20 @@ def _not_started(why: str) -> PlanError:
 
 
 @contextmanager
-def _heard() -> Iterator[list[int]]:
+def _collect_signals() -> Iterator[list[int]]:
     """Notes Ctrl-C and SIGTERM, which are for the ranks: they save and end."""
     heard: list[int] = []
-    with handled(lambda number, frame: heard.append(number), *INTERRUPTING):
+    with signal_handlers(lambda number, frame: heard.append(number), *STOP_SIGNALS):
         yield heard
 
 
-def _show(seen: Seen) -> None:
+def _show_output(seen: RankStatus) -> None:
     for number, written in ((1, seen.out), (2, seen.err)):
         while written:
             written = written[os.write(number, written) :]
 
 
-def _terminal() -> dict[str, str]:
+def _terminal_variables() -> dict[str, str]:
     """Has the first rank draw its progress bar for the terminal that this process writes to."""
     if not sys.stderr.isatty():
         return {}

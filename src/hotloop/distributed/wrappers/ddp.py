@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hotloop.distributed.comm_stats import Meter
+from hotloop.distributed.comm_stats import CommMeter
 
 
-class Around:
+class WrapperMarker:
     """Marks modules that stand around the user's model, which a profile passes over."""
 
 
-class Whole(Around, nn.Module):
+class ModelWithLoss(WrapperMarker, nn.Module):
     """A model together with its objective as one module, so that all that the Task does with the model is inside.
 
     A step of the user's may call parts of the model, or the model several times; an engine that watches the forward pass
@@ -41,18 +41,18 @@ class Whole(Around, nn.Module):
         return computed.loss, {name: value.detach() for name, value in computed.scalars.items()}
 
 
-_KNOWN = inspect.signature(DistributedDataParallel).parameters
+_DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _BUFFERS_STAY: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False  # until torch 2.12
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False  # until torch 2.12
 }
 """Each rank works its buffers out by itself: the first rank's in their stead would hide that they differ."""
 
 
-class _Engine(Around, DistributedDataParallel):
+class _Engine(WrapperMarker, DistributedDataParallel):
     """torch's engine."""
 
 
-class Own:
+class RankRowsModule:
     """Runs a module on the rank's rows; what becomes of its gradients is the affair of whoever asks.
 
     Attributes:
@@ -60,18 +60,18 @@ class Own:
             such as those of a mean of nothing, are left out.
     """
 
-    def __init__(self, module: Whole) -> None:
+    def __init__(self, module: ModelWithLoss) -> None:
         self.module: nn.Module = module
         self.counts: Tensor | bool = True
 
     def __call__(self, batch: Any) -> Any:
         return self.module(batch)
 
-    def together(self) -> AbstractContextManager[None]:
+    def full_model(self) -> AbstractContextManager[None]:
         """All parameters whole on each rank, as they always are."""
         return nullcontext()
 
-    def leave_out(self, gradient: Tensor) -> Tensor:
+    def exclude(self, gradient: Tensor) -> Tensor:
         """A gradient of the rank's, zeros in place if it doesn't count."""
         if self.counts is False:
             return gradient.zero_()
@@ -82,7 +82,7 @@ FIGURES = 32
 """The most figures of a step that travel with its gradients."""
 
 
-class Summed(Own):
+class DdpModel(RankRowsModule):
     """Its gradients are the sums of those of all ranks, once `end_backward` returns.
 
     A parameter of its own carries a step's figures in the last bucket of gradients, and counts for each parameter the ranks
@@ -93,7 +93,7 @@ class Summed(Own):
         meter: of the time from a sum's first gradients on their way to its last ones back.
     """
 
-    def __init__(self, module: Whole, meter: Meter) -> None:
+    def __init__(self, module: ModelWithLoss, meter: CommMeter) -> None:
         super().__init__(module)
         self.meter = meter
         self._trained = [value for value in module.parameters() if value.requires_grad]
@@ -103,7 +103,7 @@ class Summed(Own):
         module.carrier = self.carrier
         engine = _Engine(module, **_BUFFERS_STAY)
         # The engine is its owner's, and what it keeps of its hook no garbage collector sees.
-        engine.register_comm_hook(weakref.ref(self), _summed)
+        engine.register_comm_hook(weakref.ref(self), _sum_bucket)
         self._fix_buckets(engine)
         self.module = engine
 
@@ -147,14 +147,14 @@ class Summed(Own):
         return sums[: len(figures)].to(figures.dtype)
 
 
-def _summed(of: "weakref.ref[Summed]", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_bucket(of: "weakref.ref[DdpModel]", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Adds up a bucket of gradients over the ranks; torch's own hooks divide by their number."""
     owner = of()
     assert owner is not None
     if owner.counts is not True:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter is not owner.carrier:
-                owner.leave_out(gradient)
+                owner.exclude(gradient)
     owner.meter.begin(last=bucket.is_last())
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from hotloop.distributed.wrappers.ddp import Whole
-from hotloop.errors import PlanError, blame, out_of_memory
+from hotloop.distributed.wrappers.ddp import ModelWithLoss
+from hotloop.errors import PlanError, describe_error, is_out_of_memory
 
 
-class Sharded:
+class FsdpModel:
     """Runs a module whose parameters come together for as long as they are needed, and whose gradients are sums.
 
     The members of each `nn.ModuleList`, which is where large models have their blocks, come together one by one; all
@@ -29,16 +29,16 @@ class Sharded:
     counts: Tensor | bool = True
     """Not looked at: nothing stands between backward and the sum, so what counts nothing must have gradients of 0."""
 
-    def __init__(self, module: Whole, device: torch.device) -> None:
+    def __init__(self, module: ModelWithLoss, device: torch.device) -> None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         try:
-            for part in (*_blocks(module), module):
+            for part in (*_shardable_blocks(module), module):
                 fully_shard(part, mesh=mesh)
         except Exception as error:
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             raise PlanError(
-                f"parallel=sharded can't spread this model: {blame(error)}", fix="use parallel=data"
+                f"parallel=sharded can't spread this model: {describe_error(error)}", fix="use parallel=data"
             ) from error
         self.module = module
         for one in self._units():
@@ -49,12 +49,12 @@ class Sharded:
         return self.module(batch)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def full_model(self) -> Iterator[None]:
         """All parameters whole on each rank. Ranks may compute different numbers of batches: none of them communicates."""
         for unit in self._units():
             unit.unshard()
         try:
-            with _without_hooks(self._units()):
+            with _disable_hooks(self._units()):
                 yield
         finally:
             for unit in self._units():
@@ -66,7 +66,7 @@ class Sharded:
 
 
 @contextmanager
-def _without_hooks(units: list[FSDPModule]) -> Iterator[None]:
+def _disable_hooks(units: list[FSDPModule]) -> Iterator[None]:
     """No forward pass within calls the engine.
 
     The engine (torch 2.11 to 2.13) records each forward pass as one whose backward follows. The first step after an
@@ -91,7 +91,7 @@ def _no_hook(*_: Any) -> None:
     """Leaves arguments and outputs as they are."""
 
 
-def _blocks(root: nn.Module) -> list[nn.Module]:
+def _shardable_blocks(root: nn.Module) -> list[nn.Module]:
     """The members of lists that can be spread by themselves, each once, those within others first.
 
     One that shares a parameter with what is outside of it can't: torch knows of sharing within one call alone.
@@ -103,7 +103,7 @@ def _blocks(root: nn.Module) -> list[nn.Module]:
     for name, module in root.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(f"{name}.")
     lists = [one for one in places if isinstance(one, nn.ModuleList)]
-    members = dict.fromkeys(member for one in lists for member in _with_a_forward(one))
+    members = dict.fromkeys(member for one in lists for member in _callable_modules(one))
 
     def by_itself(member: nn.Module) -> bool:
         inside = tuple(places[member])
@@ -113,10 +113,10 @@ def _blocks(root: nn.Module) -> list[nn.Module]:
     return [one for one in reversed(places) if one in members and by_itself(one)]
 
 
-def _with_a_forward(container: nn.Module) -> Iterator[nn.Module]:
+def _callable_modules(container: nn.Module) -> Iterator[nn.Module]:
     """What is called in a list; what has no forward, such as a list within it, is looked into."""
     for member in container.children():
         if type(member).forward is nn.Module.forward:
-            yield from _with_a_forward(member)
+            yield from _callable_modules(member)
         else:
             yield member

@@ -6,17 +6,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hotloop.core.task_parts.model_copy import copied
-from hotloop.distributed.comm_stats import Meter
+from hotloop.core.task_parts.model_copy import copy_model
+from hotloop.distributed.comm_stats import CommMeter
 from hotloop.distributed.world import World
-from hotloop.distributed.wrappers.ddp import Own, Whole
-from hotloop.errors import calling
+from hotloop.distributed.wrappers.ddp import ModelWithLoss, RankRowsModule
+from hotloop.errors import call_user_code
 
 _Pair = tuple[nn.Parameter, nn.Parameter]
 """A parameter of the replica, and the one that is held for it."""
 
 
-class Towers(Own):
+class ParameterHost(RankRowsModule):
     """One rank's replica. Gradients are added up on the CPU, by gloo, and what was updated there comes back to all.
 
     Attributes:
@@ -24,11 +24,11 @@ class Towers(Own):
             itself, whose parameters have no gradients when the update comes.
     """
 
-    def __init__(self, module: Whole, world: World, meter: Meter) -> None:
+    def __init__(self, module: ModelWithLoss, world: World, meter: CommMeter) -> None:
         super().__init__(module)
-        self.first, self.meter = world.first, meter
+        self.first, self.meter = world.is_rank_zero, meter
         replica = self._replica = module.model
-        self.held: nn.Module = calling("copying the model", _on_host, replica) if world.first else replica
+        self.held: nn.Module = call_user_code("copying the model", _to_host, replica) if world.is_rank_zero else replica
         pairs = zip(replica.parameters(), self.held.parameters(), strict=True)
         learning = [pair for pair in pairs if pair[0].requires_grad]
         dtypes = dict.fromkeys(own.dtype for own, _ in learning)
@@ -42,7 +42,7 @@ class Towers(Own):
         for pairs in self._alike:
             there = torch.tensor([own.grad is not None for own, _ in pairs], dtype=pairs[0][0].dtype)
             total = torch.cat([*(self._gradient(own) for own, _ in pairs), there])
-            with self.meter.communicating():
+            with self.meter.measure_communication():
                 dist.reduce(total, 0)
             for own, _ in pairs:
                 own.grad = None
@@ -55,30 +55,30 @@ class Towers(Own):
         """Of one parameter, flat, on the CPU."""
         if own.grad is None:
             return torch.zeros(own.numel(), dtype=own.dtype)
-        return self.leave_out(own.grad).reshape(-1).cpu()
+        return self.exclude(own.grad).reshape(-1).cpu()
 
     @torch.no_grad()
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Brings the first rank's parameters to all replicas."""
         for pairs in self._alike:
             if self.first:
                 values = torch.cat([held.reshape(-1) for _, held in pairs])
             else:
                 values = torch.empty(sum(_sizes(pairs)), dtype=pairs[0][0].dtype)
-            with self.meter.communicating():
+            with self.meter.measure_communication():
                 dist.broadcast(values, 0)
             for (own, _), value in zip(pairs, values.split(_sizes(pairs)), strict=True):
                 own.copy_(value.view(own.shape))
 
     @torch.no_grad()
-    def hold(self) -> None:
+    def zero_gradients(self) -> None:
         """Holds what the replica has, after a State was restored into that."""
         for own, held in zip(self._replica.parameters(), self.held.parameters(), strict=True):
             held.copy_(own)
 
 
-def _on_host(model: nn.Module) -> nn.Module:
-    return copied(model).to("cpu")
+def _to_host(model: nn.Module) -> nn.Module:
+    return copy_model(model).to("cpu")
 
 
 def _sizes(pairs: list[_Pair]) -> list[int]:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hotloop.distributed.comm_stats import Meter
+from hotloop.distributed.comm_stats import CommMeter
 
 
-class _Norms(TorchFunctionMode):
+class _BatchNormMode(TorchFunctionMode):
     """Has `_batch_norm`, of the same arguments, stand for `F.batch_norm`."""
 
     _batch_norm: Callable[..., Tensor]
@@ -25,7 +25,7 @@ class _Norms(TorchFunctionMode):
         return self._batch_norm(*args, **(kwargs or {}))
 
 
-class WholeNorms(_Norms):
+class GlobalBatchNorm(_BatchNormMode):
     """Has `F.batch_norm` in training normalise over the whole batch, of which this rank has some rows.
 
     torch's own SyncBatchNorm replaces modules, and works on GPUs alone. Here mean and variance are sums over the ranks,
@@ -37,7 +37,7 @@ class WholeNorms(_Norms):
         meter: of the rank's waiting: at the first norm of a step, which comes before all else that is common.
     """
 
-    def __init__(self, samples: int, counts: bool, meter: Meter) -> None:
+    def __init__(self, samples: int, counts: bool, meter: CommMeter) -> None:
         super().__init__()
         self.samples, self.counts, self.meter = samples, counts, meter
 
@@ -56,23 +56,23 @@ class WholeNorms(_Norms):
             return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         if self.samples * x[0, 0].numel() == 1:  # what torch says of one process' batch
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-        mean, variance, count = moments(x, self.counts, self.meter)
+        mean, variance, count = global_moments(x, self.counts, self.meter)
         if running_mean is not None and running_var is not None:
-            _follow(running_mean, mean, momentum)
-            _follow(running_var, variance * (count / (count - 1)), momentum)
+            _update_running_stats(running_mean, mean, momentum)
+            _update_running_stats(running_var, variance * (count / (count - 1)), momentum)
         shape = (1, -1, *[1] * (x.ndim - 2))
         scale = torch.rsqrt(variance + eps) if weight is None else torch.rsqrt(variance + eps) * weight
         normal = (x - mean.view(shape)) * scale.view(shape)
         return (normal if bias is None else normal + bias.view(shape)).to(x.dtype)
 
 
-class OwnNorms(_Norms):
+class RankBatchNorm(_BatchNormMode):
     """Has `F.batch_norm` in training take its running statistics where the rank's rows have none of their own.
 
     That is where they hold a single value for each channel, which has no variance, or where they belong to another rank.
 
     Args:
-        counts: see `WholeNorms`.
+        counts: see `GlobalBatchNorm`.
     """
 
     def __init__(self, counts: bool) -> None:
@@ -95,40 +95,40 @@ class OwnNorms(_Norms):
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-def moments(x: Tensor, counts: bool, meter: Meter) -> tuple[Tensor, Tensor, Tensor]:
+def global_moments(x: Tensor, counts: bool, meter: CommMeter) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance (channels,) of x (rows, channels, ...) over all ranks, and what they are means over, 0-dim."""
     wide = torch.promote_types(x.dtype, torch.float32)
     own = (x if counts else x[:0]).to(wide)
     over = [0, *range(2, x.ndim)]
     number = own.new_tensor([own.numel() / own.shape[1]])
-    *total, count = _Total.apply(torch.cat([own.sum(over), number]), meter).split([x.shape[1], 1])
+    *total, count = _AllReduceSum.apply(torch.cat([own.sum(over), number]), meter).split([x.shape[1], 1])
     mean = total[0] / count
     distance = own - mean.view(1, -1, *[1] * (x.ndim - 2))
-    return mean, _Total.apply((distance * distance).sum(over), meter) / count, count.detach()
+    return mean, _AllReduceSum.apply((distance * distance).sum(over), meter) / count, count.detach()
 
 
-def _follow(running: Tensor, now: Tensor, momentum: float) -> None:
+def _update_running_stats(running: Tensor, now: Tensor, momentum: float) -> None:
     with torch.no_grad():
         running.mul_(1 - momentum).add_(now.to(running.dtype), alpha=momentum)
 
 
-class _Total(torch.autograd.Function):
+class _AllReduceSum(torch.autograd.Function):
     """The sum over the ranks, of which each has a gradient: that of the whole is the sum of these."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, meter: Meter) -> Tensor:
+    def forward(ctx: Any, own: Tensor, meter: CommMeter) -> Tensor:
         total = own.clone()
         ctx.meter = meter
-        with meter.waiting():
+        with meter.measure_waiting():
             dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Total.apply(gradient.contiguous(), ctx.meter), None
+        return _AllReduceSum.apply(gradient.contiguous(), ctx.meter), None
 
 
-def backward_within(loss: Tensor) -> None:
+def backward_in_modes(loss: Tensor) -> None:
     """`loss.backward()` for what recomputes parts of the forward pass within modes such as this, as checkpointing does.
 
     By torch's engine itself: `backward` is a torch function, during which modes of such functions rest.

@@ -10,13 +10,20 @@ import math
 import torch
 from torch import Tensor
 
-from hotloop.explainer.layers.equation import Call, Formula, Term, Worked, ones_like, summed_to
+from hotloop.explainer.layers.equation import (
+    EquationTerm,
+    Formula,
+    FunctionCall,
+    LayerEquations,
+    ones_like,
+    sum_to_shape,
+)
 
-_LEAST = 1.0
+_MIN_VALUE = 1.0
 """Of the sum of a row, whose largest number is exp 0; that of a row masked as a whole is 0."""
 
 
-def attention(call: Call) -> Worked:
+def attention(call: FunctionCall) -> LayerEquations:
     """query (..., L, E), key (..., S, E), value (..., S, F)."""
     q, k, v = call.tensor(0, "query"), call.tensor(1, "key"), call.tensor(2, "value")
     mask, p, causal = call.get(3, "attn_mask"), call.get(4, "dropout_p", 0.0), call.get(5, "is_causal", False)
@@ -26,15 +33,15 @@ def attention(call: Call) -> Worked:
     dz = call.dz
 
     def weights() -> Tensor:
-        scores = _masked((q @ keys.mT) * scale, mask, causal)
+        scores = _mask_scores((q @ keys.mT) * scale, mask, causal)
         high = scores.amax(-1, keepdim=True)
         parts = torch.exp(scores - high.masked_fill(high == -math.inf, 0.0))
         return parts / parts.sum(-1, keepdim=True).clamp(
-            min=_LEAST
+            min=_MIN_VALUE
         )  # rows that look at nothing give zeros, as torch's do
 
     s = weights()
-    kept = _kept(call, s, p) if p else ones_like(s)
+    kept = _dropout_mask(call, s, p) if p else ones_like(s)
     dropped = s * kept
     d_dropped = (dz @ values.mT) * kept
     ds = s * (d_dropped - (d_dropped * s).sum(-1, keepdim=True))
@@ -43,21 +50,25 @@ def attention(call: Call) -> Worked:
         """Heads that share keys and values add up their gradients."""
         if repeats > 1:
             grad = grad.unflatten(-3, (shape[-3], repeats)).sum(-3)
-        return summed_to(grad, shape)
+        return sum_to_shape(grad, shape)
 
     scores = f"Q K^T / {1 / scale:.4g}" + (" + mask" if mask is not None or causal else "")
     inner, outer = 2.0 * s.numel() * q.shape[-1], 2.0 * s.numel() * v.shape[-1]
     forward = [
-        Term("S", scores, lambda: _masked((q @ keys.mT) * scale, mask, causal), inner, [q, k]),
-        Term("P", "softmax S along its rows" + f", * M / {1 - p:g}" * bool(p), lambda: dropped, 5 * s.numel(), [s]),
-        Term("Z", "P V", lambda: dropped @ values, outer, [s, v]),
+        EquationTerm("S", scores, lambda: _mask_scores((q @ keys.mT) * scale, mask, causal), inner, [q, k]),
+        EquationTerm(
+            "P", "softmax S along its rows" + f", * M / {1 - p:g}" * bool(p), lambda: dropped, 5 * s.numel(), [s]
+        ),
+        EquationTerm("Z", "P V", lambda: dropped @ values, outer, [s, v]),
     ]
     backward = [
-        Term("dV", "P^T dZ", lambda: gathered(dropped.mT @ dz, v.shape), outer, [s, dz]),
-        Term("dP", "dZ V^T", lambda: d_dropped, outer, [dz, v]),
-        Term("dS", "P * (dP - sum of dP * P along its rows)", lambda: ds, 4 * s.numel(), [s, s]),
-        Term("dQ", f"dS K / {1 / scale:.4g}", lambda: summed_to((ds @ keys) * scale, q.shape), inner, [s, k]),
-        Term("dK", f"dS^T Q / {1 / scale:.4g}", lambda: gathered((ds.mT @ q) * scale, k.shape), inner, [s, q]),
+        EquationTerm("dV", "P^T dZ", lambda: gathered(dropped.mT @ dz, v.shape), outer, [s, dz]),
+        EquationTerm("dP", "dZ V^T", lambda: d_dropped, outer, [dz, v]),
+        EquationTerm("dS", "P * (dP - sum of dP * P along its rows)", lambda: ds, 4 * s.numel(), [s, s]),
+        EquationTerm(
+            "dQ", f"dS K / {1 / scale:.4g}", lambda: sum_to_shape((ds @ keys) * scale, q.shape), inner, [s, k]
+        ),
+        EquationTerm("dK", f"dS^T Q / {1 / scale:.4g}", lambda: gathered((ds.mT @ q) * scale, k.shape), inner, [s, q]),
     ]
     notes = ["fused kernels don't write S and P, and make S once more in backward"]
     if causal:
@@ -66,10 +77,10 @@ def attention(call: Call) -> Worked:
         notes.append(f"M keeps each weight with a chance of {1 - p:g}")
     if repeats > 1:
         notes.append(f"{repeats} heads of Q share each head of K and V")
-    return Worked({"Q": q, "K": k, "V": v}, forward, backward, notes)
+    return LayerEquations({"Q": q, "K": k, "V": v}, forward, backward, notes)
 
 
-def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def _mask_scores(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     if causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         return scores.masked_fill(ahead, -math.inf)
@@ -78,7 +89,7 @@ def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
-def _kept(call: Call, weights: Tensor, p: float) -> Tensor:
+def _dropout_mask(call: FunctionCall, weights: Tensor, p: float) -> Tensor:
     """M / (1 - p), drawn as torch draws it."""
     return call.drawn(lambda: torch.dropout(ones_like(weights), p, True))
 

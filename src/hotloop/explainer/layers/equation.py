@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Term:
+class EquationTerm:
     """One equation.
 
     Attributes:
@@ -30,7 +30,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Worked:
+class LayerEquations:
     """The equations of one call.
 
     Attributes:
@@ -40,13 +40,13 @@ class Worked:
     """
 
     operands: dict[str, Tensor]
-    forward: list[Term]
-    backward: list[Term]
+    forward: list[EquationTerm]
+    backward: list[EquationTerm]
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """One call of a torch function, its floating-point tensors in float64, and the gradients of its outputs.
 
     Attributes:
@@ -72,7 +72,7 @@ class Call:
     def tensor(self, place: int, name: str) -> Tensor:
         value = self.get(place, name)
         if not isinstance(value, Tensor):
-            raise Unexplained(f"its {name} is no tensor")
+            raise NotCovered(f"its {name} is no tensor")
         return value
 
     @property
@@ -80,11 +80,11 @@ class Call:
         return self.gradients[0]
 
 
-class Unexplained(Exception):
+class NotCovered(Exception):
     """This way to call a function is not one that the equations cover; says why."""
 
 
-Formula = Callable[[Call], Worked]
+Formula = Callable[[FunctionCall], LayerEquations]
 
 
 def dot_flops(rows: int, inner: int, columns: int) -> float:
@@ -92,16 +92,16 @@ def dot_flops(rows: int, inner: int, columns: int) -> float:
     return 2.0 * rows * inner * columns
 
 
-def summed_to(value: Tensor, shape: Sequence[int]) -> Tensor:
+def sum_to_shape(value: Tensor, shape: Sequence[int]) -> Tensor:
     """Summed over the dimensions that broadcasting `shape` had added or stretched."""
     return value.sum_to_size(tuple(shape)) if list(value.shape) != list(shape) else value
 
 
-def given(**operands: Tensor | None) -> dict[str, Tensor]:
+def named_operands(**operands: Tensor | None) -> dict[str, Tensor]:
     return {name: value for name, value in operands.items() if value is not None}
 
 
-def pair(values: Any, dims: int) -> list[int]:
+def per_dimension(values: Any, dims: int) -> list[int]:
     """A kernel, stride, ... for each dimension."""
     if isinstance(values, int):
         return [values] * dims

@@ -7,12 +7,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hotloop.explainer.layers.equation import Call, Formula, Term, Unexplained, Worked, given
+from hotloop.explainer.layers.equation import (
+    EquationTerm,
+    Formula,
+    FunctionCall,
+    LayerEquations,
+    NotCovered,
+    named_operands,
+)
 
 _MEAN, _NONE = ("mean", 1), ("none", 0)
 
 
-def _scale(call: Call, place: int, count: float, dz: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor, str]:
+def _reduction(
+    call: FunctionCall, place: int, count: float, dz: Tensor
+) -> tuple[Callable[[Tensor], Tensor], Tensor, str]:
     """How the terms of a loss are put together, dZ for each of them, and the words for it."""
     reduction = call.get(place, "reduction", 1)
     if reduction in _NONE:
@@ -22,7 +31,7 @@ def _scale(call: Call, place: int, count: float, dz: Tensor) -> tuple[Callable[[
     return (lambda terms: terms.sum()), dz, ""
 
 
-def cross_entropy(call: Call) -> Worked:
+def cross_entropy(call: FunctionCall) -> LayerEquations:
     """input, target, weight, reduction, ignored class, label smoothing: Z = -mean of Y log softmax X, dX = (P - Y) dZ / n."""
     x, target = call.tensor(0, "input"), call.tensor(1, "target")
     weight, ignored, smooth = (
@@ -31,7 +40,7 @@ def cross_entropy(call: Call) -> Worked:
         call.get(5, "label_smoothing", 0.0),
     )
     if weight is not None:
-        raise Unexplained("its classes are weighted")
+        raise NotCovered("its classes are weighted")
     along = 1 if x.ndim > 1 else 0
     classes = x.shape[along]
     by_class = not target.is_floating_point()
@@ -39,7 +48,7 @@ def cross_entropy(call: Call) -> Worked:
     y = _one_hot(target, classes, used, along, x) if by_class else target
     y = y * (1 - smooth) + smooth / classes * used.unsqueeze(along).to(x.dtype)
     count = float(used.sum()) if by_class else x.numel() / classes
-    together, dz, words = _scale(call, 3, count, call.dz)
+    together, dz, words = _reduction(call, 3, count, call.dz)
     log_p = x - x.logsumexp(along, keepdim=True)
     per_term = dz if dz.ndim == 0 else dz.unsqueeze(along)
     reads = [x, target]
@@ -48,10 +57,10 @@ def cross_entropy(call: Call) -> Worked:
         notes.append(f"{int((~used).sum())} targets are {ignored}: ignored")
     if smooth:
         notes.append(f"Y smoothed by {smooth:g}")
-    return Worked(
+    return LayerEquations(
         {"X": x},
         [
-            Term(
+            EquationTerm(
                 "Z",
                 f"-sum of Y * log softmax X{words}",
                 lambda: together(-(y * log_p).sum(along)),
@@ -60,7 +69,7 @@ def cross_entropy(call: Call) -> Worked:
             )
         ],
         [
-            Term(
+            EquationTerm(
                 "dX",
                 f"(softmax X - Y) dZ{words}",
                 lambda: (log_p.exp() * y.sum(along, keepdim=True) - y) * per_term,
@@ -77,20 +86,20 @@ def _one_hot(target: Tensor, classes: int, used: Tensor, along: int, x: Tensor) 
     return torch.zeros_like(x).scatter_(along, kept.unsqueeze(along), 1.0) * used.unsqueeze(along)
 
 
-def likelihood(call: Call) -> Worked:
+def negative_log_likelihood(call: FunctionCall) -> LayerEquations:
     """input (log probabilities), target, weight, reduction, ignored class: Z = -mean of X at the targets."""
     x, target, weight = call.tensor(0, "input"), call.tensor(1, "target"), call.get(2, "weight")
     if weight is not None:
-        raise Unexplained("its classes are weighted")
+        raise NotCovered("its classes are weighted")
     along = 1 if x.ndim > 1 else 0
     used = target != call.get(4, "ignore_index", -100)
     y = _one_hot(target, x.shape[along], used, along, x)
-    together, dz, words = _scale(call, 3, float(used.sum()), call.dz)
+    together, dz, words = _reduction(call, 3, float(used.sum()), call.dz)
     per_term = dz if dz.ndim == 0 else dz.unsqueeze(along)
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", f"-sum of Y * X{words}", lambda: together(-(y * x).sum(along)), target.numel(), [target])],
-        [Term("dX", f"-Y dZ{words}", lambda: -y * per_term, target.numel(), [target, call.dz])],
+        [EquationTerm("Z", f"-sum of Y * X{words}", lambda: together(-(y * x).sum(along)), target.numel(), [target])],
+        [EquationTerm("dX", f"-Y dZ{words}", lambda: -y * per_term, target.numel(), [target, call.dz])],
         ["Y: one-hot rows of the targets"],
     )
 
@@ -102,7 +111,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 _Terms = tuple[str, Callable[[Tensor, Tensor], Tensor], str, Callable[[Tensor, Tensor], Tensor], int, int]
 
 
-def _pointwise(call: Call) -> tuple[_Terms, int]:
+def _pointwise_terms(call: FunctionCall) -> tuple[_Terms, int]:
     """(text, f, text of df/dX, df/dX, FLOPs forward, backward) of a loss of two tensors, and the place of its reduction."""
     name = call.name
     if name == "mse_loss":
@@ -125,8 +134,8 @@ def _pointwise(call: Call) -> tuple[_Terms, int]:
             5,
             4,
         ), 2
-    if call.get(2, "weight") is not None or call.options.get("pos_weight") is not None or _weighted(call):
-        raise Unexplained("its terms are weighted")
+    if call.get(2, "weight") is not None or call.options.get("pos_weight") is not None or _has_weights(call):
+        raise NotCovered("its terms are weighted")
     if name == "binary_cross_entropy":
         return (
             "-(Y log X + (1 - Y) log(1 - X))",
@@ -146,21 +155,21 @@ def _pointwise(call: Call) -> tuple[_Terms, int]:
     ), 4
 
 
-def _weighted(call: Call) -> bool:
+def _has_weights(call: FunctionCall) -> bool:
     return call.name == "binary_cross_entropy_with_logits" and call.get(3, "pos_weight") is not None
 
 
-def pointwise(call: Call) -> Worked:
+def pointwise_loss(call: FunctionCall) -> LayerEquations:
     """Z = mean of f(X, Y), dX = f'(X, Y) dZ / n; the gradient of Y where it needs one isn't explained."""
     x, y = call.tensor(0, "input"), call.tensor(1, "target")
     if y.requires_grad:
-        raise Unexplained("its target needs a gradient")
-    (text, value, slope_text, slope, forward, backward), place = _pointwise(call)
-    together, dz, words = _scale(call, place, x.numel(), call.dz)
-    return Worked(
-        given(X=x, Y=y),
+        raise NotCovered("its target needs a gradient")
+    (text, value, slope_text, slope, forward, backward), place = _pointwise_terms(call)
+    together, dz, words = _reduction(call, place, x.numel(), call.dz)
+    return LayerEquations(
+        named_operands(X=x, Y=y),
         [
-            Term(
+            EquationTerm(
                 "Z",
                 f"sum of {text}{words}" if words else text,
                 lambda: together(value(x, y)),
@@ -168,14 +177,18 @@ def pointwise(call: Call) -> Worked:
                 [x, y],
             )
         ],
-        [Term("dX", f"({slope_text}) dZ{words}", lambda: slope(x, y) * dz, backward * x.numel(), [x, y, call.dz])],
+        [
+            EquationTerm(
+                "dX", f"({slope_text}) dZ{words}", lambda: slope(x, y) * dz, backward * x.numel(), [x, y, call.dz]
+            )
+        ],
     )
 
 
 FORMULAS: dict[str, Formula] = {
     "cross_entropy_loss": cross_entropy,
-    "nll_loss": likelihood,
-    "nll_loss_nd": likelihood,
+    "nll_loss": negative_log_likelihood,
+    "nll_loss_nd": negative_log_likelihood,
     **dict.fromkeys(
         [
             "mse_loss",
@@ -185,6 +198,6 @@ FORMULAS: dict[str, Formula] = {
             "binary_cross_entropy",
             "binary_cross_entropy_with_logits",
         ],
-        pointwise,
+        pointwise_loss,
     ),
 }

@@ -8,78 +8,89 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hotloop.explainer.layers.convolution import Windows
-from hotloop.explainer.layers.equation import Call, Formula, Term, Unexplained, Worked, pair
+from hotloop.explainer.layers.convolution import WindowLayout
+from hotloop.explainer.layers.equation import (
+    EquationTerm,
+    Formula,
+    FunctionCall,
+    LayerEquations,
+    NotCovered,
+    per_dimension,
+)
 
 
-def _windows(call: Call, dims: int, *, dilation: object = 1) -> tuple[Windows, Tensor]:
+def _windows(call: FunctionCall, dims: int, *, dilation: object = 1) -> tuple[WindowLayout, Tensor]:
     """The windows, and the input as (N, C, ...); those that reach beyond the padding, as ceil_mode has them, aren't covered."""
     x = call.tensor(0, "input")
     batched = x if x.ndim == dims + 2 else x[None]
-    kernel = pair(call.get(1, "kernel_size"), dims)
-    stride = pair(call.get(2, "stride") or kernel, dims)
-    padding = [(pad, pad) for pad in pair(call.get(3, "padding", 0), dims)]
-    windows = Windows(tuple(batched.shape[2:]), tuple(kernel), stride, padding, pair(dilation, dims))
+    kernel = per_dimension(call.get(1, "kernel_size"), dims)
+    stride = per_dimension(call.get(2, "stride") or kernel, dims)
+    padding = [(pad, pad) for pad in per_dimension(call.get(3, "padding", 0), dims)]
+    windows = WindowLayout(tuple(batched.shape[2:]), tuple(kernel), stride, padding, per_dimension(dilation, dims))
     if tuple(windows.counts) != tuple(call.dz.shape[-dims:]):
-        raise Unexplained("a window reaches beyond the padding (ceil_mode)")
+        raise NotCovered("a window reaches beyond the padding (ceil_mode)")
     return windows, batched
 
 
-def max_pool(call: Call) -> Worked:
+def max_pool(call: FunctionCall) -> LayerEquations:
     """Z is the largest number of each window; its gradient goes back to that place alone."""
     dims = int(call.name[len("max_pool")])
     x, dz = call.tensor(0, "input"), call.dz
     windows, image = _windows(call, dims, dilation=call.get(4, "dilation", 1))
 
     def columns() -> Tensor:
-        return windows.unfolded(image, fill=-torch.inf)
+        return windows.unfold(image, fill=-torch.inf)
 
     def gradient() -> Tensor:
         seen = columns()
         chosen = torch.zeros_like(seen).scatter_(3, seen.argmax(3, keepdim=True), 1.0)
         grad = dz.reshape(*image.shape[:2], -1).transpose(1, 2).unsqueeze(3)
-        return windows.folded(chosen * grad).reshape(x.shape)
+        return windows.fold(chosen * grad).reshape(x.shape)
 
     def forward() -> Tensor:
         return columns().amax(3).transpose(1, 2).reshape(dz.shape)
 
     flops = dz.numel() * prod(windows.kernel)
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", f"the largest of each window of {_times(windows.kernel)}", forward, flops, [x])],
-        [Term("dX", "dZ at the place of the largest, zero elsewhere", gradient, dz.numel(), [dz, x])],
+        [EquationTerm("Z", f"the largest of each window of {_times(windows.kernel)}", forward, flops, [x])],
+        [EquationTerm("dX", "dZ at the place of the largest, zero elsewhere", gradient, dz.numel(), [dz, x])],
     )
 
 
-def average_pool(call: Call) -> Worked:
+def average_pool(call: FunctionCall) -> LayerEquations:
     """Z is the mean of each window; its gradient is spread over the window evenly."""
     dims = int(call.name[len("avg_pool")])
     x, dz = call.tensor(0, "input"), call.dz
     windows, image = _windows(call, dims)
     if call.get(6, "divisor_override") is not None:
-        raise Unexplained("it divides by a number of its own")
+        raise NotCovered("it divides by a number of its own")
     counted = torch.ones_like(image[:1, :1])
     whole = float(prod(windows.kernel))
-    size = torch.full_like(windows.unfolded(counted).sum(3), whole)
+    size = torch.full_like(windows.unfold(counted).sum(3), whole)
     if not call.get(5, "count_include_pad", True):
-        size = windows.unfolded(counted).sum(3)
+        size = windows.unfold(counted).sum(3)
 
     def forward() -> Tensor:
-        return (windows.unfolded(image).sum(3) / size).transpose(1, 2).reshape(dz.shape)
+        return (windows.unfold(image).sum(3) / size).transpose(1, 2).reshape(dz.shape)
 
     def gradient() -> Tensor:
         grad = dz.reshape(*image.shape[:2], -1).transpose(1, 2) / size
-        return windows.folded(grad.unsqueeze(3).expand(*grad.shape, prod(windows.kernel))).reshape(x.shape)
+        return windows.fold(grad.unsqueeze(3).expand(*grad.shape, prod(windows.kernel))).reshape(x.shape)
 
     flops = dz.numel() * prod(windows.kernel)
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", f"mean of each window of {_times(windows.kernel)}", forward, flops, [x])],
-        [Term("dX", f"dZ / {whole:g} at each place of its window, summed where they overlap", gradient, flops, [dz])],
+        [EquationTerm("Z", f"mean of each window of {_times(windows.kernel)}", forward, flops, [x])],
+        [
+            EquationTerm(
+                "dX", f"dZ / {whole:g} at each place of its window, summed where they overlap", gradient, flops, [dz]
+            )
+        ],
     )
 
 
-def adaptive_average_pool(call: Call) -> Worked:
+def adaptive_average_pool(call: FunctionCall) -> LayerEquations:
     """Z is the mean of parts as even as they can be: window i of n over m places is from i m / n to (i + 1) m / n."""
     dims = int(call.name[len("adaptive_avg_pool")])
     x, dz = call.tensor(0, "input"), call.dz
@@ -90,10 +101,10 @@ def adaptive_average_pool(call: Call) -> Worked:
             value = torch.tensordot(value, part if back else part.T, dims=([value.ndim - dims], [0]))
         return value
 
-    return Worked(
+    return LayerEquations(
         {"X": x},
         [
-            Term(
+            EquationTerm(
                 "Z",
                 f"means over {_times(dz.shape[-dims:])} even parts of {_times(x.shape[-dims:])}",
                 lambda: along(x, back=False),
@@ -101,17 +112,21 @@ def adaptive_average_pool(call: Call) -> Worked:
                 [x],
             )
         ],
-        [Term("dX", "dZ / size of its part, at each place of it", lambda: along(dz, back=True), x.numel(), [dz])],
+        [
+            EquationTerm(
+                "dX", "dZ / size of its part, at each place of it", lambda: along(dz, back=True), x.numel(), [dz]
+            )
+        ],
     )
 
 
-def adaptive_max_pool(call: Call) -> Worked:
+def adaptive_max_pool(call: FunctionCall) -> LayerEquations:
     """Z is the largest of each of as many parts; they must be of one size here."""
     dims = int(call.name[len("adaptive_max_pool")])
     x, dz = call.tensor(0, "input"), call.dz
     sizes, counts = x.shape[-dims:], dz.shape[-dims:]
     if any(size % count for size, count in zip(sizes, counts, strict=True)):
-        raise Unexplained("its parts overlap")
+        raise NotCovered("its parts overlap")
     kernel = [size // count for size, count in zip(sizes, counts, strict=True)]
     return max_pool(replace(call, name=f"max_pool{dims}d", arguments=(x, kernel), options={}))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.explainer.layers.equation import Call, Formula, Term, Unexplained, Worked
+from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered
 
 State = tuple[Tensor, ...]
 """(h,) or (h, c), each (batch, hidden)."""
@@ -71,7 +71,7 @@ def _plain(relu: bool) -> Callable:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CellKind:
     """A cell: how a step goes, its gates, and its equation."""
 
     step: Callable
@@ -79,16 +79,16 @@ class Kind:
     text: str
 
 
-KINDS = {
-    "lstm": Kind(_lstm, 4, "o tanh c at each step, c = f c' + i g; i, f, o = sigmoid A, g = tanh A"),
-    "gru": Kind(_gru, 3, "(1 - z) n + z h' at each step; r, z = sigmoid A, n = tanh(A_x + r A_h)"),
-    "rnn_tanh": Kind(_plain(relu=False), 1, "tanh A at each step"),
-    "rnn_relu": Kind(_plain(relu=True), 1, "max(A, 0) at each step"),
+CELL_KINDS = {
+    "lstm": CellKind(_lstm, 4, "o tanh c at each step, c = f c' + i g; i, f, o = sigmoid A, g = tanh A"),
+    "gru": CellKind(_gru, 3, "(1 - z) n + z h' at each step; r, z = sigmoid A, n = tanh(A_x + r A_h)"),
+    "rnn_tanh": CellKind(_plain(relu=False), 1, "tanh A at each step"),
+    "rnn_relu": CellKind(_plain(relu=True), 1, "max(A, 0) at each step"),
 }
 
 
 @dataclass(frozen=True)
-class Sweep:
+class DirectionPass:
     """One direction of one layer.
 
     Attributes:
@@ -99,22 +99,22 @@ class Sweep:
         backwards: whether it goes from the last time step to the first.
     """
 
-    kind: Kind
+    kind: CellKind
     x: Tensor
     sizes: Sequence[int]
     start: State
     weights: Sequence[Tensor]
-    backwards: bool
+    is_backwards: bool
 
     @property
     def order(self) -> list[slice]:
         """The rows of each time step, as they are gone through."""
         ends = list(accumulate(self.sizes))
         rows = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
-        return rows[::-1] if self.backwards else rows
+        return rows[::-1] if self.is_backwards else rows
 
     @cached_property
-    def ran(self) -> tuple[Tensor, Tensor, list[Callable], State]:
+    def outputs(self) -> tuple[Tensor, Tensor, list[Callable], State]:
         """Outputs and the h before each step, both (rows, hidden), what goes back through each step, and the last state."""
         w_ih, w_hh, *biases = self.weights
         b_ih, b_hh = biases or (0.0, 0.0)
@@ -131,9 +131,9 @@ class Sweep:
             state = tuple(torch.cat((new, old[size:])) for new, old in zip(after, state, strict=True))
         return outputs, before, backs, state
 
-    def back(self, dz: Tensor, last: State) -> dict[str, Tensor]:
+    def gradients(self, dz: Tensor, last: State) -> dict[str, Tensor]:
         """Gradients of all that went in, from those of the outputs (rows, hidden) and of the last state."""
-        _, before, backs, _ = self.ran
+        _, before, backs, _ = self.outputs
         w_ih, w_hh, *biases = self.weights
         gx, gh = (dz.new_empty(len(dz), len(weight)) for weight in (w_ih, w_hh))
         grads = list(last)
@@ -149,10 +149,10 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Stack:
+class LayerStack:
     """All layers and directions of one call; `x` and `sizes` as in Sweep."""
 
-    kind: Kind
+    kind: CellKind
     x: Tensor
     sizes: Sequence[int]
     starts: State
@@ -160,42 +160,44 @@ class Stack:
     directions: int
 
     @cached_property
-    def sweeps(self) -> list[Sweep]:
-        found: list[Sweep] = []
+    def passes(self) -> list[DirectionPass]:
+        found: list[DirectionPass] = []
         x = self.x
         for number, weights in enumerate(self.weights):
             start = tuple(start[number] for start in self.starts)
-            found.append(Sweep(self.kind, x, self.sizes, start, weights, backwards=number % self.directions > 0))
+            found.append(
+                DirectionPass(self.kind, x, self.sizes, start, weights, is_backwards=number % self.directions > 0)
+            )
             if (number + 1) % self.directions == 0:
-                x = torch.cat([sweep.ran[0] for sweep in found[-self.directions :]], -1)
+                x = torch.cat([sweep.outputs[0] for sweep in found[-self.directions :]], -1)
         return found
 
     @property
     def output(self) -> Tensor:
-        return torch.cat([sweep.ran[0] for sweep in self.sweeps[-self.directions :]], -1)
+        return torch.cat([sweep.outputs[0] for sweep in self.passes[-self.directions :]], -1)
 
     def gradients(self, dz: Tensor, last: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """For each sweep; the first layer's `X` together are the gradient of the input."""
         found: list[dict[str, Tensor]] = []
-        for number in reversed(range(len(self.sweeps))):
+        for number in reversed(range(len(self.passes))):
             part = dz.chunk(self.directions, -1)[number % self.directions]
-            found.insert(0, self.sweeps[number].back(part, tuple(grad[number] for grad in last)))
+            found.insert(0, self.passes[number].gradients(part, tuple(grad[number] for grad in last)))
             if number % self.directions == 0:
                 dz = sum(one["X"] for one in found[: self.directions])  # type: ignore[assignment]
         return found
 
 
-def recurrent(call: Call) -> Worked:
+def recurrent_layer(call: FunctionCall) -> LayerEquations:
     """input, states, weights, ...; or packed: rows, how many each time step has, states, weights, ..."""
     packed = isinstance(call.arguments[1], Tensor) and not call.arguments[1].is_floating_point()
     x, *_, states, weights = call.arguments[: 4 if packed else 3]
     biases, layers, dropped, training, both, *first = call.arguments[4 if packed else 3 :]
     if dropped and training and layers > 1:
-        raise Unexplained("it drops numbers between its layers, which can't be drawn again")
+        raise NotCovered("it drops numbers between its layers, which can't be drawn again")
     starts = tuple(states) if isinstance(states, list | tuple) else (states,)
     per, directions = (4 if biases else 2), (2 if both else 1)
     if len(weights) != per * layers * directions:
-        raise Unexplained("its outputs are projected")
+        raise NotCovered("its outputs are projected")
     grouped = [weights[place : place + per] for place in range(0, len(weights), per)]
     batchless, batch_first = x.ndim == 2 and not packed, bool(first and first[0]) and x.ndim == 3
 
@@ -215,31 +217,31 @@ def recurrent(call: Call) -> Worked:
     sizes = call.arguments[1].tolist() if packed else [samples] * (inward(x).shape[0] // samples)
     states_of = [one.unsqueeze(1) if batchless else one for one in starts]
     last = [grad.unsqueeze(1) if batchless else grad for grad in call.gradients[1:]]
-    stack = Stack(KINDS[call.name], inward(x), sizes, tuple(states_of), grouped, directions)
-    return _worked(stack, x, starts, stack.gradients(inward(call.gradients[0]), last), outward)
+    stack = LayerStack(CELL_KINDS[call.name], inward(x), sizes, tuple(states_of), grouped, directions)
+    return _stack_equations(stack, x, starts, stack.gradients(inward(call.gradients[0]), last), outward)
 
 
-def cell(call: Call) -> Worked:
+def recurrent_cell(call: FunctionCall) -> LayerEquations:
     """input, states, W_ih, W_hh, b_ih, b_hh: one step."""
     x, states, *weights = call.arguments
     if x.ndim != 2:
-        raise Unexplained("its input has no batch")
+        raise NotCovered("its input has no batch")
     starts = tuple(states) if isinstance(states, list | tuple) else (states,)
-    kind = KINDS[call.name.removesuffix("_cell")]
+    kind = CELL_KINDS[call.name.removesuffix("_cell")]
     present = [weight for weight in weights if weight is not None]
-    stack = Stack(kind, x, [len(x)], tuple(one[None] for one in starts), [present], 1)
+    stack = LayerStack(kind, x, [len(x)], tuple(one[None] for one in starts), [present], 1)
     last = [grad[None] for grad in call.gradients]
-    return _worked(stack, x, starts, stack.gradients(torch.zeros_like(call.dz), last), lambda value: value)
+    return _stack_equations(stack, x, starts, stack.gradients(torch.zeros_like(call.dz), last), lambda value: value)
 
 
-def _worked(
-    stack: Stack, x: Tensor, starts: State, found: list[dict[str, Tensor]], outward: Callable[[Tensor], Tensor]
-) -> Worked:
+def _stack_equations(
+    stack: LayerStack, x: Tensor, starts: State, found: list[dict[str, Tensor]], outward: Callable[[Tensor], Tensor]
+) -> LayerEquations:
     operands: dict[str, Tensor] = {"X": x}
-    forward: list[Term] = []
-    backward: list[Term] = []
+    forward: list[EquationTerm] = []
+    backward: list[EquationTerm] = []
     tokens = len(stack.x)
-    for number, (sweep, grads) in enumerate(zip(stack.sweeps, found, strict=True)):
+    for number, (sweep, grads) in enumerate(zip(stack.passes, found, strict=True)):
         tag = f"_l{number // stack.directions}" * (len(found) > 1) + "_reverse" * (number % stack.directions)
         w_ih, w_hh = sweep.weights[:2]
         operands |= {
@@ -247,43 +249,49 @@ def _worked(
         }
         into, hidden = 2.0 * tokens * w_ih.numel(), 2.0 * tokens * w_hh.numel()
         gates = _empty(tokens, w_ih)
-        z = sweep.ran[0]
+        z = sweep.outputs[0]
         source = "X" if number < stack.directions else "the layer's below"
         text = f"{source} W_ih^T + h W_hh^T" + " + b" * (len(sweep.weights) > 2)
-        forward.append(Term(f"A{tag}", text, partial(_itself, gates), into + hidden, [sweep.x, z, w_ih, w_hh]))
+        forward.append(
+            EquationTerm(f"A{tag}", text, partial(_identity, gates), into + hidden, [sweep.x, z, w_ih, w_hh])
+        )
         backward.append(
-            Term(
+            EquationTerm(
                 f"dA{tag}",
                 "back through the gates, the last step first",
-                partial(_itself, gates),
+                partial(_identity, gates),
                 hidden,
                 [gates, w_hh],
             )
         )
         backward += [
-            Term(f"dW_ih{tag}", "dA^T X", partial(_itself, grads["W_ih"]), into, [gates, sweep.x]),
-            Term(f"dW_hh{tag}", "dA^T h, of the steps before", partial(_itself, grads["W_hh"]), hidden, [gates, z]),
+            EquationTerm(f"dW_ih{tag}", "dA^T X", partial(_identity, grads["W_ih"]), into, [gates, sweep.x]),
+            EquationTerm(
+                f"dW_hh{tag}", "dA^T h, of the steps before", partial(_identity, grads["W_hh"]), hidden, [gates, z]
+            ),
         ]
         if len(sweep.weights) > 2:
             backward += [
-                Term(f"d{name}{tag}", "sum of dA", partial(_itself, grads[name]), gates.numel(), [gates])
+                EquationTerm(f"d{name}{tag}", "sum of dA", partial(_identity, grads[name]), gates.numel(), [gates])
                 for name in ("b_ih", "b_hh")
             ]
         if number >= stack.directions or x.requires_grad:
             backward += _input_terms(stack, found, number, into, [gates, w_ih], outward)
     output = stack.output
-    elementwise = 3.0 * stack.kind.gates * sum(sweep.ran[0].numel() for sweep in stack.sweeps)
-    forward.append(Term("Z", stack.kind.text, lambda: outward(output), elementwise, [output]))
+    elementwise = 3.0 * stack.kind.gates * sum(sweep.outputs[0].numel() for sweep in stack.passes)
+    forward.append(EquationTerm("Z", stack.kind.text, lambda: outward(output), elementwise, [output]))
     for place, start in enumerate(starts):
         name = ("h0", "c0")[place]
         operands[name] = start
         value = torch.stack([grads[f"start{place}"] for grads in found]).reshape(start.shape)
-        backward.append(Term(f"d{name}", "what flows back beyond the first step", partial(_itself, value), 0, []))
+        backward.append(
+            EquationTerm(f"d{name}", "what flows back beyond the first step", partial(_identity, value), 0, [])
+        )
     notes = [f"time steps, one after the other: {len(stack.sizes)}"] + ["in both directions"] * (stack.directions > 1)
-    return Worked(operands, forward, backward, notes)
+    return LayerEquations(operands, forward, backward, notes)
 
 
-def _itself(value: Tensor) -> Tensor:
+def _identity(value: Tensor) -> Tensor:
     return value
 
 
@@ -293,21 +301,21 @@ def _empty(rows: int, weight: Tensor) -> Tensor:
 
 
 def _input_terms(
-    stack: Stack, found: list[dict[str, Any]], number: int, flops: float, reads: list[Tensor], outward: Callable
-) -> list[Term]:
+    stack: LayerStack, found: list[dict[str, Any]], number: int, flops: float, reads: list[Tensor], outward: Callable
+) -> list[EquationTerm]:
     """The gradient that goes on to the layer below; the first layer's is of X, of both directions together."""
     layer, direction = divmod(number, stack.directions)
     own = found[number]["X"]
     if not layer and stack.directions == 1:
-        return [Term("dX", "dA W_ih", lambda: outward(own), flops, reads)]
-    terms = [Term(f"dX_l{layer}" + "_reverse" * direction, "dA W_ih", lambda: own, flops, reads)]
+        return [EquationTerm("dX", "dA W_ih", lambda: outward(own), flops, reads)]
+    terms = [EquationTerm(f"dX_l{layer}" + "_reverse" * direction, "dA W_ih", lambda: own, flops, reads)]
     if not layer and direction:
         both = [one["X"] for one in found[: stack.directions]]
-        terms.append(Term("dX", "dX_l0 + dX_l0_reverse", lambda: outward(sum(both)), own.numel(), both))
+        terms.append(EquationTerm("dX", "dX_l0 + dX_l0_reverse", lambda: outward(sum(both)), own.numel(), both))
     return terms
 
 
 FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(KINDS, recurrent),
-    **dict.fromkeys([f"{name}_cell" for name in KINDS], cell),
+    **dict.fromkeys(CELL_KINDS, recurrent_layer),
+    **dict.fromkeys([f"{name}_cell" for name in CELL_KINDS], recurrent_cell),
 }

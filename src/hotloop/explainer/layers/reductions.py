@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hotloop.explainer.layers.activations import larger
-from hotloop.explainer.layers.equation import Call, Formula, Term, Unexplained, Worked
+from hotloop.explainer.layers.activations import maximum
+from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered
 
 
-def _dims(call: Call, x: Tensor) -> list[int]:
+def _dims(call: FunctionCall, x: Tensor) -> list[int]:
     dims = call.get(1, "dim", call.options.get("axis"))
     if len(call.arguments) > 2 and all(type(value) is int for value in call.arguments[1:]):
         dims = call.arguments[1:]  # x.sum(0, 1)
@@ -21,27 +21,31 @@ def _dims(call: Call, x: Tensor) -> list[int]:
     return [dim % max(1, x.ndim) for dim in ([dims] if isinstance(dims, int) else dims)]
 
 
-def _spread(value: Tensor, x: Tensor, dims: list[int]) -> Tensor:
+def _expand(value: Tensor, x: Tensor, dims: list[int]) -> Tensor:
     """A reduced tensor in the shape of `x`."""
     shape = [1 if place in dims else size for place, size in enumerate(x.shape)]
     return value.reshape(shape).expand(x.shape)
 
 
-def reduced(call: Call) -> Worked:
+def reduction(call: FunctionCall) -> LayerEquations:
     """`sum` and `mean` over some dimensions."""
     x, dz = call.tensor(0, "input"), call.dz
     dims = _dims(call, x)
     count = math.prod(x.shape[dim] for dim in dims) if call.name == "mean" else 1
     over = "all" if len(dims) == x.ndim else f"dimension {', '.join(map(str, dims))}"
     text = f"sum of X over {over}" + (f" / {count}" if call.name == "mean" else "")
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", text, lambda: (x.sum(dims) / count if dims else x / count).reshape(dz.shape), x.numel(), [x])],
         [
-            Term(
+            EquationTerm(
+                "Z", text, lambda: (x.sum(dims) / count if dims else x / count).reshape(dz.shape), x.numel(), [x]
+            )
+        ],
+        [
+            EquationTerm(
                 "dX",
                 "dZ" + (f" / {count}" if count != 1 else "") + " for each number that was summed",
-                lambda: _spread(dz / count, x, dims),
+                lambda: _expand(dz / count, x, dims),
                 int(count != 1) * x.numel(),
                 [dz],
             )
@@ -49,10 +53,10 @@ def reduced(call: Call) -> Worked:
     )
 
 
-def extreme(call: Call) -> Worked:
+def extremum(call: FunctionCall) -> LayerEquations:
     """`max`, `min`, `amax` and `amin`: the gradient goes back to the place of the largest, or evenly to all that are."""
     if isinstance(call.get(1, "other"), Tensor):
-        return larger(call)
+        return maximum(call)
     x, dz = call.tensor(0, "input"), call.dz
     dims = _dims(call, x)
     largest = "max" in call.name
@@ -70,14 +74,14 @@ def extreme(call: Call) -> Worked:
 
     over = "all" if len(dims) == x.ndim else f"dimension {', '.join(map(str, dims))}"
     word = "largest" if largest else "smallest"
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", f"the {word} of X over {over}", lambda: value().reshape(dz.shape), x.numel(), [x])],
+        [EquationTerm("Z", f"the {word} of X over {over}", lambda: value().reshape(dz.shape), x.numel(), [x])],
         [
-            Term(
+            EquationTerm(
                 "dX",
                 f"dZ at the place of the {word}, zero elsewhere",
-                lambda: share() * _spread(dz, x, dims),
+                lambda: share() * _expand(dz, x, dims),
                 x.numel(),
                 [dz, x],
             )
@@ -85,7 +89,7 @@ def extreme(call: Call) -> Worked:
     )
 
 
-def spread(call: Call) -> Worked:
+def variance(call: FunctionCall) -> LayerEquations:
     """`var` and `std` over some dimensions, with torch's correction."""
     x, dz = call.tensor(0, "input"), call.dz
     place = call.get(1, "dim")
@@ -109,22 +113,22 @@ def spread(call: Call) -> Worked:
 
     def gradient() -> Tensor:
         scale = dz / value() if rooted else 2 * dz
-        return _spread(scale, x, dims) * centred() / count
+        return _expand(scale, x, dims) * centred() / count
 
     text = f"sum of (X - mean X)^2 / {count}"
     slope = f"dZ (X - mean X) / ({count} Z)" if rooted else f"2 dZ (X - mean X) / {count}"
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", f"sqrt of the {text}" if rooted else text, value, 4 * x.numel(), [x])],
-        [Term("dX", slope, gradient, 3 * x.numel(), [dz, x])],
+        [EquationTerm("Z", f"sqrt of the {text}" if rooted else text, value, 4 * x.numel(), [x])],
+        [EquationTerm("dX", slope, gradient, 3 * x.numel(), [dz, x])],
     )
 
 
-def length(call: Call) -> Worked:
+def vector_norm(call: FunctionCall) -> LayerEquations:
     """`linalg_vector_norm` of order 2 over some dimensions."""
     x, dz = call.tensor(0, "input"), call.dz
     if call.get(1, "ord", 2) != 2:
-        raise Unexplained("its order isn't 2")
+        raise NotCovered("its order isn't 2")
     place = call.get(2, "dim")
     dims = list(range(x.ndim)) if place is None else _dims(replace(call, arguments=(x, place)), x)
 
@@ -132,27 +136,35 @@ def length(call: Call) -> Worked:
         return (x * x).sum(dims).sqrt()
 
     def gradient() -> Tensor:
-        norm = _spread(value(), x, dims)
-        return torch.where(norm > 0, _spread(dz, x, dims) * x / norm, torch.zeros_like(x))
+        norm = _expand(value(), x, dims)
+        return torch.where(norm > 0, _expand(dz, x, dims) * x / norm, torch.zeros_like(x))
 
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", "sqrt of the sum of X^2", lambda: value().reshape(dz.shape), 2 * x.numel(), [x])],
-        [Term("dX", "dZ X / Z", gradient, 2 * x.numel(), [dz, x])],
+        [EquationTerm("Z", "sqrt of the sum of X^2", lambda: value().reshape(dz.shape), 2 * x.numel(), [x])],
+        [EquationTerm("dX", "dZ X / Z", gradient, 2 * x.numel(), [dz, x])],
     )
 
 
-def running_sum(call: Call) -> Worked:
+def cumulative_sum(call: FunctionCall) -> LayerEquations:
     """`cumsum`: each number of the gradient is the sum of those from its place on."""
     x, dz, dim = call.tensor(0, "input"), call.dz, call.get(1, "dim")
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", f"sums of X up to each place of dimension {dim}", lambda: torch.cumsum(x, dim), x.numel(), [x])],
-        [Term("dX", "sums of dZ from each place on", lambda: dz.flip(dim).cumsum(dim).flip(dim), x.numel(), [dz])],
+        [
+            EquationTerm(
+                "Z", f"sums of X up to each place of dimension {dim}", lambda: torch.cumsum(x, dim), x.numel(), [x]
+            )
+        ],
+        [
+            EquationTerm(
+                "dX", "sums of dZ from each place on", lambda: dz.flip(dim).cumsum(dim).flip(dim), x.numel(), [dz]
+            )
+        ],
     )
 
 
-def log_sum(call: Call) -> Worked:
+def log_sum_exp(call: FunctionCall) -> LayerEquations:
     """`logsumexp` over some dimensions."""
     x, dz = call.tensor(0, "input"), call.dz
     dims = _dims(call, x)
@@ -165,19 +177,19 @@ def log_sum(call: Call) -> Worked:
         high = x.amax(dims, keepdim=True)
         return (torch.exp(x - high).sum(dims, keepdim=True).log() + high).reshape(dz.shape)
 
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", "log of the sum of exp X", value, 3 * x.numel(), [x])],
-        [Term("dX", "dZ softmax X", lambda: _spread(dz, x, dims) * shares(), 4 * x.numel(), [dz, x])],
+        [EquationTerm("Z", "log of the sum of exp X", value, 3 * x.numel(), [x])],
+        [EquationTerm("dX", "dZ softmax X", lambda: _expand(dz, x, dims) * shares(), 4 * x.numel(), [dz, x])],
     )
 
 
-def softmax(call: Call) -> Worked:
+def softmax(call: FunctionCall) -> LayerEquations:
     """P = exp(X) / sum of exp(X) along a dimension; or its logarithm."""
     x, dz = call.tensor(0, "input"), call.dz
     dim = call.get(1, "dim")
     if dim is None:
-        raise Unexplained("it names no dimension")
+        raise NotCovered("it names no dimension")
 
     def shifted() -> Tensor:
         return x - x.amax(dim, keepdim=True)
@@ -186,10 +198,10 @@ def softmax(call: Call) -> Worked:
         return shifted().exp().sum(dim, keepdim=True).log()
 
     if call.name == "softmax":
-        return Worked(
+        return LayerEquations(
             {"X": x},
             [
-                Term(
+                EquationTerm(
                     "Z",
                     f"exp X / sum of exp X along dimension {dim}",
                     lambda: (shifted() - log_sum()).exp(),
@@ -198,7 +210,7 @@ def softmax(call: Call) -> Worked:
                 )
             ],
             [
-                Term(
+                EquationTerm(
                     "dX",
                     "Z * (dZ - sum of dZ * Z along it)",
                     lambda: (z := (shifted() - log_sum()).exp()) * (dz - (dz * z).sum(dim, keepdim=True)),
@@ -207,10 +219,10 @@ def softmax(call: Call) -> Worked:
                 )
             ],
         )
-    return Worked(
+    return LayerEquations(
         {"X": x},
         [
-            Term(
+            EquationTerm(
                 "Z",
                 f"X - log of the sum of exp X along dimension {dim}",
                 lambda: shifted() - log_sum(),
@@ -219,7 +231,7 @@ def softmax(call: Call) -> Worked:
             )
         ],
         [
-            Term(
+            EquationTerm(
                 "dX",
                 "dZ - exp Z * sum of dZ along it",
                 lambda: dz - (shifted() - log_sum()).exp() * dz.sum(dim, keepdim=True),
@@ -231,11 +243,11 @@ def softmax(call: Call) -> Worked:
 
 
 FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(["max", "min", "amax", "amin"], extreme),
-    **dict.fromkeys(["sum", "mean"], reduced),
-    **dict.fromkeys(["var", "std"], spread),
-    "linalg_vector_norm": length,
-    "cumsum": running_sum,
-    "logsumexp": log_sum,
+    **dict.fromkeys(["max", "min", "amax", "amin"], extremum),
+    **dict.fromkeys(["sum", "mean"], reduction),
+    **dict.fromkeys(["var", "std"], variance),
+    "linalg_vector_norm": vector_norm,
+    "cumsum": cumulative_sum,
+    "logsumexp": log_sum_exp,
     **dict.fromkeys(["softmax", "log_softmax"], softmax),
 }

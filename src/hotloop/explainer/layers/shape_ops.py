@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hotloop.explainer.layers.equation import Call, Formula, Term, Unexplained, Worked, ones_like
+from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered, ones_like
 
 
-def moved(call: Call) -> Worked:
+def move_elements(call: FunctionCall) -> LayerEquations:
     """For a function that only takes numbers from places: run on the places themselves, it says which."""
     if call.name == "pad" and call.get(3, "value"):
-        raise Unexplained("it pads with another number than zero")
+        raise NotCovered("it pads with another number than zero")
     leaves, form = tree_flatten((call.arguments, call.options))
     floating = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     names = ["X"] if len(floating) == 1 else [f"X{number}" for number in range(1, len(floating) + 1)]
@@ -29,12 +29,12 @@ def moved(call: Call) -> Worked:
     arguments, options = tree_unflatten(leaves, form)
     out = call.function(*arguments, **options)
     found = list(out) if isinstance(out, tuple | list) else [out]
-    seen = Moved(operands, starts, [one.long() for one in found], call.gradients, total)
+    seen = MovedElements(operands, starts, [one.long() for one in found], call.gradients, total)
     return seen.worked(call, copied=not all(one.untyped_storage().data_ptr() in memory for one in found))
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedElements:
     """Which numbers of the operands came out.
 
     Attributes:
@@ -60,7 +60,7 @@ class Moved:
         first = next(iter(self.operands.values()))
         return torch.cat([first.new_zeros(1), *(x.flatten() for x in self.operands.values())])[self.places[0]]
 
-    def worked(self, call: Call, *, copied: bool) -> Worked:
+    def worked(self, call: FunctionCall, *, copied: bool) -> LayerEquations:
         """Where nothing is copied and each number came out once, going back costs nothing either."""
         all_places = torch.cat([where.flatten() for where in self.places])
         once = len(all_places) == self.total - 1 == len(all_places.unique())
@@ -75,28 +75,31 @@ class Moved:
         written = call.outputs if copied else []
         reads = list(self.gradients) if copied or not once else []
         backward = [
-            Term(f"d{name}", back.format(name), partial(self.gradient, start, x), 0, reads)
+            EquationTerm(f"d{name}", back.format(name), partial(self.gradient, start, x), 0, reads)
             for (name, x), start in zip(self.operands.items(), self.starts, strict=True)
         ]
-        return Worked(self.operands, [Term("Z", text, self.forward, 0, written)], backward)
+        return LayerEquations(self.operands, [EquationTerm("Z", text, self.forward, 0, written)], backward)
 
 
-def cast(call: Call) -> Worked:
+def cast_dtype(call: FunctionCall) -> LayerEquations:
     """The same numbers, rounded to another dtype."""
     x, dz = call.tensor(0, "input"), call.dz
     notes = ["rounding to the dtype is left out"]
-    return Worked(
-        {"X": x}, [Term("Z", "X in another dtype", lambda: x, 0, [x])], [Term("dX", "dZ", lambda: dz, 0, [dz])], notes
+    return LayerEquations(
+        {"X": x},
+        [EquationTerm("Z", "X in another dtype", lambda: x, 0, [x])],
+        [EquationTerm("dX", "dZ", lambda: dz, 0, [dz])],
+        notes,
     )
 
 
-def embedding(call: Call) -> Worked:
+def embedding(call: FunctionCall) -> LayerEquations:
     """Z = rows of W; the same as a product of one-hot rows with W, without making them."""
     from_functional = not call.tensor(0, "input").is_floating_point()
     w, indices = (call.arguments[1], call.arguments[0]) if from_functional else call.arguments[:2]
     padding = call.get(2, "padding_idx", -1)
     if call.get(3, "scale_grad_by_freq", False):
-        raise Unexplained("its gradients are scaled by how often a row is used")
+        raise NotCovered("its gradients are scaled by how often a row is used")
     dz = call.dz
     kept = indices.flatten() != (padding if padding is not None else -1)
 
@@ -104,15 +107,19 @@ def embedding(call: Call) -> Worked:
         return torch.zeros_like(w).index_add_(0, indices.flatten()[kept], dz.reshape(-1, w.shape[1])[kept])
 
     notes = [] if padding in (None, -1) else [f"row {padding} stands for nothing, and gets no gradient"]
-    return Worked(
+    return LayerEquations(
         {"W": w},
-        [Term("Z", "rows of W: one-hot rows of the indices times W", lambda: w[indices], 0, [indices, dz])],
-        [Term("dW", "rows of dZ, added to the rows of W that they came from", gradient, dz.numel(), [dz, indices])],
+        [EquationTerm("Z", "rows of W: one-hot rows of the indices times W", lambda: w[indices], 0, [indices, dz])],
+        [
+            EquationTerm(
+                "dW", "rows of dZ, added to the rows of W that they came from", gradient, dz.numel(), [dz, indices]
+            )
+        ],
         notes,
     )
 
 
-def dropout(call: Call) -> Worked:
+def dropout(call: FunctionCall) -> LayerEquations:
     """Z = X * M / (1 - p), M random zeros and ones: dX = dZ * M / (1 - p)."""
     x, p, training = (
         call.tensor(0, "input"),
@@ -128,21 +135,21 @@ def dropout(call: Call) -> Worked:
         if training
         else ["evaluation: nothing is dropped"]
     )
-    return Worked(
+    return LayerEquations(
         {"X": x},
-        [Term("Z", f"X {text}", lambda: x * kept * scale, 2 * x.numel(), [x])],
-        [Term("dX", f"dZ {text}", lambda: dz * kept * scale, 2 * x.numel(), [dz, x])],
+        [EquationTerm("Z", f"X {text}", lambda: x * kept * scale, 2 * x.numel(), [x])],
+        [EquationTerm("dX", f"dZ {text}", lambda: dz * kept * scale, 2 * x.numel(), [dz, x])],
         notes,
     )
 
 
-def _mask(call: Call, x: Tensor, p: float) -> Tensor:
+def _mask(call: FunctionCall, x: Tensor, p: float) -> Tensor:
     functions = {"dropout": torch.dropout, "feature_dropout": torch.feature_dropout}
     drawn = call.drawn(lambda: functions[call.name](ones_like(x), p, True))
     return (drawn != 0).to(x.dtype)
 
 
-_MOVING = (
+_MOVING_FUNCTIONS = (
     "view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel contiguous clone broadcast_tensors transpose"
     " permute t T mT movedim swapaxes expand expand_as broadcast_to repeat tile flip roll getitem select narrow unbind split"
     " split_with_sizes chunk tensor_split cat concat stack index_select gather repeat_interleave unfold diagonal pad"
@@ -154,8 +161,8 @@ CASTS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as
 """To another dtype; in float64 nothing happens."""
 
 FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(_MOVING.split(), moved),
-    **dict.fromkeys(CASTS, cast),
+    **dict.fromkeys(_MOVING_FUNCTIONS.split(), move_elements),
+    **dict.fromkeys(CASTS, cast_dtype),
     "embedding": embedding,
     "dropout": dropout,
     "feature_dropout": dropout,

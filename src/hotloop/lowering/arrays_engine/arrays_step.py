@@ -18,14 +18,21 @@ from torch import Tensor
 from hotloop.arrays.dense import Dropout, Embedding
 from hotloop.arrays.layer import shape_after
 from hotloop.arrays.optimizers import Memory, Optimizer
-from hotloop.core.task_parts.module_modes import stays_in_eval
-from hotloop.errors import DataError, PlanError, TaskError, kind
-from hotloop.lowering.arrays_engine.conversion import converted, counts_steps, loss_of, namespace_of, rule_of, shared
-from hotloop.lowering.arrays_engine.graph_trace import called, refused
-from hotloop.lowering.context import Ingredients
+from hotloop.core.task_parts.module_modes import modules_in_eval
+from hotloop.errors import DataError, PlanError, TaskError, type_name
+from hotloop.lowering.arrays_engine.conversion import (
+    as_array,
+    convert_loss,
+    convert_model,
+    convert_optimizer,
+    has_step_count,
+    namespace_of,
+)
+from hotloop.lowering.arrays_engine.graph_trace import module_label, unsupported_error
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.transforms.optimizer import hooked_optimizer
-from hotloop.task import Computed
+from hotloop.lowering.transforms.optimizer import describe_update_hook
+from hotloop.task import StepResult
 
 
 class ArraysStep(EagerStep):
@@ -38,7 +45,7 @@ class ArraysStep(EagerStep):
         PlanError: the Task has something that isn't known how to write out; the message names it.
     """
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         super().__init__(parts)
         if parts.task.step is not None:
             raise PlanError(
@@ -48,20 +55,20 @@ class ArraysStep(EagerStep):
             )
         if parts.in_eval:
             name = min(parts.in_eval)
-            raise refused(
-                f"{called(name, parts.model.get_submodule(name))}, which stays in evaluation mode while training"
+            raise unsupported_error(
+                f"{module_label(name, parts.model.get_submodule(name))}, which stays in evaluation mode while training"
             )
         self._xp = namespace_of(parts.device)
-        self.network = converted(parts.model, self._xp)
-        self._loss = loss_of(parts.task.loss)
-        if (found := hooked_optimizer(self.optimizer)) is not None:
-            raise refused(found)
+        self.network = convert_model(parts.model, self._xp)
+        self._loss = convert_loss(parts.task.loss)
+        if (found := describe_update_hook(self.optimizer)) is not None:
+            raise unsupported_error(found)
         for group in self.optimizer.param_groups:
-            rule_of(self.optimizer, group)
+            convert_optimizer(self.optimizer, group)
         layers = [call.layer for call in self.network.calls]
         for layer in layers:
             if isinstance(layer, Dropout):
-                layer.draw = self._kept
+                layer.draw = self._kept_state
         self._embeddings = [layer for layer in layers if isinstance(layer, Embedding)]
         self._places, self._trained = self._find_places(), self._find_trained()
         self._gradients: dict[Tensor, Any] = {}
@@ -76,18 +83,18 @@ class ArraysStep(EagerStep):
         """From now on, by torch on the same tensors, so that hooks of modules see what happens."""
         self._written_out = False
 
-    def rebind(self) -> None:
+    def on_state_restored(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
         self._memory = {}
 
-    def unbind(self) -> None:
+    def invalidate_bindings(self) -> None:
         """Looks whether the layers still compute on the model's memory, which callbacks may have replaced.
 
         Raises:
             TaskError: the model has other parameters than the optimizer, or some have other memory, or are trained that
                 weren't, or the other way round.
         """
-        super().unbind()
+        super().invalidate_bindings()
         self._check_ownership()
         self._memory = {}
         places = self._find_places()
@@ -98,7 +105,7 @@ class ArraysStep(EagerStep):
                 fix=f"write into {moved[0]!r}, such as by `.data.copy_(...)`, or choose engine=eager",
             )
 
-        if in_eval := stays_in_eval(self.parts.model):
+        if in_eval := modules_in_eval(self.parts.model):
             raise TaskError(
                 f"a callback puts {min(in_eval)!r} into evaluation mode, and engine=arrays trains all modules",
                 expected="modules that stay in training mode",
@@ -119,26 +126,26 @@ class ArraysStep(EagerStep):
         model = self.parts.model
         return {name: value.data_ptr() for name, value in chain(model.named_parameters(), model.named_buffers())}
 
-    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
+    def _backward(self, batch: Any, samples: int, step: int) -> StepResult:
         if not self._written_out:
             return super()._backward(batch, samples, step)
         self.draws.seed(step)
         self._clear_gradients()
         with np.errstate(all="ignore"):  # torch doesn't warn of infinity either: the loop looks for it
             loss = self._forward_and_backward(*self._arrays(batch))
-        for parameter, users in self.network.owned:
+        for parameter, users in self.network.owned_modules:
             self._gradients[parameter] = reduce(add, [layer.gradients[name] for layer, name in users])
             parameter.grad = torch.as_tensor(self._gradients[parameter])
         self._clip_unscaled()
-        return Computed(torch.as_tensor(loss), None, {})
+        return StepResult(torch.as_tensor(loss), None, {})
 
     def _forward_and_backward(self, inputs: Any, target: Any) -> Any:
         output = self.network.graph.forward(inputs, training=True)
-        loss, dy = self._compared(output, target)
+        loss, dy = self._compare_first(output, target)
         self.network.graph.backward(dy)
         return loss
 
-    def _compared(self, output: Any, target: Any) -> tuple[Any, Any]:
+    def _compare_first(self, output: Any, target: Any) -> tuple[Any, Any]:
         """The loss, and its derivative with respect to the output."""
         self._loss.check(target, output.shape[1:], "the target")
         return self._loss.forward(output, target), self._loss.backward()
@@ -147,10 +154,10 @@ class ArraysStep(EagerStep):
         if not self._written_out:
             super()._update()
             return
-        weights = {parameter: users[0][0].weights[users[0][1]] for parameter, users in self.network.owned}
-        counting = counts_steps(self.optimizer)
+        weights = {parameter: users[0][0].weights[users[0][1]] for parameter, users in self.network.owned_modules}
+        counting = has_step_count(self.optimizer)
         for group in self.optimizer.param_groups:
-            rule = rule_of(self.optimizer, group)
+            rule = convert_optimizer(self.optimizer, group)
             for parameter in group["params"]:
                 if parameter in weights:  # the others are frozen
                     self._update_by(rule, parameter, weights[parameter], counting)
@@ -172,13 +179,13 @@ class ArraysStep(EagerStep):
             state.setdefault(name, torch.zeros_like(parameter, requires_grad=False))
         if counting:
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
-        self._memory[parameter] = {name: shared(state[name], self._xp) for name in names}
+        self._memory[parameter] = {name: as_array(state[name], self._xp) for name in names}
         return state
 
-    def _kept(self, shape: tuple[int, ...], share: float) -> Any:
+    def _kept_state(self, shape: tuple[int, ...], share: float) -> Any:
         """A dropout's mask from torch's generator, as torch's own dropout draws it."""
         mask = torch.empty(shape, dtype=self._dtype, device=self.parts.device).bernoulli_(share)
-        return shared(mask, self._xp)
+        return as_array(mask, self._xp)
 
     def _arrays(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and target as arrays.
@@ -188,7 +195,7 @@ class ArraysStep(EagerStep):
             TaskError: the model can't take them.
         """
         if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(one, Tensor) for one in batch):
-            given = f"{len(batch)} parts" if isinstance(batch, tuple | list) else kind(batch)
+            given = f"{len(batch)} parts" if isinstance(batch, tuple | list) else type_name(batch)
             raise DataError(
                 f"engine=arrays, and a batch is {given}",
                 expected="one tensor of inputs and one of targets",
@@ -198,21 +205,21 @@ class ArraysStep(EagerStep):
         if (inputs.shape[1:], inputs.dtype) != self._known_inputs:
             self._check_inputs(inputs)
         for embedding in self._embeddings:
-            embedding.check(shared(inputs, self._xp), "the batch")
+            embedding.check(as_array(inputs, self._xp), "the batch")
         target = target.to(self._dtype) if target.is_floating_point() else target
-        return shared(inputs, self._xp), shared(target, self._xp)
+        return as_array(inputs, self._xp), as_array(target, self._xp)
 
     def _check_inputs(self, inputs: Tensor) -> None:
         embeds = bool(self._embeddings)
         if inputs.is_floating_point() == embeds or (not embeds and inputs.dtype != self._dtype):
             raise DataError(
-                f"the inputs have dtype {_short(inputs.dtype)}",
-                expected="whole numbers, for the embedding" if embeds else f"{_short(self._dtype)}, as the model has",
+                f"the inputs have dtype {_shorten(inputs.dtype)}",
+                expected="whole numbers, for the embedding" if embeds else f"{_shorten(self._dtype)}, as the model has",
                 fix="turn them into that, in the data or in the Task's prepare",
             )
         shape_after(self.network.graph, tuple(inputs.shape[1:]))
         self._known_inputs = (inputs.shape[1:], inputs.dtype)
 
 
-def _short(dtype: torch.dtype) -> str:
+def _shorten(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

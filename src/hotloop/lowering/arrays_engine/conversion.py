@@ -18,8 +18,8 @@ from hotloop import arrays
 from hotloop.arrays.backend import namespace
 from hotloop.arrays.graph import Graph
 from hotloop.arrays.layer import Layer
-from hotloop.core.task_parts.loss_info import Objective
-from hotloop.lowering.arrays_engine.graph_trace import Call, called, refused, traced
+from hotloop.core.task_parts.loss_info import LossInfo
+from hotloop.lowering.arrays_engine.graph_trace import LayerCall, module_label, trace_layers, unsupported_error
 
 
 def namespace_of(device: torch.device) -> Any:
@@ -31,7 +31,7 @@ def namespace_of(device: torch.device) -> Any:
     return namespace("numpy" if device.type == "cpu" else "cupy")
 
 
-def shared(tensor: Tensor, xp: Any) -> Any:
+def as_array(tensor: Tensor, xp: Any) -> Any:
     """The tensor as an array on the same memory."""
     return xp.from_dlpack(tensor.detach())
 
@@ -40,7 +40,7 @@ def shared(tensor: Tensor, xp: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedModel:
     """A model as layers.
 
     Attributes:
@@ -50,11 +50,11 @@ class Converted:
     """
 
     graph: Graph
-    calls: list[Call]
-    owned: list[tuple[nn.Parameter, list[tuple[Layer, str]]]]
+    calls: list[LayerCall]
+    owned_modules: list[tuple[nn.Parameter, list[tuple[Layer, str]]]]
 
 
-def converted(model: nn.Module, xp: Any) -> Converted:
+def convert_model(model: nn.Module, xp: Any) -> ConvertedModel:
     """The model as layers of `hotloop.arrays`.
 
     A module that is called several times, and modules that share a parameter, become several layers on one memory.
@@ -64,18 +64,18 @@ def converted(model: nn.Module, xp: Any) -> Converted:
     """
     for name, module in model.named_modules():
         _check_hooks(name, module)
-    graph, calls = traced(model)
+    graph, calls = trace_layers(model)
     users: dict[nn.Parameter, list[tuple[Layer, str]]] = {}
     for call in calls:
         if call.module is None:
             continue
         for name, value in call.module.named_parameters(recurse=False):
             key = name.removesuffix("_l0")  # of recurrent modules
-            call.layer.weights[key] = shared(value, xp)
+            call.layer.weights[key] = as_array(value, xp)
             if value.requires_grad:
                 users.setdefault(value, []).append((call.layer, key))
-        call.layer.buffers = {key: shared(value, xp) for key, value in call.module.named_buffers(recurse=False)}
-    return Converted(graph, calls, list(users.items()))
+        call.layer.buffers = {key: as_array(value, xp) for key, value in call.module.named_buffers(recurse=False)}
+    return ConvertedModel(graph, calls, list(users.items()))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -85,7 +85,7 @@ def _check_hooks(name: str, module: nn.Module) -> None:
     hooked = any(getattr(module, kept) for kept in _HOOKS)
     values = module.parameters(recurse=False)
     if hooked or any(value._backward_hooks or value._post_accumulate_grad_hooks for value in values):
-        raise refused(f"the hooks of {called(name, module)}")
+        raise unsupported_error(f"the hooks of {module_label(name, module)}")
 
 
 # --- losses
@@ -101,10 +101,10 @@ _FUNCTIONS: dict[Any, Callable[..., arrays.Loss]] = {
     functional.binary_cross_entropy_with_logits: arrays.BinaryCrossEntropy,
     functional.mse_loss: arrays.SquaredError,
 }
-_PLAIN = {"reduction": "mean", "weight": None, "pos_weight": None, "label_smoothing": 0.0}
+_DEFAULT_OPTIONS = {"reduction": "mean", "weight": None, "pos_weight": None, "label_smoothing": 0.0}
 
 
-def loss_of(loss: Any) -> arrays.Loss:
+def convert_loss(loss: Any) -> arrays.Loss:
     """A Task's loss as one of `hotloop.arrays`.
 
     Raises:
@@ -116,41 +116,41 @@ def loss_of(loss: Any) -> arrays.Loss:
     if make is None or (isinstance(loss, partial) and loss.args):
         names = ", ".join(f"nn.{one.__name__}" for one in _MODULES)
         name = getattr(function, "__name__", None)
-        raise refused(f"the loss {name or type(loss).__name__}", f"{names}, or their functions")
-    for name, plain in _PLAIN.items():
+        raise unsupported_error(f"the loss {name or type(loss).__name__}", f"{names}, or their functions")
+    for name, plain in _DEFAULT_OPTIONS.items():
         value = given.get(name, getattr(loss, name, plain) if not given else plain)
         if value is not plain and value != plain:
-            raise refused(f"{name}={value!r} of the loss")
-    return make(Objective.of(loss).ignore_index) if make is arrays.CrossEntropy else make()
+            raise unsupported_error(f"{name}={value!r} of the loss")
+    return make(LossInfo.from_loss(loss).ignore_index) if make is arrays.CrossEntropy else make()
 
 
 # --- optimizers
 
 
-def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> arrays.Optimizer:
+def convert_optimizer(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> arrays.Optimizer:
     """How the weights of one of the optimizer's groups are updated, with the numbers that it has now.
 
     Raises:
         PlanError: the optimizer isn't known, or has a setting that isn't.
     """
-    make = _RULES.get(type(optimizer))
+    make = _CONVERTERS.get(type(optimizer))
     if make is None:
-        names = ", ".join(one.__name__ for one in _RULES)
-        raise refused(f"the optimizer {type(optimizer).__name__}", f"one of torch.optim: {names}")
+        names = ", ".join(one.__name__ for one in _CONVERTERS)
+        raise unsupported_error(f"the optimizer {type(optimizer).__name__}", f"one of torch.optim: {names}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise refused(f"the hooks of {type(optimizer).__name__}")
-    for name, plain in _PLAIN_GROUP.items():
+        raise unsupported_error(f"the hooks of {type(optimizer).__name__}")
+    for name, plain in _DEFAULT_GROUP.items():
         if name in group and group[name] != plain and not (name == "momentum" and type(optimizer) is torch.optim.SGD):
-            raise refused(f"{name}={group[name]!r} of {type(optimizer).__name__}")
+            raise unsupported_error(f"{name}={group[name]!r} of {type(optimizer).__name__}")
     return make(group, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
 
 
-def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+def has_step_count(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it remembers, for each weight, how many steps were taken."""
     return type(optimizer) is not torch.optim.SGD
 
 
-_PLAIN_GROUP = {
+_DEFAULT_GROUP = {
     "amsgrad": False,
     "centered": False,
     "dampening": 0,
@@ -161,24 +161,24 @@ _PLAIN_GROUP = {
 }
 
 
-def _sgd(group: dict[str, Any], **common: float) -> arrays.Optimizer:
+def _convert_sgd(group: dict[str, Any], **common: float) -> arrays.Optimizer:
     if not group["momentum"]:
         return arrays.SGD(**common)
     make = arrays.Nesterov if group["nesterov"] else arrays.Momentum
     return make(momentum=group["momentum"], **common)
 
 
-def _adam(group: dict[str, Any], **common: float) -> arrays.Optimizer:
+def _convert_adam(group: dict[str, Any], **common: float) -> arrays.Optimizer:
     make = arrays.AdamW if group.get("decoupled_weight_decay") else arrays.Adam
     beta1, beta2 = map(float, group["betas"])
     return make(beta1=beta1, beta2=beta2, eps=group["eps"], **common)
 
 
-_RULES: dict[type[torch.optim.Optimizer], Callable[..., arrays.Optimizer]] = {
-    torch.optim.SGD: _sgd,
+_CONVERTERS: dict[type[torch.optim.Optimizer], Callable[..., arrays.Optimizer]] = {
+    torch.optim.SGD: _convert_sgd,
     torch.optim.Adagrad: lambda group, **common: arrays.AdaGrad(eps=group["eps"], **common),
     torch.optim.RMSprop: lambda group, **common: arrays.RMSProp(alpha=group["alpha"], eps=group["eps"], **common),
     torch.optim.Adadelta: lambda group, **common: arrays.AdaDelta(rho=group["rho"], eps=group["eps"], **common),
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adam,
+    torch.optim.Adam: _convert_adam,
+    torch.optim.AdamW: _convert_adam,
 }

@@ -23,32 +23,32 @@ from torch import fx, nn
 from hotloop import arrays
 from hotloop.arrays.graph import INPUT, Graph
 from hotloop.arrays.layer import Layer
-from hotloop.errors import PlanError, kind
+from hotloop.errors import PlanError, type_name
 from hotloop.lowering.arrays_engine.registry import (
     FUNCTIONS,
-    IN_PLACE,
-    KNOWN,
-    SUMS,
-    VIEWS,
-    Unknown,
-    layer_for,
-    layer_of,
+    IN_PLACE_FUNCTIONS,
+    MODULES,
+    SUM_FUNCTIONS,
+    VIEW_FUNCTIONS,
+    UnsupportedSetting,
+    layer_of_function,
+    layer_of_module,
 )
 
-_KNOWN = ", ".join(sorted(one.__name__ for one in KNOWN))
+_KNOWN_LAYERS = ", ".join(sorted(one.__name__ for one in MODULES))
 
 
-def refused(what: str, expected: str = "") -> PlanError:
+def unsupported_error(what: str, expected: str = "") -> PlanError:
     return PlanError(f"engine=arrays can't write out {what}", expected=expected, fix="use engine=eager")
 
 
-def called(path: str, module: nn.Module) -> str:
+def module_label(path: str, module: nn.Module) -> str:
     """What a message calls a module."""
-    return f"{path!r} ({type(module).__name__})" if path else f"the model, {kind(module)}"
+    return f"{path!r} ({type(module).__name__})" if path else f"the model, {type_name(module)}"
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """A layer of the graph.
 
     Attributes:
@@ -62,27 +62,27 @@ class Call:
     layer: Layer
 
 
-def traced(model: nn.Module) -> tuple[Graph, list[Call]]:
+def trace_layers(model: nn.Module) -> tuple[Graph, list[LayerCall]]:
     """The model as a graph of layers without weights, and the calls that these were made of.
 
     Raises:
         PlanError: something isn't known, has a setting that its layer hasn't, or depends on the numbers themselves.
     """
-    with _training(model):
-        walk = _Walk(model)
+    with _in_training_mode(model):
+        walk = _GraphWalk(model)
         for node in _graph(model).nodes:
             walk.take(node)
     used = {name for _, *given in walk.nodes.values() for name in given} | {walk.result}
     for name in walk.nodes:
         if name not in used:
-            raise refused(f"{name!r}, whose result nothing uses", "a model that uses what it computes")
+            raise unsupported_error(f"{name!r}, whose result nothing uses", "a model that uses what it computes")
     if next(reversed(walk.nodes), INPUT) != walk.result:
         walk.nodes["(result)"] = (arrays.Identity(), walk.result)
     return Graph(walk.nodes), walk.calls
 
 
 @contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
+def _in_training_mode(model: nn.Module) -> Iterator[None]:
     """The model as it trains; afterwards each module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.train()
@@ -105,7 +105,7 @@ class _Tracer(fx.Tracer):
 
 def _is_leaf(module: nn.Module) -> bool:
     """Whether it is one thing: those of torch are but for containers, and what inherits from what is known."""
-    return isinstance(module, tuple(KNOWN)) or (
+    return isinstance(module, tuple(MODULES)) or (
         type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
     )
 
@@ -120,13 +120,13 @@ def _graph(model: nn.Module) -> fx.Graph:
         found = _Tracer().trace(model)
     except Exception as error:  # whatever a forward does with a stand-in for its tensor
         reason = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
-        raise refused(
-            f"the model, {kind(model)}, whose forward can't be followed at {_place(_frames(error))}: {reason}",
+        raise unsupported_error(
+            f"the model, {type_name(model)}, whose forward can't be followed at {_user_line(_module_frames(error))}: {reason}",
             "one that calls the same modules and functions, whatever the numbers are",
         ) from error
     if _generators() != before:
-        raise refused(
-            f"the model, {kind(model)}, whose forward draws random numbers of its own",
+        raise unsupported_error(
+            f"the model, {type_name(model)}, whose forward draws random numbers of its own",
             "nn.Dropout or F.dropout, which draw them anew in each step",
         )
     return found
@@ -137,7 +137,7 @@ def _generators() -> tuple[Any, ...]:
     return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
 
 
-def _frames(error: Exception) -> str:
+def _module_frames(error: Exception) -> str:
     found = []
     at = error.__traceback__
     while at is not None:
@@ -146,7 +146,7 @@ def _frames(error: Exception) -> str:
     return "\n".join(found)
 
 
-def _place(stack: str | None) -> str:
+def _user_line(stack: str | None) -> str:
     """The innermost line in a stack that isn't torch's or of this file, as `file:line`."""
     own = (str(Path(torch.__file__).parent), __file__)
     lines = [found for found in re.findall(r'File "(.*)", line (\d+)', stack or "") if not found[0].startswith(own)]
@@ -165,7 +165,7 @@ class _Shape:
 class _Size:
     """A number of that shape, or made of such; `batch` says whether it is that of the samples."""
 
-    batch: bool
+    is_batch: bool
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class _Recurrent:
     states: _States
 
 
-class _Walk:
+class _GraphWalk:
     """Goes from call to call.
 
     Attributes:
@@ -195,7 +195,7 @@ class _Walk:
 
     def __init__(self, model: nn.Module) -> None:
         self.nodes: dict[str, tuple[Any, ...]] = {}
-        self.calls: list[Call] = []
+        self.calls: list[LayerCall] = []
         self.result = INPUT
         self._model = model
         self._values: dict[fx.Node, Any] = {}
@@ -211,30 +211,30 @@ class _Walk:
         elif node.op in ("call_function", "call_method"):
             self._values[node] = self._of_function(node)
         else:
-            raise refused(f"{node.target!r}, which {self._module_called(self._path(node))} uses by itself")
+            raise unsupported_error(f"{node.target!r}, which {self._module_called(self._path(node))} uses by itself")
 
     def _input(self, node: fx.Node) -> None:
         if self._values:
-            raise refused(f"the model, {kind(self._model)}, whose forward has several inputs", "one")
+            raise unsupported_error(f"the model, {type_name(self._model)}, whose forward has several inputs", "one")
         self._values[node] = INPUT
 
     def _of_module(self, node: fx.Node) -> Any:
         path = str(node.target)
         module = self._model.get_submodule(path)
-        name = called(path, module)
-        if type(module) not in KNOWN:
-            raise refused(name, f"modules that are known: {_KNOWN}")
+        name = module_label(path, module)
+        if type(module) not in MODULES:
+            raise unsupported_error(name, f"modules that are known: {_KNOWN_LAYERS}")
         try:
-            layer = layer_of(module)
-        except Unknown as setting:
-            raise refused(f"{name} with {setting}") from None
+            layer = layer_of_module(module)
+        except UnsupportedSetting as setting:
+            raise unsupported_error(f"{name} with {setting}") from None
         if len(node.args) != 1 or node.kwargs:
-            raise refused(f"{name}, which is called with more than a tensor")
+            raise unsupported_error(f"{name}, which is called with more than a tensor")
         given = self._tensor(node.args[0], node)
         if isinstance(layer, arrays.Embedding) and given != INPUT:
-            raise refused(f"{name} behind another module", "whole numbers, as the data has")
+            raise unsupported_error(f"{name} behind another module", "whole numbers, as the data has")
         self._check_in_place(node, getattr(module, "inplace", False))
-        added = self._add(path or "model", Call(module, path, layer), given)
+        added = self._add(path or "model", LayerCall(module, path, layer), given)
         if not isinstance(layer, arrays.LSTM | arrays.RNN):
             return added
         return _Recurrent(added, _States(added, 2 if isinstance(layer, arrays.LSTM) else 1))
@@ -242,34 +242,34 @@ class _Walk:
     def _of_function(self, node: fx.Node) -> Any:
         if (size := self._size(node)) is not None:
             return size
-        self._check_in_place(node, bool(node.kwargs.get("inplace")) or node.target in IN_PLACE)
+        self._check_in_place(node, bool(node.kwargs.get("inplace")) or node.target in IN_PLACE_FUNCTIONS)
         if node.target is getattr:
-            raise self._unknown(node)
+            raise self._unsupported(node)
         first = self._value(node.args[0]) if node.args else None
-        if node.target in SUMS:
+        if node.target in SUM_FUNCTIONS:
             return self._sum(node)
         if isinstance(first, _Recurrent | _States):
             return self._of_recurrent(node, first)
         try:
             layer = self._layer(node)
-        except Unknown as setting:
-            raise self._unknown(node, f" with {setting}") from None
+        except UnsupportedSetting as setting:
+            raise self._unsupported(node, f" with {setting}") from None
         return self._add_function(node, layer, self._tensor(node.args[0], node))
 
     def _layer(self, node: fx.Node) -> Layer:
         rest = [self._value(one) for one in node.args[1:]]
         if node.target in ("view", "reshape", torch.reshape):
-            return _reshaped(rest)
+            return _reshape_layer(rest)
         if node.target is operator.getitem:
-            return _picked(rest[0])
+            return _select_layer(rest[0])
         if node.target not in FUNCTIONS or not node.args:
-            raise self._unknown(node)
-        return layer_for(node.target, rest, {key: self._value(value) for key, value in node.kwargs.items()})
+            raise self._unsupported(node)
+        return layer_of_function(node.target, rest, {key: self._value(value) for key, value in node.kwargs.items()})
 
     def _sum(self, node: fx.Node) -> str:
         values = [self._value(one) for one in node.args]
         if len(values) != 2 or node.kwargs or not all(isinstance(one, str) for one in values):
-            raise self._unknown(node, " of anything but two tensors")
+            raise self._unsupported(node, " of anything but two tensors")
         return self._add_function(node, arrays.Identity(), *values)
 
     def _of_recurrent(self, node: fx.Node, given: Any) -> Any:
@@ -281,7 +281,7 @@ class _Walk:
         last = (operator.getitem, (0,)), (operator.getitem, (-1,)), ("squeeze", (0,))
         if isinstance(given, _States) and given.depth == 1 and (node.target, node.args[1:]) in last:
             return self._add_function(node, arrays.At(-1), given.of)
-        raise self._unknown(node, " of what a recurrent module gives")
+        raise self._unsupported(node, " of what a recurrent module gives")
 
     def _size(self, node: fx.Node) -> _Shape | _Size | None:
         """What a call says of a shape; None if it isn't about one."""
@@ -304,11 +304,11 @@ class _Walk:
         """The name of a tensor that a call gets."""
         value = self._value(given)
         if not isinstance(value, str) or not isinstance(given, fx.Node):
-            what = "the model's result" if node.op == "output" else f"what {self._called(node)} gets"
-            raise refused(f"{what}, which is no tensor by itself", "one tensor")
+            what = "the model's result" if node.op == "output" else f"what {self._call_name(node)} gets"
+            raise unsupported_error(f"{what}, which is no tensor by itself", "one tensor")
         return value
 
-    def _add(self, base: str, call: Call, *given: str) -> str:
+    def _add(self, base: str, call: LayerCall, *given: str) -> str:
         name, number = base, 1
         while name in self.nodes or name == INPUT:
             number += 1
@@ -319,32 +319,34 @@ class _Walk:
 
     def _add_function(self, node: fx.Node, layer: Layer, *given: str) -> str:
         path = self._path(node)
-        return self._add(f"{path}.{_named(node)}" if path else _named(node), Call(None, path, layer), *given)
+        return self._add(
+            f"{path}.{_operation_name(node)}" if path else _operation_name(node), LayerCall(None, path, layer), *given
+        )
 
     def _path(self, node: fx.Node) -> str:
         """The module whose forward makes this call; empty for the model itself."""
         return next(reversed(node.meta.get("nn_module_stack", {})), "")
 
     def _module_called(self, path: str) -> str:
-        return called(path, self._model.get_submodule(path))
+        return module_label(path, self._model.get_submodule(path))
 
-    def _called(self, node: fx.Node) -> str:
+    def _call_name(self, node: fx.Node) -> str:
         if node.op == "call_module":
             return self._module_called(str(node.target))
         what = "method" if node.op == "call_method" else "function"
-        return f"the {what} {_named(node)} in {self._module_called(self._path(node))} at {_place(node.stack_trace)}"
+        return f"the {what} {_operation_name(node)} in {self._module_called(self._path(node))} at {_user_line(node.stack_trace)}"
 
-    def _unknown(self, node: fx.Node, how: str = "") -> PlanError:
-        return refused(f"{self._called(node)}{how}")
+    def _unsupported(self, node: fx.Node, how: str = "") -> PlanError:
+        return unsupported_error(f"{self._call_name(node)}{how}")
 
     def _check_in_place(self, node: fx.Node, in_place: bool) -> None:
         """Refuses to change a tensor that something else uses too: a layer leaves what it gets as it is."""
         given: Any = node.args[0] if node.args else None
         while in_place and isinstance(given, fx.Node):
             if len(given.users) > 1:
-                where = f" at {_place(node.stack_trace)}" if node.stack_trace else ""
-                name = f"{node.target!r}" if node.op == "call_module" else _named(node)
-                raise refused(
+                where = f" at {_user_line(node.stack_trace)}" if node.stack_trace else ""
+                name = f"{node.target!r}" if node.op == "call_module" else _operation_name(node)
+                raise unsupported_error(
                     f"{name}{where}, which changes in place what is used elsewhere too", "inplace=False there"
                 )
             given = given.args[0] if self._is_view(given) and given.args else None
@@ -352,27 +354,27 @@ class _Walk:
     def _is_view(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return isinstance(self._model.get_submodule(str(node.target)), nn.Flatten | nn.Identity)
-        return node.target in VIEWS
+        return node.target in VIEW_FUNCTIONS
 
 
-def _named(node: fx.Node) -> str:
+def _operation_name(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
 
 
-def _reshaped(sizes: list[Any]) -> Layer:
+def _reshape_layer(sizes: list[Any]) -> Layer:
     """`view` and `reshape`, where the samples stay apart; a size that follows from the others may be anything."""
     first, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
     open_sizes = [one for one in rest if one == -1 or isinstance(one, _Size)]
     samples = first == _Size(True) or (first == -1 and not open_sizes)
     if not samples or len(open_sizes) > 1 or _Size(True) in rest:
-        raise Unknown("sizes that may mix the samples")
+        raise UnsupportedSetting("sizes that may mix the samples")
     return arrays.Reshape([one if isinstance(one, int) else -1 for one in rest])
 
 
-def _picked(index: Any) -> Layer:
+def _select_layer(index: Any) -> Layer:
     """`x[:, 3]`, which is one step of a sequence."""
     every = slice(None)
     first, step, *rest = index if isinstance(index, tuple) and len(index) > 1 else (None, None)
     if first != every or not isinstance(step, int) or any(one not in (every, ...) for one in rest):
-        raise Unknown("an index that isn't [:, a number]")
+        raise UnsupportedSetting("an index that isn't [:, a number]")
     return arrays.At(step)

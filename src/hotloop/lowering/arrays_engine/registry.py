@@ -1,6 +1,6 @@
 """torch's modules and functions, and the layers of `hotloop.arrays` that do the same.
 
-What isn't in `KNOWN` or `FUNCTIONS`, or has a setting that the layer hasn't, can't be written out.
+What isn't in `MODULES` or `FUNCTIONS`, or has a setting that the layer hasn't, can't be written out.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from hotloop import arrays
 from hotloop.arrays.layer import Layer
 
 
-class Unknown(Exception):
+class UnsupportedSetting(Exception):
     """A setting of a module or function that its layer hasn't."""
 
 
-def layer_of(module: nn.Module) -> Layer:
-    """The layer that does what a module of `KNOWN` does.
+def layer_of_module(module: nn.Module) -> Layer:
+    """The layer that does what a module of `MODULES` does.
 
     Raises:
         Unknown: it has a setting that the layer hasn't.
     """
-    return KNOWN[type(module)](module)
+    return MODULES[type(module)](module)
 
 
-def layer_for(function: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Layer:
+def layer_of_function(function: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Layer:
     """The layer that does what a function of `FUNCTIONS`, or a method of tensors of that name, does.
 
     Args:
@@ -42,23 +42,25 @@ def layer_for(function: Any, arguments: Sequence[Any], named: dict[str, Any]) ->
     """
     make = FUNCTIONS[function]
     try:
-        bound = inspect.signature(make).bind(*arguments, **{key: named[key] for key in named if key not in _SILENT})
+        bound = inspect.signature(make).bind(
+            *arguments, **{key: named[key] for key in named if key not in _IGNORED_OPTIONS}
+        )
     except TypeError:
-        raise Unknown(f"the arguments {tuple(arguments)} {named or ''}".rstrip()) from None
+        raise UnsupportedSetting(f"the arguments {tuple(arguments)} {named or ''}".rstrip()) from None
     if named.get("dtype") is not None:
-        raise Unknown(f"dtype={named['dtype']}")
+        raise UnsupportedSetting(f"dtype={named['dtype']}")
     made = make(*bound.args, **bound.kwargs)
-    return made if isinstance(made, Layer) else layer_of(made)
+    return made if isinstance(made, Layer) else layer_of_module(made)
 
 
-_SILENT = ("inplace", "_stacklevel", "dtype")
+_IGNORED_OPTIONS = ("inplace", "_stacklevel", "dtype")
 
 
-def _plainly(module: Any, **settings: Any) -> None:
+def _require_settings(module: Any, **settings: Any) -> None:
     """Refuses a module whose settings aren't these."""
     for name, value in settings.items():
         if getattr(module, name) != value:
-            raise Unknown(f"{name}={getattr(module, name)!r}")
+            raise UnsupportedSetting(f"{name}={getattr(module, name)!r}")
 
 
 # --- modules
@@ -69,9 +71,9 @@ def _dense(module: nn.Linear) -> Layer:
 
 
 def _conv(module: nn.Conv2d) -> Layer:
-    _plainly(module, padding_mode="zeros")
+    _require_settings(module, padding_mode="zeros")
     if isinstance(module.padding, str):
-        raise Unknown(f"padding={module.padding!r}")
+        raise UnsupportedSetting(f"padding={module.padding!r}")
     return arrays.Conv(
         module.out_channels,
         _pair(module.kernel_size),
@@ -84,38 +86,38 @@ def _conv(module: nn.Conv2d) -> Layer:
 
 
 def _max_pool(module: nn.MaxPool2d) -> Layer:
-    _plainly(module, ceil_mode=False, return_indices=False)
+    _require_settings(module, ceil_mode=False, return_indices=False)
     settings = (module.kernel_size, module.stride, module.padding, module.dilation)
     return arrays.MaxPool(*map(_pair, settings))
 
 
 def _average_pool(module: nn.AvgPool2d) -> Layer:
-    _plainly(module, ceil_mode=False, divisor_override=None)
+    _require_settings(module, ceil_mode=False, divisor_override=None)
     if _pair(module.padding) != (0, 0):
-        _plainly(module, count_include_pad=True)
+        _require_settings(module, count_include_pad=True)
     return arrays.AveragePool(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
 
 
 def _global_pool(module: nn.AdaptiveAvgPool2d) -> Layer:
     if _pair(module.output_size) != (1, 1):
-        raise Unknown(f"output_size={module.output_size!r}")
+        raise UnsupportedSetting(f"output_size={module.output_size!r}")
     return arrays.AveragePool()
 
 
 def _flatten(module: nn.Flatten) -> Layer:
-    _plainly(module, start_dim=1, end_dim=-1)
+    _require_settings(module, start_dim=1, end_dim=-1)
     return arrays.Flatten()
 
 
 def _embedding(module: nn.Embedding) -> Layer:
-    _plainly(module, padding_idx=None, max_norm=None, scale_grad_by_freq=False, sparse=False)
+    _require_settings(module, padding_idx=None, max_norm=None, scale_grad_by_freq=False, sparse=False)
     return arrays.Embedding(module.num_embeddings, module.embedding_dim)
 
 
 def _batch_norm(module: nn.BatchNorm1d | nn.BatchNorm2d) -> Layer:
-    _plainly(module, track_running_stats=True, training=True)
+    _require_settings(module, track_running_stats=True, training=True)
     if module.momentum is None:
-        raise Unknown("momentum=None")
+        raise UnsupportedSetting("momentum=None")
     return arrays.BatchNorm(module.momentum, module.eps, module.affine)
 
 
@@ -127,32 +129,32 @@ def _layer_norm(module: nn.LayerNorm) -> Layer:
 
 
 def _dropout(module: nn.Dropout) -> Layer:
-    _plainly(module, training=True)
+    _require_settings(module, training=True)
     return arrays.Dropout(module.p)
 
 
 def _recurrent(make: Callable[[int], Layer], **settings: Any) -> Callable[[Any], Layer]:
     def layer(module: nn.RNNBase) -> Layer:
         plain = dict(num_layers=1, bidirectional=False, batch_first=True, bias=True, proj_size=0)
-        _plainly(module, **plain, **settings)
+        _require_settings(module, **plain, **settings)
         return make(module.hidden_size)
 
     return layer
 
 
 def _gelu(module: nn.GELU) -> Layer:
-    _plainly(module, approximate="none")
+    _require_settings(module, approximate="none")
     return arrays.GELU()
 
 
 def _softplus(module: nn.Softplus) -> Layer:
-    _plainly(module, beta=1.0, threshold=20.0)
+    _require_settings(module, beta=1.0, threshold=20.0)
     return arrays.Softplus()
 
 
 def _softmax(module: nn.Softmax) -> Layer:
     if module.dim is None or module.dim == 0:
-        raise Unknown(f"dim={module.dim}")
+        raise UnsupportedSetting(f"dim={module.dim}")
     return arrays.Softmax(module.dim)
 
 
@@ -160,7 +162,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (int(value[0]), int(value[-1]))
 
 
-KNOWN: dict[type[nn.Module], Callable[[Any], Layer]] = {
+MODULES: dict[type[nn.Module], Callable[[Any], Layer]] = {
     nn.AdaptiveAvgPool2d: _global_pool,
     nn.AvgPool2d: _average_pool,
     nn.BatchNorm1d: _batch_norm,
@@ -194,11 +196,11 @@ KNOWN: dict[type[nn.Module], Callable[[Any], Layer]] = {
 def _mean(dim: Any = None, keepdim: bool = False) -> Layer:
     axes = (dim,) if isinstance(dim, int) else tuple(dim or ())
     if keepdim or not axes or not all(isinstance(axis, int) and axis for axis in axes):
-        raise Unknown(f"dim={dim!r}" if not keepdim else "keepdim=True")
+        raise UnsupportedSetting(f"dim={dim!r}" if not keepdim else "keepdim=True")
     return arrays.Mean(axes)
 
 
-def _pool(
+def _pool_module(
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -209,7 +211,7 @@ def _pool(
     return nn.MaxPool2d(kernel_size, stride or None, padding, dilation, return_indices, ceil_mode)
 
 
-def _averaged(
+def _average_module(
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -222,14 +224,14 @@ def _averaged(
 
 _BY_NAME: dict[str, Callable[..., nn.Module | Layer]] = {
     "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d,
-    "avg_pool2d": _averaged,
+    "avg_pool2d": _average_module,
     "contiguous": lambda: nn.Identity(),
     "dropout": lambda p=0.5, training=True: nn.Dropout(p) if training else nn.Identity(),
     "elu": lambda alpha=1.0: nn.ELU(alpha),
     "flatten": lambda start_dim=0, end_dim=-1: nn.Flatten(start_dim, end_dim),
     "gelu": lambda approximate="none": nn.GELU(approximate),
     "leaky_relu": lambda negative_slope=0.01: nn.LeakyReLU(negative_slope),
-    "max_pool2d": _pool,
+    "max_pool2d": _pool_module,
     "mean": _mean,
     "relu": lambda: nn.ReLU(),
     "relu_": lambda: nn.ReLU(),
@@ -249,11 +251,19 @@ FUNCTIONS: dict[Any, Callable[..., nn.Module | Layer]] = {
 }
 """Functions, and names of tensors' methods, with what they take beside the tensor."""
 
-SUMS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
+SUM_FUNCTIONS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
 """Of two tensors."""
 
-IN_PLACE: tuple[Any, ...] = (operator.iadd, torch.relu_, "add_", "relu_")
+IN_PLACE_FUNCTIONS: tuple[Any, ...] = (operator.iadd, torch.relu_, "add_", "relu_")
 """What changes the tensor that it gets; others do where they are given `inplace=True`."""
 
-VIEWS: tuple[Any, ...] = (torch.flatten, "flatten", "view", "reshape", torch.reshape, "contiguous", operator.getitem)
+VIEW_FUNCTIONS: tuple[Any, ...] = (
+    torch.flatten,
+    "flatten",
+    "view",
+    "reshape",
+    torch.reshape,
+    "contiguous",
+    operator.getitem,
+)
 """What may give another view of the same memory, and so do `nn.Flatten` and `nn.Identity`."""

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hotloop.core.random.rng import preserved
+from hotloop.core.random.rng import preserve_generators
 from hotloop.data.row_count import SecondDimension, count_rows
 from hotloop.errors import HotloopError, PartsDifferError
 from hotloop.lowering.checks.later_batches import LaterBatches
-from hotloop.lowering.context import Ingredients, counts_samples
-from hotloop.lowering.losses.loss_copy import NotCopied
-from hotloop.lowering.object_state.attributes import unchanged
-from hotloop.lowering.transforms.accumulation import NotCompared, check_accumulation
+from hotloop.lowering.context import LoweringContext, counts_samples
+from hotloop.lowering.losses.loss_copy import LossNotCopied
+from hotloop.lowering.object_state.attributes import preserve_attributes
+from hotloop.lowering.transforms.accumulation import ComparisonError, check_accumulation
 
 
 class BatchChecks:
@@ -23,17 +23,17 @@ class BatchChecks:
         needed: whether the Task and the plan require checks.
     """
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         self._parts = parts
         self._said: set[str] = set()
         self._counts = parts.task.weight is None and not counts_samples(parts) and parts.plan.parallel != "async"
-        self._second = SecondDimension() if self._counts and parts.roles.order is None else None
+        self._second = SecondDimension() if self._counts and parts.splits.order is None else None
         cut = parts.plan.accumulation > 1 and parts.plan.parallel == "none"
         self._later = LaterBatches() if cut else None
         self._is_paused = False
 
     @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         return self._counts or self._later is not None
 
     @contextmanager
@@ -56,11 +56,11 @@ class BatchChecks:
             return
         try:
             check_accumulation(self._parts, batch, samples)
-            self._later.compared_first(batch)
-        except NotCopied as error:
+            self._later.note_first_comparison(batch)
+        except LossNotCopied as error:
             self._give_up(str(error))
 
-    def passing(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
+    def check_while_passing(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
         """Yields the batches, each after its check.
 
         Args:
@@ -83,17 +83,17 @@ class BatchChecks:
             if doubt:
                 self.say_uncounted(doubt)
         if self._later is not None and self._later.is_due(batch):
-            with self._later.comparing():
+            with self._later.time_comparison():
                 self._compare(batch, samples, step)
 
     def _compare(self, batch: Any, samples: int, step: int) -> None:
         try:
-            with preserved(*self._parts.devices), unchanged(self._parts.task):
+            with preserve_generators(*self._parts.devices), preserve_attributes(self._parts.task):
                 check_accumulation(self._parts, batch, samples)
-        except (NotCompared, NotCopied) as error:
+        except (ComparisonError, LossNotCopied) as error:
             self._give_up(str(error))
         except HotloopError as error:
-            raise differs_later(error, step) from error
+            raise later_difference_error(error, step) from error
 
     def _give_up(self, why: str) -> None:
         self._later = None
@@ -113,7 +113,7 @@ class BatchChecks:
             self._parts.say(line)
 
 
-def differs_later(error: HotloopError, step: int) -> PartsDifferError:
+def later_difference_error(error: HotloopError, step: int) -> PartsDifferError:
     """Returns a comparison's error with the number of the batch's step; `step` counts from 0."""
     return PartsDifferError(
         f"step {step + 1}: {error.given}",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotloop.data.dataset_changes import summary
+from hotloop.data.dataset_changes import dataset_summary
 from hotloop.data.sources import Samples, Table
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 
 
 class DataChanges:
     """Compares the Task's data set with its state at the last comparison."""
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         given = parts.task.roles.train
-        is_read = isinstance(given, Samples) and isinstance(parts.roles.train, Table)
+        is_read = isinstance(given, Samples) and isinstance(parts.splits.train, Table)
         self._dataset = given.dataset if is_read and isinstance(given, Samples) else None
         self._say = parts.say
         self._summary: tuple[Any, ...] | None = None
@@ -23,7 +23,7 @@ class DataChanges:
         """Reports once that the data set has changed since it was read."""
         if self._dataset is None:
             return
-        now = summary(self._dataset)
+        now = dataset_summary(self._dataset)
         if self._summary is not None and self._summary != now:
             self._dataset = None
             self._say(

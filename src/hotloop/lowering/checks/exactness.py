@@ -12,18 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotloop.core.random.generators import unset_generators
-from hotloop.data.seeded_dataset import owners_of
+from hotloop.data.seeded_dataset import generator_owners
 from hotloop.task import Task
 
 Detector = Callable[[Task, nn.Module, Optimizer], Iterator[str]]
 """Yields one line for each part of a Task whose state hotloop can neither save nor derive from the seed."""
 
 
-def unset_draws(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+def unseeded_generators(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     """Yields the random generators of the Task's parts that can't be seeded."""
     roles = task.roles
-    sources = {"data": roles.train, "validation": roles.validation, "test": roles.raw_test}
-    owners = {name: owner for role, source in sources.items() for name, owner in owners_of(source, role).items()}
+    sources = {"data": roles.train, "validation": roles.validation, "test": roles.make_test}
+    owners = {name: owner for role, source in sources.items() for name, owner in generator_owners(source, role).items()}
     functions = {"prepare": roles.prepare, "augment": task.augment, "optimizer": optimizer}
     yield from unset_generators(owners | functions | task.owners(model))
 
@@ -33,12 +33,12 @@ def optimizers_in_hooks(task: Task, model: nn.Module, optimizer: Optimizer) -> I
     updated = [value for group in optimizer.param_groups for value in group["params"]]
     for value in [*model.parameters(), *updated]:
         for hook in [*(value._backward_hooks or {}).values(), *(value._post_accumulate_grad_hooks or {}).values()]:
-            if (other := next(_optimizers_of(hook, {id(optimizer)}), None)) is not None:
+            if (other := next(_captured_optimizers(hook, {id(optimizer)}), None)) is not None:
                 yield f"a hook on a parameter's gradient has an optimizer ({type(other).__name__}), whose state is not saved"
                 return
 
 
-def _optimizers_of(value: Any, seen: set[int]) -> Iterator[Optimizer]:
+def _captured_optimizers(value: Any, seen: set[int]) -> Iterator[Optimizer]:
     """Yields the optimizers in a function's closure, its defaults and the object of a bound method."""
     if id(value) in seen:
         return
@@ -61,10 +61,10 @@ def _optimizers_of(value: Any, seen: set[int]) -> Iterator[Optimizer]:
     elif hasattr(value, "__call__") and not isinstance(value, type | nn.Module):  # noqa: B004
         inner = [getattr(value, "__dict__", None)]
     for one in inner:
-        yield from _optimizers_of(one, seen)
+        yield from _captured_optimizers(one, seen)
 
 
-DETECTORS: tuple[Detector, ...] = (unset_draws, optimizers_in_hooks)
+DETECTORS: tuple[Detector, ...] = (unseeded_generators, optimizers_in_hooks)
 
 
 def inexact_reasons(task: Task, model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-from hotloop.errors import TaskError, kind
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.losses.loss_calls import watched_losses
+from hotloop.errors import TaskError, type_name
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.losses.loss_calls import watch_losses
 from hotloop.task import Task
 
 
 @contextmanager
-def checking_losses(parts: Ingredients, batch: Any) -> Iterator[None]:
+def check_losses(parts: LoweringContext, batch: Any) -> Iterator[None]:
     """Checks the torch losses that are called in the context, and reports probable mistakes.
 
     Raises:
         TaskError: output and target of a loss broadcast against each other.
     """
-    classes = bool(parts.task.classes or parts.roles.classes)
-    with watched_losses(parts.model, batch, classes=classes) as calls:
+    classes = bool(parts.task.classes or parts.splits.classes)
+    with watch_losses(parts.model, batch, classes=classes) as calls:
         yield
     for doubt in calls.doubts if calls is not None else ():
         parts.say(doubt)
@@ -31,7 +31,7 @@ def checking_losses(parts: Ingredients, batch: Any) -> Iterator[None]:
 def check_loss(loss: Any) -> None:
     """Raises TaskError unless the loss is a 0-dim tensor that depends on a trainable parameter."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind(loss)
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type_name(loss)
         fixed = isinstance(loss, Tensor) and not loss.ndim
         raise TaskError(
             f"the loss is {shape}" + (" that depends on no trainable parameter" if fixed else ""),
@@ -55,9 +55,9 @@ def check_clipping(task: Task, parameters: Sequence[Tensor]) -> None:
         )
 
 
-def say_means(parts: Ingredients, names: Iterable[str]) -> None:
+def report_means(parts: LoweringContext, names: Iterable[str]) -> None:
     """Reports, for a batch that is computed in parts, that a step's further figures are means over these parts."""
-    if not (of := _parts_of_batch(parts)):
+    if not (of := _batch_parts_name(parts)):
         return
     parts.say(
         f"{', '.join(names)}: means over {of}, weighted as the loss; a figure that is no mean over samples, such as a "
@@ -65,11 +65,11 @@ def say_means(parts: Ingredients, names: Iterable[str]) -> None:
     )
 
 
-def _parts_of_batch(parts: Ingredients) -> str:
+def _batch_parts_name(parts: LoweringContext) -> str:
     """Returns the name of the parts; empty if each batch is computed as a whole."""
     plan = parts.plan
     if plan.parallel == "stages" and plan.microbatches != 1:
         return "the microbatches of each batch"
-    if not parts.world.alone and parts.joint.alone:
+    if not parts.world.is_single and parts.is_joint.is_single:
         return "the ranks' rows of each batch"
     return "the pieces of each batch" if plan.accumulation > 1 else ""

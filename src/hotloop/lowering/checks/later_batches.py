@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hotloop.data.batch_tree import tensors
+from hotloop.data.batch_tree import tree_tensors
 
-_SHARE = 0.008
+_TIME_SHARE = 0.008
 """Share of a run's time for comparisons: a hundredth, minus a reserve for a comparison longer than the earlier ones."""
-_COUNTING_SHARE = 0.3
+_COUNTING_TIME_SHARE = 0.3
 """Share of the comparison time for counting padding."""
-_FREE_S = 0.5
+_FREE_TIME_S = 0.5
 """Seconds of comparison that any run allows."""
 _REQUIRED_BATCHES = 3
 """Number of batches with another share of padding that are compared without a time limit, as is any new kind of padding."""
@@ -35,13 +35,13 @@ class LaterBatches:
         self._began = time.perf_counter()
         self._number = self._padded = 0
         self._spent_s = self._counted_s = self._longest_s = 0.0
-        self._known: set[Padding] = set()
+        self._known: set[PaddingCounts] = set()
         self._kinds: set[tuple[bool, ...]] = set()
         self._waits = False
 
-    def compared_first(self, batch: Any) -> None:
+    def note_first_comparison(self, batch: Any) -> None:
         """Records the batch that was compared before training."""
-        self._note(padding_of(batch))
+        self._note(count_padding(batch))
 
     def is_due(self, batch: Any) -> bool:
         """Whether the run's next batch must be compared; called once for each batch."""
@@ -49,10 +49,10 @@ class LaterBatches:
         power = self._number > 1 and self._number & (self._number - 1) == 0
         self._waits = self._waits or power
         padding = None
-        if self._number <= _COUNTED_BATCHES or self._counted_s <= _COUNTING_SHARE * self._allowed_s:
+        if self._number <= _COUNTED_BATCHES or self._counted_s <= _COUNTING_TIME_SHARE * self._allowed_s:
             before = self._spent_s
             with self._timed():
-                padding = padding_of(batch)
+                padding = count_padding(batch)
             self._counted_s += self._spent_s - before
         other = padding is not None and padding not in self._known
         required = padding is not None and (
@@ -67,12 +67,12 @@ class LaterBatches:
             self._note(padding)
         return True
 
-    def _note(self, padding: Padding) -> None:
+    def _note(self, padding: PaddingCounts) -> None:
         self._known.add(padding)
         self._kinds.add(padding.kinds)
 
     @contextmanager
-    def comparing(self) -> Iterator[None]:
+    def time_comparison(self) -> Iterator[None]:
         """Measures the duration of a comparison."""
         before = self._spent_s
         with self._timed():
@@ -81,7 +81,7 @@ class LaterBatches:
 
     @property
     def _allowed_s(self) -> float:
-        return max(_FREE_S, _SHARE * (time.perf_counter() - self._began))
+        return max(_FREE_TIME_S, _TIME_SHARE * (time.perf_counter() - self._began))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ class LaterBatches:
             self._spent_s += time.perf_counter() - began
 
 
-class Padding(NamedTuple):
+class PaddingCounts(NamedTuple):
     """The possible padding of a batch.
 
     Attributes:
@@ -109,18 +109,20 @@ class Padding(NamedTuple):
         return tuple(count > 0 for count in self.counts)
 
 
-def padding_of(batch: Any) -> Padding:
+def count_padding(batch: Any) -> PaddingCounts:
     """Counts the possible padding of a batch; synchronises with the device once."""
     counted = [
-        (tuple(value.shape), _counts(value.detach())) for value in tensors(batch) if value.layout == torch.strided
+        (tuple(value.shape), _value_counts(value.detach()))
+        for value in tree_tensors(batch)
+        if value.layout == torch.strided
     ]
     if not counted:
-        return Padding()
+        return PaddingCounts()
     counts = torch.cat([counts for _, counts in counted]).tolist()
-    return Padding(tuple(shape for shape, _ in counted), tuple(counts))
+    return PaddingCounts(tuple(shape for shape, _ in counted), tuple(counts))
 
 
-def _counts(value: Tensor) -> Tensor:
+def _value_counts(value: Tensor) -> Tensor:
     """Returns the numbers of zeros, negative numbers, NaN and repetitions: int64 (4,)."""
     if not value.numel() or value.is_complex():
         return torch.zeros(4, dtype=torch.int64, device=value.device)

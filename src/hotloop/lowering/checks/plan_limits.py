@@ -8,13 +8,13 @@ import torch
 
 from hotloop.core.task_parts.optimizer_state import has_own_state_dict, inner_optimizers
 from hotloop.errors import PlanError, TaskError
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 
-_SPLITTING = ("sharded", "towers", "tensor", "stages", "local")
+_SPLIT_MODES = ("sharded", "towers", "tensor", "stages", "local")
 """Values of `parallel` with which ranks split, move or average the state of single parameters."""
 
 
-def check_optimizer(parts: Ingredients, optimizer: torch.optim.Optimizer, *, switches: bool) -> None:
+def check_optimizer(parts: LoweringContext, optimizer: torch.optim.Optimizer, *, switches: bool) -> None:
     """Rejects an optimizer whose state or modes the plan or the Task doesn't support.
 
     Args:
@@ -32,7 +32,7 @@ def check_optimizer(parts: Ingredients, optimizer: torch.optim.Optimizer, *, swi
             fix="leave average out, or use another optimizer",
         )
     own = switches or has_own_state_dict(optimizer) or inner_optimizers(optimizer)
-    if own and parallel in _SPLITTING:
+    if own and parallel in _SPLIT_MODES:
         raise PlanError(
             f"parallel={parallel} with {name}, which has a state_dict or modes of its own, or wraps an optimizer",
             expected="an optimizer whose state belongs to single parameters",
@@ -40,7 +40,7 @@ def check_optimizer(parts: Ingredients, optimizer: torch.optim.Optimizer, *, swi
         )
 
 
-def check_trainable(parts: Ingredients, as_built: Sequence[bool]) -> None:
+def check_trainable(parts: LoweringContext, as_built: Sequence[bool]) -> None:
     """Raises PlanError if a parameter was frozen or unfrozen after the step was built, as other processes miss the change."""
     named = list(parts.model.named_parameters())
     changed = [name for (name, value), before in zip(named, as_built, strict=True) if value.requires_grad != before]

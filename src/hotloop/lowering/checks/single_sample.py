@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import itertools
 
-from hotloop.core.random.rng import Streams, preserved
-from hotloop.core.task_parts.model_copy import copied
+from hotloop.core.random.rng import RandomStreams, preserve_generators
+from hotloop.core.task_parts.model_copy import copy_model
 from hotloop.data.batch_tree import to_device
-from hotloop.data.feeds.feed import peek
-from hotloop.data.order import part
-from hotloop.errors import TaskError, blame
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.transforms.accumulation import bounds
+from hotloop.data.feeds.feed import first_batch
+from hotloop.data.order import rank_bounds
+from hotloop.errors import TaskError, describe_error
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.transforms.accumulation import piece_bounds
 
-NORMALISED = "Expected more than 1 value per channel when training"
+SINGLE_VALUE_ERROR = "Expected more than 1 value per channel when training"
 """The error that torch raises if a batch norm gets one value per channel."""
 
 
-def check_single_samples(parts: Ingredients) -> None:
+def check_single_samples(parts: LoweringContext) -> None:
     """Trains a copy of the model on one sample if a batch or a part of a batch has one sample; the Task is unchanged.
 
     Raises:
         TaskError: training on one sample fails; the message names the batch and the fix.
     """
-    order = parts.roles.order
+    order = parts.splits.order
     if order is None:
         return
     last = order.size(order.batches - 1)
-    whole = last == 1 and not _normalises_separately(parts)
-    if not whole and _smallest(parts, {order.batch_size, last}) > 1:
+    whole = last == 1 and not _has_separate_normalization(parts)
+    if not whole and _smallest_part(parts, {order.batch_size, last}) > 1:
         return
     try:
         failed = _training_error(parts)
     except Exception as error:  # the first step reports it
-        parts.say(f"whether the model can be trained on one sample isn't tried: {blame(error)}")
+        parts.say(f"whether the model can be trained on one sample isn't tried: {describe_error(error)}")
         return
     if not failed or (
-        not whole and NORMALISED in failed
+        not whole and SINGLE_VALUE_ERROR in failed
     ):  # ranks normalise over the whole batch; another check compares pieces
         return
     if not whole:
@@ -54,40 +54,40 @@ def check_single_samples(parts: Ingredients) -> None:
     raise TaskError(
         f"{what}, on which the model fails in training: {failed}",
         expected="2 samples or more in each batch, for a batch norm"
-        if NORMALISED in failed
+        if SINGLE_VALUE_ERROR in failed
         else "a model that takes one sample",
         fix=fix,
     )
 
 
-def _normalises_separately(parts: Ingredients) -> bool:
+def _has_separate_normalization(parts: LoweringContext) -> bool:
     """Whether ranks normalise separately, each over its own samples."""
     return parts.plan.parallel == "local"
 
 
-def _smallest(parts: Ingredients, sizes: set[int]) -> int:
+def _smallest_part(parts: LoweringContext, sizes: set[int]) -> int:
     """Returns the smallest nonzero number of samples of a piece or of a rank's part, for batches of these sizes."""
     smallest = min(sizes)
     for size in sizes:
-        ranks = parts.dealt.ranks
+        ranks = parts.is_dealt.ranks
         edges = [
-            *itertools.pairwise(bounds(size, parts.plan.accumulation)),
-            *(part(size, rank, ranks) for rank in range(ranks)),
+            *itertools.pairwise(piece_bounds(size, parts.plan.accumulation)),
+            *(rank_bounds(size, rank, ranks) for rank in range(ranks)),
         ]
         cut = [last - first for first, last in edges]
         smallest = min(smallest, *(count for count in cut if count))
     return smallest
 
 
-def _training_error(parts: Ingredients) -> str:
+def _training_error(parts: LoweringContext) -> str:
     """Returns the error of a copy of the model for one sample, with the model's own modes; empty without an error."""
-    with preserved(*parts.devices):
-        model = copied(parts.model)
-        batch = to_device(peek(parts.roles, 1), parts.device)
-        Streams(parts.task.seed, parts.device).reseed("look")
-        with parts.on_copied_loss() as own:
+    with preserve_generators(*parts.devices):
+        model = copy_model(parts.model)
+        batch = to_device(first_batch(parts.splits, 1), parts.device)
+        RandomStreams(parts.task.seed, parts.device).reseed("look")
+        with parts.with_copied_loss() as own:
             try:
                 own.compute(model, batch)
             except Exception as error:
-                return blame(error)
+                return describe_error(error)
     return ""

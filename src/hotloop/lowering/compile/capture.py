@@ -25,24 +25,37 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
-from hotloop.core.patches import patched
-from hotloop.core.reporter import unlogged
-from hotloop.data.batch_tree import flatten
-from hotloop.errors import PlanError, blame, kind
-from hotloop.lowering.compile.compiled_rng import check_draws, check_recurrent, no_rewound_draws
-from hotloop.lowering.compile.decompositions import mend
-from hotloop.lowering.compile.guards import check_batch, check_constants, check_overlaps, constants_of, same_constants
-from hotloop.lowering.compile.inputs import Values, by_place, held_by, hyper_of, put, step_tensors
+from hotloop.core.patches import patch_attribute
+from hotloop.core.reporter import silence_loggers
+from hotloop.data.batch_tree import flatten_tree
+from hotloop.errors import PlanError, describe_error, type_name
+from hotloop.lowering.compile.compiled_rng import check_draws, check_recurrent, refuse_rng_reset
+from hotloop.lowering.compile.decompositions import fix_graph_for_inductor
+from hotloop.lowering.compile.guards import (
+    check_batch,
+    check_constants,
+    check_overlaps,
+    graph_constants,
+    have_same_constants,
+)
+from hotloop.lowering.compile.inputs import (
+    StepTensors,
+    group_numbers,
+    put_value,
+    scalars_by_place,
+    step_tensors,
+    tensors_by_place,
+)
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.lowering.grouped_mm import traceable_groups
-from hotloop.lowering.object_state.side_effects import no_side_effects, no_side_effects_of_update, refused
+from hotloop.lowering.object_state.side_effects import capture_error, refuse_side_effects, refuse_update_side_effects
 from hotloop.lowering.transforms.accumulation import accumulate_on_device
-from hotloop.lowering.transforms.optimizer import bare_step, hooked_optimizer, lay_out_gradients, without_subnormals
-from hotloop.task import Computed, hooked_parameter
+from hotloop.lowering.transforms.optimizer import bare_step, describe_update_hook, lay_out_gradients, zero_subnormals
+from hotloop.task import StepResult, first_hooked_parameter
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedStep:
     """One step as a graph.
 
     Attributes:
@@ -58,25 +71,25 @@ class Captured:
     scalars: tuple[str, ...]
     gradients: tuple[str, ...]
 
-    def traced_again(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
+    def retraced(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
         """What `run` does with the examples, and with further ones of their kind, as a graph; in the capture's own way."""
         mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
-        with mode, _tracing(), torch.no_grad():
+        with mode, _trace_mode(), torch.no_grad():
             return make_fx(run)(*self.examples, *further)
 
 
-Update = Literal["singly", "in_lists", "as_set"]
+UpdateStyle = Literal["singly", "in_lists", "as_set"]
 """How the update is captured: one by one, which a compiler fuses with what comes before; over lists, or as it is set."""
 
 
-def capture(
-    step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: Update = "singly"
-) -> Captured:
-    """The graph of one step on batches like `batch`; nothing is computed, and nothing changes. See `Capture`."""
-    return Capture(step, samples, hyper, whole=whole, update=update).twice(batch)
+def capture_step(
+    step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: UpdateStyle = "singly"
+) -> CapturedStep:
+    """The graph of one step on batches like `batch`; nothing is computed, and nothing changes. See `StepCapture`."""
+    return StepCapture(step, samples, hyper, whole=whole, update=update).trace_twice(batch)
 
 
-class Capture:
+class StepCapture:
     """How a step becomes a graph, and again in the same way later.
 
     Args:
@@ -90,12 +103,12 @@ class Capture:
     once_s = 0.0
 
     def __init__(
-        self, step: EagerStep, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: Update = "singly"
+        self, step: EagerStep, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: UpdateStyle = "singly"
     ) -> None:
         self._step, self._hyper, self._whole = step, hyper, whole
         self._tracer = _Tracer(step, samples, whole, update)
 
-    def once(self, batch: Any) -> Captured:
+    def trace_once(self, batch: Any) -> CapturedStep:
         """Raises PlanError where the step can't be captured."""
         began = time.perf_counter()
         _check_hooks(self._step, whole=self._whole)  # each time: callbacks may have hung some up
@@ -103,71 +116,71 @@ class Capture:
         self.once_s = time.perf_counter() - began
         return captured
 
-    def twice(self, batch: Any) -> Captured:
+    def trace_twice(self, batch: Any) -> CapturedStep:
         """Raises PlanError, too, where the step would not be the same step after step."""
-        return self.again(self.once(batch), batch)
+        return self.trace_again(self.trace_once(batch), batch)
 
-    def again(self, first: Captured, batch: Any) -> Captured:
+    def trace_again(self, first: CapturedStep, batch: Any) -> CapturedStep:
         """Raises PlanError where the step isn't what it was first."""
-        second = self.once(batch)
-        if first.graph.code != second.graph.code or not same_constants(first.graph, second.graph):
-            raise refused("two runs of it do different operations", "a step that is the same each time")
+        second = self.trace_once(batch)
+        if first.graph.code != second.graph.code or not have_same_constants(first.graph, second.graph):
+            raise capture_error("two runs of it do different operations", "a step that is the same each time")
         return second
 
 
 class _Tracer:
-    def __init__(self, step: EagerStep, samples: int, whole: bool, update: Update) -> None:
+    def __init__(self, step: EagerStep, samples: int, whole: bool, update: UpdateStyle) -> None:
         self.step, self.samples, self.whole, self.how = step, samples, whole, update
         self.names = {id(value): name for name, value in step.parts.model.named_parameters()}
-        self.numbers = hyper_of(step.optimizer)
+        self.numbers = scalars_by_place(step.optimizer)
         self.scalars: tuple[str, ...] = ()
         self.gradients: tuple[str, ...] = ()
         self.updates = False
 
-    def trace(self, values: Any) -> Captured:
-        leaves, unflatten = flatten(values)
+    def trace(self, values: Any) -> CapturedStep:
+        leaves, unflatten = flatten_tree(values)
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         if others:
-            raise refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
+            raise capture_error(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
         check_recurrent(self.step.parts.model, self.step.parts.device)
         # brings sympy along, which takes a third of a second
-        from hotloop.lowering.compile.symbolic_numbers import Symbols, unasked_powers
+        from hotloop.lowering.compile.symbolic_numbers import FastShapeEnv, skip_power_guards
 
-        mode = FakeTensorMode(shape_env=Symbols(), static_shapes=True, allow_non_fake_inputs=True)
+        mode = FakeTensorMode(shape_env=FastShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
         # Each leaf is an input of its own, also where this batch holds one tensor twice.
-        examples = [mode.from_tensor(_another(leaf), static_shapes=True) for leaf in leaves]
-        drawn = _drawn()
+        examples = [mode.from_tensor(_alias(leaf), static_shapes=True) for leaf in leaves]
+        drawn = _generator_positions()
         try:
-            draws = no_rewound_draws(self.step.parts.device)
-            with unlogged("torch"), mode, _tracing(), unasked_powers(), draws:
-                run = make_fx(lambda *flat: self.run(*unflatten(flat)), _WRITTEN_OUT)
+            draws = refuse_rng_reset(self.step.parts.device)
+            with silence_loggers("torch"), mode, _trace_mode(), skip_power_guards(), draws:
+                run = make_fx(lambda *flat: self.run(*unflatten(flat)), _DECOMPOSITIONS)
                 graph = run(*examples)
-            mend(graph)
+            fix_graph_for_inductor(graph)
         except PlanError:
             raise
         except Exception as error:
             raise self._refused(error) from error
-        if drawn != _drawn():
-            raise refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
+        if drawn != _generator_positions():
+            raise capture_error("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         check_draws(graph)
         self.check_generators(graph)
         check_constants(graph, leaves)
-        check_overlaps(graph, by_place(values[0]))
-        check_batch(graph, flatten(values[1])[0])
-        return Captured(graph, examples, self.scalars, self.gradients)
+        check_overlaps(graph, tensors_by_place(values[0]))
+        check_batch(graph, flatten_tree(values[1])[0])
+        return CapturedStep(graph, examples, self.scalars, self.gradients)
 
     def check_generators(self, graph: GraphModule) -> None:
         """Refuses draws from generators that aren't torch's global ones, which no seed of a step would reach."""
-        own = [value for value in constants_of(graph).values() if isinstance(value, torch.Generator)]
+        own = [value for value in graph_constants(graph).values() if isinstance(value, torch.Generator)]
         if own:
             self.step.owned.of_batch.refresh()
-            raise refused(
-                f"it draws from {self.step.owned.of_batch.path_of(own[0]) or 'a torch.Generator'}, a random generator of its own",
+            raise capture_error(
+                f"it draws from {self.step.owned.of_batch.find_path(own[0]) or 'a torch.Generator'}, a random generator of its own",
                 "draws from torch's global generator",
                 fix="leave out generator=... there, or choose compile=none and graphs=none",
             )
 
-    def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
+    def run(self, values: StepTensors, batch: Any) -> tuple[Tensor, ...]:
         """One step on the given tensors, in place of the step's own."""
         parts = self.step.parts
         live = {name: value.detach().requires_grad_(self.trained(name)) for name, value in values["parameters"].items()}
@@ -178,7 +191,7 @@ class _Tracer:
 
         def backward(loss: Tensor, counts: Tensor | None = None) -> None:
             scaled = loss if scale is None else loss * scale
-            found = apart(torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True), _place)
+            found = unalias(torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True), _storage_place)
             for name, value in zip(wanted, found, strict=True):
                 if value is not None:
                     _check_dense(name, value)
@@ -190,7 +203,7 @@ class _Tracer:
             # put back in the order of a stack: a module of two names gets its parameters twice
             _reparametrize_module(parts.model, {**live, **buffers}, tie_weights=True, stack_weights=True),
             _reparametrize_module(loss, values["loss"], tie_weights=True, stack_weights=True),
-            no_side_effects(parts.model, {"loss": parts.task.loss, "step": parts.task.step}),
+            refuse_side_effects(parts.model, {"loss": parts.task.loss, "step": parts.task.step}),
         ):
             computed = self.compute(batch, backward)
         self.scalars = tuple(computed.scalars)
@@ -206,14 +219,14 @@ class _Tracer:
     def _refused(self, error: Exception) -> PlanError:
         """What an error of the trace says; that of an update names the optimizer, without which the rest may be captured."""
         if not self.updates:
-            return refused(blame(error), "tensor operations that don't ask for a tensor's value")
-        return refused(
-            f"the optimizer, {kind(self.step.optimizer)}: {blame(error)}",
+            return capture_error(describe_error(error), "tensor operations that don't ask for a tensor's value")
+        return capture_error(
+            f"the optimizer, {type_name(self.step.optimizer)}: {describe_error(error)}",
             "an update of tensor operations that don't ask for a tensor's value",
             "choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
         )
 
-    def compute(self, batch: Any, backward: Callable[..., None]) -> Computed:
+    def compute(self, batch: Any, backward: Callable[..., None]) -> StepResult:
         """Forward and backward: of the whole batch, or piece by piece."""
         parts = self.step.parts
         if parts.plan.accumulation > 1:
@@ -225,7 +238,7 @@ class _Tracer:
     def trained(self, name: str) -> bool:
         return self.step.parts.model.get_parameter(name).requires_grad
 
-    def update(self, values: Values, gradients: dict[str, Tensor]) -> None:
+    def update(self, values: StepTensors, gradients: dict[str, Tensor]) -> None:
         """Clipping, the optimizer's own `step`, and the average, on the given tensors."""
         step, optimizer = self.step, self.step.optimizer
         parameters = values["parameters"]
@@ -245,18 +258,18 @@ class _Tracer:
                     ways = {"foreach": self.how == "in_lists" and group.get("foreach") is not False, "fused": False}
                     group.update({key: way for key, way in ways.items() if key in group})
             optimizer.state = swapped
-            for place, held in list(held_by(optimizer)):
+            for place, held in list(group_numbers(optimizer)):
                 now = self.numbers[place]
                 if place in values["hyper"]:
-                    put(optimizer, place, _number(optimizer, place, values["hyper"][place], now))
+                    put_value(optimizer, place, _traced_number(optimizer, place, values["hyper"][place], now))
                 elif isinstance(held, Tensor):
-                    put(optimizer, place, now)
+                    put_value(optimizer, place, now)
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
             lay_out_gradients(optimizer)
-            with no_side_effects_of_update(optimizer, {id(value): name for name, value in parameters.items()}):
+            with refuse_update_side_effects(optimizer, {id(value): name for name, value in parameters.items()}):
                 bare_step(type(optimizer).step)(optimizer)
             if self.step.parts.device.type == "cpu":
-                without_subnormals(value for kept in values["state"].values() for value in kept.values())
+                zero_subnormals(value for kept in values["state"].values() for value in kept.values())
         finally:
             optimizer.state = state
             for group, original in zip(optimizer.param_groups, groups, strict=True):
@@ -267,7 +280,7 @@ class _Tracer:
             step.update_average(list(values["average"].values()), [parameters[name] for name in values["average"]])
 
 
-def apart(gradients: Iterable[Tensor | None], place: Callable[[Tensor], Any]) -> Iterator[Tensor | None]:
+def unalias(gradients: Iterable[Tensor | None], place: Callable[[Tensor], Any]) -> Iterator[Tensor | None]:
     """Gradients with memory of their own each, as where autograd accumulates them: both terms of a sum get one tensor.
 
     Args:
@@ -283,32 +296,32 @@ def apart(gradients: Iterable[Tensor | None], place: Callable[[Tensor], Any]) ->
 
 def _check_dense(name: str, gradient: Tensor) -> None:
     if gradient.layout != torch.strided:
-        raise refused(
+        raise capture_error(
             f"the gradient of {name!r} is sparse",
             "gradients that hold a number for each of the parameter",
             fix="leave out sparse=True of that layer, or choose compile=none and graphs=none",
         )
 
 
-def _place(value: Tensor) -> tuple[int, int]:
+def _storage_place(value: Tensor) -> tuple[int, int]:
     """Of a tensor without content, too."""
     return value.untyped_storage()._cdata, value.storage_offset()  # type: ignore[return-value]
 
 
-def _another(leaf: Tensor) -> Tensor:
+def _alias(leaf: Tensor) -> Tensor:
     """Another object for the same tensor."""
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
 @contextmanager
-def _tracing() -> Iterator[None]:
-    with warnings.catch_warnings(), _without_a_memory_of_onednn():
+def _trace_mode() -> Iterator[None]:
+    with warnings.catch_warnings(), _reset_onednn_memory():
         warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
-        with patched(torch._VF, "lstm", _plain), traceable_groups():
+        with patch_attribute(torch._VF, "lstm", _without_fused_lstm), traceable_groups():
             yield
 
 
-def _plain(lstm: Callable[..., Any]) -> Callable[..., Any]:
+def _without_fused_lstm(lstm: Callable[..., Any]) -> Callable[..., Any]:
     """LSTMs without oneDNN's fused layer, which the compiler doesn't know.
 
     oneDNN's convolutions stay, since only they know that the channels of a result come last where those of the image do.
@@ -323,7 +336,7 @@ def _plain(lstm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _without_a_memory_of_onednn() -> Iterator[None]:
+def _reset_onednn_memory() -> Iterator[None]:
     """torch remembers how convolutions lie, but not whether oneDNN was on: where somebody has turned it off it is to forget."""
     forget = FakeTensorMode.cache_clear if not torch.backends.mkldnn.enabled else lambda: None
     forget()
@@ -338,21 +351,21 @@ def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
 
 
 # The compiler's own form asks whether the weight is below a half, which a schedule's number doesn't tell before it runs.
-_WRITTEN_OUT = {torch.ops.aten.lerp_.Scalar: _lerp_}
+_DECOMPOSITIONS = {torch.ops.aten.lerp_.Scalar: _lerp_}
 
 
-def _drawn() -> Any:
+def _generator_positions() -> Any:
     """How far Python's and NumPy's generators are."""
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), state["state"]["pos"], state["has_gauss"]
 
 
-def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: float) -> Any:
+def _traced_number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: float) -> Any:
     """What stands for one of the optimizer's numbers while the step is traced."""
     number, key, *_ = place.split("/")
     if optimizer.param_groups[int(number)].get("fused"):
         if key != "lr":
-            raise refused(
+            raise capture_error(
                 f"the schedule changes {key}, and a fused update takes the learning rate alone from the device",
                 "a schedule of the learning rate, such as OneCycleLR(..., cycle_momentum=False)",
                 fix="change the schedule, or choose optimizer=foreach",
@@ -368,14 +381,14 @@ def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: fl
 
 def _check_hooks(step: EagerStep, *, whole: bool) -> None:
     """The graph has tensors in place of the parameters, and of the update what the optimizer's class computes."""
-    if (name := hooked_parameter(step.parts.model)) is not None:
-        raise refused(
+    if (name := first_hooked_parameter(step.parts.model)) is not None:
+        raise capture_error(
             f"the parameter {name!r} has a hook on its gradient, which would not be called",
             "parameters without hooks of their own",
             fix="take the hook off, or choose compile=none and graphs=none",
         )
-    if whole and (found := hooked_optimizer(step.optimizer)) is not None:
-        raise refused(
+    if whole and (found := describe_update_hook(step.optimizer)) is not None:
+        raise capture_error(
             f"there is {found}, which would not be called",
             "an optimizer whose class says all that an update does",
             fix="choose compile=forward, which leaves the update out, or compile=none; and graphs=none",

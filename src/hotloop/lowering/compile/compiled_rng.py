@@ -15,10 +15,10 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.core.patches import Patches
-from hotloop.lowering.object_state.side_effects import refused
+from hotloop.lowering.object_state.side_effects import capture_error
 
 
-def draws(function: Any, args: Any, kwargs: Any) -> bool:
+def is_random_op(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation draws: attention does only where it has dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
@@ -29,22 +29,22 @@ def draws(function: Any, args: Any, kwargs: Any) -> bool:
     return bool((given | kwargs).get("dropout_p", True))
 
 
-def draws_nothing(graph: GraphModule) -> bool:
+def has_no_draws(graph: GraphModule) -> bool:
     """Whether a captured graph surely draws nothing: it is made of operations of torch's own that don't."""
-    return all(_draws_nothing(node.target) for node in graph.graph.nodes if node.op.startswith("call_"))
+    return all(_has_no_draws(node.target) for node in graph.graph.nodes if node.op.startswith("call_"))
 
 
-def _draws_nothing(target: Any) -> bool:
+def _has_no_draws(target: Any) -> bool:
     if isinstance(target, OpOverload):
-        return target.namespace in _TORCHS_OWN and torch.Tag.nondeterministic_seeded not in target.tags
+        return target.namespace in _TORCH_NAMESPACES and torch.Tag.nondeterministic_seeded not in target.tags
     return isinstance(target, BuiltinFunctionType) or target in (torch.sym_float, torch.sym_sqrt)
 
 
-_TORCHS_OWN = ("aten", "prims", "mkldnn")
+_TORCH_NAMESPACES = ("aten", "prims", "mkldnn")
 
 
 @contextmanager
-def no_rewound_draws(device: torch.device) -> Iterator[None]:
+def refuse_rng_reset(device: torch.device) -> Iterator[None]:
     """Refuses draws after torch's generator was set, other than back to where it is.
 
     `torch.utils.checkpoint` does so to draw a mask of dropout again, `torch.random.fork_rng` to draw the same each time.
@@ -55,12 +55,12 @@ def no_rewound_draws(device: torch.device) -> Iterator[None]:
     Raises:
         PlanError: there is such a draw.
     """
-    watch, patches = _Draws(), Patches()
+    watch, patches = _DrawCounter(), Patches()
     for module in {torch, torch.random, *([] if device.type == "cpu" else [torch.get_device_module(device)])}:
         for name in vars(module).keys() & {"get_rng_state"}:
-            patches.put(module, name, watch.noting)
+            patches.patch(module, name, watch.noting)
         for name in vars(module).keys() & {"set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all"}:
-            patches.put(module, name, watch.moving)
+            patches.patch(module, name, watch.track_state)
     try:
         with watch:
             yield
@@ -68,7 +68,7 @@ def no_rewound_draws(device: torch.device) -> Iterator[None]:
         patches.undo()
 
 
-class _Draws(TorchDispatchMode):
+class _DrawCounter(TorchDispatchMode):
     """Counts draws, so as to know which state of the generator is that of now: a trace draws nothing, and moves none."""
 
     supports_higher_order_operators = True
@@ -88,7 +88,7 @@ class _Draws(TorchDispatchMode):
 
         return noted
 
-    def moving(self, move: Callable[..., Any]) -> Callable[..., Any]:
+    def track_state(self, move: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(move)
         def moved(*args: Any, **kwargs: Any) -> Any:
             known = [self._states[id(one)][1] for one in (*args, *kwargs.values()) if id(one) in self._states]
@@ -98,9 +98,9 @@ class _Draws(TorchDispatchMode):
         return moved
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if draws(function, args, kwargs or {}):
+        if is_random_op(function, args, kwargs or {}):
             if self.elsewhere:
-                raise refused(
+                raise capture_error(
                     "it sets torch's generator and draws from it, as a checkpoint does that computes dropout again, "
                     "where a compiled step would draw other numbers",
                     "draws in the order of the step alone",
@@ -119,7 +119,7 @@ def check_recurrent(model: nn.Module, device: torch.device) -> None:
     used = device.type == "cuda" and torch.backends.cudnn.enabled
     layer = next((name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)), None)
     if used and layer is not None:
-        raise refused(
+        raise capture_error(
             f"{layer or 'the model'} is one of torch's recurrent layers, whose weights cuDNN reads as one piece of memory",
             "layers made of tensor operations alone",
             fix="choose compile=none and graphs=none",
@@ -133,8 +133,10 @@ def check_draws(graph: GraphModule) -> None:
         PlanError: a captured step has such draws.
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._cudnn_rnn.default):
-        if node.args[_DROPOUT]:
-            raise refused("cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer")
+        if node.args[_DROPOUT_OPS]:
+            raise capture_error(
+                "cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer"
+            )
 
 
-_DROPOUT = [one.name for one in torch.ops.aten._cudnn_rnn.default._schema.arguments].index("dropout")
+_DROPOUT_OPS = [one.name for one in torch.ops.aten._cudnn_rnn.default._schema.arguments].index("dropout")

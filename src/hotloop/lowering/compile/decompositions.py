@@ -12,7 +12,7 @@ from torch._prims_common import suggest_memory_format
 from torch.fx import GraphModule, Node
 
 
-def written_to(nodes: Sequence[Node]) -> set[Node]:
+def mutated_nodes(nodes: Sequence[Node]) -> set[Node]:
     """What is changed in place after it was made, by itself or through a view: what it holds can't be told from its node."""
     found = set[Node]()
     for node in nodes:
@@ -20,11 +20,11 @@ def written_to(nodes: Sequence[Node]) -> set[Node]:
             for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
                 given = node.args[place]
                 if argument.is_write and isinstance(given, Node):
-                    found.update(_viewed(given))
+                    found.update(_view_chain(given))
     return found
 
 
-def _viewed(node: Node) -> Iterator[Node]:
+def _view_chain(node: Node) -> Iterator[Node]:
     """Returns the node, and the nodes of which it is a view."""
     yield node
     while node.op == "call_function" and node.all_input_nodes:
@@ -37,16 +37,16 @@ def _viewed(node: Node) -> Iterator[Node]:
         yield node
 
 
-def mend(graph: GraphModule) -> None:
+def fix_graph_for_inductor(graph: GraphModule) -> None:
     """Rewrites a captured step for the compiler; what it computes stays the same."""
-    _spell_out_factors(graph)
-    _leave_out_nothing(graph)
-    _draw_in_order_of_memory(graph)
-    _trust_permutations(graph)
+    _expand_scaled_sums(graph)
+    _drop_empty_operands(graph)
+    _draw_in_memory_order(graph)
+    _skip_permutation_checks(graph)
     graph.recompile()
 
 
-def _spell_out_factors(graph: GraphModule) -> None:
+def _expand_scaled_sums(graph: GraphModule) -> None:
     """Turns `a + factor * b`, where that is one operation, into two.
 
     Inductor makes `addmm` of an addition to a matrix product and forgets the factor (torch 2.13): the update of plain
@@ -61,7 +61,7 @@ def _spell_out_factors(graph: GraphModule) -> None:
             node.args, node.kwargs = (node.args[0], scaled), {}
 
 
-def _leave_out_nothing(graph: GraphModule) -> None:
+def _drop_empty_operands(graph: GraphModule) -> None:
     """Puts tensors together without those of shape (0,), such as a cache that is empty yet.
 
     A compiler leaves them out by itself, but then hands on the strides of a single other tensor (torch 2.13), where the
@@ -70,7 +70,7 @@ def _leave_out_nothing(graph: GraphModule) -> None:
     aten = torch.ops.aten
     for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
         given: Any = node.args[0]
-        there = [one for one in given if not _is_nothing(one.meta["val"])]
+        there = [one for one in given if not _is_empty(one.meta["val"])]
         other = any(one.meta["val"].dtype != node.meta["val"].dtype for one in there)
         if other or len(there) in (0, len(given)):  # what is left out has a say in the result's dtype
             continue
@@ -84,12 +84,12 @@ def _leave_out_nothing(graph: GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
-def _is_nothing(value: Tensor) -> bool:
+def _is_empty(value: Tensor) -> bool:
     """Whether its shape is (0,), whatever is in the batch."""
     return value.ndim == 1 and isinstance(value.shape[0], int) and not value.shape[0]
 
 
-def _draw_in_order_of_memory(graph: GraphModule) -> None:
+def _draw_in_memory_order(graph: GraphModule) -> None:
     """Permutes what is drawn into, and what it is drawn from, so that dimensions are in the order of its memory.
 
     Eager kernels draw in the order of memory. A compiler chooses strides of its own for what is not its input, and so
@@ -98,7 +98,7 @@ def _draw_in_order_of_memory(graph: GraphModule) -> None:
     permute = torch.ops.aten.permute.default
     for node in graph.graph.nodes:
         value = node.meta.get("val")
-        if not _is_drawn(node) or not isinstance(value, Tensor) or value.is_contiguous():
+        if not _is_random(node) or not isinstance(value, Tensor) or value.is_contiguous():
             continue
         if node.target.overloadpacket is torch.ops.aten.normal:
             _draw_from_contiguous(graph, node, value)
@@ -106,7 +106,7 @@ def _draw_in_order_of_memory(graph: GraphModule) -> None:
         strides = value.stride()
         order = sorted(range(value.ndim), key=strides.__getitem__, reverse=True)
         with graph.graph.inserting_before(node):
-            given = tuple(_turned(graph, one, value, order) if _is_tensor(one) else one for one in node.args)
+            given = tuple(_permute_operand(graph, one, value, order) if _is_tensor(one) else one for one in node.args)
         with graph.graph.inserting_after(node):
             back = graph.graph.call_function(permute, (node, [order.index(place) for place in range(value.ndim)]))
         node.args, back.meta = given, dict(node.meta)
@@ -117,11 +117,11 @@ def _draw_in_order_of_memory(graph: GraphModule) -> None:
 def _draw_from_contiguous(graph: GraphModule, node: Node, value: Tensor) -> None:
     """`normal` of tensors draws in the order of dimensions, wherever its operands lie, though the trace takes it to lie as they do."""
     with graph.graph.inserting_before(node):
-        given = [_contiguous(graph, one) if _is_tensor(one) else one for one in node.args]
+        given = [_make_contiguous(graph, one) if _is_tensor(one) else one for one in node.args]
     node.args, node.meta["val"] = tuple(given), value.contiguous()
 
 
-def _contiguous(graph: GraphModule, node: Node) -> Node:
+def _make_contiguous(graph: GraphModule, node: Node) -> Node:
     copied = graph.graph.call_function(
         torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
     )
@@ -129,7 +129,7 @@ def _contiguous(graph: GraphModule, node: Node) -> Node:
     return copied
 
 
-def _turned(graph: GraphModule, node: Node, value: Tensor, order: list[int]) -> Node:
+def _permute_operand(graph: GraphModule, node: Node, value: Tensor, order: list[int]) -> Node:
     """An operand of what is drawn in the shape of `value`, with its dimensions in that order."""
     if node.meta["val"].shape != value.shape:
         there = node.meta["val"].expand(value.shape)
@@ -144,32 +144,32 @@ def _is_tensor(given: Any) -> TypeGuard[Node]:
     return isinstance(given, Node) and isinstance(given.meta.get("val"), Tensor)
 
 
-def _is_drawn(node: Node) -> bool:
+def _is_random(node: Node) -> bool:
     """Whether it draws the elements of one tensor from those of another, or into it."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False
-    return schema.name.partition("::")[2].removesuffix("_") in _DRAWN or schema.name.endswith("_like")
+    return schema.name.partition("::")[2].removesuffix("_") in _RANDOM_OPS or schema.name.endswith("_like")
 
 
-_DRAWN = ("bernoulli", "uniform", "normal", "exponential", "random", "cauchy", "geometric", "log_normal")
+_RANDOM_OPS = ("bernoulli", "uniform", "normal", "exponential", "random", "cauchy", "geometric", "log_normal")
 
 
-def _trust_permutations(graph: GraphModule) -> None:
+def _skip_permutation_checks(graph: GraphModule) -> None:
     """Rows in a drawn order, as mixup mixes them, are looked up without asking whether there are such rows.
 
     So the compiler has it itself, by a pattern that it fails with where all rows are looked up (torch 2.13).
     """
     aten = torch.ops.aten
     found = graph.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    written = written_to(list(graph.graph.nodes)) if found else set()
+    written = mutated_nodes(list(graph.graph.nodes)) if found else set()
     for node in found:
         image, rows = node.args[0].meta["val"], node.args[1]
-        if len(rows) == 1 and rows[0] not in written and _permutes(rows[0], image.shape[0]):
+        if len(rows) == 1 and rows[0] not in written and _is_permutation(rows[0], image.shape[0]):
             node.target = aten._unsafe_index.Tensor
 
 
-def _permutes(node: Node, rows: Any) -> bool:
+def _is_permutation(node: Node, rows: Any) -> bool:
     """Whether it draws an order of so many rows at the most, as far as that is known before a batch is there."""
     draws = node.target in (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
     return draws and isinstance(rows, int) and isinstance(node.args[0], int) and node.args[0] <= rows

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter
 
-from hotloop.errors import PlanError, blame
-from hotloop.lowering.compile.capture import Captured
+from hotloop.errors import PlanError, describe_error
+from hotloop.lowering.compile.capture import CapturedStep
 
 
-def lift(captured: Captured, total: Tensor | None = None, weight: int = 1) -> Captured:
+def lift_scalars(captured: CapturedStep, total: Tensor | None = None, weight: int = 1) -> CapturedStep:
     """The same step without `.item()`; its numbers are tensors of shape (), float64, on the device.
 
     Args:
@@ -36,21 +36,21 @@ def lift(captured: Captured, total: Tensor | None = None, weight: int = 1) -> Ca
     further = [] if total is None else [mode.from_tensor(total, static_shapes=True)]
 
     def run(*flat: Tensor) -> Any:
-        found = Lifting(captured.graph).run(*flat[: len(captured.examples)])
+        found = ScalarLifter(captured.graph).run(*flat[: len(captured.examples)])
         for one in flat[len(captured.examples) :]:
             one.add_(found[0], alpha=weight)
         return found
 
     try:
-        graph = captured.traced_again(run, *further)
+        graph = captured.retraced(run, *further)
     except PlanError:
         raise
     except Exception as error:
-        raise _refused(blame(error)) from error
+        raise _unsupported_error(describe_error(error)) from error
     return replace(captured, graph=graph, examples=[*captured.examples, *further])
 
 
-class Number:
+class DeviceScalar:
     """A number that only the device knows: arithmetic on it is arithmetic on a tensor of shape (), float64."""
 
     def __init__(self, value: Tensor) -> None:
@@ -63,11 +63,11 @@ class Number:
         return self._cast[dtype]
 
 
-def _arithmetic(function: Callable[..., Tensor], *operands: Any) -> Number:
-    return Number(function(*(one.value if isinstance(one, Number) else one for one in operands)))
+def _arithmetic(function: Callable[..., Tensor], *operands: Any) -> DeviceScalar:
+    return DeviceScalar(function(*(one.value if isinstance(one, DeviceScalar) else one for one in operands)))
 
 
-_PYTHON: dict[Any, Callable[..., Tensor]] = {
+_PYTHON_OPERATORS: dict[Any, Callable[..., Tensor]] = {
     operator.add: operator.add,
     operator.sub: operator.sub,
     operator.mul: operator.mul,
@@ -80,7 +80,7 @@ _PYTHON: dict[Any, Callable[..., Tensor]] = {
 """What Python does with numbers, and what that is for tensors."""
 
 
-class Lifting(Interpreter):
+class ScalarLifter(Interpreter):
     """Runs a captured graph with its numbers as tensors."""
 
     def __init__(self, graph: GraphModule) -> None:
@@ -89,136 +89,146 @@ class Lifting(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.aten._local_scalar_dense.default:
-            return Number(args[0].to(torch.float64))
-        if not any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
+            return DeviceScalar(args[0].to(torch.float64))
+        if not any(isinstance(leaf, DeviceScalar) for leaf in pytree.tree_leaves((args, kwargs))):
             return super().call_function(target, args, kwargs)
-        if target in _PYTHON:
-            return _arithmetic(_PYTHON[target], *args)
-        form = _FORMS.get(_name(target)) if isinstance(target, OpOverload) else None
+        if target in _PYTHON_OPERATORS:
+            return _arithmetic(_PYTHON_OPERATORS[target], *args)
+        form = _OVERLOADS.get(_base_name(target)) if isinstance(target, OpOverload) else None
         if form is None:
-            raise _refused(f"{_name(target)} takes a number that changes from step to step")
+            raise _unsupported_error(f"{_base_name(target)} takes a number that changes from step to step")
         return form(target, *args, **kwargs)
 
 
-def _name(target: Any) -> str:
+def _base_name(target: Any) -> str:
     """`add.Tensor` of `aten.add_.Tensor`: an operation in place has the form of the one that isn't."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", str(target))
     return f"{target.overloadpacket.__name__.rstrip('_')}.{target._overloadname}"
 
 
-def _another(op: OpOverload, overload: str, name: str | None = None) -> Callable[..., Any]:
+def _overload(op: OpOverload, overload: str, name: str | None = None) -> Callable[..., Any]:
     """Another overload of an operation, or of the operation of that name; in place if `op` is."""
     own = op.overloadpacket.__name__
     name = own if name is None else name + "_" * own.endswith("_")
     return getattr(getattr(torch.ops.aten, name), overload)
 
 
-def _like(number: Any, value: Tensor) -> Any:
+def _as_dtype_of(number: Any, value: Tensor) -> Any:
     """A number as a tensor of the dtype of `value`, which it meets."""
-    return number.to(value.dtype) if isinstance(number, Number) else number
+    return number.to(value.dtype) if isinstance(number, DeviceScalar) else number
 
 
-def _each(numbers: Any, values: list[Tensor]) -> list[Tensor]:
+def _scalar_tensors(numbers: Any, values: list[Tensor]) -> list[Tensor]:
     """A tensor of shape () for each of `values`; `numbers` are as many, or one for all."""
     every = numbers if isinstance(numbers, list | tuple) else [numbers] * len(values)
     return [
-        one.to(value.dtype) if isinstance(one, Number) else value.new_full((), one)
+        one.to(value.dtype) if isinstance(one, DeviceScalar) else value.new_full((), one)
         for one, value in zip(every, values, strict=True)
     ]
 
 
-def _scaled(value: Any, number: Any) -> Any:
+def _scale(value: Any, number: Any) -> Any:
     """A tensor times a number; or a list of them, times one number or one each."""
     if isinstance(value, Tensor):
-        return value * _like(number, value)
-    if isinstance(number, Number):
+        return value * _as_dtype_of(number, value)
+    if isinstance(number, DeviceScalar):
         return torch._foreach_mul(value, number.to(value[0].dtype))
-    return torch._foreach_mul(value, _each(number, value))
+    return torch._foreach_mul(value, _scalar_tensors(number, value))
 
 
 # --- forms: each does what `op` does, with tensors where that has numbers
 
 
-def _two(op: OpOverload, value: Tensor, other: Any, alpha: Any = 1) -> Any:
+def _scaled_binary(op: OpOverload, value: Tensor, other: Any, alpha: Any = 1) -> Any:
     """`value + alpha * other` and the like."""
-    if isinstance(alpha, Number):
-        other = _scaled(other, alpha) if isinstance(other, Tensor) else _arithmetic(operator.mul, other, alpha)
+    if isinstance(alpha, DeviceScalar):
+        other = _scale(other, alpha) if isinstance(other, Tensor) else _arithmetic(operator.mul, other, alpha)
         alpha = 1
-    return _another(op, "Tensor")(value, _like(other, value), **({} if alpha == 1 else {"alpha": alpha}))
+    return _overload(op, "Tensor")(value, _as_dtype_of(other, value), **({} if alpha == 1 else {"alpha": alpha}))
 
 
-def _reversed(op: OpOverload, value: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-    return _like(other, value) - _scaled(value, alpha)
+def _reversed_subtract(op: OpOverload, value: Tensor, other: Any, alpha: Any = 1) -> Tensor:
+    return _as_dtype_of(other, value) - _scale(value, alpha)
 
 
 def _power_of(op: OpOverload, base: Any, exponent: Tensor) -> Any:
-    return torch.pow(_like(base, exponent), exponent)
+    return torch.pow(_as_dtype_of(base, exponent), exponent)
 
 
 def _to_power(op: OpOverload, base: Tensor, exponent: Any) -> Any:
     in_place = op.overloadpacket.__name__.endswith("_")
-    return (base.pow_ if in_place else base.pow)(_like(exponent, base))
+    return (base.pow_ if in_place else base.pow)(_as_dtype_of(exponent, base))
 
 
 def _product(op: OpOverload, start: Tensor, one: Tensor, other: Tensor, *, value: Any) -> Any:
-    return op(start, _scaled(one, value), other)
+    return op(start, _scale(one, value), other)
 
 
-def _between(op: OpOverload, value: Tensor, end: Tensor, weight: Any) -> Any:
-    return _another(op, "Tensor")(value, end, _like(weight, value))
+def _lerp(op: OpOverload, value: Tensor, end: Tensor, weight: Any) -> Any:
+    return _overload(op, "Tensor")(value, end, _as_dtype_of(weight, value))
 
 
-def _lists(op: OpOverload, values: list[Tensor], others: list[Tensor], *, alpha: Any) -> Any:
-    return op(values, _scaled(others, alpha))
+def _foreach_binary(op: OpOverload, values: list[Tensor], others: list[Tensor], *, alpha: Any) -> Any:
+    return op(values, _scale(others, alpha))
 
 
-def _lists_and_one(op: OpOverload, values: list[Tensor], number: Any) -> Any:
-    return _another(op, "Tensor")(values, _like(number, values[0]))
+def _foreach_scalar(op: OpOverload, values: list[Tensor], number: Any) -> Any:
+    return _overload(op, "Tensor")(values, _as_dtype_of(number, values[0]))
 
 
-def _lists_less_one(op: OpOverload, values: list[Tensor], number: Any) -> Any:
-    return _another(op, "Tensor", "_foreach_add")(values, _like(_arithmetic(operator.neg, number), values[0]))
+def _foreach_subtract(op: OpOverload, values: list[Tensor], number: Any) -> Any:
+    return _overload(op, "Tensor", "_foreach_add")(values, _as_dtype_of(_arithmetic(operator.neg, number), values[0]))
 
 
-def _lists_and_each(op: OpOverload, values: list[Tensor], numbers: Any) -> Any:
-    return _another(op, "List")(values, _each(numbers, values))
+def _foreach_scalars(op: OpOverload, values: list[Tensor], numbers: Any) -> Any:
+    return _overload(op, "List")(values, _scalar_tensors(numbers, values))
 
 
-def _powers_of(op: OpOverload, base: Any, exponents: list[Tensor]) -> Any:
-    return torch._foreach_pow(_each(base, exponents), exponents)
+def _foreach_powers(op: OpOverload, base: Any, exponents: list[Tensor]) -> Any:
+    return torch._foreach_pow(_scalar_tensors(base, exponents), exponents)
 
 
-def _products(op: OpOverload, values: list[Tensor], ones: list[Tensor], others: list[Tensor], numbers: Any) -> Any:
-    return _another(op, "Scalar")(values, _scaled(ones, numbers), others)
+def _foreach_products(
+    op: OpOverload, values: list[Tensor], ones: list[Tensor], others: list[Tensor], numbers: Any
+) -> Any:
+    return _overload(op, "Scalar")(values, _scale(ones, numbers), others)
 
 
-def _lists_between(op: OpOverload, values: list[Tensor], ends: list[Tensor], weight: Any) -> Any:
-    return _another(op, "List", "_foreach_add")(values, _scaled(torch._foreach_sub(ends, values), weight))
+def _foreach_lerp(op: OpOverload, values: list[Tensor], ends: list[Tensor], weight: Any) -> Any:
+    return _overload(op, "List", "_foreach_add")(values, _scale(torch._foreach_sub(ends, values), weight))
 
 
-_FORMS: dict[str, Callable[..., Any]] = {
-    **{f"{name}.{overload}": _two for name in ("add", "sub", "mul", "div") for overload in ("Tensor", "Scalar")},
-    "rsub.Scalar": _reversed,
+_OVERLOADS: dict[str, Callable[..., Any]] = {
+    **{
+        f"{name}.{overload}": _scaled_binary
+        for name in ("add", "sub", "mul", "div")
+        for overload in ("Tensor", "Scalar")
+    },
+    "rsub.Scalar": _reversed_subtract,
     "pow.Scalar": _power_of,
     "pow.Tensor_Scalar": _to_power,
-    "lerp.Scalar": _between,
+    "lerp.Scalar": _lerp,
     "addcmul.default": _product,
     "addcdiv.default": _product,
-    "_foreach_add.List": _lists,
-    "_foreach_sub.List": _lists,
-    **{f"_foreach_{name}.Scalar": _lists_and_one for name in ("add", "mul", "div")},
-    "_foreach_sub.Scalar": _lists_less_one,
-    "_foreach_pow.Scalar": _lists_and_each,
-    **{f"_foreach_{name}.ScalarList": _lists_and_each for name in ("add", "sub", "mul", "div", "pow")},
-    "_foreach_pow.ScalarAndTensor": _powers_of,
-    **{f"_foreach_{name}.{how}": _products for name in ("addcmul", "addcdiv") for how in ("Scalar", "ScalarList")},
-    "_foreach_lerp.Scalar": _lists_between,
+    "_foreach_add.List": _foreach_binary,
+    "_foreach_sub.List": _foreach_binary,
+    **{f"_foreach_{name}.Scalar": _foreach_scalar for name in ("add", "mul", "div")},
+    "_foreach_sub.Scalar": _foreach_subtract,
+    "_foreach_pow.Scalar": _foreach_scalars,
+    **{f"_foreach_{name}.ScalarList": _foreach_scalars for name in ("add", "sub", "mul", "div", "pow")},
+    "_foreach_pow.ScalarAndTensor": _foreach_powers,
+    **{
+        f"_foreach_{name}.{how}": _foreach_products
+        for name in ("addcmul", "addcdiv")
+        for how in ("Scalar", "ScalarList")
+    },
+    "_foreach_lerp.Scalar": _foreach_lerp,
 }
 """By operation and overload, whether in place or not."""
 
 
-def _refused(why: str) -> PlanError:
+def _unsupported_error(why: str) -> PlanError:
     return PlanError(
         f"the step can't become a CUDA graph: {why}",
         expected="operations on tensors that need nothing from the host",

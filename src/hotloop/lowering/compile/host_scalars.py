@@ -23,8 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from hotloop.errors import PlanError
-from hotloop.lowering.compile.capture import Captured
-from hotloop.lowering.compile.device_scalars import Lifting, Number
+from hotloop.lowering.compile.capture import CapturedStep
+from hotloop.lowering.compile.device_scalars import DeviceScalar, ScalarLifter
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class Formula:
+class ScalarFormula:
     """How one kind of number, of which there may be one for each parameter, comes of what is read.
 
     Attributes:
@@ -47,16 +47,16 @@ class Formula:
     """
 
     compute: Callable[..., tuple[float, ...]]
-    taken: Sequence[tuple[int, ...]]
+    inputs: Sequence[tuple[int, ...]]
 
     def each(self, values: Sequence[float]) -> list[float]:
         """The numbers of the kind, from all that is read: computed once for all that take the same values."""
-        given = [tuple([values[place] for place in places]) for places in self.taken]
+        given = [tuple([values[place] for place in places]) for places in self.inputs]
         known = {taken: self.compute(*taken)[0] for taken in set(given)}
         return [known[taken] for taken in given]
 
 
-class Numbers:
+class HostScalars:
     """What the host computes before each step.
 
     Args:
@@ -68,15 +68,15 @@ class Numbers:
     def __init__(
         self,
         reads: Sequence[int],
-        formulas: Sequence[Formula],
+        formulas: Sequence[ScalarFormula],
         first: Callable[[Sequence[float]], tuple[float, ...]],
     ) -> None:
-        counts = [len(formula.taken) for formula in formulas]
+        counts = [len(formula.inputs) for formula in formulas]
         ends = itertools.accumulate(counts)
         self._formulas, self._first = formulas, first
         self._cells = torch.zeros(sum(counts), dtype=torch.float64)
         self._parts = [self._cells[end - count : end].numpy() for count, end in zip(counts, ends, strict=True)]
-        peers = {frozenset(places) for formula in formulas for places in zip(*formula.taken, strict=True)}
+        peers = {frozenset(places) for formula in formulas for places in zip(*formula.inputs, strict=True)}
         # What all parameters have in the same place, such as their counts, which are equal as a rule.
         self._peers = [operator.itemgetter(*places) for places in peers if len(places) > 1]
         self._reads = reads
@@ -109,19 +109,19 @@ class Numbers:
         self._readers = [value.detach().numpy().item for value in tensors]
 
 
-def host(captured: Captured) -> tuple[Captured, Numbers | None]:
+def split_host_scalars(captured: CapturedStep) -> tuple[CapturedStep, HostScalars | None]:
     """The same step with one input more, the last, for the numbers that the host computes; None if there are none."""
-    walk = _Walk(captured.graph)
+    walk = _ScalarWalk(captured.graph)
     if not walk.slots:
         return captured, None
     try:
-        hosted = _fed(captured, walk)
+        hosted = _feed_scalars(captured, walk)
     except PlanError:  # it does something with a number that has no form for tensors: it stays as it was captured
         return captured, None
-    return hosted, Numbers(walk.reads, walk.formulas, walk.first)
+    return hosted, HostScalars(walk.reads, walk.formulas, walk.first)
 
 
-class _Walk:
+class _ScalarWalk:
     """Goes through a captured graph from operation to operation, and finds what is arithmetic of numbers alone.
 
     Attributes:
@@ -142,22 +142,25 @@ class _Walk:
         self._inputs = graph.graph.find_nodes(op="placeholder")
         for node in graph.graph.nodes:
             self._take(node)
-        self.formulas, self.first = self._arranged()
+        self.formulas, self.first = self._arranged_source()
 
-    def _arranged(self) -> tuple[list[Formula], Callable[[Sequence[float]], tuple[float, ...]]]:
+    def _arranged_source(self) -> tuple[list[ScalarFormula], Callable[[Sequence[float]], tuple[float, ...]]]:
         """Brings numbers together that come of the same formula; those that come of the same values share a slot."""
         found: dict[Any, dict[tuple[int, ...], list[Node]]] = {}
         for node in self.slots:
-            line = _leading_to(self.numbers[node])
-            found.setdefault(_form(line), {}).setdefault(self._taken(line), []).append(node)
+            line = _ancestors(self.numbers[node])
+            found.setdefault(_formula_key(line), {}).setdefault(self._source_input(line), []).append(node)
         every = [nodes for taken in found.values() for nodes in taken.values()]
         self.slots = {node: place for place, nodes in enumerate(every) for node in nodes}
         firsts = [self.numbers[next(iter(taken.values()))[0]] for taken in found.values()]
-        formulas = [Formula(_function(first), list(taken)) for first, taken in zip(firsts, found.values(), strict=True)]
-        together, places = _function(*firsts), self._taken(_leading_to(*firsts))
+        formulas = [
+            ScalarFormula(_compile_formula(first), list(taken))
+            for first, taken in zip(firsts, found.values(), strict=True)
+        ]
+        together, places = _compile_formula(*firsts), self._source_input(_ancestors(*firsts))
         return formulas, lambda values: together(*[values[place] for place in places])
 
-    def _taken(self, line: Sequence[Node]) -> tuple[int, ...]:
+    def _source_input(self, line: Sequence[Node]) -> tuple[int, ...]:
         """Places among the reads of the host's inputs that are among the nodes."""
         return tuple([self._place[node] for node in line if node in self._place])
 
@@ -193,7 +196,7 @@ class _Walk:
             self._hand_over(node.args[1])
         value = self._host.call_function(_IN_PLACE[node.target], (self._value(kept), other))
         if node.meta["val"].dtype == torch.float32:
-            value = self._host.call_function(_rounded, (value,))
+            value = self._host.call_function(_round_to_dtype, (value,))
         del self._kept[kept]
         self._kept[node] = value
 
@@ -216,7 +219,7 @@ class _Walk:
         self.slots.setdefault(number, len(self.slots))
 
 
-def _leading_to(*numbers: Node) -> list[Node]:
+def _ancestors(*numbers: Node) -> list[Node]:
     """The nodes that numbers follow from, in order, and their own."""
     found: dict[Node, None] = {}
 
@@ -231,7 +234,7 @@ def _leading_to(*numbers: Node) -> list[Node]:
     return list(found)
 
 
-def _form(line: Sequence[Node]) -> tuple[Any, ...]:
+def _formula_key(line: Sequence[Node]) -> tuple[Any, ...]:
     """What is the same for all numbers that are computed in the same way, whatever from."""
     names = {node: f"%{place}" for place, node in enumerate(line)}
     return tuple(
@@ -240,10 +243,10 @@ def _form(line: Sequence[Node]) -> tuple[Any, ...]:
     )
 
 
-def _function(*numbers: Node) -> Callable[..., tuple[float, ...]]:
+def _compile_formula(*numbers: Node) -> Callable[..., tuple[float, ...]]:
     """From the values of the inputs that numbers follow from to the numbers."""
     graph, copies = Graph(), dict[Node, Node]()
-    for node in _leading_to(*numbers):
+    for node in _ancestors(*numbers):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple([copies[number] for number in numbers]))
     return GraphModule({}, graph).forward
@@ -255,25 +258,25 @@ def _is_number(node: Node) -> bool:
     return wide and not value.ndim and value.device.type == "cpu"
 
 
-def _rounded(value: float) -> float:
+def _round_to_dtype(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def _fed(captured: Captured, walk: _Walk) -> Captured:
+def _feed_scalars(captured: CapturedStep, walk: _ScalarWalk) -> CapturedStep:
     with captured.examples[0].fake_mode:  # type: ignore[attr-defined]
-        cells = torch.zeros(sum(len(formula.taken) for formula in walk.formulas), dtype=torch.float64)
-    graph = captured.traced_again(lambda *flat: _Feeding(captured.graph, walk, flat[-1]).run(*flat[:-1]), cells)
+        cells = torch.zeros(sum(len(formula.inputs) for formula in walk.formulas), dtype=torch.float64)
+    graph = captured.retraced(lambda *flat: _ScalarFeeder(captured.graph, walk, flat[-1]).run(*flat[:-1]), cells)
     return replace(captured, graph=graph, examples=[*captured.examples, cells])
 
 
-class _Feeding(Lifting):
+class _ScalarFeeder(ScalarLifter):
     """Runs a captured graph with the host's numbers out of a tensor."""
 
-    def __init__(self, graph: GraphModule, walk: _Walk, cells: Tensor) -> None:
+    def __init__(self, graph: GraphModule, walk: _ScalarWalk, cells: Tensor) -> None:
         super().__init__(graph)
         self._walk, self._cells = walk, cells
 
     def run_node(self, n: Node) -> Any:
         if n in self._walk.slots:
-            return Number(self._cells[self._walk.slots[n]])
+            return DeviceScalar(self._cells[self._walk.slots[n]])
         return None if n in self._walk.numbers else super().run_node(n)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotloop.core.state import leaves
+from hotloop.core.state import tree_leaves
 from hotloop.lowering.eager_step import EagerStep
 
 
-class Moved(Exception):
+class FixedScalarChanged(Exception):
     """A number of the optimizer's isn't what the captured step holds fixed; the message says which."""
 
 
-class Hyper:
+class OptimizerScalars:
     """What a captured step takes of the optimizer's numbers.
 
     Args:
@@ -27,7 +27,7 @@ class Hyper:
     def __init__(self, optimizer: torch.optim.Optimizer, cells: dict[str, Tensor]) -> None:
         self.cells = cells
         self._optimizer = optimizer
-        self._fixed = {place: value for place, value in hyper_of(optimizer).items() if place not in cells}
+        self._fixed = {place: value for place, value in scalars_by_place(optimizer).items() if place not in cells}
         self._seen: list[Any] = []
 
     def fill(self) -> None:
@@ -40,32 +40,32 @@ class Hyper:
         now = [value for group in groups for key, value in group.items() if key != "params"]
         if len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
             return
-        for place, value in self.now().items():
+        for place, value in self.current_values().items():
             self.cells[place].fill_(value)
         self._seen = [] if any(map(_may_change, now)) else now
 
-    def now(self) -> dict[str, float]:
+    def current_values(self) -> dict[str, float]:
         """What the schedule says now, by place, in the order of the cells.
 
         Raises:
             Moved: it has changed what the step holds fixed.
         """
-        now = hyper_of(self._optimizer)
+        now = scalars_by_place(self._optimizer)
         varying = {place: now.pop(place) for place in self.cells}
         if now != self._fixed:
             place = next(place for place in now | self._fixed if now.get(place) != self._fixed.get(place))
-            raise Moved(
+            raise FixedScalarChanged(
                 f"the optimizer's {place} is {now.get(place)}, and {self._fixed.get(place)} in the compiled step"
             )
         return varying
 
 
-def hyper_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def scalars_by_place(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The numbers of an optimizer's groups by place, such as `0/lr` and `1/betas/0`, tensors of one element among them."""
-    return {place: held.item() if isinstance(held, Tensor) else held for place, held in held_by(optimizer)}
+    return {place: held.item() if isinstance(held, Tensor) else held for place, held in group_numbers(optimizer)}
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def group_numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """By place, what an optimizer's groups hold as one number: that, or a tensor of one element."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -75,7 +75,7 @@ def held_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
                     yield (f"{number}/{key}" if place is None else f"{number}/{key}/{place}"), item
 
 
-def put(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
+def put_value(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
     """Puts another value at a place."""
     number, key, *rest = place.split("/")
     group = optimizer.param_groups[int(number)]
@@ -95,13 +95,13 @@ def _may_change(value: Any) -> bool:
     return isinstance(value, list | Tensor) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 
-Values = dict[str, Any]
+StepTensors = dict[str, Any]
 
 
-def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> Values:
+def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> StepTensors:
     """What a step reads and changes, by name: of the whole step, or of forward and backward alone."""
     model, loss = step.parts.model, step.parts.task.loss
-    values: Values = {
+    values: StepTensors = {
         "parameters": {name: value.detach() for name, value in model.named_parameters()},
         "buffers": dict(model.named_buffers()),
         "loss": dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {},
@@ -125,12 +125,12 @@ def _optimizer_state(step: EagerStep) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def by_place(values: Values) -> dict[str, Tensor]:
+def tensors_by_place(values: StepTensors) -> dict[str, Tensor]:
     """The tensors of a step by place, such as `/state/fc.weight/exp_avg`, in the order of the step's."""
-    return dict(leaves(values))
+    return dict(tree_leaves(values))
 
 
-def misfit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+def describe_mismatch(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     """In what the tensors of a step aren't those that a program was made for; None where they are."""
     for place in {**expected, **found}:
         name = place.removeprefix("/")
@@ -138,10 +138,10 @@ def misfit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str |
             return f"there is no {name}, which the compiled step works on"
         if place not in expected:
             return f"there is {name}, of which the compiled step knows nothing"
-        if not alike(found[place], expected[place]):
+        if not is_same_layout(found[place], expected[place]):
             return f"{name} has another shape, dtype or stride than in the compiled step"
     return None
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
+def is_same_layout(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()

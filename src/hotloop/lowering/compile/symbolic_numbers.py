@@ -10,10 +10,10 @@ import torch
 from torch._guards import SLoc
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hotloop.core.patches import patched
+from hotloop.core.patches import patch_attribute
 
 
-class Symbols(ShapeEnv):
+class FastShapeEnv(ShapeEnv):
     """torch's, which look for no line of the user's behind each symbol and guard: errors alone tell it.
 
     To know which lines aren't the user's, torch imports its exporter and parts of its compiler.
@@ -27,16 +27,16 @@ class Symbols(ShapeEnv):
 
 
 @contextmanager
-def unasked_powers() -> Iterator[None]:
+def skip_power_guards() -> Iterator[None]:
     """Meanwhile powers are taken without proving that their base isn't negative.
 
     torch has sympy prove it for each root, such as that of `1 - beta ** step`: a third of what tracing Adam's update takes.
     """
-    with patched(torch.SymFloat, "__pow__", _unasked):
+    with patch_attribute(torch.SymFloat, "__pow__", _skip_guard):
         yield
 
 
-def _unasked(asking: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_guard(asking: Callable[..., Any]) -> Callable[..., Any]:
     def power(base: torch.SymFloat, exponent: Any) -> Any:
         numbers = isinstance(exponent, int | float | torch.SymInt | torch.SymFloat)
         return base.__float_pow__(exponent) if numbers else NotImplemented

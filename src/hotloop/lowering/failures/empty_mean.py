@@ -10,29 +10,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hotloop.core.random.rng import preserved
+from hotloop.core.random.rng import preserve_generators
 from hotloop.data.batch_tree import to_device
 from hotloop.lowering.program import Program
 
-INSTEAD = (
+EMPTY_MEAN_FIX = (
     "make the loss 0 in such a batch, as by (losses * mask).sum() / mask.sum().clamp(min=1), and give the Task a"
     " weight(batch) that counts its targets"
 )
 _CROSS_ENTROPIES = ("nll_loss_forward", "nll_loss2d_forward")
 
 
-def empty_mean(program: Program, batch: Any) -> str:
+def find_empty_mean(program: Program, batch: Any) -> str:
     """Returns the operation in a batch's loss that is a mean over no element; empty if there is none or the loss fails."""
-    watch = _Watch()
+    watch = _DivisionRecorder()
     try:
-        with preserved(*program.devices), torch.no_grad(), watch:
+        with preserve_generators(*program.devices), torch.no_grad(), watch:
             program.parts.task.compute(program.model, to_device(batch, program.device))
     except Exception:
         pass  # the step itself ran before; this pass only searches for a mean over nothing
     return watch.found
 
 
-class _Watch(TorchDispatchMode):
+class _DivisionRecorder(TorchDispatchMode):
     """Records the last operation that divides by a count of 0."""
 
     found = ""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.callback import Callback, View
-from hotloop.data.batch_tree import tensors
+from hotloop.data.batch_tree import tree_tensors
 from hotloop.data.order import Order
-from hotloop.distributed.world import is_loss
+from hotloop.distributed.world import is_rank_loss
 from hotloop.errors import (
     DataError,
     DeviceError,
@@ -26,23 +26,23 @@ from hotloop.errors import (
     RankLostError,
     TaskError,
     TrainingError,
-    blame,
-    full_disk,
-    lost_worker,
-    out_of_memory,
+    dead_dataloader_worker,
+    describe_error,
+    full_disk_path,
+    is_out_of_memory,
 )
-from hotloop.lowering.checks.single_sample import NORMALISED
+from hotloop.lowering.checks.single_sample import SINGLE_VALUE_ERROR
 from hotloop.lowering.failures.location import (
     batch_at,
+    describe_checkpoint,
     local_at,
     module_at,
-    named,
-    own_numbers,
-    saved,
+    module_titles,
+    rank_sample_numbers,
     step_under_way,
-    stray_at,
+    unregistered_module_at,
 )
-from hotloop.lowering.failures.out_of_memory import exhausted
+from hotloop.lowering.failures.out_of_memory import explain_out_of_memory
 from hotloop.lowering.program import Program
 
 _DEVICE = re.compile(r"\b(cpu|gpu|cuda|mps|xpu|meta|hpu|xla)(:\d+)?\b", re.IGNORECASE)
@@ -60,7 +60,7 @@ _MISSING = re.compile(
 )
 
 
-def mismatch(text: str, own: str) -> list[str] | None:
+def mismatched_devices(text: str, own: str) -> list[str] | None:
     """The two devices that `text`, an error of torch, speaks of; None if it is about something else.
 
     Args:
@@ -68,18 +68,18 @@ def mismatch(text: str, own: str) -> list[str] | None:
     """
     if not _DEVICE_MESSAGES.search(text):
         return None
-    found = list(dict.fromkeys(_named(text)))
+    found = list(dict.fromkeys(_devices_in(text)))
     if len(found) == 1 and "same device" in text:
         found.append(own if own.partition(":")[0] != found[0].partition(":")[0] else "another device")
     return found[:2] if len(found) > 1 else None
 
 
-def asks_for_missing(text: str) -> bool:
+def is_missing_device(text: str) -> bool:
     """Whether the user's code asked for a device that this machine, or this torch, doesn't have."""
     return _MISSING.search(text) is not None
 
 
-def _named(text: str) -> list[str]:
+def _devices_in(text: str) -> list[str]:
     if typed := [match[1] or "cpu" for match in _TENSOR.finditer(text)]:
         return typed
     if "Placeholder storage" in text:
@@ -92,7 +92,7 @@ _DTYPE_MESSAGES = re.compile(
     r"|not implemented for '|Input type \(.+\) and (bias|weight) type|does not match weight dtype|class probabilities"
 )
 
-_NAMES = {
+_DTYPES = {
     "double": torch.float64,
     "float64": torch.float64,
     "float": torch.float32,
@@ -109,7 +109,7 @@ _NAMES = {
     "bool": torch.bool,
 }
 
-_WORDS = re.compile(r"\b(unsigned char|" + "|".join(_NAMES) + r")(?:Tensor)?\b", re.IGNORECASE)
+_DTYPE_WORDS = re.compile(r"\b(unsigned char|" + "|".join(_DTYPES) + r")(?:Tensor)?\b", re.IGNORECASE)
 
 
 def is_mismatch(text: str) -> bool:
@@ -117,12 +117,12 @@ def is_mismatch(text: str) -> bool:
     return _DTYPE_MESSAGES.search(text) is not None
 
 
-def named_in(text: str) -> set[torch.dtype]:
+def dtypes_in(text: str) -> set[torch.dtype]:
     """The dtypes that such a text speaks of."""
-    return {_NAMES[match[1].lower()] for match in _WORDS.finditer(text)}
+    return {_DTYPES[match[1].lower()] for match in _DTYPE_WORDS.finditer(text)}
 
 
-def remedy(text: str, *, from_data: bool) -> str:
+def dtype_remedy(text: str, *, from_data: bool) -> str:
     """What to do about it, as a sentence that begins with a verb."""
     if "class probabilities" in text:
         return "give class numbers of shape (batch,), or float probabilities of shape (batch, classes)"
@@ -135,7 +135,7 @@ def remedy(text: str, *, from_data: bool) -> str:
     return "give inputs and targets in the dtype of the parameters, such as x.float()"
 
 
-def explained(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
+def explain_error(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
     """The error that tells a user what happened, where, and what to do; one of hotloop's own passes as it is.
 
     The program is used up by this: after a lack of memory, small batches are run on it to see what would fit.
@@ -148,18 +148,20 @@ def explained(error: Exception, program: Program, saved_step: int | None, during
     """
     if isinstance(error, HotloopError):
         return error
-    if (lost := lost_worker(error)) is not None:
+    if (lost := dead_dataloader_worker(error)) is not None:
         return lost
     position = program.position
     place = f"{during} after step {position.step}" if during else step_under_way(position)
-    trouble = _Trouble(error, program, place, saved_step, during)
-    if out_of_memory(error):
-        return exhausted(error, program, place, training=not during)
-    return next((found for recognise in _KINDS if (found := recognise(trouble))), None) or _any(trouble)
+    trouble = _Failure(error, program, place, saved_step, during)
+    if is_out_of_memory(error):
+        return explain_out_of_memory(error, program, place, training=not during)
+    return next((found for recognise in _EXPLANATIONS if (found := recognise(trouble))), None) or _explain_user_error(
+        trouble
+    )
 
 
 @dataclass(frozen=True)
-class _Trouble:
+class _Failure:
     error: Exception
     program: Program
     place: str
@@ -178,12 +180,12 @@ class _Trouble:
     def module(self) -> str:
         """The title of the module in which it happened; empty outside of the model."""
         module = module_at(self.error, self.model)
-        return named(self.model)[id(module)] if module is not None else ""
+        return module_titles(self.model)[id(module)] if module is not None else ""
 
     @property
     def line(self) -> str:
         """` (file.py:12)`: the innermost line of the user's own, where there is one."""
-        found = re.search(r" \([^()]+:\d+\)$", blame(self.error))
+        found = re.search(r" \([^()]+:\d+\)$", describe_error(self.error))
         return found[0] if found else ""
 
     @property
@@ -191,38 +193,38 @@ class _Trouble:
         return (f" in {self.module}" if self.module else "") + self.line
 
 
-def _any(trouble: _Trouble) -> HotloopError:
+def _explain_user_error(trouble: _Failure) -> HotloopError:
     """The user's own code raised something."""
     where = f", in {trouble.module}" if trouble.module else ""
-    given = f"{trouble.place} raised {blame(trouble.error)}{where}"
+    given = f"{trouble.place} raised {describe_error(trouble.error)}{where}"
     if trouble.program.position.step == 0 and not trouble.during:
         return TaskError(given, fix="check that the Task's model, loss and data fit together; nothing was trained yet")
-    return TrainingError(given, fix=f"correct that line; {saved(trouble.saved_step)}")
+    return TrainingError(given, fix=f"correct that line; {describe_checkpoint(trouble.saved_step)}")
 
 
-def _disk(trouble: _Trouble) -> HotloopError | None:
-    full = full_disk(trouble.error)
+def _explain_full_disk(trouble: _Failure) -> HotloopError | None:
+    full = full_disk_path(trouble.error)
     if full is None:
         return None
     return DiskError(
         f"{trouble.place}: the disk of {full} is full",
         expected="room there",
-        fix=f"free some space there, or set TMPDIR to a folder on another disk; {saved(trouble.saved_step)}",
+        fix=f"free some space there, or set TMPDIR to a folder on another disk; {describe_checkpoint(trouble.saved_step)}",
     )
 
 
-def _other_device(trouble: _Trouble) -> HotloopError | None:
+def _explain_devices(trouble: _Failure) -> HotloopError | None:
     device = str(trouble.program.device)
-    if asks_for_missing(trouble.text):
+    if is_missing_device(trouble.text):
         return DeviceError(
             f"{trouble.place} asks for a device that isn't here{trouble.where}: {trouble.text}",
             expected=f"tensors on {device}, the plan's device",
             fix="take the device from a tensor at hand, such as x.device, instead of naming it",
         )
-    found = mismatch(trouble.text, device)
+    found = mismatched_devices(trouble.text, device)
     if found is None:
         return None
-    stray = stray_at(trouble.error, trouble.model)
+    stray = unregistered_module_at(trouble.error, trouble.model)
     advice = "keep a module's constant tensors by self.register_buffer(...), make new ones with device=x.device"
     if placed := trouble.program.parts.plan.placement:
         advice = (
@@ -236,7 +238,7 @@ def _other_device(trouble: _Trouble) -> HotloopError | None:
     )
 
 
-def _label(trouble: _Trouble) -> HotloopError | None:
+def _explain_label(trouble: _Failure) -> HotloopError | None:
     found = re.match(r"Target (-?\d+) is out of bounds", trouble.text)
     if found is None:
         return None
@@ -244,36 +246,36 @@ def _label(trouble: _Trouble) -> HotloopError | None:
     classes = output.shape[1] if isinstance(output, Tensor) and output.ndim > 1 else None
     return DataError(
         f"{trouble.place}: the {' '.join([trouble.during, 'data']).strip()} has label {label}"
-        f"{_sample_with(trouble, label)}"
+        f"{_describe_sample(trouble, label)}"
         + (f", but the model has {classes} outputs" if classes else ", which is none of the loss's classes"),
         expected=f"labels from 0 to {classes - 1}" if classes else "labels from 0 to the number of classes less one",
         fix="check the labels, or the width of the model's last layer",
     )
 
 
-def _sample_with(trouble: _Trouble, label: int) -> str:
+def _describe_sample(trouble: _Failure, label: int) -> str:
     """` in sample 57`, by its number in the user's data; empty where that can't be told."""
-    batch, order, position = batch_at(trouble.error), trouble.program.parts.roles.order, trouble.program.position
+    batch, order, position = batch_at(trouble.error), trouble.program.parts.splits.order, trouble.program.position
     target = batch[-1] if isinstance(batch, tuple | list) else None
     if trouble.during or not isinstance(order, Order) or not isinstance(target, Tensor) or target.ndim == 0:
         return ""
     rows = (target.reshape(len(target), -1) == label).any(dim=1).nonzero().flatten()
-    numbers = own_numbers(trouble.program, position)
+    numbers = rank_sample_numbers(trouble.program, position)
     return f" in sample {int(numbers[rows[0]])}" if len(rows) and numbers is not None else ""
 
 
-def _single(trouble: _Trouble) -> HotloopError | None:
-    if NORMALISED not in trouble.text or trouble.during:
+def _explain_single_sample(trouble: _Failure) -> HotloopError | None:
+    if SINGLE_VALUE_ERROR not in trouble.text or trouble.during:
         return None
     return DataError(
         f"{trouble.place}: a batch has one value for each channel{trouble.where}, which a batch norm can't normalise",
         expected="2 samples or more in each batch",
         fix=f"leave such batches out (drop_last of the Task or the DataLoader), or use another batch_size; "
-        f"{saved(trouble.saved_step)}",
+        f"{describe_checkpoint(trouble.saved_step)}",
     )
 
 
-def _index(trouble: _Trouble) -> HotloopError | None:
+def _explain_index(trouble: _Failure) -> HotloopError | None:
     if "device-side assert" in trouble.text:
         return DataError(
             f"{trouble.place}: an index or label was out of range on {trouble.program.device}, which doesn't say where",
@@ -289,7 +291,7 @@ def _index(trouble: _Trouble) -> HotloopError | None:
     )
 
 
-def _flatten(trouble: _Trouble) -> HotloopError | None:
+def _explain_flatten(trouble: _Failure) -> HotloopError | None:
     """Images that come into a linear layer as they are."""
     module, given = module_at(trouble.error, trouble.model), _input_at(trouble.error)
     if not isinstance(module, nn.Linear) or given is None or "shapes cannot be multiplied" not in trouble.text:
@@ -313,37 +315,37 @@ def _input_at(error: BaseException) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _dtype(trouble: _Trouble) -> HotloopError | None:
+def _explain_dtype(trouble: _Failure) -> HotloopError | None:
     if not is_mismatch(trouble.text):
         return None
-    held = [tensor.dtype for tensor in tensors(batch_at(trouble.error))]
+    held = [tensor.dtype for tensor in tree_tensors(batch_at(trouble.error))]
     own = {parameter.dtype for parameter in trouble.model.parameters()}
-    from_data = bool((named_in(trouble.text) - own) & set(held))
-    holds = f"; the batch holds {' and '.join(dict.fromkeys(map(_short, held)))}" if held else ""
+    from_data = bool((dtypes_in(trouble.text) - own) & set(held))
+    holds = f"; the batch holds {' and '.join(dict.fromkeys(map(_shorten, held)))}" if held else ""
     kind: Callable[..., HotloopError] = DataError if from_data else TaskError
     return kind(
         f"{trouble.place}: dtypes that don't go together{trouble.where}: {trouble.text}{holds}",
-        fix=remedy(trouble.text, from_data=from_data),
+        fix=dtype_remedy(trouble.text, from_data=from_data),
     )
 
 
-def _short(dtype: torch.dtype) -> str:
+def _shorten(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (
-    _disk,
-    _other_device,
-    _single,
-    _label,
-    _index,
-    _flatten,
-    _dtype,
+_EXPLANATIONS: tuple[Callable[[Any], HotloopError | None], ...] = (
+    _explain_full_disk,
+    _explain_devices,
+    _explain_single_sample,
+    _explain_label,
+    _explain_index,
+    _explain_flatten,
+    _explain_dtype,
 )
 """Each recognises one kind of mistake."""
 
 
-def explained_of_callback(error: Exception, callback: Callback, view: View, saved: int | None) -> Exception:
+def explain_callback_error(error: Exception, callback: Callback, view: View, saved: int | None) -> Exception:
     """The error in one line that names the callback; one of hotloop's own stays as it is.
 
     Args:
@@ -356,30 +358,30 @@ def explained_of_callback(error: Exception, callback: Callback, view: View, save
     if view.step != (saved or 0):
         trained = "no checkpoint was written yet" if saved is None else f"the last checkpoint is of step {saved}"
     return TaskError(
-        f"the callback {name} raised {blame(error)} at the event {view.event!r} after step {view.step}",
+        f"the callback {name} raised {describe_error(error)} at the event {view.event!r} after step {view.step}",
         fix=f"correct that line; {trained}",
     )
 
 
-def explained_of_rank(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
-    """The same as `explained`, which says so where it came of one rank of several."""
+def explain_rank_error(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
+    """The same as `explain_error`, which says so where it came of one rank of several."""
     world = program.parts.world
-    if world.alone:
-        return explained(error, program, saved_step, during)
-    if is_loss(error):
+    if world.is_single:
+        return explain_error(error, program, saved_step, during)
+    if is_rank_loss(error):
         return RankLostError(f"rank {world.rank} lost another rank in {step_under_way(program.position)}")
-    if out_of_memory(error):
+    if is_out_of_memory(error):
         place = during or step_under_way(program.position)
         fix = "use a smaller batch_size, or more ranks, each of which computes a smaller part of it"
-        return MemoryExhausted(f"rank {world.rank}: {place} ran out of memory: {blame(error)}", fix=fix)
-    found = explained(error, program, saved_step, during)
+        return MemoryExhausted(f"rank {world.rank}: {place} ran out of memory: {describe_error(error)}", fix=fix)
+    found = explain_error(error, program, saved_step, during)
     if isinstance(found, PartsDifferError):  # which all ranks find together
         return found
     place = f"{during} after step {program.position.step}: " if during and during not in found.given else ""
     return type(found)(f"rank {world.rank}: {place}{found.given}", expected=found.expected, fix=found.fix)
 
 
-def nonfinite_of_ranks(reached: int) -> NonFiniteError:
+def nonfinite_error_of_ranks(reached: int) -> NonFiniteError:
     """For several ranks: the place can be found by one process alone, which has the whole batch."""
     return NonFiniteError(
         f"by step {reached} the loss or a parameter became NaN or infinite",

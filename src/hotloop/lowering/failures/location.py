@@ -11,48 +11,48 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.state import Position
-from hotloop.data.feeds.feed import Treatment, open_feed
-from hotloop.data.order import part, split
+from hotloop.data.feeds.feed import BatchTransform, open_feed
+from hotloop.data.order import rank_bounds, split_positions
 from hotloop.data.sources import Stream
 from hotloop.lowering.program import Program
 
 
-def user_numbers(program: Program, position: Position) -> Tensor | None:
+def user_sample_numbers(program: Program, position: Position) -> Tensor | None:
     """Numbers of the samples in the batch that follows `position`, in the data as the user gave it: int64 (batch,).
 
     None for a stream, which has no numbers.
     """
-    roles = program.parts.roles
+    roles = program.parts.splits
     if roles.order is None:
         return None
     index = roles.order.batch(roles.order.epoch(position.epoch), position.batch)
     share = program.parts.task.validation
     if roles.validation is None or not isinstance(share, int | float) or isinstance(roles.validation, Stream):
         return index
-    training, _ = split(roles.order.samples + len(roles.validation), share, roles.seed)
+    training, _ = split_positions(roles.order.samples + len(roles.validation), share, roles.seed)
     return training[index]
 
 
-def own_numbers(program: Program, position: Position) -> Tensor | None:
+def rank_sample_numbers(program: Program, position: Position) -> Tensor | None:
     """Of these the rank's own: int64 (rows,); a rank without rows computes the first."""
-    numbers, world = user_numbers(program, position), program.parts.dealt
+    numbers, world = user_sample_numbers(program, position), program.parts.is_dealt
     if numbers is None:
         return None
-    first, last = part(len(numbers), world.rank, world.ranks)
+    first, last = rank_bounds(len(numbers), world.rank, world.ranks)
     return numbers[first:last] if first < last else numbers[:1]
 
 
-def parts_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def floating_parts(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors of a batch with what to call them: `input`, `target`, `batch['mask']`."""
     if isinstance(batch, Tensor):
         if batch.is_floating_point() or batch.is_complex():
             yield path or "input", batch
     elif isinstance(batch, Mapping):
         for key, item in batch.items():
-            yield from parts_of(item, f"{path or 'batch'}[{key!r}]")
+            yield from floating_parts(item, f"{path or 'batch'}[{key!r}]")
     elif isinstance(batch, tuple | list):
         for place, item in enumerate(batch):
-            yield from parts_of(item, f"{path}[{place}]" if path else _role(place, len(batch)))
+            yield from floating_parts(item, f"{path}[{place}]" if path else _role(place, len(batch)))
 
 
 def _role(place: int, length: int) -> str:
@@ -63,47 +63,47 @@ def _role(place: int, length: int) -> str:
     return "input" if length == 2 else f"input {place + 1}"
 
 
-def bad_rows(values: Tensor) -> Tensor:
+def nonfinite_rows(values: Tensor) -> Tensor:
     """Places along the first dimension that hold NaN or infinity: int64 (places,)."""
     if values.ndim == 0:
         return (~torch.isfinite(values)).reshape(1).nonzero().flatten()
     return (~torch.isfinite(values.reshape(len(values), -1))).any(dim=1).nonzero().flatten().cpu()
 
 
-def blamed_samples(program: Program, position: Position, part: str, rows: Tensor) -> tuple[str, str]:
+def describe_bad_samples(program: Program, position: Position, part: str, rows: Tensor) -> tuple[str, str]:
     """Who made the bad values of a training batch, and what to do: `("sample 7 of the data has", "remove ...")`.
 
     Args:
-        part: name of the bad tensor, as `parts_of` gives it.
+        part: name of the bad tensor, as `floating_parts` gives it.
         rows: the bad places in the batch.
     """
-    numbers = user_numbers(program, position)
+    numbers = user_sample_numbers(program, position)
     if numbers is None or len(numbers) <= int(rows.max()):
         return "the batch has", "leave such samples out, or replace their values"
-    listed = _listed(numbers[rows].tolist())
+    listed = _list_samples(numbers[rows].tolist())
     for stage in ("the data", "prepare"):
-        values = dict(parts_of(_again(program, position, prepared=stage == "prepare"))).get(part)
-        if values is not None and len(bad_rows(values)):
-            return _blame(stage, listed, len(rows))
-    return _blame("augment", listed, len(rows))
+        values = dict(floating_parts(_reload_batch(program, position, prepared=stage == "prepare"))).get(part)
+        if values is not None and len(nonfinite_rows(values)):
+            return _find_origin(stage, listed, len(rows))
+    return _find_origin("augment", listed, len(rows))
 
 
-def _blame(stage: str, listed: str, count: int) -> tuple[str, str]:
+def _find_origin(stage: str, listed: str, count: int) -> tuple[str, str]:
     if stage == "the data":
         return f"{listed} of the data {'has' if count == 1 else 'have'}", "leave out or replace what isn't finite there"
     return f"{stage} makes of {listed}", f"correct {stage}, such as a division by 0 in it"
 
 
-def _listed(numbers: list[int], shown: int = 3) -> str:
+def _list_samples(numbers: list[int], shown: int = 3) -> str:
     """`sample 7`, `samples 7, 9`, `samples 7, 9, 30 and 12 more`."""
     more = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
     return f"sample{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers[:shown]))}{more}"
 
 
-def _again(program: Program, position: Position, *, prepared: bool) -> Any:
+def _reload_batch(program: Program, position: Position, *, prepared: bool) -> Any:
     """The same batch once more on the CPU, not augmented."""
     roles = program.parts.task.roles  # as given, wherever the plan puts them
-    treatment = Treatment(torch.device("cpu"), roles.seed, roles.prepare if prepared else None)
+    treatment = BatchTransform(torch.device("cpu"), roles.seed, roles.prepare if prepared else None)
     feed = open_feed(roles.train, roles.order, treatment, workers=0, endless=False)
     try:
         batch, _ = next(feed.epoch(position.epoch, position.batch))
@@ -120,31 +120,31 @@ def step_under_way(position: Position) -> str:
     return f"step {position.step + 1} (epoch {position.epoch + 1}, batch {position.batch + 1})"
 
 
-def saved(step: int | None) -> str:
+def describe_checkpoint(step: int | None) -> str:
     """What there is to go on with."""
     return f"the last good checkpoint is of step {step}" if step else "no checkpoint was written yet"
 
 
-def title(name: str, module: nn.Module) -> str:
+def module_title(name: str, module: nn.Module) -> str:
     """`'layers.3' (Linear)`, or `the model (Net)` for the outermost module."""
     return f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
 
 
-def named(model: nn.Module) -> dict[int, str]:
+def module_titles(model: nn.Module) -> dict[int, str]:
     """The title of each module, by its identity."""
-    return {id(module): title(name, module) for name, module in model.named_modules()}
+    return {id(module): module_title(name, module) for name, module in model.named_modules()}
 
 
 def module_at(error: BaseException, model: nn.Module) -> nn.Module | None:
     """The innermost module of `model` in whose method the error came up."""
-    own = named(model)
-    return next((module for module in _modules(error) if id(module) in own), None)
+    own = module_titles(model)
+    return next((module for module in _running_modules(error) if id(module) in own), None)
 
 
-def stray_at(error: BaseException, model: nn.Module) -> nn.Module | None:
+def unregistered_module_at(error: BaseException, model: nn.Module) -> nn.Module | None:
     """The innermost module that ran, if it is called by `model` without being a part of it."""
-    innermost = next(_modules(error), None)
-    stray = innermost is not None and id(innermost) not in named(model)
+    innermost = next(_running_modules(error), None)
+    stray = innermost is not None and id(innermost) not in module_titles(model)
     return innermost if stray and module_at(error, model) is not None else None
 
 
@@ -155,18 +155,18 @@ def batch_at(error: BaseException) -> Any:
 
 def local_at(error: BaseException, name: str) -> Any:
     """The innermost value of that name in hotloop's own functions."""
-    own = (frame for frame in _frames(error) if frame.f_code.co_filename.startswith(_PACKAGE))
+    own = (frame for frame in _error_frames(error) if frame.f_code.co_filename.startswith(_PACKAGE))
     return next((frame.f_locals[name] for frame in own if name in frame.f_locals), None)
 
 
-def _modules(error: BaseException) -> Iterator[nn.Module]:
+def _running_modules(error: BaseException) -> Iterator[nn.Module]:
     """The modules whose methods were running, innermost first."""
-    for frame in _frames(error):
+    for frame in _error_frames(error):
         if isinstance(module := frame.f_locals.get("self"), nn.Module):
             yield module
 
 
-def _frames(error: BaseException) -> list[FrameType]:
+def _error_frames(error: BaseException) -> list[FrameType]:
     """The frames that the error passed, innermost first."""
     frames, trace = [], error.__traceback__
     while trace is not None:

@@ -12,27 +12,37 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.state import Position
-from hotloop.core.task_parts.named_optimizers import holder_of
+from hotloop.core.task_parts.named_optimizers import owner_optimizer
 from hotloop.data.sources import Source
-from hotloop.errors import HotloopError, NonFiniteError, blame
+from hotloop.errors import HotloopError, NonFiniteError, describe_error
 from hotloop.lowering.evaluation import evaluate
-from hotloop.lowering.failures.empty_mean import INSTEAD, empty_mean
-from hotloop.lowering.failures.location import bad_rows, blamed_samples, parts_of, saved, step_under_way
-from hotloop.lowering.failures.value_hooks import Event, Watch
+from hotloop.lowering.failures.empty_mean import EMPTY_MEAN_FIX, find_empty_mean
+from hotloop.lowering.failures.location import (
+    describe_bad_samples,
+    describe_checkpoint,
+    floating_parts,
+    nonfinite_rows,
+    step_under_way,
+)
+from hotloop.lowering.failures.value_hooks import ValueEvent, ValueHooks
 from hotloop.lowering.program import Program
-from hotloop.task import Computed
+from hotloop.task import StepResult
 
-_ROSE = 10.0
+_RISE_RATIO = 10.0
 """A loss, or a largest weight, that grew so many times before the end had been running away."""
 
-_HUGE = 1e6
+_LARGE_VALUE = 1e6
 """No weight of a training that goes well is as large."""
 
-_OUTPUT = "look for a log, sqrt or division by 0 in it, or an exp that overflows, and add an eps or clamp its input"
+_OUTPUT_FIX = "look for a log, sqrt or division by 0 in it, or an exp that overflows, and add an eps or clamp its input"
 
-_LOSS = "look for a log, sqrt or division by 0 in the loss, or an exp that overflows, and add an eps or clamp its input"
+_LOSS_FIX = (
+    "look for a log, sqrt or division by 0 in the loss, or an exp that overflows, and add an eps or clamp its input"
+)
 
-_GRADIENT = "look for a sqrt, norm, log or division at 0, whose derivative torch.where doesn't stop; add an eps inside"
+_GRADIENT_FIX = (
+    "look for a sqrt, norm, log or division at 0, whose derivative torch.where doesn't stop; add an eps inside"
+)
 
 
 def find_nonfinite(
@@ -50,7 +60,7 @@ def find_nonfinite(
     try:
         return replay.run()
     except Exception as error:
-        what = str(error) if isinstance(error, HotloopError) else blame(error)
+        what = str(error) if isinstance(error, HotloopError) else describe_error(error)
         return NonFiniteError(
             f"by step {reached} the loss or a parameter became NaN or infinite; replaying it for the place failed in"
             f" {step_under_way(program.position)}: {what}",
@@ -61,15 +71,15 @@ def find_nonfinite(
 @dataclass
 class _Replay:
     program: Program
-    reached: int
+    has_reached: int
     figures: Mapping[int, float]
     losses: list[float]
     weights: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.start = self.program.position.step
-        self.saved = saved(self.start)
-        self.watch = Watch(self.program.model)
+        self.saved = describe_checkpoint(self.start)
+        self.watch = ValueHooks(self.program.model)
 
     def run(self) -> NonFiniteError:
         program = self.program
@@ -79,28 +89,28 @@ class _Replay:
                 fix="check how the model is initialised",
             )
         self.weights.append(_largest_weight(program.model))
-        with self.watch.listening():
-            self._sight()
-            while program.position.step < self.reached:
+        with self.watch.record():
+            self._first_event()
+            while program.position.step < self.has_reached:
                 start = program.position
-                left = self.reached - start.step
+                left = self.has_reached - start.step
                 for batch, _ in islice(program.feed.epoch(start.epoch, start.batch), left):
                     if (error := self._step(batch)) is not None:
                         return error
-                if program.position.step < self.reached:
+                if program.position.step < self.has_reached:
                     program.end_epoch(self.figures.get(start.epoch, math.nan))
-        return self._stayed_finite()
+        return self._report_finite()
 
-    def _sight(self) -> None:
+    def _first_event(self) -> None:
         """Sees what is usual in a step on a neighbouring batch, in case the first step to replay is the bad one."""
         program, state = self.program, self.program.state()
         place = state.position.batch - 1 if state.position.batch else 1
-        if program.parts.roles.order is None or place >= program.parts.roles.order.batches:
+        if program.parts.splits.order is None or place >= program.parts.splits.order.batches:
             return
         batch, _ = next(iter(program.feed.epoch(state.position.epoch, place)))
         self.watch.begin(batch)
         if math.isfinite(float(program.step(batch))):
-            self.watch.settle()
+            self.watch.end_step()
         program.restore(state)
 
     def _step(self, batch: Any) -> NonFiniteError | None:
@@ -112,32 +122,34 @@ class _Replay:
         self.weights.append(_largest_weight(program.model))
         bad_sum = not math.isfinite(program.read_sums()["loss"])
         if math.isfinite(loss) and math.isfinite(self.weights[-1]) and not bad_sum:
-            self.watch.settle()
+            self.watch.end_step()
             return None
         event = self.watch.first(loss_finite=math.isfinite(loss))
         if event is None:
             given, fix = self._no_event(batch, loss)
         elif event.kind == "batch":
-            given, fix = self._of_batch(event, position, batch)
+            given, fix = self._batch_error(event, position, batch)
         else:
-            given, fix = self._of_model(event)
-        return NonFiniteError(f"{step_under_way(position)}: {given}{self._growth()}", fix=f"{fix}; {self.saved}")
+            given, fix = self._model_error(event)
+        return NonFiniteError(
+            f"{step_under_way(position)}: {given}{self._describe_growth()}", fix=f"{fix}; {self.saved}"
+        )
 
-    def _of_batch(self, event: Event, position: Position, batch: Any) -> tuple[str, str]:
-        values = dict(parts_of(batch))[event.name]
-        given, fix = blamed_samples(self.program, position, event.name, bad_rows(values))
-        return f"{given} {_noun(event)} in its {event.name}", fix
+    def _batch_error(self, event: ValueEvent, position: Position, batch: Any) -> tuple[str, str]:
+        values = dict(floating_parts(batch))[event.name]
+        given, fix = describe_bad_samples(self.program, position, event.name, nonfinite_rows(values))
+        return f"{given} {_event_noun(event)} in its {event.name}", fix
 
-    def _of_model(self, event: Event) -> tuple[str, str]:
+    def _model_error(self, event: ValueEvent) -> tuple[str, str]:
         if event.kind == "output":
-            return f"{event.name} became {event.state}", self._slower() or _OUTPUT
+            return f"{event.name} became {event.state}", self._lower_rate() or _OUTPUT_FIX
         before = self.watch.finite_before(event)
         given = f"{event.name} became {event.state}"
         if before is not None:
             given += f", right after {before.name}, which was finite"
         elif " output " in event.name:
             given += ", from the loss function's derivative"
-        return given, self._slower() or _GRADIENT
+        return given, self._lower_rate() or _GRADIENT_FIX
 
     def _no_event(self, batch: Any, loss: float) -> tuple[str, str]:
         """No value of the model is to blame: it's the loss, its weight, or the update."""
@@ -145,78 +157,78 @@ class _Replay:
         task, state = program.parts.task, "NaN" if math.isnan(loss) else "infinite"
         if not math.isfinite(loss):
             known = type(task.loss).__name__ if isinstance(task.loss, nn.Module) else getattr(task.loss, "__name__", "")
-            if math.isnan(loss) and (empty := empty_mean(program, batch)):
-                return f"the loss became {state}: it has {empty}, in this batch", INSTEAD
+            if math.isnan(loss) and (empty := find_empty_mean(program, batch)):
+                return f"the loss became {state}: it has {empty}, in this batch", EMPTY_MEAN_FIX
             given = f"the loss itself{f' ({known})' if known else ''} became {state}; no output of a module is to blame"
-            return given, self._slower() or _LOSS
+            return given, self._lower_rate() or _LOSS_FIX
         if (name := _bad_parameter(program.model)) is None:
             return "the loss is finite but what it counts is not", "check what the Task's weight(batch) returns"
-        holder = holder_of(program.optimizer, dict(program.model.named_parameters())[name])
+        holder = owner_optimizer(program.optimizer, dict(program.model.named_parameters())[name])
         rate = holder.param_groups[0]["lr"]
         return (
             f"the update by {type(holder).__name__} made parameter {name!r} NaN or infinite, from finite gradients",
             f"lower the learning rate (now {float(rate):g}), or raise the optimizer's eps",
         )
 
-    def _growth(self) -> str:
+    def _describe_growth(self) -> str:
         """What had been running away in the steps before, if anything."""
-        if (rise := _rise(self.losses[:-1])) is not None:
+        if (rise := _find_rise(self.losses[:-1])) is not None:
             return f", after the loss had risen from {rise[0]:.4g} to {rise[1]:.4g}"
-        if (rise := _rise(self.weights[:-1])) is not None:
+        if (rise := _find_rise(self.weights[:-1])) is not None:
             return f", after the largest weight had grown from {rise[0]:.4g} to {rise[1]:.4g}"
-        return f", with a weight as large as {self.weights[-2]:.4g}" if self.weights[-2] > _HUGE else ""
+        return f", with a weight as large as {self.weights[-2]:.4g}" if self.weights[-2] > _LARGE_VALUE else ""
 
-    def _slower(self) -> str:
+    def _lower_rate(self) -> str:
         """The advice for a training that had been running away; empty if it hadn't."""
-        if not self._growth():
+        if not self._describe_growth():
             return ""
         rate = float(self.program.optimizer.param_groups[0]["lr"])
         clip = "" if self.program.parts.task.clip_norm else " or set clip_norm"
         return f"lower the learning rate (now {rate:g}){clip}"
 
-    def _stayed_finite(self) -> NonFiniteError:
-        roles = self.program.parts.roles
+    def _report_finite(self) -> NonFiniteError:
+        roles = self.program.parts.splits
         reason = (
             "a module with a state beside its buffers, an operator that isn't deterministic, or faulty hardware"
-            if roles.exact
+            if roles.is_exact
             else "data with an order of its own, which can't be replayed"
         )
         return NonFiniteError(
-            f"by step {self.reached} the loss or a parameter became NaN or infinite, but stayed finite when the steps"
+            f"by step {self.has_reached} the loss or a parameter became NaN or infinite, but stayed finite when the steps"
             f" from {self.start + 1} on were replayed, which points to {reason}",
             fix=f"go on with --resume; {self.saved}",
         )
 
 
-def _rise(values: list[float]) -> tuple[float, float] | None:
+def _find_rise(values: list[float]) -> tuple[float, float] | None:
     """The smallest and the last value, if it grew a lot from the one to the other."""
     low = min((value for value in values if value > 0), default=math.inf)
-    return (low, values[-1]) if values and values[-1] > _ROSE * low else None
+    return (low, values[-1]) if values and values[-1] > _RISE_RATIO * low else None
 
 
-def _noun(event: Event) -> str:
+def _event_noun(event: ValueEvent) -> str:
     return "NaN" if event.state == "NaN" else "infinity"
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
+def _trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     named = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
     return {name: value for name, value in named.items() if value.numel()}
 
 
 def _largest_weight(model: nn.Module) -> float:
-    values = list(_trained(model).values())
+    values = list(_trained_tensors(model).values())
     return float(torch.nn.utils.get_total_norm(values, math.inf)) if values else 0.0
 
 
 def _bad_parameter(model: nn.Module) -> str | None:
-    named = _trained(model).items()
+    named = _trained_tensors(model).items()
     return next((name for name, value in named if not bool(torch.isfinite(value).all())), None)
 
 
-_LOOK = "look for statistics kept for evaluation mode, and for a log, sqrt or division by 0"
+_EVALUATION_FIX = "look for statistics kept for evaluation mode, and for a log, sqrt or division by 0"
 
 
-def nonfinite_figure(
+def nonfinite_figure_error(
     program: Program, source: Source | None, figure: str, value: float, saved_step: int | None
 ) -> NonFiniteError:
     """The error for a monitored figure that is NaN or infinite, while training loss and parameters are finite.
@@ -230,52 +242,52 @@ def nonfinite_figure(
     if figure != "validation_loss" or source is None:
         return NonFiniteError(
             f"{after}, so that epochs can't be compared by it",
-            fix=f"correct it in the Task, or monitor another figure; {saved(saved_step)}",
+            fix=f"correct it in the Task, or monitor another figure; {describe_checkpoint(saved_step)}",
         )
-    if not program.parts.world.alone:
+    if not program.parts.world.is_single:
         return NonFiniteError(
             after,
             fix="go on with --set parallel=none --set ranks=none, which names the module or the sample;"
-            f" {saved(saved_step)}",
+            f" {describe_checkpoint(saved_step)}",
         )
-    finder = _Finder(program)
-    with finder.watch.listening():
+    finder = _BatchFinder(program)
+    with finder.watch.record():
         evaluate(program, source, finder)
     sums = program.read_sums()
-    advice = INSTEAD if finder.empty else _LOOK
+    advice = EMPTY_MEAN_FIX if finder.empty else _EVALUATION_FIX
     return NonFiniteError(
         f"{after} though the training loss is {sums['loss'] / (sums['weight'] or 1):.4g}: {finder.found}",
-        fix=f"{advice}; {saved(saved_step)}",
+        fix=f"{advice}; {describe_checkpoint(saved_step)}",
     )
 
 
-class _Finder:
+class _BatchFinder:
     """Sees each batch of an evaluation, and notes the first whose loss is not finite."""
 
     def __init__(self, program: Program) -> None:
-        self.watch, self._program = Watch(program.model), program
+        self.watch, self._program = ValueHooks(program.model), program
         self.empty = ""
         self.found = "evaluating once more gave finite losses"
         self._done = False
         self._samples = 0
 
-    def __call__(self, batch: Any, samples: int, computed: Computed | None) -> None:
+    def __call__(self, batch: Any, samples: int, computed: StepResult | None) -> None:
         finite = computed is None or math.isfinite(float(computed.loss))
         if not finite and not self._done:
             self._done = True
             self.watch.note_batch(batch)
             event = self.watch.first(loss_finite=False)
             undefined = computed is not None and math.isnan(float(computed.loss))
-            self.empty = empty_mean(self._program, batch) if undefined and not event else ""
+            self.empty = find_empty_mean(self._program, batch) if undefined and not event else ""
             where = f"it has {self.empty}, in a batch" if self.empty else "the loss itself, from finite outputs"
-            self.found = self._told(event, batch) if event else where
+            self.found = self._error(event, batch) if event else where
         elif finite:
-            self.watch.settle()
+            self.watch.end_step()
         self.watch.begin()
         self._samples += samples
 
-    def _told(self, event: Event, batch: Any) -> str:
+    def _error(self, event: ValueEvent, batch: Any) -> str:
         if event.kind == "output":
             return f"{event.name} became {event.state}"
-        rows = bad_rows(dict(parts_of(batch))[event.name])
+        rows = nonfinite_rows(dict(floating_parts(batch))[event.name])
         return f"sample {self._samples + int(rows[0])} of the validation data has {event.state} in its {event.name}"

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.dispatch_mode import Onlooker
-from hotloop.core.hardware.limits import UNITS, room_bytes, size
-from hotloop.data.batch_tree import tensors, to_device
-from hotloop.data.feeds.feed import peek
+from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
+from hotloop.core.hardware.limits import UNITS, format_binary_bytes, free_memory_bytes
+from hotloop.data.batch_tree import to_device, tree_tensors
+from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import Table
-from hotloop.errors import MemoryExhausted, blame, out_of_memory
+from hotloop.errors import MemoryExhausted, describe_error, is_out_of_memory
 from hotloop.lowering.program import Program
-from hotloop.lowering.transforms.allocator import let_go
+from hotloop.lowering.transforms.allocator import restore_allocator
 
-_ASKED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
-_SAFE = 0.9
+_REQUESTED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
+_SAFE_SHARE = 0.9
 """Share of the free memory that an advice uses: what a small batch tells of a large one is not exact."""
 
 
-def exhausted(error: Exception, program: Program, place: str, *, training: bool) -> MemoryExhausted:
+def explain_out_of_memory(error: Exception, program: Program, place: str, *, training: bool) -> MemoryExhausted:
     """The error that says what held the memory and what would fit; the program is used up by finding out.
 
     Args:
@@ -35,99 +35,102 @@ def exhausted(error: Exception, program: Program, place: str, *, training: bool)
     text = " ".join(str(error).split())
     kinds = {device.type for device in program.devices}
     device = "memory" if kinds == {"cpu"} else f"memory on {' or '.join(map(str, program.devices))}"
-    given = f"{place} ran out of {device}{_asked(text)}"
-    _release(error, program)
+    given = f"{place} ran out of {device}{_requested_bytes(text)}"
+    _release_memory(error, program)
     if not training:
-        parts, advice = _held(program), "use a smaller batch_size or a smaller model"
+        parts, advice = _held_bytes(program), "use a smaller batch_size or a smaller model"
     else:
-        need, advice = _advice(program)
-        parts = {**_held(program), **need}
-    held = ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
-    free = " and ".join(f"{size(room_bytes(device))}{_where(device, program)}" for device in program.devices)
+        need, advice = _batch_size_advice(program)
+        parts = {**_held_bytes(program), **need}
+    held = ", ".join(f"{name} {format_binary_bytes(value)}" for name, value in parts.items() if value)
+    free = " and ".join(
+        f"{format_binary_bytes(free_memory_bytes(device))}{_describe_place(device, program)}"
+        for device in program.devices
+    )
     return MemoryExhausted(f"{given}; {held}; {free} are free without the batch", fix=advice)
 
 
-def _where(device: torch.device, program: Program) -> str:
+def _describe_place(device: torch.device, program: Program) -> str:
     return f" on {device}" if program.parts.elsewhere else ""
 
 
-def _asked(text: str) -> str:
-    found = _ASKED.search(text)
+def _requested_bytes(text: str) -> str:
+    found = _REQUESTED.search(text)
     if found is None:
         return ""
     power = UNITS.index(found[2])
-    return f" when it asked for {size(float(found[1]) * 1024**power)}"
+    return f" when it asked for {format_binary_bytes(float(found[1]) * 1024**power)}"
 
 
-def _release(error: Exception, program: Program) -> None:
+def _release_memory(error: Exception, program: Program) -> None:
     """Gives up what the failed step still held: its frames' values, the gradients, and memory that is kept for steps."""
     traceback.clear_frames(error.__traceback__)
     program.optimizer.zero_grad()
-    let_go(program.parts)
+    restore_allocator(program.parts)
     for device in program.devices:
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
 
 
-def _held(program: Program) -> dict[str, int]:
+def _held_bytes(program: Program) -> dict[str, int]:
     """Bytes by what they are for; gradients as they are once there."""
-    model, roles = program.model, program.parts.roles
+    model, roles = program.model, program.parts.splits
     trained = [value for group in program.optimizer.param_groups for value in group["params"]]
     held = {
-        "parameters": _bytes([*model.parameters(), *model.buffers()]),
-        "gradients": _bytes(trained),
-        "optimizer state": _bytes(tensors(list(program.optimizer.state.values()))),
-        "average": _bytes(program.average.values()),
+        "parameters": _tensor_bytes([*model.parameters(), *model.buffers()]),
+        "gradients": _tensor_bytes(trained),
+        "optimizer state": _tensor_bytes(tree_tensors(list(program.optimizer.state.values()))),
+        "average": _tensor_bytes(program.average.values()),
     }
-    tables = [table for table in (roles.train, roles.validation, roles.raw_test) if isinstance(table, Table)]
+    tables = [table for table in (roles.train, roles.validation, roles.make_test) if isinstance(table, Table)]
     if program.device.type not in ("cpu", "mps"):  # elsewhere data on the host is in another memory
         tables = [table for table in tables if table.device.type == program.device.type]
     held["data"] = sum(table.nbytes() for table in tables)
     return held
 
 
-def _bytes(values: Iterable[Tensor]) -> int:
+def _tensor_bytes(values: Iterable[Tensor]) -> int:
     return sum(value.nbytes for value in values)
 
 
-def _advice(program: Program) -> tuple[dict[str, int], str]:
+def _batch_size_advice(program: Program) -> tuple[dict[str, int], str]:
     """What the batch needed, if that can be measured, and what to do."""
-    batch_size = program.parts.roles.batch_size
+    batch_size = program.parts.splits.batch_size
     if program.parts.elsewhere:  # a small batch tells what one device needs, and which one lacks it isn't known
         return {}, "use a smaller batch_size, or place modules otherwise"
     try:
-        needs = _needs(program, batch_size)
+        needs = _measure_needs(program, batch_size)
     except Exception as error:
-        return {}, f"use a smaller batch_size (what a small batch needs can't be measured: {blame(error)})"
+        return {}, f"use a smaller batch_size (what a small batch needs can't be measured: {describe_error(error)})"
     if not needs:
         return {}, "use a smaller model, or a device with more memory: not even the smallest batch fits"
     small, large = min(needs), max(needs)
     each = (needs[large] - needs[small]) / (large - small) if large > small else needs[small] / small
     fixed = max(0.0, needs[small] - each * small)
     need = {f"the batch of {batch_size} about": int(fixed + each * batch_size)}
-    free = _SAFE * room_bytes(program.device) - fixed - _held(program)["gradients"]
+    free = _SAFE_SHARE * free_memory_bytes(program.device) - fixed - _held_bytes(program)["gradients"]
     fits = max(large, int(free / each) if each > 0 else batch_size)
-    return need, _which_fits(program, fits, batch_size)
+    return need, _fitting_batch_size(program, fits, batch_size)
 
 
-def _needs(program: Program, batch_size: int) -> dict[int, int]:
+def _measure_needs(program: Program, batch_size: int) -> dict[int, int]:
     """What small batches need in bytes, by their size; only those that fit."""
     needs: dict[int, int] = {}
     for samples in (few for few in (1, 2, 4) if few <= batch_size):
-        if 3 * max(needs.values(), default=0) > room_bytes(program.device):
+        if 3 * max(needs.values(), default=0) > free_memory_bytes(program.device):
             break  # a system that grants more than it has would end this process
         try:
-            _need(program, samples)  # makes the optimizer's state, which is not the batch's
-            needs[samples] = _need(program, samples)
+            _measure_need(program, samples)  # makes the optimizer's state, which is not the batch's
+            needs[samples] = _measure_need(program, samples)
         except Exception as error:
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 break
             if samples > 1:  # one sample alone can be too few, as for BatchNorm
                 raise
     return needs
 
 
-def _which_fits(program: Program, fits: int, batch_size: int) -> str:
+def _fitting_batch_size(program: Program, fits: int, batch_size: int) -> str:
     task = program.parts.task
     own_loader = task.batch_size is None and isinstance(task.data, torch.utils.data.DataLoader)
     if batch_size == 1:
@@ -138,45 +141,50 @@ def _which_fits(program: Program, fits: int, batch_size: int) -> str:
     return f"start again with batch_size={smaller} {where}: {by}"
 
 
-def _need(program: Program, samples: int) -> int:
+def _measure_need(program: Program, samples: int) -> int:
     """Bytes that one step on a batch of so many samples takes at its height, without its gradients of parameters."""
-    batch = to_device(peek(program.parts.roles, samples), program.device)
+    batch = to_device(first_batch(program.parts.splits, samples), program.device)
     program.optimizer.zero_grad()
-    gradients = _held(program)["gradients"]
+    gradients = _held_bytes(program)["gradients"]
     if program.device.type in ("cuda", "xpu"):
         module = torch.get_device_module(program.device)
         before = module.memory_allocated(program.device)
         module.reset_peak_memory_stats(program.device)
         program.step(batch)
         return max(0, module.max_memory_allocated(program.device) - before - gradients)
-    with Peak(present(program, batch)) as peak:
+    with PeakMemory(live_tensors(program, batch)) as peak:
         program.step(batch)
     return max(0, peak.bytes - gradients)
 
 
-def present(program: Program, batch: Any) -> list[Tensor]:
+def live_tensors(program: Program, batch: Any) -> list[Tensor]:
     """Tensors that are there before a step."""
     state = list(program.optimizer.state.values())
-    return [*program.model.parameters(), *program.model.buffers(), *program.average.values(), *tensors([state, batch])]
+    return [
+        *program.model.parameters(),
+        *program.model.buffers(),
+        *program.average.values(),
+        *tree_tensors([state, batch]),
+    ]
 
 
-class Peak(Onlooker):
+class PeakMemory(ReadOnlyDispatchMode):
     """Adds up the memory of all tensors that operations make, as long as they live; `bytes` is its height."""
 
     def __init__(self, present: list[Tensor]) -> None:
         super().__init__()
         self.bytes = self._now = 0
-        self._known = {_place(tensor) for tensor in present}
+        self._known = {_memory_place(tensor) for tensor in present}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors(result):
-            if tensor.layout is torch.strided and _place(tensor) not in self._known:
+        for tensor in tree_tensors(result):
+            if tensor.layout is torch.strided and _memory_place(tensor) not in self._known:
                 self._add(tensor)
         return result
 
     def _add(self, tensor: Tensor) -> None:
-        storage, place = tensor.untyped_storage(), _place(tensor)
+        storage, place = tensor.untyped_storage(), _memory_place(tensor)
         self._known.add(place)
         self._now += storage.nbytes()
         self.bytes = max(self.bytes, self._now)
@@ -187,5 +195,5 @@ class Peak(Onlooker):
         self._now -= number
 
 
-def _place(tensor: Tensor) -> int:
+def _memory_place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hotloop.data.batch_tree import tensors
-from hotloop.lowering.failures.location import named, parts_of
+from hotloop.data.batch_tree import tree_tensors
+from hotloop.lowering.failures.location import floating_parts, module_titles
 
-Kind = Literal["batch", "output", "gradient"]
+ValueKind = Literal["batch", "output", "gradient"]
 
 
 @dataclass
-class Event:
+class ValueEvent:
     """One value of a step.
 
     Attributes:
@@ -32,13 +32,13 @@ class Event:
         call: the module's call that put it out; None if no module did.
     """
 
-    kind: Kind
+    kind: ValueKind
     name: str
     largest: Tensor
     call: _Call | None = None
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return math.isfinite(float(self.largest))
 
     @property
@@ -52,32 +52,32 @@ class _Call:
     """One call of a module: what it put out, and within which other call."""
 
     within: _Call | None
-    outputs: list[Event] = field(default_factory=list)
+    outputs: list[ValueEvent] = field(default_factory=list)
 
     @property
-    def absorbed(self) -> bool:
+    def is_absorbed(self) -> bool:
         """Whether a call around this one put out finite values: what isn't finite inside was meant, like a mask."""
         around = self.within
         while around is not None:
-            if around.outputs and all(event.finite for event in around.outputs):
+            if around.outputs and all(event.is_finite for event in around.outputs):
                 return True
             around = around.within
         return False
 
 
-class Watch:
+class ValueHooks:
     """Notes the events of one step at a time, and remembers which values weren't finite in steps that were good."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.events: list[Event] = []
+        self.events: list[ValueEvent] = []
         self._usual: set[tuple[str, str]] = set()
         self._stack: list[_Call] = []
         self._calls: Counter[int] = Counter()
-        self._names = named(model)
+        self._names = module_titles(model)
 
     @contextmanager
-    def listening(self) -> Iterator[Watch]:
+    def record(self) -> Iterator[ValueHooks]:
         """Puts the hooks on the model for as long as the context lasts."""
         handles: list[Any] = []
         for module in self.model.modules():
@@ -85,7 +85,7 @@ class Watch:
             handles.append(module.register_forward_hook(self._leave))
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                handles.append(parameter.register_hook(self._noting(f"the gradient of parameter {name!r}")))
+                handles.append(parameter.register_hook(self._record(f"the gradient of parameter {name!r}")))
         try:
             yield self
         finally:
@@ -100,34 +100,34 @@ class Watch:
 
     def note_batch(self, batch: Any) -> None:
         """Notes the values of a batch as what came first."""
-        noted = [event for name, tensor in parts_of(batch) if (event := _event("batch", name, tensor))]
+        noted = [event for name, tensor in floating_parts(batch) if (event := _value_event("batch", name, tensor))]
         self.events = noted + self.events
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         """The step was good: what isn't finite in it is usual."""
-        self._usual |= {(event.kind, event.name) for event in self.events if not event.finite}
+        self._usual |= {(event.kind, event.name) for event in self.events if not event.is_finite}
 
-    def first(self, *, loss_finite: bool) -> Event | None:
+    def first(self, *, loss_finite: bool) -> ValueEvent | None:
         """The first value to blame for a step that went wrong.
 
         An infinity in the forward pass is not to blame if good steps had it too, if it stayed inside a module whose
         own output is finite, or if the loss is finite all the same; NaN is meant more rarely, so that only the first
         two excuse it. A gradient is to blame if the loss before it is finite, and good steps had no such gradient.
         """
-        bad = [event for event in self.events if not event.finite]
+        bad = [event for event in self.events if not event.is_finite]
         new = [event for event in bad if (event.kind, event.name) not in self._usual]
-        return next((event for event in new if self._to_blame(event, loss_finite)), None)
+        return next((event for event in new if self._origin_of(event, loss_finite)), None)
 
-    def finite_before(self, event: Event) -> Event | None:
+    def finite_before(self, event: ValueEvent) -> ValueEvent | None:
         """The last gradient of an output that was still finite before this one."""
         before = self.events[: self.events.index(event)]
-        found = [other for other in before if other.kind == "gradient" and " output " in other.name and other.finite]
+        found = [other for other in before if other.kind == "gradient" and " output " in other.name and other.is_finite]
         return found[-1] if found else None
 
-    def _to_blame(self, event: Event, loss_finite: bool) -> bool:
+    def _origin_of(self, event: ValueEvent, loss_finite: bool) -> bool:
         if event.kind == "gradient":
             return loss_finite
-        if event.call is not None and event.call.absorbed:
+        if event.call is not None and event.call.is_absorbed:
             return False
         return not loss_finite or event.state == "NaN"
 
@@ -139,24 +139,24 @@ class Watch:
         self._calls[id(module)] += 1
         times = self._calls[id(module)]
         name = f"output of {self._names[id(module)]}" + (f" in its call {times}" if times > 1 else "")
-        for tensor in tensors(output):
-            event = _event("output", f"the {name}", tensor, call)
+        for tensor in tree_tensors(output):
+            event = _value_event("output", f"the {name}", tensor, call)
             if event is None:
                 continue
             call.outputs.append(event)
             self.events.append(event)
             if tensor.requires_grad:
-                tensor.register_hook(self._noting(f"the gradient of the {name}"))
+                tensor.register_hook(self._record(f"the gradient of the {name}"))
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
+    def _record(self, name: str) -> Callable[[Tensor], None]:
         def note(gradient: Tensor) -> None:
-            if (event := _event("gradient", name, gradient)) is not None:
+            if (event := _value_event("gradient", name, gradient)) is not None:
                 self.events.append(event)
 
         return note
 
 
-def _event(kind: Kind, name: str, tensor: Tensor, call: _Call | None = None) -> Event | None:
+def _value_event(kind: ValueKind, name: str, tensor: Tensor, call: _Call | None = None) -> ValueEvent | None:
     """The event of a tensor; None if it has no values, or none that could fail to be finite."""
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
@@ -167,4 +167,4 @@ def _event(kind: Kind, name: str, tensor: Tensor, call: _Call | None = None) -> 
     if not numbers or values.numel() == 0 or values.is_meta:
         return None
     wide = values.float() if values.is_floating_point() and values.itemsize == 1 else values
-    return Event(kind, name, torch.linalg.vector_norm(wide, math.inf), call)
+    return ValueEvent(kind, name, torch.linalg.vector_norm(wide, math.inf), call)

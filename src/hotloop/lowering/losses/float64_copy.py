@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
-_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_WIDE_DTYPES = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 def widen_model(model: nn.Module) -> nn.Module:
     """Converts the model to float64 in place, including complex tensors, which `module.double()` skips; returns the model."""
-    return model.double()._apply(widened)
+    return model.double()._apply(to_float64)
 
 
-class Widening(TorchDispatchMode):
+class Float64Mode(TorchDispatchMode):
     """Converts the other operands of each operation with a float64 operand to float64.
 
     Class weights of a loss, for example, may be in a closure, in arguments of a `functools.partial` or in globals, which
@@ -26,17 +26,17 @@ class Widening(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not function._schema.is_mutable and tree_any(_is_wide, (args, kwargs)):
-            args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
-            if kwargs.get("dtype") in _WIDE:  # a cast to the model's dtype, which is float64 here
-                kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
+        if not function._schema.is_mutable and tree_any(_is_float64, (args, kwargs)):
+            args, kwargs = tree_map_only(Tensor, to_float64, (args, kwargs))
+            if kwargs.get("dtype") in _WIDE_DTYPES:  # a cast to the model's dtype, which is float64 here
+                kwargs = {**kwargs, "dtype": _WIDE_DTYPES[kwargs["dtype"]]}
         return function(*args, **kwargs)
 
 
-def widened(value: Tensor) -> Tensor:
+def to_float64(value: Tensor) -> Tensor:
     """Returns a float32 or complex64 tensor in double precision; other tensors unchanged."""
-    return value.to(_WIDE[value.dtype]) if value.dtype in _WIDE else value
+    return value.to(_WIDE_DTYPES[value.dtype]) if value.dtype in _WIDE_DTYPES else value
 
 
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _WIDE.values()
+def _is_float64(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _WIDE_DTYPES.values()

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hotloop.data.batch_tree import tensors
+from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import TaskError
 
-_SQUARES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+_DIFFERENCE_LOSSES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 _WITH_LOGITS = (F.binary_cross_entropy_with_logits, F.multilabel_soft_margin_loss, F.soft_margin_loss)
-_PAIRS = (
-    *_SQUARES,
+_PAIRED_LOSSES = (
+    *_DIFFERENCE_LOSSES,
     *_WITH_LOGITS,
     *(F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss, F.kl_div, F.binary_cross_entropy),
 )
 """Losses that compare each output with the target at the same index."""
 
-_VIEWS = (
+_VIEW_NODES = (
     "View",
     "UnsafeView",
     "Squeeze",
@@ -59,11 +59,11 @@ class LossCalls(TorchFunctionMode):
     def __init__(self, batch: Any, *, classes: bool) -> None:
         super().__init__()
         self.doubts: dict[str, None] = {}
-        self._batch, self._classes = list(tensors(batch)), classes
+        self._batch, self._classes = list(tree_tensors(batch)), classes
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _PAIRS or function in _CHECKS:
+        if function in _PAIRED_LOSSES or function in _CHECKS:
             given = inspect.signature(function).bind(*args, **kwargs).arguments
             output, target = given.get("input"), given.get("target")
             if isinstance(output, Tensor) and isinstance(target, Tensor):
@@ -73,14 +73,14 @@ class LossCalls(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _check(self, function: Any, output: Tensor, target: Tensor, original: Tensor) -> None:
-        if function in _PAIRS and self._is_broadcast(output, target):
+        if function in _PAIRED_LOSSES and self._is_broadcast(output, target):
             raise _shapes_differ(output, target)
         checks = _CHECKS.get(function, ())
         for doubt in (check(output, target, original) for check in checks):
             if doubt:
                 self.doubts[doubt] = None
         whole = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
-        if function in _SQUARES and self._classes and whole:
+        if function in _DIFFERENCE_LOSSES and self._classes and whole:
             self.doubts[
                 f"{function.__name__} compares the numbers of classes, as if class 2 were twice class 1: a classification "
                 "needs one output for each class, and a cross entropy"
@@ -92,7 +92,7 @@ class LossCalls(TorchFunctionMode):
             return False
         if not _can_broadcast(output, target):
             return False  # torch raises its own error
-        if _grows(output, target) or any(_same_memory(target, one) for one in self._batch):
+        if _is_larger_broadcast(output, target) or any(_shares_memory(target, one) for one in self._batch):
             return True
         small, large = sorted((output, target), key=lambda value: value.ndim)
         return small.ndim < large.ndim and small.shape[:1] == large.shape[:1]
@@ -103,9 +103,9 @@ class LossCalls(TorchFunctionMode):
             return
         one, other = operands[:2]
         target = self._batch[-1]
-        if not (_same_memory(one, target) or _same_memory(other, target)) or not _can_broadcast(one, other):
+        if not (_shares_memory(one, target) or _shares_memory(other, target)) or not _can_broadcast(one, other):
             return
-        if _grows(one, other):
+        if _is_larger_broadcast(one, other):
             self.doubts[
                 f"the loss subtracts tensors of shapes {tuple(one.shape)} and {tuple(other.shape)}, which compares each output "
                 "with the targets of all samples: reshape one of them, such as y[:, None] or model(x).flatten()"
@@ -129,12 +129,12 @@ def _can_broadcast(one: Tensor, other: Tensor) -> bool:
     return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
-def _grows(one: Tensor, other: Tensor) -> bool:
+def _is_larger_broadcast(one: Tensor, other: Tensor) -> bool:
     """Whether the broadcast shape of two tensors is larger than each tensor."""
     return torch.broadcast_shapes(one.shape, other.shape).numel() > max(one.numel(), other.numel())
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
     plain = one.layout == other.layout == torch.strided
     return plain and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
 
@@ -154,7 +154,7 @@ def _not_logarithms(output: Tensor, target: Tensor, original: Tensor) -> str:
 
 def _softmax_twice(output: Tensor, target: Tensor, original: Tensor) -> str:
     dim = min(1, output.ndim - 1)
-    if output.ndim == 0 or output.shape[dim] < 2 or not output.numel() or not _within_one(output):
+    if output.ndim == 0 or output.shape[dim] < 2 or not output.numel() or not _is_probability(output):
         return ""
     off = (output.float().sum(dim) - 1).abs().max()
     if not float(off) <= _ROUNDING:
@@ -166,8 +166,8 @@ def _softmax_twice(output: Tensor, target: Tensor, original: Tensor) -> str:
 
 
 def _sigmoid_twice(output: Tensor, target: Tensor, original: Tensor) -> str:
-    name = _made_by(original)
-    if not name.startswith(("Sigmoid", "Softmax")) or not _within_one(output):
+    name = _producing_operation(original)
+    if not name.startswith(("Sigmoid", "Softmax")) or not _is_probability(output):
         return ""
     return (
         f"a loss of logits got probabilities, the result of a {name.lower()}: leave that out of the model, or use "
@@ -186,27 +186,27 @@ def _refuse_logits(output: Tensor, target: Tensor, original: Tensor) -> str:
     return ""
 
 
-def _within_one(output: Tensor) -> bool:
+def _is_probability(output: Tensor) -> bool:
     low, high = output.aminmax()
     return float(low) >= 0 and float(high) <= 1
 
 
-def _made_by(output: Tensor) -> str:
+def _producing_operation(output: Tensor) -> str:
     """Returns the operation that computed a tensor, apart from views and casts; empty for a leaf."""
     node = output.grad_fn
-    while node is not None and _operation(node) in _VIEWS:
+    while node is not None and _operation_name(node) in _VIEW_NODES:
         node = next((before for before, _ in node.next_functions if before is not None), None)
-    return "" if node is None else _operation(node)
+    return "" if node is None else _operation_name(node)
 
 
-def _operation(node: Any) -> str:
+def _operation_name(node: Any) -> str:
     """Returns `Sigmoid` for a `SigmoidBackward0`."""
     return re.sub(r"Backward\d*$", "", node.name())
 
 
-Check = Callable[[Tensor, Tensor, Tensor], str]
+LossCheck = Callable[[Tensor, Tensor, Tensor], str]
 
-_CHECKS: dict[Any, tuple[Check, ...]] = {
+_CHECKS: dict[Any, tuple[LossCheck, ...]] = {
     F.nll_loss: (_not_logarithms,),
     F.cross_entropy: (_softmax_twice,),
     F.binary_cross_entropy: (_refuse_logits,),
@@ -215,7 +215,7 @@ _CHECKS: dict[Any, tuple[Check, ...]] = {
 
 
 @contextmanager
-def watched_losses(model: nn.Module, batch: Any, *, classes: bool) -> Iterator[LossCalls | None]:
+def watch_losses(model: nn.Module, batch: Any, *, classes: bool) -> Iterator[LossCalls | None]:
     """Checks the losses called in the context; None if the user compiled the model, whose guards a mode would invalidate."""
     if any(map(_is_compiled, model.modules())):
         yield None

@@ -11,68 +11,70 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from hotloop.core.files.source_files import is_installed
-from hotloop.errors import blame
+from hotloop.errors import describe_error
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
 
 
-class NotCopied(Exception):
+class LossNotCopied(Exception):
     """A part of the loss can't be copied; the text names the part and the reason."""
 
 
-def copied_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
+def copy_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of the loss, including its closures, its defaults and the globals that its code names.
 
     Raises:
         NotCopied: a part of the loss can't be copied.
     """
-    return _copied(loss, {}, "the loss")
+    return _copy_value(loss, {}, "the loss")
 
 
-def _copied(value: Any, known: dict[int, Any], name: str) -> Any:
+def _copy_value(value: Any, known: dict[int, Any], name: str) -> Any:
     if id(value) in known:
         return known[id(value)]
     if inspect.ismodule(value) or inspect.isclass(value):
         return value
     if isinstance(value, partial):
-        arguments = [_copied(item, known, name) for item in value.args]
-        keywords = {key: _copied(item, known, key) for key, item in value.keywords.items()}
-        return partial(_copied(value.func, known, name), *arguments, **keywords)
+        arguments = [_copy_value(item, known, name) for item in value.args]
+        keywords = {key: _copy_value(item, known, key) for key, item in value.keywords.items()}
+        return partial(_copy_value(value.func, known, name), *arguments, **keywords)
     if isinstance(value, MethodType):
-        return MethodType(value.__func__, _copied(value.__self__, known, name))
+        return MethodType(value.__func__, _copy_value(value.__self__, known, name))
     if isinstance(value, FunctionType):
-        return value if _is_library_function(value) else _copied_function(value, known)
+        return value if _is_library_function(value) else _copy_function(value, known)
     try:
         return copy.deepcopy(value, known)
     except Exception as error:
-        raise NotCopied(f"{name} can't be copied ({blame(error)})") from error
+        raise LossNotCopied(f"{name} can't be copied ({describe_error(error)})") from error
 
 
-def _copied_function(function: FunctionType, known: dict[int, Any]) -> FunctionType:
+def _copy_function(function: FunctionType, known: dict[int, Any]) -> FunctionType:
     namespace = dict(function.__globals__)
     cells = [CellType() for _ in function.__closure__ or ()]
     made = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, tuple(cells))
     known[id(function)] = made
     made.__kwdefaults__ = function.__kwdefaults__
-    made.__defaults__ = tuple(_copied(item, known, function.__name__) for item in function.__defaults__ or ()) or None
-    vars(made).update({key: _copied(item, known, key) for key, item in vars(function).items()})
+    made.__defaults__ = (
+        tuple(_copy_value(item, known, function.__name__) for item in function.__defaults__ or ()) or None
+    )
+    vars(made).update({key: _copy_value(item, known, key) for key, item in vars(function).items()})
     for name, cell, own in zip(function.__code__.co_freevars, function.__closure__ or (), cells, strict=True):
         try:
             content = cell.cell_contents
         except ValueError:  # a variable without a value yet
             continue
-        own.cell_contents = _copied(content, known, name)
-    for name in set(_names(function.__code__)) & namespace.keys():
-        namespace[name] = _copied(namespace[name], known, name)
+        own.cell_contents = _copy_value(content, known, name)
+    for name in set(_global_names(function.__code__)) & namespace.keys():
+        namespace[name] = _copy_value(namespace[name], known, name)
     return made
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _global_names(code: CodeType) -> Iterator[str]:
     """Yields the global names in code and in its nested functions."""
     yield from code.co_names
     for item in code.co_consts:
         if isinstance(item, CodeType):
-            yield from _names(item)
+            yield from _global_names(item)
 
 
 def _is_library_function(function: FunctionType) -> bool:

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from hotloop.core.random.rng import preserved
-from hotloop.data.batch_tree import map_tensors, tensors
+from hotloop.core.random.rng import preserve_generators
+from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.row_count import count_rows
-from hotloop.errors import blame
-from hotloop.lowering.losses.loss_copy import NotCopied, copied_loss
+from hotloop.errors import describe_error
+from hotloop.lowering.losses.loss_copy import LossNotCopied, copy_loss
 from hotloop.task import Task
 
-_CLOSE = 1e-4
+_RELATIVE_TOLERANCE = 1e-4
 """Relative tolerance of a multiple of a loss."""
 
 
-def sum_doubt(task: Task, output: Any, target: Any, device: torch.device) -> str:
+def check_loss_sum(task: Task, output: Any, target: Any, device: torch.device) -> str:
     """Returns one line if the loss grows with the batch, or if the check fails; empty otherwise.
 
     The check calls a copy of the loss on repeated outputs and targets, and restores the random generators. The check doesn't
@@ -31,14 +31,14 @@ def sum_doubt(task: Task, output: Any, target: Any, device: torch.device) -> str
     if task.loss is None or task.objective.sums_samples or task.objective.reduction == "sum":
         return ""
     try:
-        once, *several = _losses(task, output, target, device)
-    except NotCopied as error:
+        once, *several = _losses_of_copies(task, output, target, device)
+    except LossNotCopied as error:
         return f"whether the loss is a sum over the batch isn't tried: {error}"
     except Exception as error:
-        return f"whether the loss is a sum over the batch can't be tried: {blame(error)}"
+        return f"whether the loss is a sum over the batch can't be tried: {describe_error(error)}"
     if not several or not math.isfinite(once) or not once:
         return ""
-    if any(abs(more - times * once) > _CLOSE * abs(once) for times, more in enumerate(several, 2)):
+    if any(abs(more - times * once) > _RELATIVE_TOLERANCE * abs(once) for times, more in enumerate(several, 2)):
         return ""
     return (
         "the loss is a sum over the batch: twice the samples have twice the loss, so that its figures and the size of a "
@@ -46,18 +46,18 @@ def sum_doubt(task: Task, output: Any, target: Any, device: torch.device) -> str
     )
 
 
-def _losses(task: Task, output: Any, target: Any, device: torch.device) -> list[float]:
+def _losses_of_copies(task: Task, output: Any, target: Any, device: torch.device) -> list[float]:
     """Returns the losses of the batch, of two copies and of three copies of it; empty if its rows can't be repeated."""
     whole = (output, target)
     rows, doubt = count_rows(whole)
-    if doubt or not all(value.ndim and len(value) == rows for value in tensors(whole)):
+    if doubt or not all(value.ndim and len(value) == rows for value in tree_tensors(whole)):
         return []
     found = []
-    with preserved(device), torch.no_grad():
+    with preserve_generators(device), torch.no_grad():
         generators = torch.get_rng_state()
         for times in (1, 2, 3):
             torch.set_rng_state(generators)
             repeated = map_tensors(lambda value, times=times: torch.cat([value.detach()] * times), whole)  # type: ignore[misc]
-            loss = copied_loss(task.loss)  # type: ignore[arg-type]
+            loss = copy_loss(task.loss)  # type: ignore[arg-type]
             found.append(float(loss(*repeated)))
     return found

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from hotloop.core.random.rng import preserved
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.state import host_copy
 from hotloop.data.sources import Samples, Stream
-from hotloop.lowering.object_state.contents import CONTAINERS, SCALARS, Value, are_equal, content_of, is_same
-from hotloop.lowering.object_state.object_graph import package_of
-from hotloop.lowering.object_state.owners import Held, Put, held_by, items_of
+from hotloop.lowering.object_state.contents import CONTAINERS, SCALARS, StoredValue, are_equal, is_same, read_content
+from hotloop.lowering.object_state.object_graph import package_name
+from hotloop.lowering.object_state.owners import HeldValue, PutValue, container_items, values_in
 from hotloop.task import Task
 
 _IMMUTABLE = (bool, int, float, str, type(None), bytes, complex, enum.Enum, tuple, frozenset, np.generic)
-_MAX_OPENED = 256
+_MAX_OBJECTS = 256
 """Largest container of objects whose items are compared individually."""
 
 _FUNCTIONS = ("step", "loss", "schedule", "weight", "prepare", "augment", "collate", "metrics", "predict", "callbacks")
@@ -36,10 +36,10 @@ _SOURCES = ("data", "validation", "test", "collate")
 _BEFORE_ATTRIBUTE = "_attributes_before"
 
 
-Found = dict[str, Value]
+FoundValues = dict[str, StoredValue]
 
 
-class Attributes:
+class TaskAttributes:
     """The plain values in objects of a Task and its Program that the rest of State doesn't contain.
 
     Args:
@@ -48,27 +48,31 @@ class Attributes:
     """
 
     def __init__(self, task: Task, objects: Mapping[str, Any], saved: Callable[[], Collection[int]]) -> None:
-        self._shared, self._objects, self._saved = roots_of(task), dict(objects), saved
-        self._first = before(task)
+        self._shared, self._objects, self._saved = task_objects(task), dict(objects), saved
+        self._first = initial_values(task)
 
     @cached_property
-    def _start(self) -> Found:
+    def _start(self) -> FoundValues:
         """The values before the first step, and before the first State was captured or restored."""
-        return self._now()
+        return self._current_values()
 
     @cached_property
-    def _before(self) -> Found:
+    def _initial_values(self) -> FoundValues:
         return self._start | {place: value for place, value in self._first.items() if place in self._start}
 
     def begin(self) -> None:
         """Records the values before the first step; only the first call has an effect."""
-        _ = self._before
+        _ = self._initial_values
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
         """Returns the changed contents by place, and a line for each changed value that can't be saved."""
-        now = self._now()
-        moved = _moved(self._before, now)
-        places = [place for place in {**self._before, **now} if not is_same(self._before.get(place), now.get(place))]
+        now = self._current_values()
+        moved = _rebound_places(self._initial_values, now)
+        places = [
+            place
+            for place in {**self._initial_values, **now}
+            if not is_same(self._initial_values.get(place), now.get(place))
+        ]
         savable = {place for place in places if self._can_be_saved(place, now) and not _is_within(place, moved)}
         contents = {place: now[place].content for place in places if place in savable}
         since = [place for place in places if not is_same(self._start.get(place), now.get(place))]
@@ -77,7 +81,7 @@ class Attributes:
         names = [place.replace("/", ".") for place in outer if not place.startswith("callbacks/")]
         return contents, [f"training changes {name}, which no checkpoint stores" for name in names]
 
-    def compiled(self) -> list[str]:
+    def compiled_attributes(self) -> list[str]:
         """Returns a line for each of the user's modules or functions that torch compiles at its first calls."""
         found = [
             (place.replace("/", "."), value.compiled_by) for place, value in self._start.items() if value.compiled_by
@@ -85,13 +89,13 @@ class Attributes:
         why = "and its last bits depend on the calls before: a resumed run may differ in them"
         return [f"{name} is compiled by {compiler} while it is called, {why}" for name, compiler in found]
 
-    def _can_be_saved(self, place: str, now: Found) -> bool:
-        value, was = now.get(place), self._before.get(place)
+    def _can_be_saved(self, place: str, now: FoundValues) -> bool:
+        value, was = now.get(place), self._initial_values.get(place)
         if value is None or value.put is None or value.is_alias:
             return False
         if was is not None:
             return was.put is not None and not was.is_alias
-        parent = self._before.get(place.rpartition("/")[0])  # a new attribute
+        parent = self._initial_values.get(place.rpartition("/")[0])  # a new attribute
         return value.is_complete and parent is not None and parent.owner is not None
 
     def restore(self, contents: Mapping[str, Any] | None, below: tuple[str, ...] = ("",)) -> None:
@@ -103,40 +107,40 @@ class Attributes:
         """
         if contents is None or not below:
             return
-        now = self._now()
-        wanted = {place: value.content for place, value in self._before.items() if value.put is not None} | dict(
-            contents
-        )
+        now = self._current_values()
+        wanted = {
+            place: value.content for place, value in self._initial_values.items() if value.put is not None
+        } | dict(contents)
         wanted = {place: content for place, content in wanted.items() if place.startswith(below)}
-        moved = _moved(self._before, now)
+        moved = _rebound_places(self._initial_values, now)
         _put_all({place: content for place, content in wanted.items() if not _is_within(place, moved)}, now)
         for place in now.keys() - self._start.keys() - wanted.keys():
             parent, _, name = place.rpartition("/")
             if now[place].is_complete and place.startswith(below) and (owner := now[parent].owner) is not None:
                 vars(owner).pop(name, None)
 
-    def _now(self) -> Found:
+    def _current_values(self) -> FoundValues:
         saved = self._saved()
-        return found_in(self._shared, saved) | found_in(self._objects, saved)
+        return find_values(self._shared, saved) | find_values(self._objects, saved)
 
 
-def _put_all(contents: Mapping[str, Any], now: Found) -> None:
+def _put_all(contents: Mapping[str, Any], now: FoundValues) -> None:
     for place, content in contents.items():
         value, (parent, _, name) = now.get(place), place.rpartition("/")
         if value is None:
             owner = now[parent].owner if parent in now else None
-            if owner is not None and not _has(owner, name):
+            if owner is not None and not _has_attribute(owner, name):
                 vars(owner)[name] = host_copy(content)
         elif value.put is not None and not value.is_alias and not are_equal(value.content, content):
             value.put(host_copy(content))
 
 
-def _has(owner: Any, name: str) -> bool:
+def _has_attribute(owner: Any, name: str) -> bool:
     """Whether an object itself has an attribute; a module's parameters and buffers count."""
     return name in vars(owner) or (isinstance(owner, nn.Module) and name in {*owner._parameters, *owner._buffers})
 
 
-def _moved(before: Found, now: Found) -> set[str]:
+def _rebound_places(before: FoundValues, now: FoundValues) -> set[str]:
     """Returns places that refer to another object than before, such as a selected item of a list.
 
     Values below such a place belong to another object.
@@ -153,15 +157,15 @@ def restore_model_attributes(model: nn.Module, contents: Mapping[str, Any] | Non
     """Restores the contents of a State in a model that the model factory has just returned."""
     own = {place: content for place, content in (contents or {}).items() if place.startswith("model/")}
     if own:
-        _put_all(own, found_in({"model": model}, {id(one) for one in (*model.parameters(), *model.buffers())}))
+        _put_all(own, find_values({"model": model}, {id(one) for one in (*model.parameters(), *model.buffers())}))
 
 
-def roots_of(task: Task) -> dict[str, Any]:
+def task_objects(task: Task) -> dict[str, Any]:
     """Returns the Task's own objects by name, except modules: each Program has copies of the model and of a loss module."""
     functions = {name: getattr(task, name) for name in _FUNCTIONS}
     roots = {name: one for name, one in functions.items() if one is not None and not isinstance(one, nn.Module)}
     roles = task.roles
-    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.raw_test)):
+    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.make_test)):
         if isinstance(source, Samples):
             roots[name] = source.dataset
         elif isinstance(source, Stream):
@@ -169,7 +173,7 @@ def roots_of(task: Task) -> dict[str, Any]:
     return roots
 
 
-def functions_of(schedule: Any) -> list[Any]:
+def schedule_functions(schedule: Any) -> list[Any]:
     """Returns the functions that a torch learning-rate scheduler calls; for other classes, the scheduler itself."""
     if not str(type(schedule).__module__).startswith("torch."):
         return [schedule]
@@ -178,20 +182,20 @@ def functions_of(schedule: Any) -> list[Any]:
     return [one for one in (*values, *inner) if callable(one)]
 
 
-def before(task: Task) -> Found:
+def initial_values(task: Task) -> FoundValues:
     """Returns the values of the Task's own objects at the first call in this process."""
     known = vars(task)
     if _BEFORE_ATTRIBUTE not in known:
-        known[_BEFORE_ATTRIBUTE] = found_in(roots_of(task), ())
+        known[_BEFORE_ATTRIBUTE] = find_values(task_objects(task), ())
     return known[_BEFORE_ATTRIBUTE]
 
 
-def hand_on(task: Task, other: Task) -> None:
+def pass_initial_values(task: Task, other: Task) -> None:
     """Gives a changed copy of a Task the initial values of the Task's objects."""
-    vars(other)[_BEFORE_ATTRIBUTE] = before(task)
+    vars(other)[_BEFORE_ATTRIBUTE] = initial_values(task)
 
 
-def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[str]:
+def worker_changes(task: Task, workers: int | None, ranks: int = 1) -> list[str]:
     """Returns a line for each attribute that the data set changes when another process loads samples.
 
     Each worker and each rank has a copy of the data set, and checkpoints store at most one copy. Random generators are
@@ -208,11 +212,16 @@ def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[
     if not has_workers and ranks == 1:
         return []
     root = {"data": source.dataset}
-    with preserved(), unchanged(task), suppress(Exception):  # training reports the errors of samples
-        initial = found_in(root, ())
+    # training reports the errors of samples
+    with (
+        preserve_generators(),
+        preserve_attributes(task),
+        suppress(Exception),
+    ):
+        initial = find_values(root, ())
         for place in (0, len(source) - 1):
             source.dataset[place]
-        now = found_in(root, ())
+        now = find_values(root, ())
         places = [place for place in {**initial, **now} if not is_same(initial.get(place), now.get(place))]
         outer = [place for place in places if not _is_inside(place, places)]
         where = "in each worker's copy of the data set, which no checkpoint stores"
@@ -223,34 +232,36 @@ def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[
 
 
 @contextmanager
-def unchanged(task: Task) -> Iterator[None]:
+def preserve_attributes(task: Task) -> Iterator[None]:
     """Restores the Task's own objects after the context, such as after a trial of its step."""
-    before(task)
-    initial = found_in(roots_of(task), ())
+    initial_values(task)
+    initial = find_values(task_objects(task), ())
     try:
         yield
     finally:
-        now = found_in(roots_of(task), ())
+        now = find_values(task_objects(task), ())
         _put_all({place: value.content for place, value in initial.items() if value.put is not None}, now)
 
 
-def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
+def find_values(roots: Mapping[str, Any], left_out: Collection[int]) -> FoundValues:
     """Returns the values that the objects refer to, by place.
 
     Args:
         roots: the objects by name.
         left_out: the `id`s of tensors to skip.
     """
-    found: Found = {}
+    found: FoundValues = {}
     places: dict[int, str] = {}
     references = []  # references, so that Python reuses no id
-    own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
-    queue: deque[tuple[str, str, Any, Put | None]] = deque((name, name, root, None) for name, root in roots.items())
+    own = {package_name(root) for root in roots.values() if not isinstance(root, nn.Module)}
+    queue: deque[tuple[str, str, Any, PutValue | None]] = deque(
+        (name, name, root, None) for name, root in roots.items()
+    )
 
-    def visit(root: str, parent: str, items: Iterable[Held]) -> None:
+    def visit(root: str, parent: str, items: Iterable[HeldValue]) -> None:
         for name, item, put in items:
             if type(item) in SCALARS:
-                found[f"{parent}/{name}"] = Value(item, put, is_complete=True)
+                found[f"{parent}/{name}"] = StoredValue(item, put, is_complete=True)
             elif id(item) not in left_out:
                 queue.append((root, f"{parent}/{name}", item, put))
 
@@ -258,27 +269,27 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
         root, place, value, put = queue.popleft()
         if not isinstance(value, _IMMUTABLE):
             if id(value) in places:
-                found[place] = Value(places[id(value)], is_alias=True)
+                found[place] = StoredValue(places[id(value)], is_alias=True)
                 continue
-            if (name := _name_of(value)) and name not in found:  # one place, independent of the path to the object
-                found[place], place = Value(name, is_alias=True), name
+            if (name := _stable_name(value)) and name not in found:  # one place, independent of the path to the object
+                found[place], place = StoredValue(name, is_alias=True), name
             places[id(value)] = place
             references.append(value)
-        if (one := content_of(value, put)) is not None:
+        if (one := read_content(value, put)) is not None:
             if not (one.is_random and root in _SOURCES):
                 found[place] = one
         elif isinstance(value, CONTAINERS):
-            found[place] = Value((type(value).__name__, len(value)))
-            if len(value) <= _MAX_OPENED:
-                visit(root, place, items_of(value))
+            found[place] = StoredValue((type(value).__name__, len(value)))
+            if len(value) <= _MAX_OBJECTS:
+                visit(root, place, container_items(value))
         else:
             owner = value if isinstance(getattr(value, "__dict__", None), dict) else None
-            found[place] = Value(type(value).__name__, owner=owner)
-            visit(root, place, held_by(value, own))
+            found[place] = StoredValue(type(value).__name__, owner=owner)
+            visit(root, place, values_in(value, own))
     return found
 
 
-def _name_of(value: Any) -> str:
+def _stable_name(value: Any) -> str:
     """Returns the name of a class, a module or a function without a closure; empty for other objects."""
     if isinstance(value, type):
         return f"class {value.__qualname__}"

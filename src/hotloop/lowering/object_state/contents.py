@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotloop.core.state import bits
-from hotloop.lowering.object_state.owners import Put
+from hotloop.core.state import bytes_of
+from hotloop.lowering.object_state.owners import PutValue
 
 SCALARS = (bool, int, float, str, type(None))  # isinstance takes a tenth of the time with a tuple than with a union
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -23,7 +23,7 @@ _MAX_ITEMS, _MAX_BYTES, _SAMPLED_NUMBERS = 10_000, 1 << 20, 1 << 12
 """Limits: compared items of a container, saved bytes of a tensor, and compared numbers of a larger tensor."""
 
 
-class Value(NamedTuple):
+class StoredValue(NamedTuple):
     """The value at a place.
 
     Attributes:
@@ -37,7 +37,7 @@ class Value(NamedTuple):
     """
 
     content: Any
-    put: Put | None = None
+    put: PutValue | None = None
     owner: Any = None
     is_complete: bool = False
     is_alias: bool = False
@@ -45,48 +45,48 @@ class Value(NamedTuple):
     compiled_by: str = ""
 
 
-def content_of(value: Any, put: Put | None) -> Value | None:
+def read_content(value: Any, put: PutValue | None) -> StoredValue | None:
     """Returns a value that is compared as a whole; None if its parts must be compared."""
     if isinstance(value, enum.Enum):
         kind = type(value)
-        return Value(value.name, _then(put, lambda name: kind[name]))
+        return StoredValue(value.name, _put_each(put, lambda name: kind[name]))
     if isinstance(value, SCALARS):
-        return Value(value, put, is_complete=True)
+        return StoredValue(value, put, is_complete=True)
     if isinstance(value, (bytes, complex)):
-        return Value(value)
+        return StoredValue(value)
     if isinstance(value, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-        return Value("TorchScript", compiled_by="TorchScript")
+        return StoredValue("TorchScript", compiled_by="TorchScript")
     if type(value).__name__ == "OptimizedModule":  # a class of torch._dynamo, whose import takes a second
-        return Value("torch.compile", compiled_by="torch.compile")
+        return StoredValue("torch.compile", compiled_by="torch.compile")
     if isinstance(value, Tensor):
         return _tensor_value(value, put)
     if isinstance(value, np.ndarray | np.generic):
         return _array_value(value, put)
     if isinstance(value, CONTAINERS):
-        return _container_value(value, put)
+        return _read_container(value, put)
     return _generator_value(value)
 
 
-def _then(put: Put | None, convert: Callable[[Any], Any]) -> Put | None:
+def _put_each(put: PutValue | None, convert: Callable[[Any], Any]) -> PutValue | None:
     return None if put is None else lambda content: put(convert(content))
 
 
-def _container_value(value: Any, put: Put | None) -> Value | None:
+def _read_container(value: Any, put: PutValue | None) -> StoredValue | None:
     if len(value) > _MAX_ITEMS:
-        return Value(len(value))
+        return StoredValue(len(value))
     try:
-        content = _plain(value)
+        content = _copy_plain(value)
     except TypeError:
         return None
     kind = type(value)
     if isinstance(value, tuple):
-        return Value(content, _then(put, getattr(kind, "_make", kind)))
+        return StoredValue(content, _put_each(put, getattr(kind, "_make", kind)))
     if isinstance(value, frozenset):
-        return Value(content, _then(put, kind))
-    return Value(content, lambda content: _refill(value, content), is_complete=kind in (list, dict))
+        return StoredValue(content, _put_each(put, kind))
+    return StoredValue(content, lambda content: _replace_items(value, content), is_complete=kind in (list, dict))
 
 
-def _plain(value: Any) -> Any:
+def _copy_plain(value: Any) -> Any:
     """Returns a copy of a container of plain values.
 
     Raises:
@@ -95,84 +95,86 @@ def _plain(value: Any) -> Any:
     if isinstance(value, SCALARS):
         return value
     if isinstance(value, set | frozenset):
-        return sorted(map(_plain, value), key=repr)
+        return sorted(map(_copy_plain, value), key=repr)
     if type(value) in (list, tuple, deque):
-        items = [_plain(item) for item in value]
+        items = [_copy_plain(item) for item in value]
         return tuple(items) if type(value) is tuple else items
     if isinstance(value, dict) and all(isinstance(key, SCALARS) for key in value):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _copy_plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return tuple(map(_plain, value))
+        return tuple(map(_copy_plain, value))
     raise TypeError
 
 
-def _refill(container: Any, content: Any) -> None:
+def _replace_items(container: Any, content: Any) -> None:
     """Replaces a container's items in place."""
     container.clear()
     (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
-def _tensor_value(value: Tensor, put: Put | None) -> Value:
+def _tensor_value(value: Tensor, put: PutValue | None) -> StoredValue:
     if value.grad_fn is not None or value.layout != torch.strided or value.is_meta or value.is_quantized:
-        return Value((type(value).__name__, tuple(value.shape)))  # each step creates a new graph
+        return StoredValue((type(value).__name__, tuple(value.shape)))  # each step creates a new graph
     if value.nbytes > _MAX_BYTES:
-        return Value((str(value.dtype), tuple(value.shape), _sample(value)))
+        return StoredValue((str(value.dtype), tuple(value.shape), _hash_samples(value)))
     content = value.detach().to("cpu", copy=True).contiguous()
-    return Value(content, lambda content: _put_tensor(value, put, content), is_complete=type(value) is Tensor)
+    return StoredValue(content, lambda content: _put_tensor(value, put, content), is_complete=type(value) is Tensor)
 
 
 @torch.no_grad()
-def _put_tensor(live: Tensor, put: Put | None, content: Tensor) -> None:
+def _put_tensor(live: Tensor, put: PutValue | None, content: Tensor) -> None:
     if live.shape == content.shape and live.dtype == content.dtype:
         live.copy_(content)
     elif put is not None:
         put(content.to(live.device))
 
 
-def _sample(value: Tensor) -> bytes:
+def _hash_samples(value: Tensor) -> bytes:
     """Returns a hash of sampled numbers of a tensor."""
     if value.device.type == "meta" or not value.numel():
         return b""
     step = math.ceil(value.numel() / _SAMPLED_NUMBERS)
     flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().flatten()
-    return hashlib.sha256(bits(flat[::step]).numpy().tobytes()).digest()
+    return hashlib.sha256(bytes_of(flat[::step]).numpy().tobytes()).digest()
 
 
-def _array_value(value: Any, put: Put | None) -> Value:
+def _array_value(value: Any, put: PutValue | None) -> StoredValue:
     if value.dtype.hasobject or value.dtype.kind not in "biuf" or value.dtype.byteorder == ">":
-        return Value((str(value.dtype), value.shape))
+        return StoredValue((str(value.dtype), value.shape))
     if isinstance(value, np.generic):
-        return Value(value, put)
+        return StoredValue(value, put)
     if isinstance(value, np.memmap):
-        return Value((str(value.dtype), value.shape))
+        return StoredValue((str(value.dtype), value.shape))
     if value.nbytes > _MAX_BYTES:
         step = math.ceil(value.size / _SAMPLED_NUMBERS)
-        return Value((str(value.dtype), value.shape, hashlib.sha256(value.ravel()[::step].tobytes()).digest()))
-    return Value(torch.from_numpy(value.copy()), lambda content: _put_array(value, put, content.numpy()))
+        return StoredValue((str(value.dtype), value.shape, hashlib.sha256(value.ravel()[::step].tobytes()).digest()))
+    return StoredValue(torch.from_numpy(value.copy()), lambda content: _put_array(value, put, content.numpy()))
 
 
-def _put_array(live: Any, put: Put | None, content: Any) -> None:
+def _put_array(live: Any, put: PutValue | None, content: Any) -> None:
     if live.shape == content.shape and live.dtype == content.dtype and live.flags.writeable:
         live[...] = content
     elif put is not None:
         put(content)
 
 
-def _generator_value(value: Any) -> Value | None:
+def _generator_value(value: Any) -> StoredValue | None:
     """Returns the state of one of the user's random generators."""
     if isinstance(value, random.SystemRandom):  # it has no state
         return None
     if isinstance(value, random.Random):
-        return Value(value.getstate(), value.setstate, is_random=True)
+        return StoredValue(value.getstate(), value.setstate, is_random=True)
     if isinstance(value, torch.Generator):
-        return Value(value.get_state(), lambda state: _set_state(value, state), is_random=True)
+        return StoredValue(value.get_state(), lambda state: _set_state(value, state), is_random=True)
     if isinstance(value, np.random.RandomState):
-        return Value(
-            _as_plain(value.get_state(legacy=False)), lambda state: value.set_state(_as_arrays(state)), is_random=True
+        return StoredValue(
+            _to_plain(value.get_state(legacy=False)), lambda state: value.set_state(_to_arrays(state)), is_random=True
         )
     if isinstance(value, np.random.Generator):
         inner = value.bit_generator
-        return Value(_as_plain(inner.state), lambda state: setattr(inner, "state", _as_arrays(state)), is_random=True)
+        return StoredValue(
+            _to_plain(inner.state), lambda state: setattr(inner, "state", _to_arrays(state)), is_random=True
+        )
     return None
 
 
@@ -180,25 +182,25 @@ def _set_state(generator: torch.Generator, state: Tensor) -> None:
     generator.set_state(state)
 
 
-def _as_plain(state: Any) -> Any:
+def _to_plain(state: Any) -> Any:
     if isinstance(state, np.ndarray):
         return torch.from_numpy(state.astype(np.int64))
-    return {key: _as_plain(item) for key, item in state.items()} if isinstance(state, dict) else state
+    return {key: _to_plain(item) for key, item in state.items()} if isinstance(state, dict) else state
 
 
-def _as_arrays(state: Any) -> Any:
+def _to_arrays(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.numpy().astype(np.uint64)
-    return {key: _as_arrays(item) for key, item in state.items()} if isinstance(state, dict) else state
+    return {key: _to_arrays(item) for key, item in state.items()} if isinstance(state, dict) else state
 
 
-def is_same(one: Value | None, other: Value | None) -> bool:
+def is_same(one: StoredValue | None, other: StoredValue | None) -> bool:
     return one is not None and other is not None and are_equal(one.content, other.content)
 
 
 def are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and bits(one).equal(bits(other))
+        return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one).equal(bytes_of(other))
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

@@ -14,50 +14,50 @@ import torch
 
 from hotloop.core.files.source_files import is_installed
 
-Named = Iterator[tuple[str, Any]]
+NamedValues = Iterator[tuple[str, Any]]
 
-_CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
-_CLOSED_OBJECTS = _CLOSED - {"types", "collections"}  # whose objects hold what a user puts there
+_SKIPPED_MODULES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
+_SKIPPED_OBJECTS = _SKIPPED_MODULES - {"types", "collections"}  # whose objects hold what a user puts there
 
 
-def package_of(function: Any) -> str:
+def package_name(function: Any) -> str:
     """The package that a function, or the class of an object, comes from."""
     if isinstance(function, partial):
-        return package_of(function.func)
+        return package_name(function.func)
     return str(getattr(function, "__module__", None)).partition(".")[0]
 
 
-def attributes(value: Any, own: Set[str]) -> Named:
+def object_attributes(value: Any, own: Set[str]) -> NamedValues:
     """What an object holds, in slots too, and its class, where that is the user's.
 
     Args:
         own: installed packages that count as the user's, since the step or the loss is theirs.
     """
     kind = type(value)
-    if package_of(kind) in _CLOSED_OBJECTS and not isinstance(value, torch.optim.Optimizer):
+    if package_name(kind) in _SKIPPED_OBJECTS and not isinstance(value, torch.optim.Optimizer):
         return
     yield from getattr(value, "__dict__", {}).items()
-    if is_others(kind, own):
+    if is_third_party(kind, own):
         return
     for base in kind.__mro__:
-        for name in () if is_others(base, own) else filter(partial(_is_slot, base), vars(base)):
+        for name in () if is_third_party(base, own) else filter(partial(_is_slot, base), vars(base)):
             with suppress(AttributeError):  # it has no value yet
                 yield name, getattr(value, name)
-    yield class_of(value)
+    yield class_entry(value)
 
 
 def _is_slot(kind: type, name: str) -> bool:
     return inspect.ismemberdescriptor(vars(kind)[name])
 
 
-def class_of(value: Any) -> tuple[str, Any]:
+def class_entry(value: Any) -> tuple[str, Any]:
     """The class of an object, by a name that no attribute has."""
     return f"class {type(value).__name__}", type(value)
 
 
-def of_class(kind: type, own: Set[str]) -> Named:
+def class_members(kind: type, own: Set[str]) -> NamedValues:
     """What a class of the user's holds: attributes, methods, and the classes that it inherits."""
-    if is_others(kind, own):
+    if is_third_party(kind, own):
         return
     for name, item in vars(kind).items():
         if isinstance(item, property | cached_property):
@@ -69,20 +69,20 @@ def of_class(kind: type, own: Set[str]) -> Named:
     yield from ((f"class {base.__name__}", base) for base in kind.__bases__)
 
 
-def of_file(module: ModuleType, own: Set[str]) -> Named:
+def module_members(module: ModuleType, own: Set[str]) -> NamedValues:
     """What a Python module of the user's names."""
-    if not is_others(module, own):
+    if not is_third_party(module, own):
         yield from ((name, item) for name, item in vars(module).items() if not name.startswith("__"))
 
 
-def around(function: Any, own: Set[str]) -> Named:
+def function_references(function: Any, own: Set[str]) -> NamedValues:
     """What a function of the user's reads beside its arguments: its object, attributes, defaults, closure and globals."""
     if inspect.ismethod(function):
         yield "self", function.__self__
     if isinstance(function, partial):
         yield from (("args", function.args), ("keywords", function.keywords), ("func", function.func))
     function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType) or is_others(function, own):
+    if not isinstance(function, FunctionType) or is_third_party(function, own):
         return
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from vars(function).items()
@@ -91,7 +91,7 @@ def around(function: Any, own: Set[str]) -> Named:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):  # a variable that isn't there yet
             yield name, cell.cell_contents
-    yield from _named(list(dict.fromkeys(names_in(code))), function.__globals__, own, set())
+    yield from _named_values(list(dict.fromkeys(names_in(code))), function.__globals__, own, set())
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -102,18 +102,18 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(item)
 
 
-def _named(names: Iterable[str], namespace: Mapping[str, Any], own: Set[str], seen: set[int]) -> Named:
+def _named_values(names: Iterable[str], namespace: Mapping[str, Any], own: Set[str], seen: set[int]) -> NamedValues:
     """What has one of these names, in the user's modules that have one of them too: `settings.step`."""
     for name in names:
         value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
         if not inspect.ismodule(value):
             yield from [(name, value)] if name in namespace else ()
-        elif id(value) not in seen and not is_others(value, own):
+        elif id(value) not in seen and not is_third_party(value, own):
             seen.add(id(value))
-            yield from ((f"{name}.{inner}", item) for inner, item in _named(names, vars(value), own, seen))
+            yield from ((f"{name}.{inner}", item) for inner, item in _named_values(names, vars(value), own, seen))
 
 
-def is_others(value: Any, own: Set[str]) -> bool:
+def is_third_party(value: Any, own: Set[str]) -> bool:
     """Whether a function, class or module is part of Python, of torch or of an installed package.
 
     Such code may count and keep what it likes, in a cache say: that it computes the same step after step is taken for
@@ -121,7 +121,7 @@ def is_others(value: Any, own: Set[str]) -> bool:
     """
     name = value.__name__ if inspect.ismodule(value) else str(value.__module__)
     package = name.partition(".")[0]
-    if package in _CLOSED:
+    if package in _SKIPPED_MODULES:
         return True
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return package not in own and is_installed(file)

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 from hotloop.lowering.object_state.object_graph import (
-    attributes,
-    class_of,
-    is_others,
+    class_entry,
+    class_members,
+    is_third_party,
+    module_members,
     names_in,
-    of_class,
-    of_file,
-    package_of,
+    object_attributes,
+    package_name,
 )
 
-Put = Callable[[Any], None]
-Held = tuple[str, Any, Put | None]
+PutValue = Callable[[Any], None]
+HeldValue = tuple[str, Any, PutValue | None]
 """`(name, value, put)`, where `put` replaces the value; `put` is None if the value can't be replaced."""
 
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
@@ -36,7 +36,7 @@ _WRAPPING_PACKAGES = ("torch.utils.data", "hotloop.data")
 """Packages whose objects and functions wrap the user's objects."""
 
 
-def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
+def values_in(value: Any, own: Set[str]) -> Iterator[HeldValue]:
     """Yields the values in an object, class, function or module.
 
     Args:
@@ -47,9 +47,9 @@ def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
     if isinstance(value, nn.Module):
         yield from _module_values(value)
     elif isinstance(value, type):
-        yield from ((name, item, _setter(value, name)) for name, item in of_class(value, own))
+        yield from ((name, item, _make_setter(value, name)) for name, item in class_members(value, own))
     elif inspect.ismodule(value):
-        yield from ((name, item, partial(vars(value).__setitem__, name)) for name, item in of_file(value, own))
+        yield from ((name, item, partial(vars(value).__setitem__, name)) for name, item in module_members(value, own))
     elif inspect.isroutine(value) or isinstance(value, partial):
         yield from _function_values(value, own)
     elif isinstance(value, torch.optim.Optimizer):
@@ -57,9 +57,9 @@ def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
     elif str(type(value).__module__).startswith(_WRAPPING_PACKAGES):
         yield from _object_values(value, ())
     else:
-        for name, item in attributes(value, own):
+        for name, item in object_attributes(value, own):
             known = vars(value) if hasattr(value, "__dict__") else {}
-            yield name, item, partial(known.__setitem__, name) if name in known else _setter(value, name)
+            yield name, item, partial(known.__setitem__, name) if name in known else _make_setter(value, name)
 
 
 @cache
@@ -74,27 +74,27 @@ def _torch_attributes() -> Set[str]:
     return plain | of_some | {"step", "_opt_called"}
 
 
-def _setter(owner: Any, name: str) -> Put | None:
+def _make_setter(owner: Any, name: str) -> PutValue | None:
     if name.endswith("()") or name.startswith("class "):
         return None
     return partial(setattr, owner, name)
 
 
-def _object_values(value: Any, left_out: Iterable[str]) -> Iterator[Held]:
+def _object_values(value: Any, left_out: Iterable[str]) -> Iterator[HeldValue]:
     own = getattr(value, "__dict__", {})
     yield from ((name, item, partial(own.__setitem__, name)) for name, item in own.items() if name not in left_out)
-    if package_of(type(value)) != "torch":
-        yield (*class_of(value), None)
+    if package_name(type(value)) != "torch":
+        yield (*class_entry(value), None)
 
 
-def _module_values(module: nn.Module) -> Iterator[Held]:
+def _module_values(module: nn.Module) -> Iterator[HeldValue]:
     yield from ((name, part, None) for name, part in module._modules.items())
     yield from ((name, value, None) for name, value in module._parameters.items())
     yield from ((name, value, None) for name, value in module._buffers.items())
     yield from _object_values(module, _MODULE_ATTRIBUTES)
 
 
-def _function_values(function: Any, own: Set[str]) -> Iterator[Held]:
+def _function_values(function: Any, own: Set[str]) -> Iterator[HeldValue]:
     if inspect.ismethod(function):
         yield "self", function.__self__, None
     if isinstance(function, partial):
@@ -104,7 +104,7 @@ def _function_values(function: Any, own: Set[str]) -> Iterator[Held]:
     if not isinstance(function, FunctionType):
         return
     wraps = str(function.__module__).startswith(_WRAPPING_PACKAGES)
-    if is_others(function, own) and not wraps:
+    if is_third_party(function, own) and not wraps:
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):  # the variable has no value yet
@@ -114,22 +114,24 @@ def _function_values(function: Any, own: Set[str]) -> Iterator[Held]:
     yield from ((name, item, partial(vars(function).__setitem__, name)) for name, item in vars(function).items())
     yield from ((f"default {place}", item, None) for place, item in enumerate(function.__defaults__ or ()))
     yield from ((name, item, None) for name, item in (function.__kwdefaults__ or {}).items())
-    yield from _globals(list(dict.fromkeys(names_in(function.__code__))), function.__globals__, own, set())
+    yield from _global_values(list(dict.fromkeys(names_in(function.__code__))), function.__globals__, own, set())
 
 
-def _globals(names: Iterable[str], namespace: dict[str, Any], own: Set[str], seen: set[int]) -> Iterator[Held]:
+def _global_values(
+    names: Iterable[str], namespace: dict[str, Any], own: Set[str], seen: set[int]
+) -> Iterator[HeldValue]:
     """Yields the globals with these names, and those in the user's modules among them, such as `settings.step`."""
     for name in names:
         value = namespace.get(name, sys.modules.get(name))  # the function may contain the import
         if not inspect.ismodule(value):
             yield from [(name, value, partial(namespace.__setitem__, name))] if name in namespace else ()
-        elif id(value) not in seen and not is_others(value, own):
+        elif id(value) not in seen and not is_third_party(value, own):
             seen.add(id(value))
-            inner = _globals(names, vars(value), own, seen)
+            inner = _global_values(names, vars(value), own, seen)
             yield from ((f"{name}.{one}", item, put) for one, item, put in inner)
 
 
-def items_of(container: Any) -> Iterator[Held]:
+def container_items(container: Any) -> Iterator[HeldValue]:
     """Yields a container's items by key or index."""
     if isinstance(container, Mapping):
         for number, (key, item) in enumerate(container.items()):

@@ -21,13 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.errors import PlanError
-from hotloop.lowering.object_state.object_graph import around, attributes, class_of, of_class, of_file, package_of
+from hotloop.lowering.object_state.object_graph import (
+    class_entry,
+    class_members,
+    function_references,
+    module_members,
+    object_attributes,
+    package_name,
+)
 
-Place = tuple[str, ...]
+StatePlace = tuple[str, ...]
 """Whose, and the names that lead to it."""
 
 
-def refused(
+def capture_error(
     why: str, expected: str, fix: str = "correct that line, or choose compile=none and graphs=none"
 ) -> PlanError:
     """The error for a step that can't be captured."""
@@ -35,7 +42,7 @@ def refused(
 
 
 @contextmanager
-def no_side_effects(model: nn.Module, objective: Mapping[str, Any]) -> Iterator[None]:
+def refuse_side_effects(model: nn.Module, objective: Mapping[str, Any]) -> Iterator[None]:
     """Refuses what the forward pass and the loss change beside tensors in place.
 
     Args:
@@ -46,15 +53,15 @@ def no_side_effects(model: nn.Module, objective: Mapping[str, Any]) -> Iterator[
             what it finds outside of itself.
     """
     roots = {"model": model, **objective}
-    before = held(roots)
+    before = snapshot_python_state(roots)
     yield
-    after = held(roots)
+    after = snapshot_python_state(roots)
     if (place := first_difference(before, after)) is not None:
-        raise _by_model(place, before.get(place), after.get(place), roots[place[0]])
+        raise _model_error(place, before.get(place), after.get(place), roots[place[0]])
 
 
 @contextmanager
-def no_side_effects_of_update(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[None]:
+def refuse_update_side_effects(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[None]:
     """Refuses what an update changes beside tensors in place.
 
     Args:
@@ -64,14 +71,14 @@ def no_side_effects_of_update(optimizer: torch.optim.Optimizer, names: Mapping[i
         PlanError: numbers of the optimizer's groups, of its state or its attributes change, its state gets other
             tensors, or a parameter other memory.
     """
-    before = held(_of_optimizer(optimizer, names), strict=True)
+    before = snapshot_python_state(_optimizer_values(optimizer, names), strict=True)
     yield
-    after = held(_of_optimizer(optimizer, names), strict=True)
+    after = snapshot_python_state(_optimizer_values(optimizer, names), strict=True)
     if (place := first_difference(before, after)) is not None:
-        raise _by_update(place, before.get(place), after.get(place))
+        raise _update_error(place, before.get(place), after.get(place))
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def _optimizer_values(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
     state: dict[str, Any] = {}
     for holder, value in optimizer.state.items():  # which may be no parameter, as where all steps are counted
@@ -79,40 +86,40 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
     return {"groups": optimizer.param_groups, "state": state, "attributes": attributes}
 
 
-def _by_update(place: Place, before: Any, after: Any) -> PlanError:
+def _update_error(place: StatePlace, before: Any, after: Any) -> PlanError:
     whose, *names = place
     name = names[0] if whose == "attributes" else "state" if len(names) < 2 else names[1]
     where = f" of {names[0]!r}" if whose == "state" else ""
     fix = "choose compile=forward, which leaves the update out, or compile=none; and graphs=none"
     if whose == "attributes":  # what no State has, so that steps before the first are not taken back
         fix = "choose compile=none and graphs=none"
-    if not isinstance(after, _Kept):
+    if not isinstance(after, _TensorState):
         why = f"the optimizer changes its own {name!r}{where}, which would happen once"
-        return refused(why, "an optimizer that counts in tensors of its state", fix)
+        return capture_error(why, "an optimizer that counts in tensors of its state", fix)
     why = f"the optimizer replaces its {name!r}{where}"
-    if isinstance(before, _Kept) and before.value is after.value:
+    if isinstance(before, _TensorState) and before.value is after.value:
         what = "a parameter" if whose == "groups" else f"its {name!r}{where}"
         why = f"the optimizer gives {what} other memory (`.data = ...`), which would be lost"
-    return refused(why, "an optimizer that updates in place", fix)
+    return capture_error(why, "an optimizer that updates in place", fix)
 
 
-def _by_model(place: Place, before: Any, after: Any, root: Any) -> PlanError:
+def _model_error(place: StatePlace, before: Any, after: Any, root: Any) -> PlanError:
     owner, name = place[0], ".".join(place[1:]).replace("class ", "")
-    if isinstance(after, _Kept) and isinstance(before, _Kept | None):
+    if isinstance(after, _TensorState) and isinstance(before, _TensorState | None):
         same = before is not None and before.value is after.value
         why = f"it replaces the {after.kind} {name!r} by another tensor"
         if same:
             why = f"it gives the {after.kind} {name!r} other memory (`.data = ...`), which would be lost"
-        return refused(why, f"a {after.kind} that is changed in place")
+        return capture_error(why, f"a {after.kind} that is changed in place")
     inside = isinstance(root, nn.Module) and not any(part.endswith("()") for part in place)
     what = f"the attribute {name!r} of the {owner}" if inside else f"{name!r}, outside of the {owner}"
-    return refused(f"it changes {what}, which would happen once", "a buffer of the model for it")
+    return capture_error(f"it changes {what}, which would happen once", "a buffer of the model for it")
 
 
 # --- what is held
 
 
-class _Kept:
+class _TensorState:
     """A tensor, what it is to its owner, and the memory that it has."""
 
     def __init__(self, value: Tensor, kind: str) -> None:
@@ -120,72 +127,72 @@ class _Kept:
         self.memory = value.untyped_storage() if value.layout == torch.strided else None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Kept) or self.value is not other.value:
+        if not isinstance(other, _TensorState) or self.value is not other.value:
             return False
         return self.memory is None or other.memory is None or self.memory._cdata == other.memory._cdata
 
     __hash__ = None  # type: ignore[assignment]
 
 
-_PLAIN = bool | int | float | complex | str | bytes | None
-_SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
+_PLAIN_TYPES = bool | int | float | complex | str | bytes | None
+_SYMBOL_TYPES = torch.SymInt | torch.SymFloat | torch.SymBool
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
-_LARGE = 10_000
+_MAX_ITEMS = 10_000
 """Items of a container that are too many to look at: data, and not what a step counts with."""
 _HOOKS = ("_forward", "_backward")
 
 
-def held(roots: Mapping[str, Any], strict: bool = False) -> dict[Place, Any]:
+def snapshot_python_state(roots: Mapping[str, Any], strict: bool = False) -> dict[StatePlace, Any]:
     """Plain values, kinds of objects, and the states of generators, by place, as far as they can be reached.
 
     Args:
         strict: which tensors are held counts everywhere; else as a module's parameters and buffers alone, so that a
             module may keep what it computed last.
     """
-    found: dict[Place, Any] = {}
+    found: dict[StatePlace, Any] = {}
     seen: dict[int, Any] = {}
-    own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
-    left: deque[tuple[Place, Any, str]] = deque(
+    own = {package_name(root) for root in roots.values() if not isinstance(root, nn.Module)}
+    left: deque[tuple[StatePlace, Any, str]] = deque(
         ((name,), root, "tensor" if strict else "") for name, root in roots.items()
     )
     while left:
         place, value, kind = left.popleft()
         if isinstance(value, Tensor):
-            found[place] = _Kept(value, kind) if kind else "a tensor"
-        elif isinstance(value, _PLAIN | _SYMBOLS) or id(value) in seen:
-            found[place] = value if isinstance(value, _PLAIN | _SYMBOLS) else type(value).__name__
+            found[place] = _TensorState(value, kind) if kind else "a tensor"
+        elif isinstance(value, _PLAIN_TYPES | _SYMBOL_TYPES) or id(value) in seen:
+            found[place] = value if isinstance(value, _PLAIN_TYPES | _SYMBOL_TYPES) else type(value).__name__
         else:
             seen[id(value)] = value
-            found[place], inside = _opened(value, kind, own)
+            found[place], inside = _open_object(value, kind, own)
             left.extend(((*place, name), item, of) for name, item, of in inside)
     return found
 
 
-def first_difference(before: Mapping[Place, Any], after: Mapping[Place, Any]) -> Place | None:
+def first_difference(before: Mapping[StatePlace, Any], after: Mapping[StatePlace, Any]) -> StatePlace | None:
     """The first place at which something else is held afterwards; None where nothing has changed."""
     for place in {**before, **after}:
-        if place not in before or place not in after or not _same(before[place], after[place]):
+        if place not in before or place not in after or not _is_same(before[place], after[place]):
             return place
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    return not isinstance(one, _SYMBOLS) and type(one) is type(other) and bool(one == other)
+    return not isinstance(one, _SYMBOL_TYPES) and type(one) is type(other) and bool(one == other)
 
 
-_Inside = Iterable[tuple[str, Any, str]]
+_InnerValues = Iterable[tuple[str, Any, str]]
 """Names, what they name, and, where it counts which tensor that is, what the tensor is to its owner."""
 
 
-def _opened(value: Any, kind: str, own: Set[str]) -> tuple[Any, _Inside]:
+def _open_object(value: Any, kind: str, own: Set[str]) -> tuple[Any, _InnerValues]:
     """What is noted of an object, and what it holds."""
     name = type(value).__name__
     if isinstance(value, nn.Module):
-        return name, _of_module(value, kind)
+        return name, _module_items(value, kind)
     if isinstance(value, np.ndarray | np.generic):
-        small = value.size <= _LARGE and not value.dtype.hasobject
+        small = value.size <= _MAX_ITEMS and not value.dtype.hasobject
         return (name, value.shape, hashlib.sha256(value.tobytes()).digest() if small else None), ()
     if isinstance(value, random.Random):
         return (name, value.getstate()), ()
@@ -196,35 +203,36 @@ def _opened(value: Any, kind: str, own: Set[str]) -> tuple[Any, _Inside]:
     if isinstance(value, np.random.BitGenerator):
         return name, [("state", value.state, kind)]
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
-        return _of_container(value, kind)
+        return _container_items(value, kind)
     if isinstance(value, itertools.count):
         return repr(value), ()
-    return name, ((key, item, kind) for key, item in _reached(value, own))
+    return name, ((key, item, kind) for key, item in _reachable_values(value, own))
 
 
-def _reached(value: Any, own: Set[str]) -> Iterable[tuple[str, Any]]:
+def _reachable_values(value: Any, own: Set[str]) -> Iterable[tuple[str, Any]]:
     if isinstance(value, type):
-        return of_class(value, own)
+        return class_members(value, own)
     if inspect.ismodule(value):
-        return of_file(value, own)
+        return module_members(value, own)
     if inspect.isroutine(value) or isinstance(value, partial):
-        return around(value, own)
-    return attributes(value, own)
+        return function_references(value, own)
+    return object_attributes(value, own)
 
 
-def _of_container(value: Any, kind: str) -> tuple[Any, _Inside]:
+def _container_items(value: Any, kind: str) -> tuple[Any, _InnerValues]:
     name = type(value).__name__
-    if len(value) > _LARGE:
+    if len(value) > _MAX_ITEMS:
         return (name, len(value)), ()
     if isinstance(value, set | frozenset):
-        return (name, len(value), frozenset(item for item in value if isinstance(item, _PLAIN))), ()
+        return (name, len(value), frozenset(item for item in value if isinstance(item, _PLAIN_TYPES))), ()
     items = value.items() if isinstance(value, dict) else enumerate(value)
     return name, [
-        (str(key) if isinstance(key, _PLAIN) else f"[{number}]", item, kind) for number, (key, item) in enumerate(items)
+        (str(key) if isinstance(key, _PLAIN_TYPES) else f"[{number}]", item, kind)
+        for number, (key, item) in enumerate(items)
     ]
 
 
-def _of_module(module: nn.Module, kind: str) -> _Inside:
+def _module_items(module: nn.Module, kind: str) -> _InnerValues:
     own = vars(module)
     yield from ((name, value, "parameter") for name, value in own["_parameters"].items())
     yield from ((name, value, "buffer") for name, value in own["_buffers"].items())
@@ -232,4 +240,4 @@ def _of_module(module: nn.Module, kind: str) -> _Inside:
     for name, value in own.items():
         if name not in _OF_ANY_MODULE or (name.startswith(_HOOKS) and value):
             yield name, value, kind
-    yield (*class_of(module), kind)
+    yield (*class_entry(module), kind)

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hotloop.errors import HotloopError
-from hotloop.lowering.parameter_server.server import Weights
+from hotloop.lowering.parameter_server.server import WeightVersion
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkItem:
     """A batch of the Task's order, to compute the gradient of.
 
     Attributes:
@@ -33,12 +33,12 @@ class Work:
 class _Lease:
     """`begun` says how many batches each worker had begun when this one was handed out."""
 
-    work: Work
+    work: WorkItem
     worker: int
     begun: dict[int, int]
 
 
-class Ledger:
+class BatchScheduler:
     """The account of one epoch at a time.
 
     Batches go out in the Task's order. The staleness is bounded as in SSP (Ho et al., More effective distributed ML via
@@ -68,7 +68,7 @@ class Ledger:
         self._returned: deque[int] = deque()
         self._epoch = self._next = self._end = self._turn = 0
 
-    def open(self, epoch: int, first: int, end: int) -> None:
+    def is_open(self, epoch: int, first: int, end: int) -> None:
         """Begins the account of an epoch's batches from `first` to before `end`; whatever is still out is forgotten."""
         self._epoch, self._next, self._end, self._turn = epoch, first, end, self._turn + 1
         self.counted = {}
@@ -76,26 +76,26 @@ class Ledger:
         self._returned.clear()
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether every batch of the epoch is counted."""
         return self._next == self._end and not self.outstanding
 
     @property
     def outstanding(self) -> int:
         """Batches that were handed out and are not counted."""
-        return len({lease.work.batch for lease in self._open()} | set(self._returned))
+        return len({lease.work.batch for lease in self._open_items()} | set(self._returned))
 
-    def take(self, worker: int, version: int) -> Work | None:
+    def take(self, worker: int, version: int) -> WorkItem | None:
         """What the worker is to compute with parameters that had `version` updates; None: wait until something counts."""
         batch = self._choose(worker)
         if batch is None:
             return None
-        work = Work(self._epoch, batch, version, self._turn)
+        work = WorkItem(self._epoch, batch, version, self._turn)
         self._begun[worker] = self._begun.get(worker, 0) + 1
         self._leases[worker] = _Lease(work, worker, dict(self._begun))
         return work
 
-    def count(self, worker: int, work: Work) -> bool:
+    def count(self, worker: int, work: WorkItem) -> bool:
         """Notes that a gradient has come; whether it is to be applied."""
         lease = self._leases.get(worker)
         if lease is not None and lease.work == work:
@@ -108,7 +108,7 @@ class Ledger:
             self._returned.remove(work.batch)
         return True
 
-    def lose(self, worker: int) -> int | None:
+    def release_worker(self, worker: int) -> int | None:
         """The worker is gone: the batch that goes to another now; None if there is none, or another has it already."""
         lease = self._leases.pop(worker, None)
         if lease is None or lease.work.batch in self.counted:
@@ -120,17 +120,17 @@ class Ledger:
         return batch
 
     def _choose(self, worker: int) -> int | None:
-        others = [lease for lease in self._open() if lease.worker != worker]
+        others = [lease for lease in self._open_items() if lease.worker != worker]
         if slow := [lease for lease in others if self._is_ahead(worker, lease)]:
-            return self._least_held(slow)
+            return self._least_leased(slow)
         if self._returned:
             return self._returned.popleft()
         if self._next < self._end and not self.paused:
             self._next += 1
             return self._next - 1
-        return self._least_held(others)
+        return self._least_leased(others)
 
-    def _open(self) -> list[_Lease]:
+    def _open_items(self) -> list[_Lease]:
         """Those whose batch is not counted yet, the oldest first."""
         return [lease for lease in self._leases.values() if lease.work.batch not in self.counted]
 
@@ -139,9 +139,9 @@ class Ledger:
         begun = self._begun.get(worker, 0) - lease.begun.get(worker, 0)
         return self.bound is not None and begun > self.bound
 
-    def _least_held(self, leases: Iterable[_Lease]) -> int | None:
+    def _least_leased(self, leases: Iterable[_Lease]) -> int | None:
         """The batch that the fewest workers compute, the oldest of them."""
-        held = [lease.work.batch for lease in self._open()]
+        held = [lease.work.batch for lease in self._open_items()]
         return min((lease.work.batch for lease in leases), key=held.count, default=None)
 
 
@@ -157,7 +157,7 @@ class Gradient:
         buffers: of the model after the forward pass, in its order.
     """
 
-    work: Work
+    work: WorkItem
     samples: int
     loss: Tensor
     weight: Any
@@ -167,34 +167,34 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Ready:
+class WorkerReady:
     """The worker waits for its first batch, or for its first one after it came back."""
 
 
 @dataclass(frozen=True)
-class Lost:
+class WorkerLost:
     """The worker died; `why` goes on from its name: `was killed by SIGKILL`."""
 
-    why: str
+    reason: str
 
 
-Answer = Ready | Gradient | Lost | HotloopError
+WorkerAnswer = WorkerReady | Gradient | WorkerLost | HotloopError
 """An error is what kept the worker from computing its batch: it ends the training."""
 
-Look = Callable[[], None]
+PollHook = Callable[[], None]
 
 
-def nothing() -> None:
+def no_poll() -> None:
     """Looks at nothing."""
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Workers, by number from 0; each computes one batch at a time."""
 
-    def give(self, worker: int, work: Work, weights: Weights) -> None:
+    def submit(self, worker: int, work: WorkItem, weights: WeightVersion) -> None:
         """Hands out a batch to a worker that is ready or has answered; does not wait."""
 
-    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
+    def receive(self, look: PollHook = no_poll) -> tuple[int, WorkerAnswer]:
         """Waits for the next answer, and says whose it is.
 
         Args:

@@ -14,15 +14,15 @@ from hotloop.errors import PlanError
 from hotloop.plan import Plan
 
 _COMPENSATION = 0.04
-"""What the paper of `Policy.compensation` takes for images."""
+"""What the paper of `StalenessPolicy.compensation` takes for images."""
 
 
 @dataclass(frozen=True)
-class Policy:
+class StalenessPolicy:
     """What is done about gradients of parameters that have changed since.
 
     Attributes:
-        bound: how many further batches a worker may begin while another computes one (see `Ledger`); None: any number.
+        bound: how many further batches a worker may begin while another computes one (see `BatchScheduler`); None: any number.
         divide: the step size is divided by the staleness, the updates since the gradient's parameters were handed out
             (Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning, 2015, arXiv 1511.05950).
         compensation: lambda of `g + lambda * g * g * (w_now - w_then)`, a guess at the gradient where the parameters are
@@ -41,7 +41,7 @@ class Policy:
             raise PlanError(f"compensation={self.compensation}", expected="0 or more, such as 0.04")
 
     @classmethod
-    def of(cls, plan: Plan) -> Policy:
+    def from_plan(cls, plan: Plan) -> StalenessPolicy:
         """What a plan asks for."""
         compensation = _COMPENSATION if plan.correction in ("compensate", "both") else 0.0
         return cls(plan.staleness, plan.correction in ("divide", "both"), compensation)
@@ -52,7 +52,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightVersion:
     """A copy of what a worker needs of the model; nothing changes it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Weights:
     buffers: list[Tensor]
 
 
-class Server:
+class ParameterServer:
     """Parameters, their optimizer and a policy; knows nothing of workers, nor of how gradients reach it.
 
     Args:
@@ -81,25 +81,27 @@ class Server:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        policy: Policy = Policy(),
+        policy: StalenessPolicy = StalenessPolicy(),
         clip: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.optimizer, self.policy = model, optimizer, policy
         self.version = 0
         self._parameters = list(model.parameters())
         self._clip = clip
-        self._copy: Weights | None = None
+        self._copy: WeightVersion | None = None
 
     @torch.no_grad()
-    def weights(self) -> Weights:
+    def weights(self) -> WeightVersion:
         """A copy as of now, on the CPU; the same one until the next update."""
         if self._copy is None:
             buffers = [value.detach().to("cpu", copy=True) for value in self.model.buffers()]
-            self._copy = Weights(self.version, [v.detach().to("cpu", copy=True) for v in self._parameters], buffers)
+            self._copy = WeightVersion(
+                self.version, [v.detach().to("cpu", copy=True) for v in self._parameters], buffers
+            )
         return self._copy
 
     @torch.no_grad()
-    def update(self, gradients: Sequence[Tensor | None], then: Weights, buffers: Sequence[Tensor] = ()) -> int:
+    def update(self, gradients: Sequence[Tensor | None], then: WeightVersion, buffers: Sequence[Tensor] = ()) -> int:
         """One update; returns the staleness of the gradients.
 
         Args:
@@ -109,7 +111,7 @@ class Server:
         """
         staleness = self.version - then.version
         for parameter, gradient, old in zip(self._parameters, gradients, then.parameters, strict=True):
-            parameter.grad = None if gradient is None else self._corrected(gradient, parameter, old, staleness)
+            parameter.grad = None if gradient is None else self._correct(gradient, parameter, old, staleness)
         self._clip()
         with self._step_size(self.policy.factor(staleness)):
             self.optimizer.step()
@@ -123,7 +125,7 @@ class Server:
         self.version += 1
         self._copy = None
 
-    def _corrected(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int) -> Tensor:
+    def _correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int) -> Tensor:
         gradient, strength = gradient.to(now.device), self.policy.compensation
         if not strength or not staleness:
             return gradient

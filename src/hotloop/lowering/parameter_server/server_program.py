@@ -9,27 +9,34 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from hotloop.core.reporter import Say
+from hotloop.core.reporter import Report
 from hotloop.core.state import State
 from hotloop.data.batch_tree import to_device
-from hotloop.data.feeds.loader_workers import Check, goes_on
+from hotloop.data.feeds.loader_workers import Check, never_stop
 from hotloop.data.order import Order
 from hotloop.distributed.watchdog import LONGEST_WAIT_S, default_limit_s
 from hotloop.errors import HotloopError, PlanError, TrainingError
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.parameter_server.scheduler import Answer, Crew, Gradient, Ledger, Lost, Work
-from hotloop.lowering.parameter_server.server import Policy, Server, Weights
+from hotloop.lowering.parameter_server.scheduler import (
+    BatchScheduler,
+    Gradient,
+    WorkerAnswer,
+    WorkerLost,
+    WorkerPool,
+    WorkItem,
+)
+from hotloop.lowering.parameter_server.server import ParameterServer, StalenessPolicy, WeightVersion
 from hotloop.lowering.program import Program
 
 _PATIENCE_S = 5.0
 """What workers have for an answer, once there is a reason to stop; or a multiple of the longest wait so far."""
 
-_CHECK_S = 1.0
+_POLL_S = 1.0
 """The most that the time between two checks of a wait counts; more passes only while this process is stopped."""
 
 
-class ServedStep(EagerStep):
+class ServerStep(EagerStep):
     """Takes a worker's gradient for a batch, and updates the server with it.
 
     Attributes:
@@ -37,9 +44,9 @@ class ServedStep(EagerStep):
         staleness: how many updates of each staleness there were, since the beginning.
     """
 
-    def __init__(self, parts: Ingredients, policy: Policy) -> None:
+    def __init__(self, parts: LoweringContext, policy: StalenessPolicy) -> None:
         super().__init__(parts)
-        self.server = Server(parts.model, self.optimizer, policy, lambda: self.clip(self._trainable))
+        self.server = ParameterServer(parts.model, self.optimizer, policy, lambda: self.clip(self._trainable))
         self.staleness: dict[int, int] = {}
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
@@ -54,7 +61,7 @@ class ServedStep(EagerStep):
         self.sums["samples"] += samples
         return cast(Tensor, loss)
 
-    def rebind(self) -> None:
+    def on_state_restored(self) -> None:
         """A State was restored, so what workers were given is of no use any more."""
         self.server.changed()
 
@@ -72,18 +79,18 @@ class GradientFeed:
         limit_s: the longest wait for an answer, in seconds; None derives the limit from the longest wait so far.
     """
 
-    def __init__(self, order: Order, server: Server, say: Say) -> None:
+    def __init__(self, order: Order, server: ParameterServer, say: Report) -> None:
         self.batches: int | None = order.batches
         self.reseeds = False
-        self.crew: Crew | None = None
-        self.ledger = Ledger(server.policy.bound)
+        self.crew: WorkerPool | None = None
+        self.ledger = BatchScheduler(server.policy.bound)
         self.lost = 0
         self.heard: Callable[[], str | None] = lambda: None
         self.limit_s: float | None = None
         self._longest_s = 0.0
         self._server, self._say = server, say
         self._free: list[int] = []
-        self._given: dict[int, tuple[Work, Weights]] = {}
+        self._given: dict[int, tuple[WorkItem, WeightVersion]] = {}
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         if self.crew is None:
@@ -93,14 +100,14 @@ class GradientFeed:
                 fix="use one of these, or hotloop.asynchronous.simulation",
             )
         assert self.batches is not None
-        self.ledger.open(epoch, start, self.batches)
-        while not self.ledger.done:
+        self.ledger.is_open(epoch, start, self.batches)
+        while not self.ledger.is_done:
             self._hand_out(self.crew)
             worker, answer = self._received(self.crew)
             if isinstance(answer, HotloopError):
                 raise answer
-            if isinstance(answer, Lost):
-                self._lose(worker, answer.why)
+            if isinstance(answer, WorkerLost):
+                self._release_worker(worker, answer.reason)
                 continue
             self._free.append(worker)
             if isinstance(answer, Gradient):
@@ -108,7 +115,7 @@ class GradientFeed:
                 if self.ledger.count(worker, answer.work):
                     yield (answer, weights), answer.samples
 
-    def _received(self, crew: Crew) -> tuple[int, Answer]:
+    def _received(self, crew: WorkerPool) -> tuple[int, WorkerAnswer]:
         """The next answer.
 
         Raises:
@@ -121,7 +128,7 @@ class GradientFeed:
         def look() -> None:
             nonlocal since, checked, waited_s
             reason, now = self.heard(), time.monotonic()
-            waited_s += min(now - checked, _CHECK_S)
+            waited_s += min(now - checked, _POLL_S)
             checked = now
             if waited_s > self._longest_wait_s:
                 raise TrainingError(
@@ -148,7 +155,7 @@ class GradientFeed:
             return self.limit_s
         return default_limit_s(self._longest_s) if self._longest_s else LONGEST_WAIT_S
 
-    def _hand_out(self, crew: Crew) -> None:
+    def _hand_out(self, crew: WorkerPool) -> None:
         waiting = []
         for worker in self._free:
             work = self.ledger.take(worker, self._server.version)
@@ -156,18 +163,18 @@ class GradientFeed:
                 waiting.append(worker)
                 continue
             self._given[worker] = work, self._server.weights()
-            crew.give(worker, *self._given[worker])
+            crew.submit(worker, *self._given[worker])
         self._free = waiting
 
-    def _lose(self, worker: int, why: str) -> None:
+    def _release_worker(self, worker: int, why: str) -> None:
         self.lost += 1
         self._given.pop(worker, None)
         if worker in self._free:
             self._free.remove(worker)
-        batch = self.ledger.lose(worker)
+        batch = self.ledger.release_worker(worker)
         self._say(f"worker {worker} {why}" + ("" if batch is None else f"; its batch {batch + 1} goes to another"))
 
-    def employ(self, crew: Crew, limit_s: float | None = None) -> None:
+    def set_workers(self, crew: WorkerPool, limit_s: float | None = None) -> None:
         """Begins anew with these workers; see `limit_s`."""
         self.crew, self.limit_s = crew, limit_s
         self._free, self._given = [], {}
@@ -177,10 +184,10 @@ class GradientFeed:
             self.crew.close()
 
 
-class ServedProgram(Program):
+class ParameterServerProgram(Program):
     """Its `position` counts updates; `state` waits for what is out, so that it is of a place in the Task's order."""
 
-    _step: ServedStep
+    _step: ServerStep
     feed: GradientFeed
 
     def state(self, *, lent: bool = False) -> State:
@@ -198,22 +205,22 @@ class ServedProgram(Program):
         """How many updates of each staleness there were."""
         return dict(self._step.staleness)
 
-    def heed(self, reason: Callable[[], str | None], check: Check = goes_on) -> None:
+    def set_stop(self, reason: Callable[[], str | None], check: Check = never_stop) -> None:
         self.feed.heard = reason
 
-    def employ(self, crew: Crew, limit_s: float | None = None) -> None:
+    def set_workers(self, crew: WorkerPool, limit_s: float | None = None) -> None:
         """From now on these workers compute the gradients, and any others are ended.
 
         Args:
             limit_s: the longest wait for a gradient, in seconds; None derives the limit from the longest wait so far.
         """
         self.feed.close()
-        self.feed.employ(crew, limit_s)
+        self.feed.set_workers(crew, limit_s)
         self._batches.reset()
 
 
-def served(parts: Ingredients, policy: Policy) -> ServedProgram:
-    """The server's side of an asynchronous training; `employ` gives it workers."""
-    assert parts.roles.order is not None, "a stream can't be handed out"
-    step = ServedStep(parts, policy)
-    return ServedProgram(parts, step, GradientFeed(parts.roles.order, step.server, parts.say))
+def parameter_server_program(parts: LoweringContext, policy: StalenessPolicy) -> ParameterServerProgram:
+    """The server's side of an asynchronous training; `set_workers` gives it workers."""
+    assert parts.splits.order is not None, "a stream can't be handed out"
+    step = ServerStep(parts, policy)
+    return ParameterServerProgram(parts, step, GradientFeed(parts.splits.order, step.server, parts.say))

@@ -13,19 +13,19 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hotloop.core.random.generators import OwnedGenerators
-from hotloop.core.random.rng import Streams, preserved
-from hotloop.core.reporter import unlogged
+from hotloop.core.random.rng import RandomStreams, preserve_generators
+from hotloop.core.reporter import silence_loggers
 from hotloop.core.task_parts.module_modes import set_training
-from hotloop.data.batch_tree import map_tensors, tensors
-from hotloop.errors import HotloopError, PlanError, blame, out_of_memory
+from hotloop.data.batch_tree import map_tensors, tree_tensors
+from hotloop.errors import HotloopError, PlanError, describe_error, is_out_of_memory
 from hotloop.lowering.grouped_mm import traceable_groups
-from hotloop.task import Computed, Task
+from hotloop.task import StepResult, Task
 
-Leaves = Sequence[Tensor]
+TensorLeaves = Sequence[Tensor]
 """The tensors of a batch, in order."""
 
 
-class Objective(nn.Module):
+class LossModule(nn.Module):
     """Model and loss as one module of tensors alone, which torch can export.
 
     Args:
@@ -39,7 +39,7 @@ class Objective(nn.Module):
         self.loss = task.loss if isinstance(task.loss, nn.Module) else None
         self._task, self._like = task, like
 
-    def train(self, mode: bool = True) -> Objective:
+    def train(self, mode: bool = True) -> LossModule:
         super().train(mode)
         if mode:
             set_training(self.model, self._in_eval)
@@ -53,7 +53,7 @@ class Objective(nn.Module):
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedForward:
     """The forward pass of so many samples as torch.export sees it.
 
     Attributes:
@@ -66,17 +66,17 @@ class Traced:
     module: fx.GraphModule
     nodes: tuple[fx.Node, ...]
     paths: tuple[str, ...]
-    held: frozenset[str]
+    held_names: frozenset[str]
     _spec: pytree.TreeSpec
 
     @classmethod
-    def of(cls, objective: Objective, leaves: Leaves) -> Traced:
+    def from_task(cls, objective: LossModule, leaves: TensorLeaves) -> TracedForward:
         """Exports it for a batch with tensors of these shapes.
 
         Raises:
             PlanError: the module that can't be exported is named.
         """
-        exported = _exported(objective, tuple(leaves))
+        exported = _export(objective, tuple(leaves))
         module: Any = exported.module()
         nodes = tuple(n for n in module.graph.nodes if n.op == "call_function")
         model = objective.model
@@ -86,22 +86,24 @@ class Traced:
 
     def find(self, name: str) -> int | None:
         """The first node of a module, of a module in it, or of a parameter of that name; None if there is none."""
-        inside = (place for place, path in enumerate(self.paths) if _within(path, name))
-        using = (n for n, node in enumerate(self.nodes) if any(_within(held, name) for held in self.held_by(node)))
+        inside = (place for place, path in enumerate(self.paths) if _is_inside(path, name))
+        using = (
+            n for n, node in enumerate(self.nodes) if any(_is_inside(held, name) for held in self.names_in_piece(node))
+        )
         return next(inside, next(using, None))
 
-    def held_by(self, node: fx.Node) -> list[str]:
+    def names_in_piece(self, node: fx.Node) -> list[str]:
         """The model's parameters and buffers that a node reads, by name."""
         found = (str(one.target).removeprefix("model.") for one in node.all_input_nodes if one.op == "get_attr")
-        return [name for name in found if name in self.held]
+        return [name for name in found if name in self.held_names]
 
-    def beginnings(self) -> dict[str, int]:
+    def cut_points(self) -> dict[str, int]:
         """Where a stage may begin: modules with parameters of their own, by name, each with its first node."""
         found: dict[str, int] = {}
         for node, path in zip(self.nodes, self.paths, strict=True):
-            for held in self.held_by(node):
+            for held in self.names_in_piece(node):
                 name = path or held
-                if name not in found and (place := self.find(name)) is not None and not self.bound(place):
+                if name not in found and (place := self.find(name)) is not None and not self.bind(place):
                     found[name] = place
         first_of: dict[int, str] = {}
         for name, place in found.items():
@@ -109,20 +111,20 @@ class Traced:
         ordered = sorted((place, name) for place, name in first_of.items())
         return {name: place for place, name in ordered[1:]}  # the first begins with whatever the model does first
 
-    def bound(self, place: int) -> bool:
+    def bind(self, place: int) -> bool:
         """Whether a cut before that node would part a tensor from what changes it in place."""
         number = {node: number for number, node in enumerate(self.nodes)}
         for changed, node in enumerate(self.nodes[place:], place):
-            for root in _changed_in_place(node):
+            for root in _mutated_tensors(node):
                 if root in number and number[root] < place <= changed:
                     return True
         return False
 
-    def cut(self, starts: Sequence[int]) -> list[Piece]:
+    def split(self, starts: Sequence[int]) -> list[GraphPiece]:
         """The graph in pieces that begin with the first node and with each of these."""
         bounds = [0, *starts, len(self.nodes)]
         ranges = list(itertools.pairwise(bounds))
-        results = [node for node in _results(self.module) if isinstance(node, fx.Node)]
+        results = [node for node in _node_results(self.module) if isinstance(node, fx.Node)]
         crossing = [self._crossing(place, results) for place in bounds[1:-1]]
         arriving, leaving = [[], *crossing], [*crossing, results]
         return [
@@ -130,11 +132,11 @@ class Traced:
             for (first, last), into, out in zip(ranges, arriving, leaving, strict=True)
         ]
 
-    def result(self, values: Sequence[Tensor]) -> Computed:
+    def result(self, values: Sequence[Tensor]) -> StepResult:
         """What the last piece put out, as the Task's `compute` gives it."""
         following = iter(values)
-        flat = [next(following) if isinstance(node, fx.Node) else node for node in _results(self.module)]
-        return Computed(*pytree.tree_unflatten(flat, self._spec))
+        flat = [next(following) if isinstance(node, fx.Node) else node for node in _node_results(self.module)]
+        return StepResult(*pytree.tree_unflatten(flat, self._spec))
 
     def _crossing(self, place: int, results: Sequence[fx.Node]) -> list[fx.Node]:
         """What is computed before that node and used after."""
@@ -142,12 +144,12 @@ class Traced:
         later = [used for node in self.nodes[place:] for used in node.all_input_nodes]
         return list(dict.fromkeys(node for node in [*later, *results] if node in before))
 
-    def _piece(self, first: int, last: int, into: Sequence[fx.Node], out: Sequence[fx.Node]) -> Piece:
+    def _piece(self, first: int, last: int, into: Sequence[fx.Node], out: Sequence[fx.Node]) -> GraphPiece:
         nodes = self.nodes[first:last]
         graph, copies = fx.Graph(), {}
         for node in into:
             copies[node] = graph.placeholder(node.name)
-        used = dict.fromkeys(one for node in [*nodes, *out] for one in _inputs(node))
+        used = dict.fromkeys(one for node in [*nodes, *out] for one in _external_inputs(node))
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         leaves = [place for place, node in enumerate(placeholders) if node in used]
         for place in leaves:
@@ -155,10 +157,10 @@ class Traced:
         for node in [*(one for one in used if one.op == "get_attr"), *nodes]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in out))
-        return Piece(fx.GraphModule(self.module, graph), tuple(leaves), len(into))
+        return GraphPiece(fx.GraphModule(self.module, graph), tuple(leaves), len(into))
 
 
-class Piece(nn.Module):
+class GraphPiece(nn.Module):
     """Consecutive operations of a model.
 
     Attributes:
@@ -170,7 +172,7 @@ class Piece(nn.Module):
         super().__init__()
         self.body, self.leaves, self.arriving = body, leaves, arriving
 
-    def forward(self, arrived: Sequence[Tensor], batch: Leaves) -> tuple[Tensor, ...]:
+    def forward(self, arrived: Sequence[Tensor], batch: TensorLeaves) -> tuple[Tensor, ...]:
         """What the next piece gets."""
         return self.body(*arrived, *(batch[place] for place in self.leaves))
 
@@ -181,34 +183,34 @@ def _path(node: fx.Node) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def _within(path: str, name: str) -> bool:
+def _is_inside(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def _results(module: fx.GraphModule) -> Sequence[Any]:
+def _node_results(module: fx.GraphModule) -> Sequence[Any]:
     return next(node for node in module.graph.nodes if node.op == "output").args[0]
 
 
-def _inputs(node: fx.Node) -> Iterator[fx.Node]:
+def _external_inputs(node: fx.Node) -> Iterator[fx.Node]:
     """What a node reads that no other computes, and itself if it is such."""
     for one in [node, *node.all_input_nodes]:
         if one.op in ("get_attr", "placeholder"):
             yield one
 
 
-def _changed_in_place(node: fx.Node) -> Iterator[fx.Node]:
+def _mutated_tensors(node: fx.Node) -> Iterator[fx.Node]:
     """The tensors whose memory a node changes, each as it came into being."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return
     for value, argument in zip(node.args, schema.arguments, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
-            while (viewed := _viewed(value)) is not None:
+            while (viewed := _viewed_node(value)) is not None:
                 value = viewed
             yield value
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def _viewed_node(node: fx.Node) -> fx.Node | None:
     """The tensor that a node's result may share its memory with."""
     schema = getattr(node.target, "_schema", None)
     shares = schema is not None and any(one.alias_info is not None for one in schema.returns)
@@ -217,32 +219,32 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return node.args[0] if (shares or maybe) and node.args and isinstance(node.args[0], fx.Node) else None
 
 
-def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
-    streams, owned = Streams(0), OwnedGenerators({"the model or the loss": objective})
+def _export(objective: LossModule, leaves: tuple[Tensor, ...]) -> Any:
+    streams, owned = RandomStreams(0), OwnedGenerators({"the model or the loss": objective})
     owned.refresh()
     before = owned.states()
     try:
-        with unlogged("torch"), traceable_groups(), preserved():
+        with silence_loggers("torch"), traceable_groups(), preserve_generators():
             streams.reseed("export")
             exported = torch.export.export(objective, leaves, strict=False)
             apart = any(node.kwargs.get("generator") is not None for node in exported.graph.nodes)
-            if streams.drawn("export") or owned.states() != before or apart:
-                raise drawn_elsewhere()
+            if streams.has_drawn("export") or owned.states() != before or apart:
+                raise draws_error()
             return exported
     except HotloopError:
         raise
     except Exception as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise PlanError(
-            f"parallel=stages can't cut the model: {_failing(objective, leaves)} can't be exported as a graph"
-            f" ({blame(error)})",
+            f"parallel=stages can't cut the model: {_failing_module(objective, leaves)} can't be exported as a graph"
+            f" ({describe_error(error)})",
             expected="a forward pass without decisions that depend on the values in its tensors",
             fix="change that module, or use parallel=sharded",
         ) from error
 
 
-def drawn_elsewhere() -> PlanError:
+def draws_error() -> PlanError:
     """The error for draws that a graph would hold as they came when it was made."""
     return PlanError(
         "parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from one of its own",
@@ -251,7 +253,7 @@ def drawn_elsewhere() -> PlanError:
     )
 
 
-def without_backward(what: str) -> PlanError:
+def no_backward_error(what: str) -> PlanError:
     """The error for a backward that a graph of the forward pass doesn't have."""
     return PlanError(
         f"parallel=stages, and backward calls {what}, which torch.export leaves out",
@@ -260,7 +262,7 @@ def without_backward(what: str) -> PlanError:
     )
 
 
-def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
+def _failing_module(objective: LossModule, leaves: tuple[Tensor, ...]) -> str:
     """The innermost module whose forward doesn't come to its end in an export."""
     inside: list[str] = []
     hooks: list[RemovableHandle] = []
@@ -275,7 +277,7 @@ def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
 
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
-        with unlogged("torch"), traceable_groups():
+        with silence_loggers("torch"), traceable_groups():
             torch.export.export(objective, leaves, strict=False)
     except Exception:  # the same as before: here it only matters where
         return repr(inside[-1]) if inside and inside[-1] else "the model's own forward"
@@ -285,7 +287,7 @@ def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
     return "the model"
 
 
-def leaves_of(batch: Any, samples: int) -> list[Tensor]:
+def batch_leaves(batch: Any, samples: int) -> list[Tensor]:
     """The tensors of a batch, each with a row per sample.
 
     Raises:
@@ -293,7 +295,7 @@ def leaves_of(batch: Any, samples: int) -> list[Tensor]:
     """
     others: list[Any] = []
     map_tensors(lambda value: value, batch, lambda leaf: others.append(leaf))
-    found = list(tensors(batch))
+    found = list(tree_tensors(batch))
     odd = [f"a tensor of shape {tuple(v.shape)}" for v in found if not v.ndim or len(v) != samples]
     odd += [type(leaf).__name__ for leaf in others]
     if odd:

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.errors import PlanError
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.pipeline.graph_split import Leaves, Objective, Piece
-from hotloop.lowering.pipeline.ownership import Holding
-from hotloop.lowering.pipeline.partition import Chain, held_by, rows_of, stages_of
-from hotloop.lowering.pipeline.piece_costs import Around
-from hotloop.lowering.pipeline.relay import Ahead, Relay, Station, leaf_name, runs
-from hotloop.lowering.transforms.precision import numbers
-from hotloop.task import Computed
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.pipeline.graph_split import GraphPiece, LossModule, TensorLeaves
+from hotloop.lowering.pipeline.ownership import StageOwnership
+from hotloop.lowering.pipeline.partition import StageChain, microbatch_rows, names_in_piece, stage_count
+from hotloop.lowering.pipeline.piece_costs import ContextFactory
+from hotloop.lowering.pipeline.relay import MicrobatchSchedule, ReadyStage, ScheduledRng, leaf_name, microbatch_runs
+from hotloop.lowering.transforms.precision import autocast_context
+from hotloop.task import StepResult
 
 
-class Conveyor:
+class MicrobatchRunner:
     """Runs batches through the stages of all ranks, of which this one has some.
 
     torch's pipelines take microbatches of one shape. So a batch, or what is left of one, that comes in another is
@@ -31,30 +31,32 @@ class Conveyor:
         own: the stages of this rank.
     """
 
-    def __init__(self, parts: Ingredients, objective: Objective, holding: Holding, ahead: Ahead | None) -> None:
+    def __init__(
+        self, parts: LoweringContext, objective: LossModule, holding: StageOwnership, ahead: ScheduledRng | None
+    ) -> None:
         self._parts, self._objective, self._holding, self._ahead = parts, objective, holding, ahead
-        self.own = own_stages(parts)
-        self._chains: dict[Any, Chain] = {}
-        self._relays: dict[Any, Relay] = {}
+        self.own = rank_stages(parts)
+        self._chains: dict[Any, StageChain] = {}
+        self._relays: dict[Any, MicrobatchSchedule] = {}
         self._heard: list[tuple[Tensor, ...]] = []
 
     def sizes(self, samples: int) -> list[tuple[int, int]]:
         """First row and number of rows of each microbatch."""
         found, first = [], 0
-        for count, rows in self._runs(samples):
+        for count, rows in self._schedules(samples):
             found += [(first + place * rows, rows) for place in range(count)]
             first += count * rows
         return found
 
-    def __call__(self, leaves: Leaves, shares: Tensor | None = None) -> list[Computed]:
+    def __call__(self, leaves: TensorLeaves, shares: Tensor | None = None) -> list[StepResult]:
         """Forward, and backward with `shares`: what each microbatch's loss counts of the batch's, (microbatches,).
 
         Returns:
             What came of each microbatch, on the rank that has the last stage; empty on the others.
         """
         training, first, done = shares is not None, 0, 0
-        found: list[Computed] = []
-        every = self._runs(len(leaves[0]))
+        found: list[StepResult] = []
+        every = self._schedules(len(leaves[0]))
         self._draw(leaves, every[0][1], training)
         for count, rows in every:
             last = first + count * rows
@@ -67,39 +69,43 @@ class Conveyor:
         self._heard.clear()
         return found
 
-    def _runs(self, samples: int) -> list[tuple[int, int]]:
+    def _schedules(self, samples: int) -> list[tuple[int, int]]:
         """`(microbatches, rows of each)`; an evaluation's batch may be larger than what fits at once."""
-        parts, size = self._parts, self._parts.roles.batch_size
+        parts, size = self._parts, self._parts.splits.batch_size
         blocks = [min(size, samples - first) for first in range(0, samples, size)]
-        return [run for block in blocks for run in runs(block, rows_of(parts), parts.plan.pipeline, parts.world.ranks)]
+        return [
+            run
+            for block in blocks
+            for run in microbatch_runs(block, microbatch_rows(parts), parts.plan.pipeline, parts.world.ranks)
+        ]
 
-    def _draw(self, leaves: Leaves, rows: int, training: bool) -> None:
+    def _draw(self, leaves: TensorLeaves, rows: int, training: bool) -> None:
         if self._ahead is not None:
             chain = self._chain([leaf[:rows] for leaf in leaves], training)
-            self._ahead.draw([seen.drawings for seen in chain.rehearsed], rows, len(leaves[0]))
+            self._ahead.draw([seen.drawings for seen in chain.piece_shapes], rows, len(leaves[0]))
 
-    def _ready(self, like: Leaves, count: int, training: bool) -> tuple[Chain, Relay]:
+    def _ready(self, like: TensorLeaves, count: int, training: bool) -> tuple[StageChain, MicrobatchSchedule]:
         chain, parts = self._chain(like, training), self._parts
         if (id(chain), count) not in self._relays:
-            loss = _part_of_the_loss if training else None
+            loss = _loss_share if training else None
             stations = [self._station(chain, stage) for stage in self.own]
-            self._relays[id(chain), count] = Relay(
+            self._relays[id(chain), count] = MicrobatchSchedule(
                 stations, len(chain.pieces), parts.device, parts.plan.pipeline, count, loss
             )
         return chain, self._relays[id(chain), count]
 
-    def _chain(self, like: Leaves, training: bool) -> Chain:
+    def _chain(self, like: TensorLeaves, training: bool) -> StageChain:
         shape = (training, *((leaf.shape, leaf.dtype) for leaf in like))
         if shape not in self._chains:
             self._chains[shape] = self._cut(like, training)
         return self._chains[shape]
 
-    def _cut(self, like: Leaves, training: bool) -> Chain:
+    def _cut(self, like: TensorLeaves, training: bool) -> StageChain:
         with self._holding.on_host(), torch.enable_grad():
             samples = [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in like]
-            chain = Chain.of(self._parts, self._objective.train(training), samples)
+            chain = StageChain.from_plan(self._parts, self._objective.train(training), samples)
         for stage in self.own:
-            strange = [name for name in held_by(chain.pieces[stage]) if name not in self._holding.own]
+            strange = [name for name in names_in_piece(chain.pieces[stage]) if name not in self._holding.own]
             if strange:
                 raise PlanError(
                     f"parallel=stages: for {len(like[0])} samples {'in training' if training else 'in evaluation'}"
@@ -109,14 +115,14 @@ class Conveyor:
                 )
         return chain
 
-    def _station(self, chain: Chain, stage: int) -> Station:
-        piece, seen = chain.pieces[stage], chain.rehearsed[stage]
-        _move(piece, self._parts.device)
-        given = partial(self._ahead.given, stage) if self._ahead is not None else _as_they_come
+    def _station(self, chain: StageChain, stage: int) -> ReadyStage:
+        piece, seen = chain.pieces[stage], chain.piece_shapes[stage]
+        _move_constants(piece, self._parts.device)
+        given = partial(self._ahead.replay, stage) if self._ahead is not None else _no_order_check
         heard = self._heard if stage == len(chain.pieces) - 1 else None
         leading = [value.requires_grad for value in seen.leaving]
-        module = _Stage(piece, partial(numbers, self._parts), given, leading, heard)
-        return Station(stage, module, piece.leaves, seen.arriving, seen.leaving)
+        module = _Stage(piece, partial(autocast_context, self._parts), given, leading, heard)
+        return ReadyStage(stage, module, piece.leaves, seen.arriving, seen.leaving)
 
 
 class _Stage(nn.Module):
@@ -131,8 +137,8 @@ class _Stage(nn.Module):
 
     def __init__(
         self,
-        piece: Piece,
-        around: Around,
+        piece: GraphPiece,
+        around: ContextFactory,
         given: Callable[[int, int], AbstractContextManager[Any]],
         leading: Sequence[bool],
         heard: list[tuple[Tensor, ...]] | None,
@@ -150,22 +156,22 @@ class _Stage(nn.Module):
         return left
 
 
-def own_stages(parts: Ingredients) -> range:
+def rank_stages(parts: LoweringContext) -> range:
     """The stages of this rank."""
-    return range(parts.world.rank, stages_of(parts), parts.world.ranks)
+    return range(parts.world.rank, stage_count(parts), parts.world.ranks)
 
 
-def _part_of_the_loss(left: Any, share: Tensor) -> Tensor:
+def _loss_share(left: Any, share: Tensor) -> Tensor:
     """Of what left the last stage the loss, counted as the microbatch counts; a mean of nothing counts nothing."""
     loss = left[0] if isinstance(left, Sequence) else left
     return torch.where(share[0] == 0, 0.0, loss * share[0].to(loss.dtype))
 
 
-def _as_they_come(first: int, rows: int) -> AbstractContextManager[None]:
+def _no_order_check(first: int, rows: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _move(piece: Piece, device: torch.device) -> None:
+def _move_constants(piece: GraphPiece, device: torch.device) -> None:
     """Has constants of the graph, and tensors that it makes, be on the device that it runs on, and not where it was made."""
     host = torch.device("cpu")
     if device == host:

@@ -17,17 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hotloop.distributed.wrappers.global_batch_rng import Drawing
+from hotloop.distributed.wrappers.global_batch_rng import RandomOp
 from hotloop.lowering.grouped_mm import traceable_groups
-from hotloop.lowering.pipeline.graph_split import Leaves, Piece
-from hotloop.lowering.steps.gradient_check import nodes_below
+from hotloop.lowering.pipeline.graph_split import GraphPiece, TensorLeaves
+from hotloop.lowering.steps.gradient_check import autograd_ancestors
 
-_EVEN = 1.05
+_EVEN_RATIO = 1.05
 """Stages whose slowest is within 5 % of the best are taken for equal: measured times are no truer than that."""
 
 
 @dataclass(frozen=True)
-class Cost:
+class PieceCost:
     """What one piece of a model costs.
 
     Attributes:
@@ -43,8 +43,8 @@ class Cost:
     arriving: int = 0
 
 
-def best_cuts(
-    costs: Sequence[Cost],
+def find_best_cuts(
+    costs: Sequence[PieceCost],
     stages: int,
     room: float = math.inf,
     in_flight: Callable[[int], int] = lambda stage: 1,
@@ -59,24 +59,24 @@ def best_cuts(
         room: bytes that a stage may take.
         in_flight: of how many microbatches a stage keeps what backward needs.
     """
-    sums = _Sums(costs)
+    sums = _CostSums(costs)
 
     def fits(stage: int, first: int, last: int) -> bool:
         return sums.weights(first, last) + in_flight(stage) * sums.kept(first, last) <= room
 
-    fastest = _least(len(costs), stages, fits, sums.seconds, max)
+    fastest = _least_cost(len(costs), stages, fits, sums.seconds, max)
     if fastest is None:
         return None
-    limit = fastest[0] * _EVEN
+    limit = fastest[0] * _EVEN_RATIO
 
     def even(stage: int, first: int, last: int) -> bool:
         return fits(stage, first, last) and sums.seconds(first, last) <= limit
 
-    least = _least(len(costs), stages, even, lambda first, last: costs[first].arriving if first else 0, sum)
+    least = _least_cost(len(costs), stages, even, lambda first, last: costs[first].arriving if first else 0, sum)
     return (least or fastest)[1]
 
 
-def _least(
+def _least_cost(
     pieces: int,
     stages: int,
     allowed: Callable[[int, int, int], bool],
@@ -100,10 +100,10 @@ def _least(
     return best.get(pieces)
 
 
-class _Sums:
+class _CostSums:
     """Costs of ranges of pieces."""
 
-    def __init__(self, costs: Sequence[Cost]) -> None:
+    def __init__(self, costs: Sequence[PieceCost]) -> None:
         self._seconds, self._weights, self._kept = (
             list(itertools.accumulate((getattr(cost, name) for cost in costs), initial=0))
             for name in ("seconds", "weights", "kept")
@@ -124,12 +124,12 @@ _REPEATS = 3
 _COPIES = 4
 """Of a trained parameter: itself, its gradient, and the two of most optimizers."""
 
-Around = Callable[[], AbstractContextManager[Any]]
+ContextFactory = Callable[[], AbstractContextManager[Any]]
 """The numbers that a forward pass computes in."""
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class PieceShape:
     """What is known of a piece without computing anything.
 
     Attributes:
@@ -140,38 +140,42 @@ class Rehearsed:
 
     arriving: tuple[Tensor, ...]
     leaving: tuple[Tensor, ...]
-    drawings: tuple[Drawing, ...]
+    drawings: tuple[RandomOp, ...]
 
 
-def rehearse(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, around: Around) -> list[Rehearsed]:
+def infer_piece_shapes(
+    pieces: Sequence[GraphPiece], leaves: TensorLeaves, device: torch.device, around: ContextFactory
+) -> list[PieceShape]:
     """Runs pieces, one after the other, on tensors without content."""
     passes = []
     with FakeTensorMode(allow_non_fake_inputs=True), traceable_groups():
         batch = [torch.empty_like(leaf, device=device) for leaf in leaves]
         arrived: tuple[Tensor, ...] = ()
         for piece in pieces:
-            values = {name: _like(value, device) for name, value in _tensors_of(piece)}
-            with around(), _Listening() as listening:
+            values = {name: _zeros_like(value, device) for name, value in _tensors_of(piece)}
+            with around(), _DrawRecorder() as listening:
                 left = functional_call(piece, values, (arrived, batch))
             passes.append((arrived, left, tuple(listening.heard)))
-            arrived = tuple(_fresh(value) for value in left)
-    found: list[Rehearsed] = []
+            arrived = tuple(_fresh_leaf(value) for value in left)
+    found: list[PieceShape] = []
     leading = [True, *itertools.repeat(False, len(left) - 1)]  # the last piece puts the loss out first
     for arrived, left, heard in reversed(passes):
-        reached = _reached([value for value, leads in zip(left, leading, strict=True) if leads])
-        leaving = _metas(left, leading)
+        reached = _reached_leaves([value for value, leads in zip(left, leading, strict=True) if leads])
+        leaving = _meta_tensors(left, leading)
         leading = [id(value) in reached for value in arrived]
-        found.insert(0, Rehearsed(_metas(arrived, leading), leaving, heard))
+        found.insert(0, PieceShape(_meta_tensors(arrived, leading), leaving, heard))
     return found
 
 
-def _reached(values: Sequence[Tensor]) -> set[int]:
+def _reached_leaves(values: Sequence[Tensor]) -> set[int]:
     """The leaves that get gradients of these tensors, themselves among them where they are such, by `id`."""
     found = {id(value) for value in values if value.requires_grad and value.is_leaf}
-    return found | {id(node.variable) for node in nodes_below(values) if hasattr(node, "variable")}
+    return found | {id(node.variable) for node in autograd_ancestors(values) if hasattr(node, "variable")}
 
 
-def measure(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, around: Around) -> list[Cost]:
+def measure_pieces(
+    pieces: Sequence[GraphPiece], leaves: TensorLeaves, device: torch.device, around: ContextFactory
+) -> list[PieceCost]:
     """Runs pieces, one after the other, forward and backward, and only one of them on the device at a time."""
     costs = []
     batch = [leaf.to(device) for leaf in leaves]
@@ -181,46 +185,46 @@ def measure(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, aroun
             name: value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
             for name, value in _tensors_of(piece)
         }
-        kept = _Kept()
+        kept = _SavedTensors()
         seconds = []
         for repeat in range(1 + _REPEATS):
-            inputs = tuple(_fresh(value) for value in arrived)
-            began = _now(device)
+            inputs = tuple(_fresh_leaf(value) for value in arrived)
+            began = _synchronised_time(device)
             with around(), torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda value: value):
                 left = functional_call(piece, values, (inputs, batch))
             outputs = [value for value in left if value.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
-            seconds += [_now(device) - began] if repeat else []
+            seconds += [_synchronised_time(device) - began] if repeat else []
         weights = {id(v): v.nbytes * (_COPIES if v.requires_grad else 1) for v in values.values()}
         held = {value.untyped_storage().data_ptr() for value in values.values()}
         costs.append(
-            Cost(
+            PieceCost(
                 statistics.median(seconds),
                 sum(weights.values()),
                 kept.bytes(held) // (1 + _REPEATS),
                 sum(value.nbytes for value in arrived),
             )
         )
-        arrived = tuple(_fresh(value) for value in left)
+        arrived = tuple(_fresh_leaf(value) for value in left)
     return costs
 
 
-class _Listening(TorchDispatchMode):
+class _DrawRecorder(TorchDispatchMode):
     """Notes what is drawn."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[Drawing] = []
+        self.heard: list[RandomOp] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawing = Drawing.of(function, args, kwargs or {})
+        drawing = RandomOp.of(function, args, kwargs or {})
         if drawing is not None:
             self.heard.append(drawing)
         return function(*args, **(kwargs or {}))
 
 
-class _Kept:
+class _SavedTensors:
     """Adds up what forward passes keep for backward, each memory once per pass."""
 
     def __init__(self) -> None:
@@ -234,15 +238,15 @@ class _Kept:
         return sum(size for place, size in set(self._storages) if place not in without)
 
 
-def _tensors_of(piece: Piece) -> list[tuple[str, Tensor]]:
+def _tensors_of(piece: GraphPiece) -> list[tuple[str, Tensor]]:
     return [*piece.named_parameters(), *piece.named_buffers()]
 
 
-def _like(value: Tensor, device: torch.device) -> Tensor:
+def _zeros_like(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
 
 
-def _metas(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Tensor, ...]:
+def _meta_tensors(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Tensor, ...]:
     """Outside of any mode, so that they are torch's own kind of tensors without content."""
     with _disable_current_modes():
         return tuple(
@@ -251,12 +255,12 @@ def _metas(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Tensor, .
         )
 
 
-def _fresh(value: Tensor) -> Tensor:
+def _fresh_leaf(value: Tensor) -> Tensor:
     """A leaf of a graph of its own."""
     return value.detach().clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
 
 
-def _now(device: torch.device) -> float:
+def _synchronised_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -13,93 +13,93 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hotloop.core.state import State
-from hotloop.core.task_parts.loss_info import weighted
+from hotloop.core.task_parts.loss_info import weight_mean
 from hotloop.data.batch_tree import batch_length, map_tensors
-from hotloop.data.feeds.feed import peek
-from hotloop.distributed.wrappers.global_batch_rng import Pattern
+from hotloop.data.feeds.feed import first_batch
+from hotloop.distributed.wrappers.global_batch_rng import DrawPattern
 from hotloop.errors import PlanError
 from hotloop.lowering.checks.first_step import check_clipping, check_loss
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.pipeline.graph_split import Objective, drawn_elsewhere, leaves_of, without_backward
-from hotloop.lowering.pipeline.microbatch_runner import Conveyor, own_stages
-from hotloop.lowering.pipeline.ownership import Holding
-from hotloop.lowering.pipeline.partition import Chain, example, rows_of, settled
-from hotloop.lowering.pipeline.relay import Ahead
-from hotloop.lowering.steps.data_parallel import look
-from hotloop.task import Computed
+from hotloop.lowering.pipeline.graph_split import LossModule, batch_leaves, draws_error, no_backward_error
+from hotloop.lowering.pipeline.microbatch_runner import MicrobatchRunner, rank_stages
+from hotloop.lowering.pipeline.ownership import StageOwnership
+from hotloop.lowering.pipeline.partition import StageChain, example_leaves, microbatch_rows, resolve_split
+from hotloop.lowering.pipeline.relay import ScheduledRng
+from hotloop.lowering.steps.data_parallel import find_joint_ops
+from hotloop.task import StepResult
 
 
-class StagedStep(EagerStep):
+class PipelineStep(EagerStep):
     """One training step of all ranks, each of which has some layers of the model.
 
     All ranks read the same batch. A microbatch's loss counts what its weight counts of the batch's, so that gradients,
     which add up over microbatches, are those of the whole.
     """
 
-    def __init__(self, parts: Ingredients) -> None:
-        like = peek(parts.roles)
-        leaves_of(like, batch_length(like))
-        objective = Objective(parts.model, parts.task, like, parts.in_eval)
-        seen = look(replace(parts, device=torch.device("cpu")))
+    def __init__(self, parts: LoweringContext) -> None:
+        like = first_batch(parts.splits)
+        batch_leaves(like, batch_length(like))
+        objective = LossModule(parts.model, parts.task, like, parts.in_eval)
+        seen = find_joint_ops(replace(parts, device=torch.device("cpu")))
         if seen.elsewhere:
-            raise drawn_elsewhere()
+            raise draws_error()
         if seen.scripted:
-            raise without_backward(seen.scripted)
-        parts = settled(parts, objective)
-        chain = Chain.of(parts, objective.train(), example(parts, rows_of(parts)))
-        self._holding = Holding(parts.model, chain.holders(parts.world.ranks), parts.world)
-        self._holding.settle(parts.device, objective.loss)
+            raise no_backward_error(seen.scripted)
+        parts = resolve_split(parts, objective)
+        chain = StageChain.from_plan(parts, objective.train(), example_leaves(parts, microbatch_rows(parts)))
+        self._holding = StageOwnership(parts.model, chain.stage_holders(parts.world.ranks), parts.world)
+        self._holding.move_to_owners(parts.device, objective.loss)
         super().__init__(parts)
-        computed = chain.traced.result(chain.rehearsed[-1].leaving)
+        computed = chain.traced.result(chain.piece_shapes[-1].leaving)
         check_loss(computed.loss)
         self._checked = True
         self._names = list(computed.scalars)
         check_clipping(self.parts.task, self._trainable)
         self._keep_own_averages()
-        self._shared = self._holding.shared()
-        self._convey = Conveyor(parts, objective, self._holding, self._drawn_ahead(seen.draws, chain))
+        self._shared = self._holding.shared_tensors()
+        self._convey = MicrobatchRunner(parts, objective, self._holding, self._schedule_draws(seen.draws, chain))
         self.draws.always = True  # which of the ranks drew from Python's generator would be theirs to agree on
 
-    def _drawn_ahead(self, pattern: Pattern, chain: Chain) -> Ahead | None:
+    def _schedule_draws(self, pattern: DrawPattern, chain: StageChain) -> ScheduledRng | None:
         """What the stages draw, if it can be that of one process."""
         odd = pattern.odd
-        if not odd and sum(len(seen.drawings) for seen in chain.rehearsed) != pattern.count:
+        if not odd and sum(len(seen.drawings) for seen in chain.piece_shapes) != pattern.count:
             odd = "what draws otherwise when it is exported"
         if not odd:
-            return Ahead(pattern, own_stages(self.parts))
+            return ScheduledRng(pattern, rank_stages(self.parts))
         self.draws = self._step_draws(self.parts.device, rank=self.parts.world.rank)
         self.parts.say(f"each rank draws its own random numbers, and not those of one process: {odd}")
         return None
 
-    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
+    def _backward(self, batch: Any, samples: int, step: int) -> StepResult:
         self.draws.seed(step)
         self._clear_gradients()
         weights = self._weights(batch, samples, self.parts.weigh)
         shares = torch.where(weights == 0, 0.0, weights / weights.sum())
-        found = self._convey(leaves_of(batch, samples), shares)
+        found = self._convey(batch_leaves(batch, samples), shares)
         for value, group in self._shared:
             if value.grad is None:
                 value.grad = torch.zeros_like(value)
             dist.all_reduce(value.grad, group=group)
-        computed = self._told(mean_of(found, weights) if found else None)
+        computed = self._report(mean_result(found, weights) if found else None)
         self.clip(self._trainable)
         return computed
 
     def _weights(self, batch: Any, samples: int, weigh: Callable[[Any, int], Any]) -> Tensor:
         """What the loss of each microbatch counts, (microbatches,)."""
-        cut = [weigh(_rows(batch, first, rows), rows) for first, rows in self._convey.sizes(samples)]
+        cut = [weigh(_output_rows(batch, first, rows), rows) for first, rows in self._convey.sizes(samples)]
         wide = self.sums["loss"].dtype
         return torch.stack([torch.as_tensor(weight, device=self.parts.device).to(wide) for weight in cut])
 
-    def _told(self, found: Computed | None) -> Computed:
+    def _report(self, found: StepResult | None) -> StepResult:
         """Loss and scalars of the last rank, on all of them."""
         values = torch.zeros(1 + len(self._names), dtype=self.sums["loss"].dtype, device=self.parts.device)
         if found is not None:
             values = torch.stack([found.loss, *found.scalars.values()])
         dist.broadcast(values, src=self.parts.world.ranks - 1)
         loss, *scalars = values.unbind()
-        return Computed(loss, None, dict(zip(self._names, scalars, strict=True)))
+        return StepResult(loss, None, dict(zip(self._names, scalars, strict=True)))
 
     def clip(self, parameters: list[Tensor]) -> None:
         """As the Task says, by the norm of all ranks' gradients together."""
@@ -117,7 +117,7 @@ class StagedStep(EagerStep):
         norms = torch.zeros(len(parameters), dtype=torch.float32, device=self.parts.device)
         norms = norms.to(torch.promote_types(torch.float32, parameters[0].dtype))
         for place, value in enumerate(parameters):
-            if value.grad is not None and self._holding.speaks_for_tensor(value):
+            if value.grad is not None and self._holding.owns_tensor(value):
                 norms[place] = torch.linalg.vector_norm(value.grad)
         dist.all_reduce(norms)
         return torch.linalg.vector_norm(norms)
@@ -130,44 +130,45 @@ class StagedStep(EagerStep):
     def restore_average(self, average: dict[str, Tensor]) -> None:
         super().restore_average({name: value for name, value in average.items() if name in self._holding.own})
 
-    def in_full(self) -> AbstractContextManager[None]:
-        return self._holding.in_full()
+    def full_parameters(self) -> AbstractContextManager[None]:
+        return self._holding.full_parameters()
 
-    def gathered(self, state: State) -> State:
-        return self._holding.gathered(state)
+    def gather_state(self, state: State) -> State:
+        return self._holding.gather_state(state)
 
-    def rebind(self) -> None:
+    def on_state_restored(self) -> None:
         """Lets go of what was restored for other ranks' parameters."""
         for value in self._holding.elsewhere:
             self.optimizer.state.pop(value, None)
 
-    def evaluated(self, batch: Any, samples: int) -> Computed | None:
+    def evaluation_model(self, batch: Any, samples: int) -> StepResult | None:
         """The forward pass of a batch by all stages; the rank that has the last one gets what comes of it."""
-        found = self._convey(leaves_of(batch, samples))
+        found = self._convey(batch_leaves(batch, samples))
         if not found:
             return None
-        outputs = pytree.tree_map(_joined, *(computed.output for computed in found))
-        return mean_of(found, self._weights(batch, samples, self.parts.task.weight_of))._replace(output=outputs)
+        outputs = pytree.tree_map(_join_outputs, *(computed.output for computed in found))
+        return mean_result(found, self._weights(batch, samples, self.parts.task.weight_of))._replace(output=outputs)
 
 
-def _rows(batch: Any, first: int, rows: int) -> Any:
+def _output_rows(batch: Any, first: int, rows: int) -> Any:
     return map_tensors(lambda value: value[first : first + rows], batch)
 
 
-def mean_of(found: Sequence[Computed], weights: Tensor) -> Computed:
+def mean_result(found: Sequence[StepResult], weights: Tensor) -> StepResult:
     """Loss and scalars of a batch out of those of its microbatches, which count so much, (microbatches,)."""
     wide, total = weights.dtype, weights.sum()
 
     def mean(values: Sequence[Tensor]) -> Tensor:
         return (
-            torch.stack([weighted(v.to(wide), weight) for v, weight in zip(values, weights, strict=True)]).sum() / total
+            torch.stack([weight_mean(v.to(wide), weight) for v, weight in zip(values, weights, strict=True)]).sum()
+            / total
         )
 
     scalars = {name: mean([computed.scalars[name] for computed in found]) for name in found[0].scalars}
-    return Computed(mean([computed.loss for computed in found]), None, scalars)
+    return StepResult(mean([computed.loss for computed in found]), None, scalars)
 
 
-def _joined(*parts: Any) -> Any:
+def _join_outputs(*parts: Any) -> Any:
     """An output of the model for all samples, out of those for some."""
     if len(parts) == 1 or not isinstance(parts[0], Tensor):
         return parts[0]

@@ -19,15 +19,15 @@ from torch.distributed.pipelining import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.distributed.wrappers.global_batch_rng import Batchwise, Drawing, Pattern
+from hotloop.distributed.wrappers.global_batch_rng import BatchDimension, DrawPattern, RandomOp
 
-CHUNKS = 2
+STAGES_PER_RANK = 2
 """Stages of each rank where they are interleaved."""
 
 _ROWS = "rows"
 
 
-def runs(samples: int, rows: int, pipeline: str, ranks: int) -> list[tuple[int, int]]:
+def microbatch_runs(samples: int, rows: int, pipeline: str, ranks: int) -> list[tuple[int, int]]:
     """`(microbatches, rows of each)` that make up a batch, in order: torch's schedules take equal ones.
 
     What is left over beside whole microbatches of so many rows is one of its own.
@@ -41,7 +41,7 @@ def runs(samples: int, rows: int, pipeline: str, ranks: int) -> list[tuple[int, 
 
 
 @dataclass(frozen=True)
-class Station:
+class ReadyStage:
     """A stage, ready to be one of a chain.
 
     Attributes:
@@ -58,7 +58,7 @@ class Station:
     leaving: tuple[Tensor, ...]
 
 
-class Relay:
+class MicrobatchSchedule:
     """So many microbatches of so many rows, through all stages.
 
     Args:
@@ -69,7 +69,7 @@ class Relay:
 
     def __init__(
         self,
-        stations: Sequence[Station],
+        stations: Sequence[ReadyStage],
         stages: int,
         device: torch.device,
         pipeline: str,
@@ -114,7 +114,7 @@ def leaf_name(place: int) -> str:
     return f"leaf_{place}"
 
 
-class Ahead:
+class ScheduledRng:
     """What one rank's stages draw in a step.
 
     Each rank draws for the whole batch and for all stages, since a generator comes to where a later stage begins by
@@ -124,11 +124,11 @@ class Ahead:
         own: the stages of this rank.
     """
 
-    def __init__(self, pattern: Pattern, own: Collection[int]) -> None:
+    def __init__(self, pattern: DrawPattern, own: Collection[int]) -> None:
         self._pattern, self._own = pattern, own
-        self._drawn: dict[int, list[tuple[Tensor, Batchwise | None]]] = {}
+        self._drawn: dict[int, list[tuple[Tensor, BatchDimension | None]]] = {}
 
-    def draw(self, of_stages: Sequence[Sequence[Drawing]], rows: int, samples: int) -> None:
+    def draw(self, of_stages: Sequence[Sequence[RandomOp]], rows: int, samples: int) -> None:
         """Draws for a batch, from where torch's generators stand.
 
         Args:
@@ -138,17 +138,17 @@ class Ahead:
         number = itertools.count()
         for stage, drawings in enumerate(of_stages):
             for drawing in drawings:
-                shape, along = self._pattern.whole(drawing.shape, rows, samples, next(number))
+                shape, along = self._pattern.is_whole(drawing.shape, rows, samples, next(number))
                 value = drawing.draw(shape, along and along.order)
                 if stage in self._own:
                     self._drawn[stage].append((value, along))
 
-    def given(self, stage: int, first: int, rows: int) -> Given:
+    def replay(self, stage: int, first: int, rows: int) -> ReplayedDraws:
         """Has what a stage draws be that of these rows."""
-        return Given(iter(self._drawn[stage]), first, rows)
+        return ReplayedDraws(iter(self._drawn[stage]), first, rows)
 
 
-class Given(TorchDispatchMode):
+class ReplayedDraws(TorchDispatchMode):
     """Gives operators that draw what was drawn before, in order.
 
     Args:
@@ -156,15 +156,15 @@ class Given(TorchDispatchMode):
         first, rows: of the batch.
     """
 
-    def __init__(self, drawn: Iterator[tuple[Tensor, Batchwise | None]], first: int, rows: int) -> None:
+    def __init__(self, drawn: Iterator[tuple[Tensor, BatchDimension | None]], first: int, rows: int) -> None:
         super().__init__()
         self._drawn, self._first, self._rows = drawn, first, rows
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawing = Drawing.of(function, args, kwargs or {})
+        drawing = RandomOp.of(function, args, kwargs or {})
         if drawing is None:
             return function(*args, **(kwargs or {}))
         value, along = next(self._drawn)
         if along is not None:
             value = value.narrow(along.dim, self._first * along.each, self._rows * along.each)
-        return drawing.finished(args, value)
+        return drawing.finish(args, value)

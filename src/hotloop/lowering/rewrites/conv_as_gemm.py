@@ -12,20 +12,20 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional
 
 from hotloop.lowering.rewrites.fx_nodes import (
-    argument,
+    argument_named,
+    as_pair,
     aten,
-    calls,
-    dropped,
+    drop_node,
+    fake_value,
+    find_calls,
+    insert_operations,
     is_plain,
-    operand,
-    pair,
-    part,
-    replaced,
-    value_of,
-    written,
+    operand_at,
+    replace_node,
+    result_part,
 )
 
-MOST_WEIGHTS = 32
+MAX_WEIGHTS = 32
 """Of one filter, so that `u` is not much larger than the image; 3 x 3 of three channels has 27."""
 
 _MOST_PARTS, _IN_PART = 64, 1024
@@ -37,52 +37,52 @@ _PARAMETERS = ("stride", "padding", "dilation", "transposed", "output_padding", 
 
 def convolution_as_product(graph: GraphModule) -> int:
     """Wherever a convolution is of data, whose gradient nobody wants; returns how often."""
-    return sum(_rewritten(graph, node) for node in calls(graph, aten.convolution.default))
+    return sum(_rewrite(graph, node) for node in find_calls(graph, aten.convolution.default))
 
 
-def _rewritten(graph: GraphModule, forward: Node) -> bool:
-    gradients = calls(graph, aten.convolution_backward.default)
+def _rewrite(graph: GraphModule, forward: Node) -> bool:
+    gradients = find_calls(graph, aten.convolution_backward.default)
     backward = next((node for node in gradients if _is_gradient(node, forward)), None)
-    if not _is_for(forward) or backward is None or argument(backward, "output_mask")[0]:
+    if not _is_rewritable(forward) or backward is None or argument_named(backward, "output_mask")[0]:
         return False
-    image, weight, bias = (operand(forward, place) for place in range(3))
+    image, weight, bias = (operand_at(forward, place) for place in range(3))
     how = _Convolution(forward)
-    columns = written(graph, forward, how.columns, image)
+    columns = insert_operations(graph, forward, how.columns, image)
     given = [one for one in (columns, weight, bias) if one is not None]
-    replaced(graph, forward, written(graph, forward, how.product, *given))
-    gradient = operand(backward)
-    of_weight, of_bias = part(backward, 1), part(backward, 2)
+    replace_node(graph, forward, insert_operations(graph, forward, how.product, *given))
+    gradient = operand_at(backward)
+    of_weight, of_bias = result_part(backward, 1), result_part(backward, 2)
     if of_weight is not None:
-        replaced(graph, of_weight, written(graph, backward, how.gradient, gradient, columns))
+        replace_node(graph, of_weight, insert_operations(graph, backward, how.gradient, gradient, columns))
     if of_bias is not None:
-        replaced(graph, of_bias, written(graph, backward, summed_by_filter, gradient))
-    dropped(graph, backward)
+        replace_node(graph, of_bias, insert_operations(graph, backward, sum_by_filter, gradient))
+    drop_node(graph, backward)
     return True
 
 
 def _is_gradient(node: Node, forward: Node) -> bool:
     """Of this convolution, or of one that is the same: their columns are equal, so either's are right for both."""
-    same_tensors = [operand(node, 1), operand(node, 2)] == [operand(forward), operand(forward, 1)]
-    return same_tensors and all(argument(node, name) == argument(forward, name) for name in _PARAMETERS)
+    same_tensors = [operand_at(node, 1), operand_at(node, 2)] == [operand_at(forward), operand_at(forward, 1)]
+    return same_tensors and all(argument_named(node, name) == argument_named(forward, name) for name in _PARAMETERS)
 
 
-def _is_for(node: Node) -> bool:
-    return is_ordinary(node) and value_of(operand(node, 1))[0].numel() <= MOST_WEIGHTS
+def _is_rewritable(node: Node) -> bool:
+    return is_ordinary(node) and fake_value(operand_at(node, 1))[0].numel() <= MAX_WEIGHTS
 
 
 def is_ordinary(node: Node) -> bool:
     """Whether it convolves images of one plain kind, all channels with all."""
-    image, weight = value_of(operand(node)), value_of(operand(node, 1))
-    plain = argument(node, "groups") == 1 and not argument(node, "transposed")
-    return plain and is_plain(image) and is_plain(value_of(node)) and weight.dtype == image.dtype
+    image, weight = fake_value(operand_at(node)), fake_value(operand_at(node, 1))
+    plain = argument_named(node, "groups") == 1 and not argument_named(node, "transposed")
+    return plain and is_plain(image) and is_plain(fake_value(node)) and weight.dtype == image.dtype
 
 
 class _Convolution:
     def __init__(self, node: Node) -> None:
-        self.filters, self.channels, *self.size = value_of(operand(node, 1)).shape
-        self.samples, _, self.height, self.width = value_of(node).shape
+        self.filters, self.channels, *self.size = fake_value(operand_at(node, 1)).shape
+        self.samples, _, self.height, self.width = fake_value(node).shape
         self.stride, self.padding, self.dilation = (
-            pair(argument(node, name)) for name in ("stride", "padding", "dilation")
+            as_pair(argument_named(node, name)) for name in ("stride", "padding", "dilation")
         )
 
     def columns(self, image: Tensor) -> Tensor:
@@ -107,19 +107,19 @@ class _Convolution:
         A library gives the threads parts of a product's rows and columns, of which there are few here: it gets parts of
         the places instead, as a batch of products.
         """
-        parts = _parts(columns.shape[1])
+        parts = _split_count(columns.shape[1])
         by_filter = gradient.transpose(0, 1).reshape(self.filters, parts, -1).transpose(0, 1)
         by_part = by_filter @ columns.view(len(columns), parts, -1).permute(1, 2, 0)
         return by_part.sum(0).view(self.filters, self.channels, *self.size)
 
 
-def _parts(places: int) -> int:
+def _split_count(places: int) -> int:
     """Into how many the places are split: as many as leave each enough of them."""
     return max(
         parts for parts in range(1, _MOST_PARTS + 1) if places % parts == 0 and parts <= max(1, places // _IN_PART)
     )
 
 
-def summed_by_filter(gradient: Tensor) -> Tensor:
+def sum_by_filter(gradient: Tensor) -> Tensor:
     """(samples, filters, height, width) -> (filters,)."""
     return gradient.sum((2, 3)).sum(0)

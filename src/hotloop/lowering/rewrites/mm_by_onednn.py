@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from hotloop.core.hardware import machine
-from hotloop.lowering.rewrites.fx_nodes import at_least, product_replaced, products, value_of
+from hotloop.lowering.rewrites.fx_nodes import at_least, fake_value, matrix_products, replace_product
 
-LEAST_FLOP = 2e6
+MIN_FLOP = 2e6
 """A smaller product is over before another library could win anything."""
 
 WIDE, MANY_TIMES = 768, 4
@@ -34,41 +34,43 @@ def product_by_onednn(graph: GraphModule, wanted: Callable[[Tensor, Tensor], boo
     Args:
         wanted: which of them, by their operands.
     """
-    found = [node for node in products(graph, torch.float32) if _fits(node) and wanted(*_operands(node))]
+    found = [node for node in matrix_products(graph, torch.float32) if _is_supported(node) and wanted(*_operands(node))]
     if not found:
         return 0
     product = _operator()
     for node in found:
-        product_replaced(graph, node, lambda a, b, *bias: product(a, b.t(), *bias))
+        replace_product(graph, node, lambda a, b, *bias: product(a, b.t(), *bias))
     return len(found)
 
 
 def product_where_mkl_is_slow(graph: GraphModule) -> int:
     """Only where that is likely to be faster."""
-    return product_by_onednn(graph, is_slow_by_mkl) if slow_here() else 0
+    return product_by_onednn(graph, is_slow_by_mkl) if is_mkl_slow_here() else 0
 
 
-def mkl_is_slow(processor: str | None) -> bool:
+def is_mkl_slow(processor: str | None) -> bool:
     """Whether MKL leaves the widest instructions of this processor aside."""
     return "AMD" in (processor or "") and torch.backends.mkl.is_available()
 
 
 @cache
-def slow_here() -> bool:
-    return mkl_is_slow(machine.processor().model)
+def is_mkl_slow_here() -> bool:
+    return is_mkl_slow(machine.read_processor().model)
 
 
-def multiplied_faster(one: Tensor, other: Tensor) -> bool:
+def is_faster_by_onednn(one: Tensor, other: Tensor) -> bool:
     """Whether a product is likely to be faster here by oneDNN."""
-    return one.dtype == torch.float32 and one.ndim == other.ndim == 2 and is_slow_by_mkl(one, other) and slow_here()
+    return (
+        one.dtype == torch.float32 and one.ndim == other.ndim == 2 and is_slow_by_mkl(one, other) and is_mkl_slow_here()
+    )
 
 
 def is_slow_by_mkl(one: Tensor, other: Tensor) -> bool:
     """Whether oneDNN is likely to be faster where MKL doesn't know the processor: by sizes, and by how the first operand lies."""
     terms, columns = other.shape
-    if not at_least(LEAST_FLOP, 2 * one.numel() * columns):
+    if not at_least(MIN_FLOP, 2 * one.numel() * columns):
         return False
-    return not _by_columns(one) or _is_wide(terms, columns)
+    return not _is_by_columns(one) or _is_wide(terms, columns)
 
 
 def _is_wide(terms: int, columns: int) -> bool:
@@ -76,23 +78,23 @@ def _is_wide(terms: int, columns: int) -> bool:
     return columns >= WIDE and columns > MANY_TIMES * terms
 
 
-def _by_columns(matrix: Tensor) -> bool:
+def _is_by_columns(matrix: Tensor) -> bool:
     return matrix.stride(0) == 1 and matrix.stride(1) != 1
 
 
 def _operands(node: Node) -> tuple[Tensor, Tensor]:
-    one, other = (value_of(matrix) for matrix in node.args[-2:] if isinstance(matrix, Node))
+    one, other = (fake_value(matrix) for matrix in node.args[-2:] if isinstance(matrix, Node))
     return one, other
 
 
-def _fits(node: Node) -> bool:
+def _is_supported(node: Node) -> bool:
     terms = _operands(node)[1].shape[0]
-    return torch.backends.mkldnn.is_available() and at_least(LEAST_FLOP, 2 * value_of(node).numel() * terms)
+    return torch.backends.mkldnn.is_available() and at_least(MIN_FLOP, 2 * fake_value(node).numel() * terms)
 
 
 @cache
 def _operator() -> Any:
-    """`(input (m, k), weight (n, k), bias (n) or none) -> (m, n)`; see `known_to_inductor`."""
+    """`(input (m, k), weight (n, k), bias (n) or none) -> (m, n)`; see `register_onednn_product`."""
 
     @torch.library.custom_op("hotloop::product", mutates_args=())
     def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -106,20 +108,20 @@ def _operator() -> Any:
 
 
 @cache
-def known_to_inductor() -> None:
+def register_onednn_product() -> None:
     """Has Inductor know the product, before it compiles a graph that may have some."""
     from torch._inductor.lowering import register_lowering
 
-    register_lowering(_operator(), type_promotion_kind=None)(_lowered)
+    register_lowering(_operator(), type_promotion_kind=None)(_lower_product)
 
 
-def _lowered(input: Any, weight: Any, bias: Any = None) -> Any:
+def _lower_product(input: Any, weight: Any, bias: Any = None) -> Any:
     """Inductor's own call of oneDNN, which would copy what doesn't lie row by row."""
     from torch._inductor.ir import FixedLayout, TensorBox
     from torch._inductor.mkldnn_ir import LinearUnary, _create_output_node
 
     (_, terms), (columns, _) = input.get_size(), weight.get_size()
-    inputs = [_by_rows(input) if _is_wide(terms, columns) else _in_place(input), _in_place(weight)]
+    inputs = [_laid_by_rows(input) if _is_wide(terms, columns) else _as_laid(input), _as_laid(weight)]
     layout = FixedLayout(inputs[0].get_device(), inputs[0].get_dtype(), [one.get_size()[0] for one in inputs])
     how: list[Any] = ["none", [-1], ""]
     if bias is None:
@@ -129,14 +131,14 @@ def _lowered(input: Any, weight: Any, bias: Any = None) -> Any:
     return TensorBox.create(_create_output_node(LinearUnary(layout, inputs, how)))
 
 
-def _by_rows(given: Any) -> Any:
+def _laid_by_rows(given: Any) -> Any:
     """A matrix laid by rows beforehand, in the kernel that makes it: oneDNN would do it at each call, by itself."""
     from torch._inductor.mkldnn_ir import LinearUnary
 
     return LinearUnary.require_contiguous(LinearUnary.realize_input(given))
 
 
-def _in_place(given: Any) -> Any:
+def _as_laid(given: Any) -> Any:
     """A matrix as it lies there, by rows or by columns; any other as a copy."""
     from torch._inductor.ir import as_storage_and_layout
     from torch._inductor.mkldnn_ir import LinearUnary

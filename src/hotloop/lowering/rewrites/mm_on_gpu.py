@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.fx_nodes import operand, product_replaced, products, value_of
+from hotloop.lowering.rewrites.fx_nodes import fake_value, matrix_products, operand_at, replace_product
 
 MOST_OF_SUM = 1 << 21
 """Multiplications of a product that is written as a sum."""
@@ -35,30 +35,34 @@ _ALIGNED = 4
 
 def product_as_sum(graph: GraphModule) -> int:
     """Wherever two matrices are multiplied that are very small; returns how often."""
-    return sum(_rewritten(graph, node, _sum) for node in _products(graph) if _multiplications(node) <= MOST_OF_SUM)
+    return sum(
+        _rewrite(graph, node, _sum_products)
+        for node in _candidate_products(graph)
+        if _multiplications(node) <= MOST_OF_SUM
+    )
 
 
 def product_in_parts(graph: GraphModule) -> int:
     """Wherever a product has few tiles and many terms; returns how often."""
-    found = [(node, parts_of(*_sizes(node))) for node in _products(graph)]
-    return sum(_rewritten(graph, node, partial(_in_parts, parts=parts)) for node, parts in found if parts > 1)
+    found = [(node, split_count(*_sizes(node))) for node in _candidate_products(graph)]
+    return sum(_rewrite(graph, node, partial(_product_in_parts, parts=parts)) for node, parts in found if parts > 1)
 
 
-def parts_of(rows: int, terms: int, columns: int) -> int:
+def split_count(rows: int, terms: int, columns: int) -> int:
     """Into how many parts the terms of a product are cut; 1 where it stays whole."""
     most = min(_CORES // (-(-rows // _TILE) * -(-columns // _TILE)), terms // _LEAST_TERMS)
     fitting = (parts for parts in range(most, _LEAST_PARTS - 1, -1) if terms % (parts * _ALIGNED) == 0)
     return next(fitting, 1)
 
 
-def _products(graph: GraphModule) -> list[Node]:
+def _candidate_products(graph: GraphModule) -> list[Node]:
     """Those of fp32 numbers, and of float64 in a proof, that have something to add up."""
-    return [node for node in products(graph, torch.float32, torch.float64) if _multiplications(node)]
+    return [node for node in matrix_products(graph, torch.float32, torch.float64) if _multiplications(node)]
 
 
 def _sizes(node: Node) -> tuple[int, int, int]:
     """Rows, terms and columns."""
-    (rows, terms), columns = value_of(operand(node, -2)).shape, value_of(node).shape[1]
+    (rows, terms), columns = fake_value(operand_at(node, -2)).shape, fake_value(node).shape[1]
     return rows, terms, columns
 
 
@@ -67,17 +71,17 @@ def _multiplications(node: Node) -> int:
     return rows * terms * columns
 
 
-def _rewritten(graph: GraphModule, node: Node, multiplied: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    product_replaced(graph, node, lambda a, b, *bias: sum(bias, multiplied(a, b)))
+def _rewrite(graph: GraphModule, node: Node, multiplied: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    replace_product(graph, node, lambda a, b, *bias: sum(bias, multiplied(a, b)))
     return True
 
 
-def _sum(a: Tensor, b: Tensor) -> Tensor:
+def _sum_products(a: Tensor, b: Tensor) -> Tensor:
     """Of few terms one by one, which needs no threads to add up together."""
     if a.shape[1] <= _FEW_TERMS:
         return reduce(add, (a[:, at, None] * b[at] for at in range(a.shape[1])))
     return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1)
 
 
-def _in_parts(a: Tensor, b: Tensor, parts: int) -> Tensor:
+def _product_in_parts(a: Tensor, b: Tensor, parts: int) -> Tensor:
     return (a.unflatten(1, (parts, -1)).transpose(0, 1) @ b.unflatten(0, (parts, -1))).sum(0)

@@ -13,36 +13,36 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from hotloop.lowering.rewrites.fx_nodes import (
-    argument,
+    argument_named,
+    as_pair,
     aten,
-    calls,
-    dropped,
+    drop_node,
+    fake_value,
+    find_calls,
+    insert_operations,
     is_plain,
-    laid_out,
-    operand,
-    pair,
-    part,
-    replaced,
-    value_of,
-    written,
+    operand_at,
+    replace_node,
+    result_part,
+    to_layout_of,
 )
 
-MOST = 9
+MAX_WINDOW = 9
 """Numbers in a window; a larger one is many operations."""
 
 
 def pooling_as_maximum(graph: GraphModule) -> int:
     """Wherever 2d windows touch and don't overlap; returns how often."""
-    return sum(_rewritten(graph, pool) for pool in calls(graph, aten.max_pool2d_with_indices.default))
+    return sum(_rewrite(graph, pool) for pool in find_calls(graph, aten.max_pool2d_with_indices.default))
 
 
-def window_of(pool: Node) -> tuple[int, int] | None:
+def pool_window(pool: Node) -> tuple[int, int] | None:
     """The size of windows that touch, don't overlap, and take in the whole image; None for others."""
     names = ("kernel_size", "stride", "padding", "dilation")
-    return window_in(value_of(operand(pool)), *(argument(pool, name) for name in names))
+    return window_of_call(fake_value(operand_at(pool)), *(argument_named(pool, name) for name in names))
 
 
-def window_in(
+def window_of_call(
     image: Tensor,
     kernel: Sequence[int],
     stride: Sequence[int] = (),
@@ -50,37 +50,39 @@ def window_in(
     dilation: Sequence[int] = (1,),
 ) -> tuple[int, int] | None:
     """The same of what `aten.max_pool2d_with_indices` is given."""
-    size = pair(kernel)
-    plain = pair(padding) == (0, 0) and pair(dilation) == (1, 1) and pair(stride or size) == size
+    size = as_pair(kernel)
+    plain = as_pair(padding) == (0, 0) and as_pair(dilation) == (1, 1) and as_pair(stride or size) == size
     whole = not image.shape[-2] % size[0] and not image.shape[-1] % size[1]
-    return size if plain and whole and is_plain(image) and size[0] * size[1] <= MOST else None
+    return size if plain and whole and is_plain(image) and size[0] * size[1] <= MAX_WINDOW else None
 
 
-def _rewritten(graph: GraphModule, pool: Node) -> bool:
-    size, pooled, places = window_of(pool), part(pool, 0), part(pool, 1)
+def _rewrite(graph: GraphModule, pool: Node) -> bool:
+    size, pooled, places = pool_window(pool), result_part(pool, 0), result_part(pool, 1)
     if size is None or pooled is None:
         return False
     users = [] if places is None else list(places.users)
     if any(user.target is not aten.max_pool2d_with_indices_backward.default for user in users):
         return False
-    largest, place = written(graph, pool, lambda x: _largest(x, size), operand(pool))
+    largest, place = insert_operations(graph, pool, lambda x: _window_maximum(x, size), operand_at(pool))
     for user in users:
-        given = (operand(user), place, operand(pool))
-        spread = written(graph, user, lambda gradient, at, x: _spread(laid_out(gradient, x), at, size), *given)
-        replaced(graph, user, spread)
-    replaced(graph, pooled, largest)
-    dropped(graph, pool)
+        given = (operand_at(user), place, operand_at(pool))
+        spread = insert_operations(
+            graph, user, lambda gradient, at, x: _scatter_gradient(to_layout_of(gradient, x), at, size), *given
+        )
+        replace_node(graph, user, spread)
+    replace_node(graph, pooled, largest)
+    drop_node(graph, pool)
     return True
 
 
-def _largest(x: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _window_maximum(x: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """The largest of each window, and its place there as a number of the same dtype; the first of several."""
     samples, channels, height, width = x.shape
     windows = x.reshape(samples, channels, height // size[0], size[0], width // size[1], size[1])
-    return largest_of([windows[:, :, :, at, :, to] for at in range(size[0]) for to in range(size[1])])
+    return elementwise_maximum([windows[:, :, :, at, :, to] for at in range(size[0]) for to in range(size[1])])
 
 
-def largest_of(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def elementwise_maximum(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The largest of tensors at each place, and the number of the first that has it, of the same dtype."""
     best, place = values[0], torch.zeros_like(values[0])
     for number, value in enumerate(values[1:], 1):
@@ -89,7 +91,7 @@ def largest_of(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return best, place
 
 
-def _spread(gradient: Tensor, place: Tensor, size: tuple[int, int]) -> Tensor:
+def _scatter_gradient(gradient: Tensor, place: Tensor, size: tuple[int, int]) -> Tensor:
     """The gradient of each window at the place of its largest number, and 0 elsewhere; the shape of the image."""
     samples, channels, rows, columns = gradient.shape
     numbers = torch.arange(size[0] * size[1], dtype=place.dtype, device=place.device).view(size[0], 1, size[1])

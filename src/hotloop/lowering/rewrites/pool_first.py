@@ -9,46 +9,55 @@ from __future__ import annotations
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.fx_nodes import aten, calls, operand, part, replaced, written
+from hotloop.lowering.rewrites.fx_nodes import (
+    aten,
+    find_calls,
+    insert_operations,
+    operand_at,
+    replace_node,
+    result_part,
+)
 
 
 def relu_after_pooling(graph: GraphModule) -> int:
     """Wherever a ReLU is pooled and nothing else looks at it; returns how often."""
-    return sum(swapped(graph, pool) for pool in calls(graph, aten.max_pool2d_with_indices.default))
+    return sum(swap_relu_and_pool(graph, pool) for pool in find_calls(graph, aten.max_pool2d_with_indices.default))
 
 
-def swapped(graph: GraphModule, pool: Node) -> bool:
+def swap_relu_and_pool(graph: GraphModule, pool: Node) -> bool:
     """Puts the ReLU before a pooling after it; whether that could be done."""
-    relu, pooled = operand(pool), part(pool, 0)
-    gated = gate_of(relu)
+    relu, pooled = operand_at(pool), result_part(pool, 0)
+    gated = gradient_gate(relu)
     if relu.target is not aten.relu.default or gated is None or pooled is None:
         return False
-    spread = operand(gated)
+    spread = operand_at(gated)
     if not is_gradient(spread, pool) or set(relu.users) != {pool, spread, gated} or set(spread.users) != {gated}:
         return False
     for user in (pool, spread):
-        user.replace_input_with(relu, operand(relu))
+        user.replace_input_with(relu, operand_at(relu))
     with graph.graph.inserting_after(pooled):
         after = graph.graph.call_function(aten.relu.default, (pooled,))
     after.meta["val"] = pooled.meta["val"]
     pooled.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
-    spread.replace_input_with(operand(spread), written(graph, spread, _gate, operand(spread), after))
-    replaced(graph, gated, spread)
+    spread.replace_input_with(
+        operand_at(spread), insert_operations(graph, spread, _gate_gradient, operand_at(spread), after)
+    )
+    replace_node(graph, gated, spread)
     graph.graph.erase_node(relu)
     return True
 
 
-def gate_of(relu: Node) -> Node | None:
+def gradient_gate(relu: Node) -> Node | None:
     """Where the gradient passes the ReLU."""
-    found = (user for user in relu.users if user.target is aten.threshold_backward.default and operand(user, 2) == 0)
+    found = (user for user in relu.users if user.target is aten.threshold_backward.default and operand_at(user, 2) == 0)
     return next(found, None)
 
 
 def is_gradient(node: Node, pool: Node) -> bool:
     """Whether it is the gradient of that pooling."""
     backward = node.target is aten.max_pool2d_with_indices_backward.default
-    return backward and operand(node, 1) is operand(pool) and operand(node, -1) is part(pool, 1)
+    return backward and operand_at(node, 1) is operand_at(pool) and operand_at(node, -1) is result_part(pool, 1)
 
 
-def _gate(gradient: Tensor, output: Tensor) -> Tensor:
+def _gate_gradient(gradient: Tensor, output: Tensor) -> Tensor:
     return aten.threshold_backward.default(gradient, output, 0)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from hotloop.core.task_parts.keras import default_device
 from hotloop.core.task_parts.named_optimizers import NamedOptimizers
-from hotloop.core.task_parts.yielded_losses import Turn, Turns
-from hotloop.errors import TaskError, kind
-from hotloop.lowering.checks.first_step import check_clipping, checking_losses
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.eager_step import OF_WEIGHT, EagerStep, needs_closure
-from hotloop.lowering.transforms.optimizer import swept
-from hotloop.lowering.transforms.precision import numbers
-from hotloop.task import Computed
+from hotloop.core.task_parts.yielded_losses import YieldedLoss, YieldedLosses
+from hotloop.errors import TaskError, type_name
+from hotloop.lowering.checks.first_step import check_clipping, check_losses
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.eager_step import WEIGHT_SUMS, EagerStep, needs_closure
+from hotloop.lowering.transforms.optimizer import flush_subnormals
+from hotloop.lowering.transforms.precision import autocast_context
+from hotloop.task import StepResult
 
 
 class AlternatingStep(EagerStep):
@@ -26,7 +26,7 @@ class AlternatingStep(EagerStep):
 
     optimizer: NamedOptimizers
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         super().__init__(parts)
         self._updated: set[str] = set()  # names of the optimizers that updated parameters in this batch
         for name, member in self.optimizer.members.items():
@@ -48,36 +48,36 @@ class AlternatingStep(EagerStep):
             for name, member in self.optimizer.members.items()
         }
 
-    def _run(self, batch: Any, samples: int, step: int) -> Computed:
+    def _run(self, batch: Any, samples: int, step: int) -> StepResult:
         self.draws.seed(step)
         self._clear_gradients()
         self._updated.clear()
-        watched = nullcontext() if self._checked else checking_losses(self.parts, batch)
+        watched = nullcontext() if self._checked else check_losses(self.parts, batch)
         # The contexts stay open between updates, because `step` opens its own contexts inside them.
-        with watched, default_device(self.parts.model), numbers(self.parts):
+        with watched, default_device(self.parts.model), autocast_context(self.parts):
             generator = self._generator(batch)
-            turns = Turns(generator)
+            turns = YieldedLosses(generator)
             with closing(generator):
                 for turn in turns:
                     self._update_member(turn)
         self._checked = True
         if self._sweeps:
-            swept(self.optimizer, step)
+            flush_subnormals(self.optimizer, step)
         loss, scalars = turns.figures()
-        return Computed(loss, None, scalars)
+        return StepResult(loss, None, scalars)
 
     def _generator(self, batch: Any) -> Generator[Any, Any, Any]:
         assert self.parts.task.step is not None
         made = self.parts.task.step(self.parts.model, batch)
         if not isinstance(made, Generator):
             raise TaskError(
-                f"step returned {kind(made)}, and the Task has the optimizers {self._names}",
+                f"step returned {type_name(made)}, and the Task has the optimizers {self._names}",
                 expected="a generator, which yields (name, loss) for each update",
                 fix="yield the loss of each optimizer in turn",
             )
         return made
 
-    def _update_member(self, turn: Turn) -> None:
+    def _update_member(self, turn: YieldedLoss) -> None:
         """Computes the gradients of one yielded loss and updates its optimizer's parameters."""
         name, loss = turn.name, turn.loss
         if name not in self._own:
@@ -123,4 +123,4 @@ class AlternatingStep(EagerStep):
         """Adds the weight per figure as well, because a batch may have no loss for one of the optimizers."""
         super()._add(loss, scalars, weight)
         for name in scalars:
-            self.sums[OF_WEIGHT + name] = self.sums.get(OF_WEIGHT + name, 0) + weight
+            self.sums[WEIGHT_SUMS + name] = self.sums.get(WEIGHT_SUMS + name, 0) + weight

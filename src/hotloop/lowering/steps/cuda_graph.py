@@ -10,33 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.data.batch_tree import flatten, tensors
-from hotloop.data.feeds.batches import Cut
+from hotloop.data.batch_tree import flatten_tree, tree_tensors
+from hotloop.data.feeds.batches import RowBatches
 from hotloop.data.sources import Table
-from hotloop.errors import PlanError, blame, out_of_memory
-from hotloop.lowering.compile.capture import Captured, Update
-from hotloop.lowering.compile.compiled_rng import draws_nothing
-from hotloop.lowering.compile.device_scalars import lift
-from hotloop.lowering.compile.inputs import Hyper, Moved, by_place, step_tensors
-from hotloop.lowering.context import Ingredients, counts_samples
-from hotloop.lowering.steps.compiled_step import CompiledStep, Runner, built, signature
-from hotloop.lowering.transforms.cudnn import FreshChoice
+from hotloop.errors import PlanError, describe_error, is_out_of_memory
+from hotloop.lowering.compile.capture import CapturedStep, UpdateStyle
+from hotloop.lowering.compile.compiled_rng import has_no_draws
+from hotloop.lowering.compile.device_scalars import lift_scalars
+from hotloop.lowering.compile.inputs import FixedScalarChanged, OptimizerScalars, step_tensors, tensors_by_place
+from hotloop.lowering.context import LoweringContext, counts_samples
+from hotloop.lowering.steps.compiled_step import CompiledStep, Runner, batch_signature, build_program
+from hotloop.lowering.transforms.cudnn import FreshAlgorithms
 
-Work = Callable[[], Sequence[Tensor]]
+GraphWork = Callable[[], Sequence[Tensor]]
 """Launches one step's work, on tensors that stay where they are; returns what it computed."""
 
-_WARM_UPS = 3
+_WARM_UP_RUNS = 3
 """Runs before a recording, in which libraries choose their kernels and take their workspaces, as torch's docs advise."""
 
 
-class Recorder:
+class GraphRecorder:
     """Records CUDA graphs on one device; they share their memory, since only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
 
-    def record(self, works: Sequence[Work], *, draws: bool = True) -> Recording:
+    def record(self, works: Sequence[GraphWork], *, draws: bool = True) -> RecordedGraph:
         """The works, one after the other, as one CUDA graph; each draws from a generator of its own, if it does."""
         with torch.cuda.device(self._device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -56,18 +56,18 @@ class Recorder:
                         outputs.append(work())
             finally:
                 default.graphsafe_set_state(before)
-        return Recording(graph, generators, outputs)
+        return RecordedGraph(graph, generators, outputs)
 
-    def _warm_up(self, work: Work) -> None:
+    def _warm_up(self, work: GraphWork) -> None:
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
+            for _ in range(_WARM_UP_RUNS):
                 work()
         current.wait_stream(stream)
 
 
-class Recording:
+class RecordedGraph:
     """A CUDA graph.
 
     Attributes:
@@ -91,7 +91,7 @@ class Recording:
         self._graph.replay()
 
 
-class Batches:
+class StaticBatches:
     """Batches that stay where they are, for graphs to read: so many like one.
 
     Args:
@@ -99,8 +99,8 @@ class Batches:
     """
 
     def __init__(self, like: Any, count: int) -> None:
-        leaves, unflatten = flatten(like)
-        columns = [_column(leaf, count) for leaf in leaves]
+        leaves, unflatten = flatten_tree(like)
+        columns = [_static_column(leaf, count) for leaf in leaves]
         self.batches = [unflatten(of_one) for of_one in zip(*columns, strict=True)]
         self._columns = columns
 
@@ -108,26 +108,26 @@ class Batches:
         """Copies batches into the first ones; what is there already stays."""
         for own, batch in zip(self.batches, batches, strict=False):
             if batch is not own:
-                for target, source in zip(tensors(own), tensors(batch), strict=True):
+                for target, source in zip(tree_tensors(own), tree_tensors(batch), strict=True):
                     target.copy_(source)
 
-    def cut(self, columns: Any, rows: Tensor) -> list[Any]:
+    def split_rows(self, columns: Any, rows: Tensor) -> list[Any]:
         """Fills all of them with rows of a table's columns, one operation for each column; returns them."""
-        for own, column in zip(self._columns, tensors(columns), strict=True):
-            _cut(own, column, rows)
+        for own, column in zip(self._columns, tree_tensors(columns), strict=True):
+            _cut_rows(own, column, rows)
         return self.batches
 
 
-def _column(leaf: Any, count: int) -> list[Any]:
+def _static_column(leaf: Any, count: int) -> list[Any]:
     """Tensors like one, in one piece of memory where each begins as a compiler expects it of a tensor of its own."""
     if not isinstance(leaf, Tensor):  # with which no step is captured
         return [leaf] * count
-    if leaf.ndim and leaf.is_contiguous() and leaf.nbytes % _ALIGNED == 0:
+    if leaf.ndim and leaf.is_contiguous() and leaf.nbytes % _ALIGNMENT_BYTES == 0:
         return list(leaf.expand(count, *leaf.shape).clone().unbind())
     return [leaf.clone() for _ in range(count)]
 
 
-def _cut(own: list[Tensor], column: Tensor, rows: Tensor) -> None:
+def _cut_rows(own: list[Tensor], column: Tensor, rows: Tensor) -> None:
     first, last = own[0], own[-1]
     if last.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
         whole = first.as_strided((len(rows), *first.shape[1:]), first.stride(), first.storage_offset())
@@ -137,11 +137,11 @@ def _cut(own: list[Tensor], column: Tensor, rows: Tensor) -> None:
             torch.index_select(column, 0, part, out=target)
 
 
-_ALIGNED = 16
+_ALIGNMENT_BYTES = 16
 """Bytes; compilers copy what doesn't begin at a multiple of them."""
 
 
-class GraphedStep(CompiledStep):
+class CudaGraphStep(CompiledStep):
     """Training steps as CUDA graphs: of one step, and of as many as the plan wants in one replay.
 
     A graph works on the tensors that it was recorded with. Batches are copied into tensors of its own, and so are the
@@ -151,14 +151,14 @@ class GraphedStep(CompiledStep):
 
     cuts_batches = True
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         super().__init__(parts)
         graphs = parts.plan.graphs
         self.at_once = graphs if isinstance(graphs, int) else 1
-        self._recorder = Recorder(parts.device)
-        self._choice = FreshChoice() if parts.plan.cudnn == "benchmark" else None
-        self._recordings: dict[int, Recording] = {}
-        self._own = Batches((), 0)
+        self._recorder = GraphRecorder(parts.device)
+        self._choice = FreshAlgorithms() if parts.plan.cudnn == "benchmark" else None
+        self._recordings: dict[int, RecordedGraph] = {}
+        self._own = StaticBatches((), 0)
         # The last table that batches were rows of, and whether these are like what is recorded.
         self._table: tuple[Table | None, bool] = (None, False)
         self._cells = torch.zeros(0)
@@ -171,10 +171,10 @@ class GraphedStep(CompiledStep):
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True  # as torch would choose, were it not for tensors without content
 
-    def make_ready(self, batch: Any, samples: int) -> None:
-        """Compiles and records the step for batches like this one; see `CompiledStep.make_ready`."""
+    def warm_up(self, batch: Any, samples: int) -> None:
+        """Compiles and records the step for batches like this one; see `CompiledStep.warm_up`."""
         self._samples = samples
-        super().make_ready(batch, samples)
+        super().warm_up(batch, samples)
 
     def prepare(self, batch: Any, varying: set[str]) -> None:
         """Captures and records; the eager step must have run, so that the optimizer's state is there.
@@ -184,40 +184,40 @@ class GraphedStep(CompiledStep):
         """
         plan, device = self.parts.plan, self.parts.device
         self._check_state()
-        self._signature, self._set = signature(batch), []
-        self._own = Batches(batch, self.at_once)
-        width = len(varying) + len(varying) % 2  # as `_ALIGNED` wants it
+        self._signature, self._set = batch_signature(batch), []
+        self._own = StaticBatches(batch, self.at_once)
+        width = len(varying) + len(varying) % 2  # as `_ALIGNMENT_BYTES` wants it
         self._cells = torch.zeros(self.at_once, width, dtype=torch.float64, device=device)[:, : len(varying)]
         rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]
-        self._hyper = Hyper(self.optimizer, rows[0])
-        self._set_cells([list(self._hyper.now().values())] * self.at_once)
-        self._runner = self._made(self._own.batches[0], rows[0], plan.compile != "none")
+        self._hyper = OptimizerScalars(self.optimizer, rows[0])
+        self._set_cells([list(self._hyper.current_values().values())] * self.at_once)
+        self._runner = self._make_recording(self._own.batches[0], rows[0], plan.compile != "none")
         self._expected = self._tensors()
         works = [partial(self._work, *pair) for pair in zip(rows, self._own.batches, strict=True)]
         for count in dict.fromkeys((1, self.at_once)):
-            self._recordings[count] = self._recorded(works[:count])
+            self._recordings[count] = self._record(works[:count])
 
-    def _made(self, batch: Any, cells: dict[str, Tensor], compiles: bool) -> Runner:
+    def _make_recording(self, batch: Any, cells: dict[str, Tensor], compiles: bool) -> Runner:
         """The captured step: operation by operation, or compiled, over lists of parameters where the compiler takes these."""
         if not compiles:
-            graph = self._lifted(batch, cells, "as_set").graph
+            graph = self._lift_scalars(batch, cells, "as_set").graph
             return lambda flat: graph(*flat)
         lists = any(group.get("foreach") is True for group in self.optimizer.param_groups)
-        captured = self._lifted(batch, cells, "in_lists" if lists else "singly")
+        captured = self._lift_scalars(batch, cells, "in_lists" if lists else "singly")
         try:
-            return built(captured, self.parts)
+            return build_program(captured, self.parts)
         except PlanError:
             if not lists:
                 raise
-            return built(self._lifted(batch, cells, "singly"), self.parts)
+            return build_program(self._lift_scalars(batch, cells, "singly"), self.parts)
 
-    def _lifted(self, batch: Any, cells: dict[str, Tensor], update: Update) -> Captured:
+    def _lift_scalars(self, batch: Any, cells: dict[str, Tensor], update: UpdateStyle) -> CapturedStep:
         """Captured, rewritten, and without numbers from the host; it adds its losses up where each counts its samples."""
         captured = self._capture(batch, cells, update)
         self._rewrite(captured)
-        self._may_draw = not draws_nothing(captured.graph)
+        self._may_draw = not has_no_draws(captured.graph)
         self._total = self.sums["loss"] if counts_samples(self.parts) and not captured.scalars else None
-        self._captured = lift(captured, self._total, self._samples)
+        self._captured = lift_scalars(captured, self._total, self._samples)
         return self._captured
 
     def run_eagerly(self) -> None:
@@ -229,7 +229,7 @@ class GraphedStep(CompiledStep):
 
         As many steps as the plan wants are one replay, where so many batches are left; the others run one by one.
         """
-        if isinstance(batches, Cut):
+        if isinstance(batches, RowBatches):
             yield from self._run_cut(batches, step)
             return
         while group := list(islice(batches, self.at_once)):
@@ -240,12 +240,12 @@ class GraphedStep(CompiledStep):
                 yield from super().run(iter(group), step)
             step += len(group)
 
-    def _run_cut(self, batches: Cut, step: int) -> Iterator[tuple[int, int]]:
+    def _run_cut(self, batches: RowBatches, step: int) -> Iterator[tuple[int, int]]:
         """Cuts the batches of a replay in one go, to where the graph reads them."""
         while True:
-            if batches.whole >= self.at_once and self._can_cut(batches):
-                rows = batches.rows(self.at_once)
-                own = self._own.cut(batches.table.columns, rows)
+            if batches.all_rows >= self.at_once and self._can_cut(batches):
+                rows = batches.take_rows(self.at_once)
+                own = self._own.split_rows(batches.table.columns, rows)
                 self._replay([(batch, self._samples) for batch in own], step)
                 yield self.at_once, len(rows)
                 step += self.at_once
@@ -255,13 +255,13 @@ class GraphedStep(CompiledStep):
             else:
                 return
 
-    def _can_cut(self, batches: Cut) -> bool:
+    def _can_cut(self, batches: RowBatches) -> bool:
         """Whether a replay's batches are rows of that table."""
         if self.at_once not in self._recordings or batches.size != self._samples:
             return False
         if self._table[0] is not batches.table:
             first = batches.table.take(torch.arange(self._samples))
-            self._table = batches.table, signature(first) == self._signature
+            self._table = batches.table, batch_signature(first) == self._signature
         return self._table[1] and self._is_ready(self._own.batches[0])
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
@@ -274,13 +274,13 @@ class GraphedStep(CompiledStep):
         return False
 
     def _can_replay(self, group: Sequence[tuple[Any, int]]) -> bool:
-        if len(group) not in self._recordings or any(signature(batch) != self._signature for batch, _ in group):
+        if len(group) not in self._recordings or any(batch_signature(batch) != self._signature for batch, _ in group):
             return False
         counted = self._total is None or all(samples == self._samples for _, samples in group)
         return counted and self._is_ready(group[0][0])
 
     def _is_ready(self, batch: Any) -> bool:
-        return self._knows_numbers() and self._is_bound() and not self._is_another(batch)
+        return self._has_host_scalars() and self._is_bound() and not self._is_another(batch)
 
     def _replay(self, group: Sequence[tuple[Any, int]], step: int) -> Tensor:
         """Runs steps on a group of batches, as many as there is a recording of; returns the last loss."""
@@ -299,12 +299,12 @@ class GraphedStep(CompiledStep):
         rows: list[list[float]] = []
         try:
             if self.schedule is None:
-                return [list(self._hyper.now().values())] * steps
+                return [list(self._hyper.current_values().values())] * steps
             for _ in range(steps):
-                rows.append(list(self._hyper.now().values()))
+                rows.append(list(self._hyper.current_values().values()))
                 self.step_schedule()
-        except Moved as moved:
-            self._tell_of(moved)
+        except FixedScalarChanged as moved:
+            self._report_fallback(moved)
         return rows
 
     def _replay_with(self, rows: list[list[float]], group: Sequence[tuple[Any, int]], step: int) -> Tensor:
@@ -316,7 +316,7 @@ class GraphedStep(CompiledStep):
             self._set[: len(rows)] = rows
         if self._total is not None and self.sums["loss"] is not self._total:  # as at the beginning of each epoch
             self.sums["loss"] = self._total.copy_(self.sums["loss"])
-        self.ran += len(group)
+        self.steps_run += len(group)
         seeds = [self.draws.seed_of(step + number) for number in range(len(group))] if self._may_draw else []
         recording.replay(seeds)
         self._note(group, recording.outputs)
@@ -342,10 +342,10 @@ class GraphedStep(CompiledStep):
         assert self._runner is not None
         with torch.no_grad():
             total = [] if self._total is None else [self._total]
-            return tuple(self._runner([*self._tensors(hyper).values(), *tensors(batch), *total]))
+            return tuple(self._runner([*self._tensors(hyper).values(), *tree_tensors(batch), *total]))
 
     def _tensors(self, hyper: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        return by_place(step_tensors(self, hyper or self._hyper.cells, whole=True))
+        return tensors_by_place(step_tensors(self, hyper or self._hyper.cells, whole=True))
 
     def _is_bound(self) -> bool:
         """Moves what was put elsewhere back to where the graph works; False while the optimizer's state isn't complete."""
@@ -353,7 +353,7 @@ class GraphedStep(CompiledStep):
             values = step_tensors(self, self._hyper.cells, whole=True) | {
                 "parameters": dict(self.parts.model.named_parameters())
             }
-            found = by_place(values)
+            found = tensors_by_place(values)
             if not self._fits(found):
                 return False
             for place, static in self._expected.items():
@@ -363,15 +363,15 @@ class GraphedStep(CompiledStep):
             self._bind([found[place] for place in self._expected])
         return True
 
-    def _recorded(self, works: Sequence[Work]) -> Recording:
+    def _record(self, works: Sequence[GraphWork]) -> RecordedGraph:
         try:
             record = partial(self._recorder.record, works, draws=self._may_draw)
             return record() if self._choice is None else self._choice(record)
         except Exception as error:
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             raise PlanError(
-                f"the step can't be recorded as a CUDA graph: {blame(error)}",
+                f"the step can't be recorded as a CUDA graph: {describe_error(error)}",
                 expected="work that never waits for the host",
                 fix="choose graphs=none",
             ) from error

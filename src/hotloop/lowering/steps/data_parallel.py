@@ -15,41 +15,42 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction as _OfPython
 from torch.overrides import TorchFunctionMode
 
-from hotloop.core.random.rng import Streams, preserved
-from hotloop.core.task_parts.loss_info import weighted
-from hotloop.core.task_parts.model_copy import copied
+from hotloop.core.random.rng import RandomStreams, preserve_generators
+from hotloop.core.task_parts.loss_info import weight_mean
+from hotloop.core.task_parts.model_copy import copy_model
 from hotloop.core.task_parts.module_modes import set_training
 from hotloop.data.batch_tree import to_device
-from hotloop.data.feeds.feed import peek
-from hotloop.data.order import part
-from hotloop.distributed.wrappers.ddp import FIGURES, Summed, Whole
-from hotloop.distributed.wrappers.fsdp import Sharded
-from hotloop.distributed.wrappers.global_batch_rng import Drawn, Pattern, Watching, WholeDraws
-from hotloop.distributed.wrappers.parameter_host import Towers
-from hotloop.distributed.wrappers.sync_batch_norm import WholeNorms, backward_within
-from hotloop.errors import PlanError, blame
-from hotloop.lowering.context import Ingredients, counts_samples
+from hotloop.data.feeds.feed import first_batch
+from hotloop.data.order import rank_bounds
+from hotloop.distributed.wrappers.ddp import FIGURES, DdpModel, ModelWithLoss
+from hotloop.distributed.wrappers.fsdp import FsdpModel
+from hotloop.distributed.wrappers.global_batch_rng import DrawPattern, DrawRecorder, GlobalBatchRng, RandomDraw
+from hotloop.distributed.wrappers.parameter_host import ParameterHost
+from hotloop.distributed.wrappers.sync_batch_norm import GlobalBatchNorm, backward_in_modes
+from hotloop.errors import PlanError, describe_error
+from hotloop.lowering.context import LoweringContext, counts_samples
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.object_state.attributes import unchanged
-from hotloop.lowering.steps.gradient_check import check_shares, nodes_below
-from hotloop.lowering.steps.later_gradients import LaterShares
-from hotloop.task import Computed
+from hotloop.lowering.object_state.attributes import preserve_attributes
+from hotloop.lowering.steps.gradient_check import autograd_ancestors, check_shares
+from hotloop.lowering.steps.later_gradients import LaterGradients
+from hotloop.task import StepResult
 
 
-class SharedStep(EagerStep):
+class DataParallelStep(EagerStep):
     """One training step of all ranks. Gradient, loss and sums are those of the whole batch, on each of them.
 
     A rank's gradient counts what its loss counts: sum over ranks of gradient(loss) * weight, divided by the sum of the
     weights, is the gradient of the whole batch's mean.
     """
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         _check_gradients(parts)
-        with unchanged(parts.task):
-            self._as_one = look(parts)
+        with preserve_attributes(parts.task):
+            self._as_one = find_joint_ops(parts)
             draws = self._as_one.draws
-            self._later = LaterShares(parts, draws, tried=check_shares(parts, draws))
-        self._module = self._engine(Whole(parts.model, parts.compute), parts)  # before the optimizer looks at it
+            self._later = LaterGradients(parts, draws, tried=check_shares(parts, draws))
+        # before the optimizer looks at it
+        self._module = self._engine(ModelWithLoss(parts.model, parts.compute), parts)
         super().__init__(parts)
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
             self.draws = self._step_draws(parts.device, rank=parts.world.rank)
@@ -62,10 +63,10 @@ class SharedStep(EagerStep):
         self._rows = self._samples = 0
         self._total: Any = 0
 
-    def _engine(self, whole: Whole, parts: Ingredients) -> Any:
+    def _engine(self, whole: ModelWithLoss, parts: LoweringContext) -> Any:
         """What runs the model, and adds gradients up."""
         if parts.plan.parallel == "sharded":
-            return Sharded(whole, parts.device)
+            return FsdpModel(whole, parts.device)
         if (
             self._as_one.reentrant
         ):  # parameters that the outer backward doesn't find are marked as unused, and so as ready
@@ -74,62 +75,62 @@ class SharedStep(EagerStep):
                 expected="a backward that torch's DistributedDataParallel can follow",
                 fix="use checkpoint(..., use_reentrant=False) there, or parallel=towers",
             )
-        return Summed(whole, parts.meter)
+        return DdpModel(whole, parts.meter)
 
-    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
-        first, last = part(samples, self.parts.world.rank, self.parts.world.ranks)
+    def _backward(self, batch: Any, samples: int, step: int) -> StepResult:
+        first, last = rank_bounds(samples, self.parts.world.rank, self.parts.world.ranks)
         self._rows, self._samples = last - first, samples
-        self._later.check(batch, self._rows, step, self.together)
+        self._later.check(batch, self._rows, step, self.full_model)
         return super()._backward(batch, samples, step)
 
-    def _compute(self, batch: Any) -> Computed:
-        with self._of_the_whole():
+    def _compute(self, batch: Any) -> StepResult:
+        with self._global_result():
             loss, scalars = self._module(batch)
-        return Computed(loss, None, scalars)
+        return StepResult(loss, None, scalars)
 
     def _backward_of(self, loss: Tensor) -> None:
         """Parts of the forward pass may be computed anew here, last ones first."""
-        with self._of_the_whole(in_order=False):
-            backward_within(loss if self.scaler is None else self.scaler.scale(loss))
+        with self._global_result(in_order=False):
+            backward_in_modes(loss if self.scaler is None else self.scaler.scale(loss))
 
     @contextmanager
-    def _of_the_whole(self, *, in_order: bool = True) -> Iterator[None]:
+    def _global_result(self, *, in_order: bool = True) -> Iterator[None]:
         """Has what is computed within normalise, and draw, as the whole batch would."""
         world, draws = self.parts.world, self._as_one.draws
         with ExitStack() as stack:
             if self._as_one.norms:
-                stack.enter_context(WholeNorms(self._samples, bool(self._rows), self.parts.meter))
-            if draws.any and (in_order or self._as_one.redraws):
-                stack.enter_context(WholeDraws(draws, self._samples, world.rank, world.ranks, in_order=in_order))
+                stack.enter_context(GlobalBatchNorm(self._samples, bool(self._rows), self.parts.meter))
+            if draws.has_draws and (in_order or self._as_one.redraws):
+                stack.enter_context(GlobalBatchRng(draws, self._samples, world.rank, world.ranks, in_order=in_order))
             yield
 
-    def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
+    def _differentiate(self, computed: StepResult, batch: Any, samples: int) -> StepResult:
         """Adds up figures and gradients of the ranks; a rank without rows computes too, and its figures count 0."""
         weight = self.parts.weigh(batch, self._rows) if self._rows else 0
         self._module.counts = weight != 0 if isinstance(weight, Tensor) else bool(weight)
         values = [computed.loss.detach(), *(value.detach() for value in computed.scalars.values())]
         figures = self._weighted(values, weight)
         # A profile separates waiting from communication, so the figures travel by themselves there.
-        if isinstance(self._module, Summed) and len(figures) <= FIGURES and self.parts.meter.ear is None:
+        if isinstance(self._module, DdpModel) and len(figures) <= FIGURES and self.parts.meter.ear is None:
             self._backward_counted(computed.loss, weight / samples)
             totals = self._module.end_backward(figures)
             if not counts_samples(self.parts):
                 self._divide_gradients(totals[0] / samples)
         else:
             totals = figures
-            with self.parts.meter.waiting():
+            with self.parts.meter.measure_waiting():
                 dist.all_reduce(totals)
             self._backward_counted(computed.loss, weight / totals[0])
-            if isinstance(self._module, Summed):
+            if isinstance(self._module, DdpModel):
                 self._module.end_backward(figures[:0])
         self._total = samples if counts_samples(self.parts) else totals[0]
         means = (totals[1:] / totals[0]).unbind()
-        return Computed(means[0], None, dict(zip(computed.scalars, means[1:], strict=True)))
+        return StepResult(means[0], None, dict(zip(computed.scalars, means[1:], strict=True)))
 
     def _weighted(self, values: list[Tensor], weight: Any) -> Tensor:
         """Returns the rank's weight and its figures times the weight; the figures of a rank that counts nothing may be NaN."""
         own = torch.stack([value.to(self.sums["loss"].dtype) for value in (torch.ones_like(values[0]), *values)])
-        return weighted(own, weight) if isinstance(weight, Tensor) else own.mul_(weight) if weight else own.zero_()
+        return weight_mean(own, weight) if isinstance(weight, Tensor) else own.mul_(weight) if weight else own.zero_()
 
     def _backward_counted(self, loss: Tensor, share: Tensor | float) -> None:
         """Backward of the rank's share of the whole loss; the loss of a rank that counts nothing may be NaN."""
@@ -146,45 +147,45 @@ class SharedStep(EagerStep):
             if value.grad is not None:
                 value.grad /= divisor
 
-    def together(self) -> AbstractContextManager[None]:
-        return self._module.together()
+    def full_model(self) -> AbstractContextManager[None]:
+        return self._module.full_model()
 
     def _weight(self, batch: Any, samples: int) -> Any:
         return self._total
 
 
-class TowersStep(SharedStep):
+class ParameterHostStep(DataParallelStep):
     """The first rank alone updates, on the CPU; optimizers of the others get no gradients, and so keep no state."""
 
-    _module: Towers
+    _module: ParameterHost
 
-    def _engine(self, whole: Whole, parts: Ingredients) -> Towers:
-        return Towers(whole, parts.world, parts.meter)
+    def _engine(self, whole: ModelWithLoss, parts: LoweringContext) -> ParameterHost:
+        return ParameterHost(whole, parts.world, parts.meter)
 
     @property
     def holder(self) -> nn.Module:
         return self._module.held
 
-    def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
+    def _differentiate(self, computed: StepResult, batch: Any, samples: int) -> StepResult:
         computed = super()._differentiate(computed, batch, samples)
         self._module.collect()
         return computed
 
     def _update(self) -> None:
         super()._update()
-        self._module.spread()
+        self._module.broadcast()
 
     def optimizer_state(self, *, lent: bool = False) -> dict[str, Any]:
-        return self.parts.world.from_first(partial(super().optimizer_state, lent=lent))
+        return self.parts.world.broadcast_object(partial(super().optimizer_state, lent=lent))
 
-    def rebind(self) -> None:
-        self._module.hold()
-        if not self.parts.world.first:
+    def on_state_restored(self) -> None:
+        self._module.zero_gradients()
+        if not self.parts.world.is_rank_zero:
             self.optimizer.state.clear()
 
 
 @dataclass(frozen=True)
-class Look:
+class JointOps:
     """What ranks must do together within the forward pass.
 
     Attributes:
@@ -197,56 +198,58 @@ class Look:
     """
 
     norms: bool
-    draws: Pattern
+    draws: DrawPattern
     redraws: bool = True
     elsewhere: bool = False
     reentrant: bool = False
     scripted: str = ""
 
 
-def look(parts: Ingredients) -> Look:
+def find_joint_ops(parts: LoweringContext) -> JointOps:
     """Runs a copy of the model on 2 and on 3 samples; nothing of it stays."""
     few, more = 2, 3
     try:
-        with preserved(parts.device):
-            seen = [_watched(parts, samples) for samples in (few, more)]
+        with preserve_generators(parts.device):
+            seen = [_observe_copy(parts, samples) for samples in (few, more)]
     except Exception as error:
-        return Look(True, Pattern(odd=f"it couldn't be tried on {few} and {more} samples ({blame(error)})"))
+        return JointOps(
+            True, DrawPattern(odd=f"it couldn't be tried on {few} and {more} samples ({describe_error(error)})")
+        )
     redraws = any(one.redraws for one in seen)
-    pattern = Pattern.of(seen[0].drawn, seen[1].drawn, (few, more))
+    pattern = DrawPattern.from_draws(seen[0].drawn, seen[1].drawn, (few, more))
     elsewhere, reentrant = any(one.elsewhere for one in seen), any(one.reentrant for one in seen)
-    return Look(seen[0].norms, pattern, redraws, elsewhere, reentrant, seen[0].scripted)
+    return JointOps(seen[0].norms, pattern, redraws, elsewhere, reentrant, seen[0].scripted)
 
 
 @dataclass
-class _Seen:
+class _ObservedOps:
     norms: bool
-    drawn: list[Drawn]
+    drawn: list[RandomDraw]
     redraws: bool
     elsewhere: bool
     reentrant: bool
     scripted: str
 
 
-def _watched(parts: Ingredients, samples: int) -> _Seen:
-    model = set_training(copied(parts.model), parts.in_eval)
-    batch = to_device(peek(parts.roles, samples), parts.device)
-    streams = Streams(parts.task.seed, parts.device)
+def _observe_copy(parts: LoweringContext, samples: int) -> _ObservedOps:
+    model = set_training(copy_model(parts.model), parts.in_eval)
+    batch = to_device(first_batch(parts.splits, samples), parts.device)
+    streams = RandomStreams(parts.task.seed, parts.device)
     streams.reseed("look")
-    with Watching(parts.device) as draws, _Calls() as calls:
+    with DrawRecorder(parts.device) as draws, _CallRecorder() as calls:
         loss = parts.compute(model, batch).loss
-    elsewhere = streams.drawn("look")
+    elsewhere = streams.has_drawn("look")
     functions = {
-        node.name().removesuffix("Backward") for node in nodes_below([loss]) if issubclass(type(node), _OfPython)
+        node.name().removesuffix("Backward") for node in autograd_ancestors([loss]) if issubclass(type(node), _OfPython)
     }
     reentrant = "CheckpointFunction" in functions
     exported = {name for name in functions if name.startswith("GeneratedBackwardFor_")}  # of torch.library's operators
-    scripted = _scripted(functions - exported - {"CheckpointFunction"}, hooks=calls.hooks)
-    redraws = bool(draws.drawn) and _redraws(loss, parts.device)
-    return _Seen(calls.norms, draws.drawn, redraws, elsewhere, reentrant, scripted)
+    scripted = _scripted_name(functions - exported - {"CheckpointFunction"}, hooks=calls.hooks)
+    redraws = bool(draws.drawn) and _has_backward_draws(loss, parts.device)
+    return _ObservedOps(calls.norms, draws.drawn, redraws, elsewhere, reentrant, scripted)
 
 
-def _scripted(functions: set[str], *, hooks: bool) -> str:
+def _scripted_name(functions: set[str], *, hooks: bool) -> str:
     if "BackwardHookFunction" in functions:
         return "a module's hook on its backward"
     if functions:
@@ -254,17 +257,17 @@ def _scripted(functions: set[str], *, hooks: bool) -> str:
     return "a hook on a tensor's gradient" if hooks else ""
 
 
-def _redraws(loss: Tensor, device: torch.device) -> bool:
+def _has_backward_draws(loss: Tensor, device: torch.device) -> bool:
     """Whether its backward draws; it may where that can't be tried."""
     try:
-        with Watching(device) as draws:
-            backward_within(loss)
+        with DrawRecorder(device) as draws:
+            backward_in_modes(loss)
     except Exception:  # what a backward does that fails, nobody knows
         return True
     return bool(draws.drawn)
 
 
-class _Calls(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     """Notes whether a batch is normalised, and whether a hook is hung on what a forward pass computes."""
 
     norms = hooks = False
@@ -275,7 +278,7 @@ class _Calls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _check_gradients(parts: Ingredients) -> None:
+def _check_gradients(parts: LoweringContext) -> None:
     """Refuses what torch's engines can't add up, or spread."""
     if parts.plan.parallel == "sharded" and parts.task.average is not None:
         raise PlanError(

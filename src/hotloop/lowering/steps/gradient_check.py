@@ -15,32 +15,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hotloop.core.random.rng import Streams, preserved
-from hotloop.core.task_parts.model_copy import copied
+from hotloop.core.random.rng import RandomStreams, preserve_generators
+from hotloop.core.task_parts.model_copy import copy_model
 from hotloop.core.task_parts.module_modes import set_training
 from hotloop.data.batch_tree import map_tensors
-from hotloop.data.feeds.feed import Treatment, open_feed
-from hotloop.data.feeds.rank_rows import others_in
-from hotloop.distributed.wrappers.global_batch_rng import Pattern, WholeDraws
-from hotloop.distributed.wrappers.sync_batch_norm import backward_within
-from hotloop.errors import TaskError, blame, kind
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.losses.float64_copy import Widening, widen_model, widened
-from hotloop.lowering.losses.loss_calls import watched_losses
-from hotloop.lowering.transforms.accumulation import Means, Roundings, farthest, not_in_pieces, pieces_of, without_rows
-from hotloop.task import Computed
+from hotloop.data.feeds.feed import BatchTransform, open_feed
+from hotloop.data.feeds.rank_rows import non_tensor_parts
+from hotloop.distributed.wrappers.global_batch_rng import DrawPattern, GlobalBatchRng
+from hotloop.distributed.wrappers.sync_batch_norm import backward_in_modes
+from hotloop.errors import TaskError, describe_error, type_name
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.losses.float64_copy import Float64Mode, to_float64, widen_model
+from hotloop.lowering.losses.loss_calls import watch_losses
+from hotloop.lowering.transforms.accumulation import (
+    MeanDraws,
+    RoundingBound,
+    find_differing_parameter,
+    part_without_rows,
+    pieces_error,
+    split_batch,
+)
+from hotloop.task import StepResult
 
-Share = tuple[Any, int]
+BatchShare = tuple[Any, int]
 """A batch, and how many rows it has."""
 
-APART = "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone"
+SEPARATE_LOSS_NOTE = (
+    "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone"
+)
 """What is said of ranks that train by themselves, each towards something else."""
 
 _SAMPLES = 5
 """As few as make two shares of different sizes, each of several."""
 
 
-def check_shares(parts: Ingredients, draws: Pattern) -> bool:
+def check_shares(parts: LoweringContext, draws: DrawPattern) -> bool:
     """Compares the gradient of a few samples with what two shares of them add up to; all ranks call it together.
 
     Batch norms keep to their running statistics, and random numbers are those of the whole, since ranks have both in
@@ -57,58 +66,58 @@ def check_shares(parts: Ingredients, draws: Pattern) -> bool:
         PlanError: the loss, or a layer, looks at the batch as a whole.
     """
     asked = f"parallel={parts.plan.parallel}"
-    found = _tried(parts, draws)  # on each rank, since a step may have something to say to the others
-    untried, name = parts.world.from_first(lambda: found)
+    found = _try_shares(parts, draws)  # on each rank, since a step may have something to say to the others
+    untried, name = parts.world.broadcast_object(lambda: found)
     if untried:
         parts.say(f"{asked}: whether the ranks' gradients add up to that of one process couldn't be tried: {untried}")
     elif name and parts.plan.parallel == "local":
-        parts.say(APART)
+        parts.say(SEPARATE_LOSS_NOTE)
     elif name:
-        raise not_in_pieces(f"{asked} changes the gradient of {name!r}", "use parallel=none", norms=())
+        raise pieces_error(f"{asked} changes the gradient of {name!r}", "use parallel=none", norms=())
     return not untried and not name
 
 
-def _tried(parts: Ingredients, draws: Pattern) -> tuple[str, str]:
+def _try_shares(parts: LoweringContext, draws: DrawPattern) -> tuple[str, str]:
     """Why it couldn't be tried, and else the parameter whose gradient differs; both empty where none does."""
     try:
         if any(isinstance(module, nn.SyncBatchNorm) for module in parts.model.modules()):
             return "a SyncBatchNorm looks at other ranks", ""
-        with preserved(parts.device):
-            batch, samples = _few(parts)
+        with preserve_generators(parts.device):
+            batch, samples = _first_samples(parts)
             if samples < 2:
                 return "", ""
-            if uncut := without_rows(batch, samples) or next(map(kind, others_in(batch)), ""):
+            if uncut := part_without_rows(batch, samples) or next(map(type_name, non_tensor_parts(batch)), ""):
                 return f"a batch holds {uncut}", ""
-            return _compared(parts, batch, samples, draws)
-    except _Told:
+            return _compare_shares(parts, batch, samples, draws)
+    except _LossFault:
         return "", ""
     except Exception as error:
-        return blame(error), ""
+        return describe_error(error), ""
 
 
-def _few(parts: Ingredients) -> Share:
+def _first_samples(parts: LoweringContext) -> BatchShare:
     """The first samples of the first batch, read once: a data set may give others when it is asked again."""
-    order = parts.roles.order
+    order = parts.splits.order
     assert order is not None
     samples = min(order.batch_size, _SAMPLES)
     samples -= samples > 2 and samples % 2 == 0
-    treatment = Treatment(parts.device, parts.task.seed, parts.roles.prepare)
+    treatment = BatchTransform(parts.device, parts.task.seed, parts.splits.prepare)
     few = replace(order, batch_size=samples)
-    return next(open_feed(parts.roles.train, few, treatment, workers=0, endless=False).epoch(0))
+    return next(open_feed(parts.splits.train, few, treatment, workers=0, endless=False).epoch(0))
 
 
-def _compared(parts: Ingredients, batch: Any, samples: int, draws: Pattern) -> tuple[str, str]:
-    """What `_tried` returns, of a batch that can be cut."""
-    means, seen = Means() if draws.odd else None, _Seen()
-    whole, cut = [(batch, samples)], list(pieces_of(batch, samples, 2))
-    one = _gradients(parts, whole, draws, means, seen)
-    elsewhere = Streams(parts.task.seed, parts.device).drawn("look")
-    again, several = (_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
+def _compare_shares(parts: LoweringContext, batch: Any, samples: int, draws: DrawPattern) -> tuple[str, str]:
+    """What `_try_shares` returns, of a batch that can be cut."""
+    means, seen = MeanDraws() if draws.odd else None, _DrawChecks()
+    whole, cut = [(batch, samples)], list(split_batch(batch, samples, 2))
+    one = _sum_gradients(parts, whole, draws, means, seen)
+    elsewhere = RandomStreams(parts.task.seed, parts.device).has_drawn("look")
+    again, several = (_sum_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
     if not all(bool(value.isfinite().all()) for value in one.values()):
         return "a gradient is NaN or infinite", ""
-    if farthest(one, again, seen.eps):
+    if find_differing_parameter(one, again, seen.eps):
         return "the same samples give another gradient each time", ""
-    name = farthest(one, several, seen.eps) or ""
+    name = find_differing_parameter(one, several, seen.eps) or ""
     if name and means is not None and means.unknown:
         return f"it draws by {means.unknown}", ""
     if name and elsewhere:
@@ -118,39 +127,41 @@ def _compared(parts: Ingredients, batch: Any, samples: int, draws: Pattern) -> t
     return "", name
 
 
-def differing(parts: Ingredients, draws: Pattern, batch: Any, samples: int, pieces: int) -> tuple[str, str]:
-    """What `_tried` returns, of a later batch in so many pieces.
+def find_difference(
+    parts: LoweringContext, draws: DrawPattern, batch: Any, samples: int, pieces: int
+) -> tuple[str, str]:
+    """What `_try_shares` returns, of a later batch in so many pieces.
 
     In float64 with draws at their means; where the model can't do that, in its own numbers with those of the whole.
     """
-    whole, cut = [(batch, samples)], list(pieces_of(batch, samples, pieces))
+    whole, cut = [(batch, samples)], list(split_batch(batch, samples, pieces))
     if len(cut) < 2:
         return "", ""
-    means, seen, eps = Means(), _Seen(), None
+    means, seen, eps = MeanDraws(), _DrawChecks(), None
     try:
-        with Widening():
-            one, several = (_gradients(parts, shares, draws, means, seen, wide=True) for shares in (whole, cut))
-    except _Told:
+        with Float64Mode():
+            one, several = (_sum_gradients(parts, shares, draws, means, seen, wide=True) for shares in (whole, cut))
+    except _LossFault:
         return "", ""
     except Exception:  # it casts to a dtype of its own
         means.unknown = means.unknown or "a dtype of its own"
     if means.unknown:
-        means = Means() if draws.odd else None  # type: ignore[assignment]
-        one, several = (_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
+        means = MeanDraws() if draws.odd else None  # type: ignore[assignment]
+        one, several = (_sum_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
         eps = seen.eps
     if means is not None and means.unknown:
         return f"it draws by {means.unknown}", ""
     if not all(bool(value.isfinite().all()) for value in one.values()):
         return "", ""  # training itself reports what isn't finite
-    return "", farthest(one, several, eps) or ""
+    return "", find_differing_parameter(one, several, eps) or ""
 
 
-def _gradients(
-    parts: Ingredients,
-    shares: Sequence[Share],
-    draws: Pattern,
-    means: Means | None,
-    seen: _Seen,
+def _sum_gradients(
+    parts: LoweringContext,
+    shares: Sequence[BatchShare],
+    draws: DrawPattern,
+    means: MeanDraws | None,
+    seen: _DrawChecks,
     *,
     wide: bool = False,
 ) -> dict[str, Tensor]:
@@ -161,56 +172,56 @@ def _gradients(
     """
     weights = [float(parts.weigh(*share)) for share in shares]
     samples = sum(rows for _, rows in shares)
-    whole = draws.any and means is None
+    whole = draws.has_draws and means is None
     total: dict[str, Tensor] = {}
     for number, ((batch, _), weight) in enumerate(zip(shares, weights, strict=True)):
         if not weight and any(weights):
             continue
         # Each has its own, since a forward pass may change a model, a loss or a batch.
-        model = set_training(copied(parts.model), parts.in_eval)
-        compute = _with_a_copy_of_the_loss(parts)
+        model = set_training(copy_model(parts.model), parts.in_eval)
+        compute = _with_copied_loss(parts)
         rows = map_tensors(torch.clone, batch)
         if wide:
-            model, rows = widen_model(model), map_tensors(widened, rows)
-        for_all = partial(WholeDraws, draws, samples, number, len(shares)) if whole else _nothing
-        Streams(parts.task.seed, parts.device).reseed("look")
+            model, rows = widen_model(model), map_tensors(to_float64, rows)
+        for_all = partial(GlobalBatchRng, draws, samples, number, len(shares)) if whole else _no_context
+        RandomStreams(parts.task.seed, parts.device).reseed("look")
         with seen, means or nullcontext():
             with for_all(in_order=True), _FixedNorms():
-                loss = _loss(compute, model, rows)
+                loss = _check_loss_value(compute, model, rows)
             with for_all(in_order=False), _FixedNorms():
-                backward_within(loss * (weight / (sum(weights) or 1.0)))
+                backward_in_modes(loss * (weight / (sum(weights) or 1.0)))
         for name, value in model.named_parameters():
             if value.grad is not None:
                 total[name] = total[name] + value.grad if name in total else value.grad
     return total
 
 
-def _nothing(**_: Any) -> AbstractContextManager[Any]:
+def _no_context(**_: Any) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _with_a_copy_of_the_loss(parts: Ingredients) -> Callable[[nn.Module, Any], Computed]:
+def _with_copied_loss(parts: LoweringContext) -> Callable[[nn.Module, Any], StepResult]:
     """The Task's forward pass, in the model's own numbers; a loss may have buffers that training changes."""
     loss = parts.task.loss
     return (replace(parts.task, loss=copy.deepcopy(loss)) if isinstance(loss, nn.Module) else parts.task).compute
 
 
-class _Told(Exception):
+class _LossFault(Exception):
     """Something is wrong with the loss, of which the first step says what."""
 
 
-def _loss(compute: Callable[[nn.Module, Any], Computed], model: nn.Module, batch: Any) -> Tensor:
+def _check_loss_value(compute: Callable[[nn.Module, Any], StepResult], model: nn.Module, batch: Any) -> Tensor:
     try:
-        with watched_losses(model, batch, classes=False):
+        with watch_losses(model, batch, classes=False):
             loss = compute(model, batch).loss
     except TaskError as error:
-        raise _Told from error
+        raise _LossFault from error
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        raise _Told
+        raise _LossFault
     return loss
 
 
-class _Seen(Roundings):
+class _DrawChecks(RoundingBound):
     """Notes also whether anything is drawn from a generator that isn't one of torch's global ones."""
 
     own = False
@@ -235,7 +246,7 @@ class _FixedNorms(TorchFunctionMode):
         return F.batch_norm(**known)
 
 
-def nodes_below(values: Iterable[Tensor]) -> set[Any]:
+def autograd_ancestors(values: Iterable[Tensor]) -> set[Any]:
     """The nodes of the graph from some tensors to the leaves that they depend on; none of tensors that need no gradient."""
     found: set[Any] = set()
     ahead: list[Any] = [value.grad_fn for value in values]

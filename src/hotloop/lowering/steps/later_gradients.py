@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotloop.core.random.rng import preserved
-from hotloop.data.batch_tree import flatten, to_device
-from hotloop.distributed.wrappers.global_batch_rng import Pattern
-from hotloop.errors import blame
-from hotloop.lowering.checks.batch_rows import differs_later
+from hotloop.core.random.rng import preserve_generators
+from hotloop.data.batch_tree import flatten_tree, to_device
+from hotloop.distributed.wrappers.global_batch_rng import DrawPattern
+from hotloop.errors import describe_error
+from hotloop.lowering.checks.batch_rows import later_difference_error
 from hotloop.lowering.checks.later_batches import LaterBatches
-from hotloop.lowering.context import Ingredients
-from hotloop.lowering.object_state.attributes import unchanged
-from hotloop.lowering.steps.gradient_check import APART, differing
-from hotloop.lowering.transforms.accumulation import not_in_pieces
+from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.object_state.attributes import preserve_attributes
+from hotloop.lowering.steps.gradient_check import SEPARATE_LOSS_NOTE, find_difference
+from hotloop.lowering.transforms.accumulation import pieces_error
 
 _FIRST_DECISIONS = 64
 """Number of first steps before which the ranks decide together whether to compare the batch."""
@@ -28,7 +28,7 @@ _DECISION_INTERVAL = 16
 """Later steps between two such decisions, so that decisions take less than a hundredth of the time."""
 
 
-class LaterShares:
+class LaterGradients:
     """Compares batches that ranks share, before their steps; all ranks call `check` together.
 
     Args:
@@ -37,10 +37,10 @@ class LaterShares:
         tried: whether the first batch was compared.
     """
 
-    def __init__(self, parts: Ingredients, draws: Pattern, *, tried: bool) -> None:
+    def __init__(self, parts: LoweringContext, draws: DrawPattern, *, tried: bool) -> None:
         self._parts, self._draws = parts, draws
-        self._later = LaterBatches() if tried and not parts.world.alone else None
-        self._form = _on_meta_device(parts.model) if parts.plan.parallel == "sharded" else None
+        self._later = LaterBatches() if tried and not parts.world.is_single else None
+        self._form = _copy_on_meta(parts.model) if parts.plan.parallel == "sharded" else None
         self._step, self._seen, self._due = -1, 0, False
 
     def check(self, batch: Any, rows: int, step: int, together: Callable[[], AbstractContextManager[None]]) -> None:
@@ -59,37 +59,37 @@ class LaterShares:
             return
         self._step, self._seen = step, self._seen + 1
         self._due = self._later.is_due(batch) or self._due
-        if not self._decides or not self._all_due():
+        if not self._is_decision_step or not self._all_due():
             return
-        with self._later.comparing(), self._parts.meter.waiting(), unchanged(self._parts.task):
-            name = self._compared(batch, rows, together)
+        with self._later.time_comparison(), self._parts.meter.measure_waiting(), preserve_attributes(self._parts.task):
+            name = self._compare(batch, rows, together)
         if name and self._parts.plan.parallel == "local":
             self._later = None
-            self._parts.say(APART)
+            self._parts.say(SEPARATE_LOSS_NOTE)
         elif name:
             what = f"parallel={self._parts.plan.parallel} changes the gradient of {name!r}"
-            raise differs_later(not_in_pieces(what, "use parallel=none", norms=()), step)
+            raise later_difference_error(pieces_error(what, "use parallel=none", norms=()), step)
 
     @property
-    def _decides(self) -> bool:
+    def _is_decision_step(self) -> bool:
         """Whether the ranks decide before this step; under `parallel=local` they decide at the beginning alone."""
         later = self._seen % _DECISION_INTERVAL == 0 and self._parts.plan.parallel != "local"
         return self._seen <= _FIRST_DECISIONS or later
 
     def _all_due(self) -> bool:
-        with self._parts.meter.waiting():  # the first ranks that arrive wait for the slowest one
-            due, self._due = self._parts.world.largest([int(self._due)])[0], False
+        with self._parts.meter.measure_waiting():  # the first ranks that arrive wait for the slowest one
+            due, self._due = self._parts.world.all_reduce_max([int(self._due)])[0], False
         return bool(due)
 
-    def _compared(self, batch: Any, rows: int, together: Callable[[], AbstractContextManager[None]]) -> str:
+    def _compare(self, batch: Any, rows: int, together: Callable[[], AbstractContextManager[None]]) -> str:
         """Returns the parameter whose gradient differs most; empty if none differs."""
         world = self._parts.world
         own = to_device(batch, torch.device("cpu")) if rows else None
-        cut = [part for part in world.gathered(own) if part is not None]
+        cut = [part for part in world.all_gather(own) if part is not None]
         with together():
-            model = self._parts.model if self._form is None else _with_numbers_of(self._form, self._parts.model)
+            model = self._parts.model if self._form is None else _with_values_of(self._form, self._parts.model)
             found = self._difference(cut, model)  # on each rank, since a step may communicate
-        untried, name = world.from_first(lambda: found)
+        untried, name = world.broadcast_object(lambda: found)
         if untried:
             self._later = None
             self._parts.say(f"parallel={self._parts.plan.parallel}: batches after the first aren't compared: {untried}")
@@ -99,37 +99,37 @@ class LaterShares:
         """Returns why the comparison failed, and the parameter whose gradient differs most; both may be empty."""
         parts = replace(self._parts, model=model)
         try:
-            with preserved(*parts.devices):
-                whole = to_device(_joined(cut), parts.device)
-                return differing(parts, self._draws, whole, sum(map(_rows, cut)), len(cut))
+            with preserve_generators(*parts.devices):
+                whole = to_device(_join_rows(cut), parts.device)
+                return find_difference(parts, self._draws, whole, sum(map(_rows, cut)), len(cut))
         except Exception as error:
-            return blame(error), ""
+            return describe_error(error), ""
 
 
 def _rows(batch: Any) -> int:
-    leaves, _ = flatten(batch)
+    leaves, _ = flatten_tree(batch)
     return len(leaves[0])
 
 
-def _joined(cut: Sequence[Any]) -> Any:
+def _join_rows(cut: Sequence[Any]) -> Any:
     """Returns the whole batch, joined from the ranks' rows."""
-    columns = zip(*(flatten(part)[0] for part in cut), strict=True)
-    _, unflatten = flatten(cut[0])
+    columns = zip(*(flatten_tree(part)[0] for part in cut), strict=True)
+    _, unflatten = flatten_tree(cut[0])
     return unflatten(torch.cat(column) for column in columns)
 
 
-def _on_meta_device(model: nn.Module) -> nn.Module:
+def _copy_on_meta(model: nn.Module) -> nn.Module:
     """Returns a copy of the model whose parameters and buffers are on the meta device."""
-    meta = {id(value): _on_meta(value) for value in (*model.parameters(), *model.buffers())}
+    meta = {id(value): _to_meta(value) for value in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, meta)
 
 
-def _on_meta(value: Tensor) -> Tensor:
+def _to_meta(value: Tensor) -> Tensor:
     empty = torch.empty_like(value, device="meta")
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
-def _with_numbers_of(form: nn.Module, model: nn.Module) -> nn.Module:
+def _with_values_of(form: nn.Module, model: nn.Module) -> nn.Module:
     """Returns a copy of `form` with the numbers of `model`, whose parameters are unsharded."""
     made = copy.deepcopy(form)
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hotloop.distributed.comm_stats import Meter
+from hotloop.distributed.comm_stats import CommMeter
 from hotloop.distributed.world import World
-from hotloop.distributed.wrappers.ddp import Own, Whole
-from hotloop.distributed.wrappers.sync_batch_norm import OwnNorms
-from hotloop.lowering.context import Ingredients, counts_samples
-from hotloop.lowering.steps.data_parallel import SharedStep
-from hotloop.task import Computed
+from hotloop.distributed.wrappers.ddp import ModelWithLoss, RankRowsModule
+from hotloop.distributed.wrappers.sync_batch_norm import RankBatchNorm
+from hotloop.lowering.context import LoweringContext, counts_samples
+from hotloop.lowering.steps.data_parallel import DataParallelStep
+from hotloop.task import StepResult
 
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 """DiLoCo's (arXiv 2311.08105, section 3)."""
 
 
-class Average:
+class WeightAverage:
     """Parameters that ranks have changed since they last met, and what becomes of them when they meet again.
 
     What is averaged are the ways that they have gone, so that what none has moved stays as it is, bit by bit.
@@ -34,7 +34,7 @@ class Average:
     """
 
     def __init__(
-        self, world: World, meter: Meter, parameters: Sequence[Tensor], momentum: Sequence[Tensor] = ()
+        self, world: World, meter: CommMeter, parameters: Sequence[Tensor], momentum: Sequence[Tensor] = ()
     ) -> None:
         self._world, self._meter, self._parameters, self._momentum = world, meter, parameters, momentum
         self.begin()
@@ -67,7 +67,7 @@ class Average:
     def _share(self, counted: Tensor) -> Tensor:
         """How much of the average is this rank's, 0-dim."""
         total = counted.clone()
-        with self._meter.waiting():
+        with self._meter.measure_waiting():
             dist.all_reduce(total)
         return torch.where(total == 0, 1 / self._world.ranks, counted / total)
 
@@ -76,7 +76,7 @@ class Average:
         for dtype in dict.fromkeys(value.dtype for value in values):
             alike = [value for value in values if value.dtype == dtype]
             flat = torch.cat([value.reshape(-1) for value in alike]) * share.to(dtype)
-            with self._meter.communicating():
+            with self._meter.measure_communication():
                 dist.all_reduce(flat)
             for value, mean in zip(alike, flat.split([value.numel() for value in alike]), strict=True):
                 value.copy_(mean.view(value.shape))
@@ -86,7 +86,7 @@ SYNC_EVERY = 16
 """Steps between two meetings, where the plan names none."""
 
 
-class LocalStep(SharedStep):
+class LocalSgdStep(DataParallelStep):
     """A step of this rank's own; after so many of them all ranks go on from the average of what they have.
 
     Local SGD (Stich 2018, arXiv 1805.09767, algorithm 1), with what each rank's losses counted since the last meeting
@@ -94,40 +94,40 @@ class LocalStep(SharedStep):
     2023, arXiv 2311.08105, algorithm 1). The optimizer's state is averaged too, so that a checkpoint holds all there is.
     """
 
-    def __init__(self, parts: Ingredients) -> None:
+    def __init__(self, parts: LoweringContext) -> None:
         super().__init__(parts)
         self._as_one = replace(self._as_one, norms=False)  # the norms of a step would be a meeting
         self._every = parts.plan.sync_every or SYNC_EVERY
         learning = {name: value for name, value in parts.model.named_parameters() if value.requires_grad}
         if parts.plan.outer == "nesterov":
             self.outer = {name: torch.zeros_like(value) for name, value in learning.items()}
-        self._meeting = Average(parts.world, parts.meter, list(learning.values()), list(self.outer.values()))
+        self._meeting = WeightAverage(parts.world, parts.meter, list(learning.values()), list(self.outer.values()))
         self._apart = False
         self._counted: Any = 0  # what the rank's losses did since the ranks last met
         self._begin()
 
-    def _engine(self, whole: Whole, parts: Ingredients) -> Own:
-        return Own(whole)
+    def _engine(self, whole: ModelWithLoss, parts: LoweringContext) -> RankRowsModule:
+        return RankRowsModule(whole)
 
     @contextmanager
-    def _of_the_whole(self, *, in_order: bool = True) -> Iterator[None]:
-        with super()._of_the_whole(in_order=in_order), OwnNorms(bool(self._rows)):
+    def _global_result(self, *, in_order: bool = True) -> Iterator[None]:
+        with super()._global_result(in_order=in_order), RankBatchNorm(bool(self._rows)):
             yield
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         loss = super().__call__(batch, samples, step)
         self._apart = True
         if (step + 1) % self._every == 0:
-            self.meet()
+            self.sync_ranks()
         return loss
 
-    def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
+    def _differentiate(self, computed: StepResult, batch: Any, samples: int) -> StepResult:
         weight = self._own_weight(batch)
         self._module.counts = weight != 0
         self._backward_of(torch.where(weight == 0, 0.0, computed.loss))
         for value in self._filled:
             if value.grad is not None:
-                self._module.leave_out(value.grad)
+                self._module.exclude(value.grad)
         self._total = weight
         self._counted = self._counted + weight
         return computed
@@ -137,11 +137,11 @@ class LocalStep(SharedStep):
         weight = self.parts.weigh(batch, self._rows) if self._rows else 0
         return torch.as_tensor(weight, device=self.parts.device)
 
-    def meet(self) -> None:
+    def sync_ranks(self) -> None:
         """Averages, unless nothing was done since the last time."""
         if self._apart:
             self._meeting.take(self._counted, self._others())
-            self._settle(self.totals())
+            self._restore_average(self.totals())
             self._begin()
 
     def _others(self) -> Iterator[Tensor]:
@@ -152,7 +152,7 @@ class LocalStep(SharedStep):
         for holder, values in kept.items():
             if not isinstance(holder, Tensor):
                 continue
-            yield from (value for key, value in values.items() if key != "step" and _is_moving(value))
+            yield from (value for key, value in values.items() if key != "step" and _is_running_mean(value))
 
     def _begin(self) -> None:
         self._apart = False
@@ -163,25 +163,25 @@ class LocalStep(SharedStep):
         wide = self.sums["loss"].dtype
         names = [name for name in self.sums if name != "samples"]
         whole = torch.stack([torch.as_tensor(self.sums[name], device=self.parts.device).to(wide) for name in names])
-        with self.parts.meter.waiting():
+        with self.parts.meter.measure_waiting():
             dist.all_reduce(whole)
         found: dict[str, Any] = dict(zip(names, whole.unbind(), strict=True))
         if counts_samples(self.parts):
             found["weight"] = int(found["weight"])  # as one process counts them
         return self.sums | found
 
-    def rebind(self) -> None:
-        self._settle(self.sums)
+    def on_state_restored(self) -> None:
+        self._restore_average(self.sums)
         self._meeting.begin()
         self._begin()
 
-    def _settle(self, whole: dict[str, Any]) -> None:
+    def _restore_average(self, whole: dict[str, Any]) -> None:
         """Leaves the sums of all ranks to the first, so that they count once."""
-        if not self.parts.world.first:
+        if not self.parts.world.is_rank_zero:
             whole = {name: value if name == "samples" else value * 0 for name, value in whole.items()}
         self.sums = whole
 
 
-def _is_moving(value: Any) -> bool:
+def _is_running_mean(value: Any) -> bool:
     """Whether it may follow the samples, in whatever shape: Adafactor keeps sums of rows and of columns."""
     return isinstance(value, Tensor) and value.is_floating_point()

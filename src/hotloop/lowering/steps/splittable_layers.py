@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from hotloop.errors import blame
+from hotloop.errors import describe_error
 
 _POINTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Hardtanh, nn.Hardswish),
@@ -50,12 +50,12 @@ _METHODS = {
     *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "float", "to", "type_as"),
     *("masked_fill",),
 }
-_SIZES = ("size", "dim", "shape", "dtype", "device", "ndim")
+_SIZE_ATTRIBUTES = ("size", "dim", "shape", "dtype", "device", "ndim")
 """What may be asked of any value, since a split one answers as the whole would."""
 
 
 @dataclass(frozen=True)
-class Group:
+class SplitGroup:
     """Linear layers that are split together, by name.
 
     Attributes:
@@ -68,36 +68,38 @@ class Group:
 
 
 @dataclass
-class Found:
+class SplittableLayers:
     """What can be split, and why the other linear layers stay whole on each rank, by name."""
 
-    groups: list[Group] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)
+    groups: list[SplitGroup] = field(default_factory=list)
+    unsplit_reasons: dict[str, str] = field(default_factory=dict)
 
 
-def splittable(model: nn.Module, ranks: int) -> Found:
+def find_splittable(model: nn.Module, ranks: int) -> SplittableLayers:
     """Follows the forward of a model, or of its parts where that of the whole can't be followed; fx may leave marks on it."""
-    found = Found()
+    found = SplittableLayers()
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            found.whole[name] = "its projections are one packed weight"
-    for path, graph in _graphs(model, "", found):
-        _Walk(model, path, graph, ranks, found).take()
+            found.unsplit_reasons[name] = "its projections are one packed weight"
+    for path, graph in _traced_graphs(model, "", found):
+        _GroupWalk(model, path, graph, ranks, found).take()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _within(name, found):
-            found.whole.setdefault(name, "no other linear layer follows it with pointwise operations alone between")
+        if isinstance(module, nn.Linear) and not _is_within_group(name, found):
+            found.unsplit_reasons.setdefault(
+                name, "no other linear layer follows it with pointwise operations alone between"
+            )
     return found
 
 
-def _within(name: str, found: Found) -> bool:
+def _is_within_group(name: str, found: SplittableLayers) -> bool:
     """Whether a layer is split, or belongs to something that is named already."""
-    named = {one for group in found.groups for one in (*group.columns, group.rows)} | found.whole.keys()
+    named = {one for group in found.groups for one in (*group.columns, group.rows)} | found.unsplit_reasons.keys()
     return any(name == one or name.startswith(f"{one}.") for one in named)
 
 
-def _graphs(module: nn.Module, path: str, found: Found) -> Iterator[tuple[str, fx.Graph]]:
+def _traced_graphs(module: nn.Module, path: str, found: SplittableLayers) -> Iterator[tuple[str, fx.Graph]]:
     """The graphs of the largest parts whose forward can be followed, with their names."""
-    if not any(isinstance(one, nn.Linear) for one in module.modules()) or path in found.whole:
+    if not any(isinstance(one, nn.Linear) for one in module.modules()) or path in found.unsplit_reasons:
         return
     try:
         yield path, _Tracer().trace(module)
@@ -105,18 +107,18 @@ def _graphs(module: nn.Module, path: str, found: Found) -> Iterator[tuple[str, f
         for name, child in module.named_children():
             inside = f"{path}.{name}" if path else name
             if isinstance(child, nn.Linear):
-                found.whole[inside] = f"the forward that calls it can't be followed ({blame(error)})"
-            yield from _graphs(child, inside, found)
+                found.unsplit_reasons[inside] = f"the forward that calls it can't be followed ({describe_error(error)})"
+            yield from _traced_graphs(child, inside, found)
 
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # so that a mask may be cut to a size
 
 
-class _Walk:
+class _GroupWalk:
     """Looks for groups in one graph, from each linear layer back to those that feed it."""
 
-    def __init__(self, model: nn.Module, path: str, graph: fx.Graph, ranks: int, found: Found) -> None:
+    def __init__(self, model: nn.Module, path: str, graph: fx.Graph, ranks: int, found: SplittableLayers) -> None:
         self.model, self.path, self.graph, self.ranks, self.found = model, path, graph, ranks, found
         self._calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
         self._holders = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
@@ -131,16 +133,16 @@ class _Walk:
         """Notes the group that ends in this layer, or why it is none."""
         between: set[fx.Node] = set()
         columns: list[fx.Node] = []
-        if not self._back(rows.all_input_nodes[0], between, columns) or not columns:
+        if not self._feeding_layer(rows.all_input_nodes[0], between, columns) or not columns:
             return
         columns = [node for node in self.graph.nodes if node in columns]  # in the order of the forward
         if why := self._hindrance([*columns, rows], between, rows):
-            self.found.whole |= {self._name(node): why for node in (*columns, rows)}
+            self.found.unsplit_reasons |= {self._name(node): why for node in (*columns, rows)}
             return
         self._taken |= {*columns, rows}
-        self.found.groups.append(Group(tuple(self._name(node) for node in columns), self._name(rows)))
+        self.found.groups.append(SplitGroup(tuple(self._name(node) for node in columns), self._name(rows)))
 
-    def _back(self, value: Any, between: set[fx.Node], columns: list[fx.Node]) -> bool:
+    def _feeding_layer(self, value: Any, between: set[fx.Node], columns: list[fx.Node]) -> bool:
         """Collects what leads to a value, as far as the next linear layers; False if something else is on the way."""
         if not isinstance(value, fx.Node) or value in between or value in columns:
             return True
@@ -153,7 +155,9 @@ class _Walk:
         if self._module(value, _POINTWISE) is None and value.target not in known:
             return False
         between.add(value)
-        return all(self._back(one, between, columns) for one in value.all_input_nodes if not self._is_fixed(one))
+        return all(
+            self._feeding_layer(one, between, columns) for one in value.all_input_nodes if not self._is_fixed(one)
+        )
 
     def _hindrance(self, layers: list[fx.Node], between: set[fx.Node], rows: fx.Node) -> str:
         """Why these layers can't be split together; empty if they can."""
@@ -180,10 +184,10 @@ class _Walk:
         """Whether it is a size, or follows from sizes, numbers and buffers alone: nothing that gradients go to."""
         if node.op == "get_attr":
             return str(node.target) not in dict(self._part.named_parameters(remove_duplicate=False))
-        if node.op == "call_method" and node.target in _SIZES:
+        if node.op == "call_method" and node.target in _SIZE_ATTRIBUTES:
             return True
         if node.op == "call_function" and node.target is getattr:
-            return node.args[1] in _SIZES
+            return node.args[1] in _SIZE_ATTRIBUTES
         given = node.all_input_nodes
         return node.op in ("call_function", "call_method") and bool(given) and all(map(self._is_fixed, given))
 

@@ -17,20 +17,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.core.random.rng import Streams, preserved
-from hotloop.core.state import whole
-from hotloop.core.task_parts.model_copy import copied
+from hotloop.core.random.rng import RandomStreams, preserve_generators
+from hotloop.core.state import full_tensor
+from hotloop.core.task_parts.model_copy import copy_model
 from hotloop.core.task_parts.module_modes import set_training
 from hotloop.data.batch_tree import to_device
-from hotloop.data.feeds.feed import peek
-from hotloop.errors import PlanError, blame
-from hotloop.lowering.context import Ingredients
+from hotloop.data.feeds.feed import first_batch
+from hotloop.errors import PlanError, describe_error
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.steps.splittable_layers import Found, splittable
-from hotloop.task import Computed
+from hotloop.lowering.steps.splittable_layers import SplittableLayers, find_splittable
+from hotloop.task import StepResult
 
 
-def spread(model: nn.Module, columns: Sequence[str], rows: Sequence[str], device: torch.device) -> None:
+def shard_linear_layers(model: nn.Module, columns: Sequence[str], rows: Sequence[str], device: torch.device) -> None:
     """Spreads the weights of linear layers in place: the outputs of some over the ranks, the inputs of others."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     plan: dict[str, Any] = {name: ColwiseParallel(use_local_output=False) for name in columns}
@@ -38,17 +38,17 @@ def spread(model: nn.Module, columns: Sequence[str], rows: Sequence[str], device
 
 
 @contextmanager
-def as_one(device: torch.device) -> Iterator[None]:
+def run_as_whole(device: torch.device) -> Iterator[None]:
     """Has a forward pass on spread values come to what it would come to on whole ones."""
     with ExitStack() as stack:
         stack.enter_context(implicit_replication())  # masks and the like, which all ranks have
         if device.type == "cpu":
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the CPU's own kernel can't be spread
-        stack.enter_context(_WholeDraws())
+        stack.enter_context(_ReplicatedDraws())
         yield
 
 
-class _WholeDraws(TorchDispatchMode):
+class _ReplicatedDraws(TorchDispatchMode):
     """Draws for whole tensors, of which each rank takes its part: DTensor's own draws are for GPUs, and others."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,43 +59,43 @@ class _WholeDraws(TorchDispatchMode):
         whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if function.overloadpacket.__name__ == "native_dropout":
             p, train = args[1:]
-            keep = _like(x, function(whole.fill_(1), p, train)[1])
+            keep = _replicate_like(x, function(whole.fill_(1), p, train)[1])
             return x * keep / (1 - p if p < 1 else math.inf), keep
-        drawn = _like(x, function(whole, *args[1:], **kwargs))
+        drawn = _replicate_like(x, function(whole, *args[1:], **kwargs))
         return x.copy_(drawn) if function.overloadpacket.__name__.endswith("_") else drawn
 
 
-def _like(x: DTensor, whole: Tensor) -> DTensor:
+def _replicate_like(x: DTensor, whole: Tensor) -> DTensor:
     """A tensor that all ranks have, spread as x is."""
     return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
 
 
-def clip_norm(parameters: Sequence[Tensor], largest: float) -> None:
+def clip_sharded_norm(parameters: Sequence[Tensor], largest: float) -> None:
     """`clip_grad_norm_` of spread and whole gradients together, whose operators take one kind at a time."""
-    kinds = _kinds(parameters)
+    kinds = _gradient_kinds(parameters)
     norms = [torch.nn.utils.get_total_norm([value.grad for value in kind if value.grad is not None], foreach=False)
              for kind in kinds]  # fmt: skip
-    total = torch.linalg.vector_norm(torch.stack([_whole(norm) for norm in norms]))
+    total = torch.linalg.vector_norm(torch.stack([_full_tensor(norm) for norm in norms]))
     for kind in kinds:
         torch.nn.utils.clip_grads_with_norm_(kind, largest, total, foreach=False)
 
 
-def clip_value(parameters: Sequence[Tensor], largest: float) -> None:
+def clip_sharded_value(parameters: Sequence[Tensor], largest: float) -> None:
     """`clip_grad_value_`, likewise."""
-    for kind in _kinds(parameters):
+    for kind in _gradient_kinds(parameters):
         torch.nn.utils.clip_grad_value_(kind, largest, foreach=False)
 
 
-def _kinds(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+def _gradient_kinds(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     found = [[one for one in parameters if isinstance(one, DTensor) is kind] for kind in (False, True)]
     return [kind for kind in found if kind]
 
 
-def _whole(value: Tensor) -> Tensor:
+def _full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-_SHOWN = 3
+_MAX_SHOWN = 3
 """Layers named in a line."""
 
 _ROUNDING = 1e4
@@ -105,38 +105,38 @@ _ROUNDING = 1e4
 class TensorStep(EagerStep):
     """One training step of all ranks, each of which computes all of it but for its parts of the split layers."""
 
-    def __init__(self, parts: Ingredients) -> None:
-        found = _found(parts)
-        _try(parts, found)
-        _split(parts.model, found, parts.device)  # before the optimizer looks at it
+    def __init__(self, parts: LoweringContext) -> None:
+        found = _find_splittable(parts)
+        _try_split(parts, found)
+        _split_model(parts.model, found, parts.device)  # before the optimizer looks at it
         super().__init__(parts)
         for group in self.optimizer.param_groups:
             group.update({key: False for key in ("foreach", "fused") if key in group})  # one list can't hold both kinds
         self.draws.always = True
-        parts.say(_told(found))
+        parts.say(_describe_split(found))
 
-    def _compute(self, batch: Any) -> Computed:
-        with as_one(self.parts.device):
+    def _compute(self, batch: Any) -> StepResult:
+        with run_as_whole(self.parts.device):
             return super()._compute(batch)
 
     def _backward_of(self, loss: Tensor) -> None:
-        with as_one(self.parts.device):
+        with run_as_whole(self.parts.device):
             super()._backward_of(loss)
 
     def clip(self, parameters: list[Tensor]) -> None:
         task = self.parts.task
         if task.clip_norm is not None:
-            clip_norm(parameters, task.clip_norm)
+            clip_sharded_norm(parameters, task.clip_norm)
         if task.clip_value is not None:
-            clip_value(parameters, task.clip_value)
+            clip_sharded_value(parameters, task.clip_value)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        with as_one(self.parts.device):
+    def full_model(self) -> Iterator[None]:
+        with run_as_whole(self.parts.device):
             yield
 
 
-def _found(parts: Ingredients) -> Found:
+def _find_splittable(parts: LoweringContext) -> SplittableLayers:
     """What can be split.
 
     Raises:
@@ -144,12 +144,12 @@ def _found(parts: Ingredients) -> Found:
     """
     if parts.task.average is not None:
         raise PlanError("parallel=tensor with an average of the weights", fix="use parallel=data, or leave average out")
-    with preserved(parts.device):
-        model = copied(parts.model)
-        found = splittable(model, parts.world.ranks)
+    with preserve_generators(parts.device):
+        model = copy_model(parts.model)
+        found = find_splittable(model, parts.world.ranks)
     if not found.groups:
         raise PlanError(
-            f"parallel=tensor finds nothing to split: {_reasons(parts.model, found) or 'there is no linear layer'}",
+            f"parallel=tensor finds nothing to split: {_describe_reasons(parts.model, found) or 'there is no linear layer'}",
             expected="two linear layers with pointwise operations between, or an attention with layers of its own for q, k"
             " and v, by a forward that doesn't look at numbers",
             fix="use parallel=data or sharded",
@@ -157,41 +157,46 @@ def _found(parts: Ingredients) -> Found:
     return found
 
 
-def _reasons(model: nn.Module, found: Found) -> str:
-    shown = [f"{name!r} ({type(model.get_submodule(name)).__name__}): {why}" for name, why in found.whole.items()]
-    left = len(shown) - _SHOWN
-    return "; ".join(shown[:_SHOWN]) + (f"; and {left} more" if left > 0 else "")
+def _describe_reasons(model: nn.Module, found: SplittableLayers) -> str:
+    shown = [
+        f"{name!r} ({type(model.get_submodule(name)).__name__}): {why}" for name, why in found.unsplit_reasons.items()
+    ]
+    left = len(shown) - _MAX_SHOWN
+    return "; ".join(shown[:_MAX_SHOWN]) + (f"; and {left} more" if left > 0 else "")
 
 
-def _told(found: Found) -> str:
+def _describe_split(found: SplittableLayers) -> str:
     split = [name for group in found.groups for name in (*group.columns, group.rows)]
-    more = f" and {len(split) - _SHOWN} more" if len(split) > _SHOWN else ""
-    kept = f"; whole on each rank: {', '.join(list(found.whole)[:_SHOWN])}" if found.whole else ""
-    return f"split over the ranks: {', '.join(split[:_SHOWN])}{more}{kept}{', ...' * (len(found.whole) > _SHOWN)}"
+    more = f" and {len(split) - _MAX_SHOWN} more" if len(split) > _MAX_SHOWN else ""
+    kept = (
+        f"; whole on each rank: {', '.join(list(found.unsplit_reasons)[:_MAX_SHOWN])}" if found.unsplit_reasons else ""
+    )
+    return f"split over the ranks: {', '.join(split[:_MAX_SHOWN])}{more}{kept}{', ...' * (len(found.unsplit_reasons) > _MAX_SHOWN)}"
 
 
-def _split(model: nn.Module, found: Found, device: torch.device) -> None:
+def _split_model(model: nn.Module, found: SplittableLayers, device: torch.device) -> None:
     columns = [name for group in found.groups for name in group.columns]
-    spread(model, columns, [group.rows for group in found.groups], device)
+    shard_linear_layers(model, columns, [group.rows for group in found.groups], device)
 
 
-def _try(parts: Ingredients, found: Found) -> None:
+def _try_split(parts: LoweringContext, found: SplittableLayers) -> None:
     """Holds a split copy against a whole one: loss and gradients of two samples; nothing of it stays.
 
     Raises:
         PlanError: it can't be run, or comes to something else.
     """
-    names = ", ".join(repr(group.rows) for group in found.groups[:_SHOWN])
-    with preserved(parts.device):
-        expected = _gradients(parts, copied(parts.model))
-        model = copied(parts.model)
+    names = ", ".join(repr(group.rows) for group in found.groups[:_MAX_SHOWN])
+    with preserve_generators(parts.device):
+        expected = _full_gradients(parts, copy_model(parts.model))
+        model = copy_model(parts.model)
         try:
-            _split(model, found, parts.device)
-            with as_one(parts.device):
-                given = _gradients(parts, model)
+            _split_model(model, found, parts.device)
+            with run_as_whole(parts.device):
+                given = _full_gradients(parts, model)
         except Exception as error:
             raise PlanError(
-                f"parallel=tensor can't run the model with {names} split: {blame(error)}", fix="use parallel=data"
+                f"parallel=tensor can't run the model with {names} split: {describe_error(error)}",
+                fix="use parallel=data",
             ) from error
     size = sum(float(value.norm()) ** 2 for value in expected.values()) ** 0.5
     for name, value in expected.items():
@@ -204,11 +209,11 @@ def _try(parts: Ingredients, found: Found) -> None:
             )
 
 
-def _gradients(parts: Ingredients, model: nn.Module) -> dict[str, Tensor]:
+def _full_gradients(parts: LoweringContext, model: nn.Module) -> dict[str, Tensor]:
     """Of each parameter that has one, whole, and the loss as `loss`."""
-    batch = to_device(peek(parts.roles), parts.device)
-    Streams(parts.task.seed, parts.device).reseed("look")
+    batch = to_device(first_batch(parts.splits), parts.device)
+    RandomStreams(parts.task.seed, parts.device).reseed("look")
     loss = parts.compute(set_training(model, parts.in_eval), batch).loss
     loss.backward()
-    of = {name: whole(value.grad) for name, value in model.named_parameters() if value.grad is not None}
-    return of | {"loss": whole(loss.detach())}
+    of = {name: full_tensor(value.grad) for name, value in model.named_parameters() if value.grad is not None}
+    return of | {"loss": full_tensor(loss.detach())}

@@ -14,18 +14,18 @@ from typing import TypeVar
 
 import torch
 
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 
 Result = TypeVar("Result")
 
 
-def with_cudnn(parts: Ingredients) -> Ingredients:
+def apply_cudnn(parts: LoweringContext) -> LoweringContext:
     """Adds `torch.backends.cudnn.benchmark` around training steps, and around their compiling and recording."""
     plan = parts.plan
     if plan.cudnn == "default":
         return parts
     notes = () if plan.graphs != "none" else (_FIRST_CHOICE,)
-    return replace(parts, around=(*parts.around, benchmarking), notes=(*parts.notes, *notes))
+    return replace(parts, around=(*parts.around, benchmark_algorithms), notes=(*parts.notes, *notes))
 
 
 _FIRST_CHOICE = (
@@ -35,7 +35,7 @@ _FIRST_CHOICE = (
 
 
 @contextmanager
-def benchmarking() -> Iterator[None]:
+def benchmark_algorithms() -> Iterator[None]:
     """Enables cuDNN's timing of algorithms within the context."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
@@ -45,7 +45,7 @@ def benchmarking() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-class FreshChoice:
+class FreshAlgorithms:
     """Runs work in a new thread, whose cache of cuDNN algorithms is empty.
 
     The thread lives as long as this object, because a recorded step uses kernels that the thread's algorithms loaded.
@@ -59,7 +59,7 @@ class FreshChoice:
         return self._thread.submit(work).result()
 
 
-def inexact_reasons(parts: Ingredients) -> Iterator[str]:
+def cudnn_inexact_reasons(parts: LoweringContext) -> Iterator[str]:
     """Yields why a resumed run under this plan may differ from an uninterrupted run; nothing if cuDNN times no algorithms."""
     on_cuda = any(device.type == "cuda" for device in parts.devices)
     if parts.plan.cudnn == "benchmark":

@@ -12,39 +12,39 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hotloop.data.batch_tree import map_tensors
-from hotloop.lowering.context import Ingredients
-from hotloop.task import Computed
+from hotloop.lowering.context import LoweringContext
+from hotloop.task import StepResult
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def in_layout(parts: Ingredients) -> Ingredients:
+def apply_layout(parts: LoweringContext) -> LoweringContext:
     """Channels last for each parameter, and each tensor of a batch, with 4 or 5 dimensions; shapes stay as they are."""
     if parts.plan.layout == "contiguous":
         return parts
     for value in [*parts.model.parameters(), *parts.model.buffers()]:
-        value.data = channels_last(value.data)
+        value.data = to_channels_last(value.data)
     compute = parts.compute
 
-    def laid_out(model: nn.Module, batch: Any) -> Computed:
-        with DrawsInOrder():
-            return compute(model, map_tensors(channels_last, batch))
+    def laid_out(model: nn.Module, batch: Any) -> StepResult:
+        with LogicalOrderDraws():
+            return compute(model, map_tensors(to_channels_last, batch))
 
     return replace(parts, compute=laid_out)
 
 
-def channels_last(tensor: Tensor) -> Tensor:
+def to_channels_last(tensor: Tensor) -> Tensor:
     """`tensor` with its channels last in memory, if it has 4 or 5 dimensions."""
     layout = _FORMATS.get(tensor.ndim)
     return tensor if layout is None else tensor.contiguous(memory_format=layout)
 
 
-class DrawsInOrder(TorchFunctionMode):
+class LogicalOrderDraws(TorchFunctionMode):
     """Draws random numbers in the order of the dimensions, not of the memory, so that a layout doesn't change them."""
 
     def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function not in _DRAWING or not any(_is_laid_out(given) for given in (*args, *kwargs.values())):
+        if function not in _DRAWING or not any(_is_channels_last(given) for given in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function is F.dropout:
             return _dropout(*args, **kwargs)
@@ -53,7 +53,7 @@ class DrawsInOrder(TorchFunctionMode):
             return args[0].copy_(function(drawn, *args[1:], **kwargs))
         if function in _DRAWN_FROM and not kwargs.get("inplace"):
             args, kwargs = map_tensors(Tensor.contiguous, args), map_tensors(Tensor.contiguous, kwargs)
-            return map_tensors(channels_last, function(*args, **kwargs))
+            return map_tensors(to_channels_last, function(*args, **kwargs))
         return function(*args, **kwargs)
 
 
@@ -70,7 +70,7 @@ _DRAWN_INTO = {
 _DRAWING = {F.dropout} | _DRAWN_FROM | _DRAWN_INTO
 
 
-def _is_laid_out(given: Any) -> bool:
+def _is_channels_last(given: Any) -> bool:
     return isinstance(given, Tensor) and given.ndim in _FORMATS and not given.is_contiguous()
 
 
@@ -79,4 +79,4 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     if not training or p in (0, 1):
         return F.dropout(x, p, training, inplace)
     keep = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - p).div_(1 - p)
-    return x.mul_(channels_last(keep)) if inplace else x * channels_last(keep)
+    return x.mul_(to_channels_last(keep)) if inplace else x * to_channels_last(keep)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 
-from hotloop.core.task_parts.named_optimizers import members_of
+from hotloop.core.task_parts.named_optimizers import member_optimizers
 from hotloop.errors import PlanError
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 from hotloop.plan import Plan
-from hotloop.task import hooked_parameter
+from hotloop.task import first_hooked_parameter
 
 _FLAGS = {
     "forloop": {"foreach": False, "fused": False},
@@ -26,7 +26,7 @@ _FLAGS = {
 }
 
 
-def with_implementation(parts: Ingredients) -> Ingredients:
+def apply_optimizer(parts: LoweringContext) -> LoweringContext:
     """The optimizer of the Task's factory, switched to an implementation of its update; what it computes stays."""
     if parts.plan.optimizer == "default":
         return parts
@@ -34,17 +34,17 @@ def with_implementation(parts: Ingredients) -> Ingredients:
 
     def switched(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = build(model)
-        for member in members_of(optimizer):
+        for member in member_optimizers(optimizer):
             for group in member.param_groups:
                 group.update({key: value for key, value in flags.items() if key in group})
             if flags["fused"]:
-                _mend_fused(member, parts)
+                _guard_fused(member, parts)
         return optimizer
 
     return replace(parts, build_optimizer=switched)
 
 
-def _mend_fused(optimizer: torch.optim.Optimizer, parts: Ingredients) -> None:
+def _guard_fused(optimizer: torch.optim.Optimizer, parts: LoweringContext) -> None:
     """Keeps torch's fused kernels from what they can't take, step by step; see `_Fallback` and `lay_out_gradients`."""
     falls_back = isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
     # As its constructor would set it. Without it the scaler of fp16 unscales by itself, as the form to fall back to needs.
@@ -55,7 +55,7 @@ def _mend_fused(optimizer: torch.optim.Optimizer, parts: Ingredients) -> None:
         optimizer.register_step_pre_hook(fallback.before)
         optimizer.register_step_post_hook(fallback.after)
     if parts.plan.compile == "forward" or parts.plan.parallel != "none":
-        optimizer.register_step_pre_hook(_laid_out)
+        optimizer.register_step_pre_hook(_match_strides)
 
 
 def _count_on_device(optimizer: torch.optim.Optimizer) -> None:
@@ -77,7 +77,7 @@ class _Fallback:
         self._say, self._said, self._fell = say, set[str](), False
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        why = self._unfit(optimizer)
+        why = self._why_unfit(optimizer)
         if why:
             self._switch(optimizer, fused=False)
         if why and why not in self._said:
@@ -93,17 +93,17 @@ class _Fallback:
         for group in optimizer.param_groups:
             group["fused"] = fused
 
-    def _unfit(self, optimizer: torch.optim.Optimizer) -> str:
+    def _why_unfit(self, optimizer: torch.optim.Optimizer) -> str:
         """Why this step can't be fused; empty if it can."""
         values = [value for group in optimizer.param_groups for value in group["params"]]
         if any(value.grad is not None and value.grad.is_sparse for value in values):
             return "there are sparse gradients"
-        if self._momentum and len(optimizer.state) != len(values) and any(map(_mixed, _groups(optimizer))):
+        if self._momentum and len(optimizer.state) != len(values) and any(map(_is_mixed, _momentum_flags(optimizer))):
             return "some parameters get their first gradient later than others"
         return ""
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[list[bool]]:
+def _momentum_flags(optimizer: torch.optim.Optimizer) -> list[list[bool]]:
     """Of each group with momentum, whether each parameter with a gradient has momentum already."""
     return [
         [
@@ -116,11 +116,11 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[list[bool]]:
     ]
 
 
-def _mixed(have: list[bool]) -> bool:
+def _is_mixed(have: list[bool]) -> bool:
     return any(have) and not all(have)
 
 
-def _laid_out(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _match_strides(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     lay_out_gradients(optimizer)
 
 
@@ -136,7 +136,7 @@ def lay_out_gradients(optimizer: torch.optim.Optimizer) -> None:
                 value.grad = torch.empty_like(value, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def gapless(value: Tensor) -> bool:
+def is_gapless(value: Tensor) -> bool:
     """Whether a tensor's elements fill one stretch of memory, each once, in whichever order: what fused kernels take."""
     filled = 1
     for stride, size in sorted(
@@ -148,50 +148,50 @@ def gapless(value: Tensor) -> bool:
     return True
 
 
-EACH = 128
+SUBNORMAL_INTERVAL = 128
 """Steps from one sweep to the next, each of which takes about as long as reading and writing the optimizer's state once."""
 
 _LIKE_FP32 = (torch.float32, torch.float64, torch.bfloat16)
 """Formats that go down to 1.2e-38 or below; what fp16 has no room for may well count."""
 
 
-def without_subnormals(values: Iterable[Tensor]) -> None:
+def zero_subnormals(values: Iterable[Tensor]) -> None:
     """Makes them zero in place; single numbers, such as counts of steps, stay as they are."""
     for value in values:
-        if value.dtype in _LIKE_FP32 and value.ndim and _has_memory_of_its_own(value):
+        if value.dtype in _LIKE_FP32 and value.ndim and _owns_memory(value):
             info = torch.finfo(value.dtype)
             value.copy_(torch.nn.functional.hardshrink(value, info.tiny * (1 - info.eps)))
 
 
-def _has_memory_of_its_own(value: Tensor) -> bool:
+def _owns_memory(value: Tensor) -> bool:
     """Whether each of its numbers can be written by itself."""
     expanded = any(size > 1 and not step for size, step in zip(value.shape, value.stride(), strict=True))
     return not (expanded or value.is_inference())
 
 
 @torch.no_grad()
-def swept(optimizer: Optimizer, step: int) -> None:
+def flush_subnormals(optimizer: Optimizer, step: int) -> None:
     """Makes them zero in what an optimizer keeps, after every so many steps; `step` is the number of the one that ends."""
-    if (step + 1) % EACH == 0:
+    if (step + 1) % SUBNORMAL_INTERVAL == 0:
         kept = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
-        without_subnormals(value for value in kept if isinstance(value, Tensor) and value.layout == torch.strided)
+        zero_subnormals(value for value in kept if isinstance(value, Tensor) and value.layout == torch.strided)
 
 
-_SHARING = ("data", "sharded", "towers", "tensor", "stages")
+_SHARED_UPDATE_MODES = ("data", "sharded", "towers", "tensor", "stages")
 """Values of `parallel` under which ranks come to one gradient together."""
 
-_HELD = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOK_ATTRIBUTES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def hooked_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+def describe_update_hook(optimizer: torch.optim.Optimizer) -> str | None:
     """What an update calls beside the `step` of the optimizer's class, as `a hook around SGD.step`; None if nothing."""
     name = f"{type(optimizer).__name__}.step"
     hooks = chain(
-        *(getattr(optimizer, name, {}).values() for name in _HELD),  # a wrapper may never have got them
+        *(getattr(optimizer, name, {}).values() for name in _HOOK_ATTRIBUTES),  # a wrapper may never have got them
         of_torch._global_optimizer_pre_hooks.values(),
         of_torch._global_optimizer_post_hooks.values(),
     )
-    if any(not _own(hook) for hook in hooks):
+    if any(not _is_internal_hook(hook) for hook in hooks):
         return f"a hook around {name}"
     if "step" in vars(optimizer) and bare_step(optimizer.step) is not bare_step(type(optimizer).step):
         return f"a function in the place of {name}"
@@ -204,9 +204,9 @@ def check_whole_gradients(model: nn.Module, plan: Plan) -> None:
     Raises:
         PlanError: a parameter has such a hook.
     """
-    if plan.parallel not in _SHARING and plan.accumulation == 1:
+    if plan.parallel not in _SHARED_UPDATE_MODES and plan.accumulation == 1:
         return
-    if (name := hooked_parameter(model)) is not None:
+    if (name := first_hooked_parameter(model)) is not None:
         axis = f"accumulation={plan.accumulation}" if plan.accumulation > 1 else f"parallel={plan.parallel}"
         raise PlanError(
             f"{axis}, and the parameter {name!r} has a hook on its gradient, which would not get that of the whole batch",
@@ -217,15 +217,15 @@ def check_whole_gradients(model: nn.Module, plan: Plan) -> None:
 
 def bare_step(step: Any) -> Any:
     """The function that a `step` is without what torch puts around it: its hooks, a schedule's count, `no_grad`."""
-    found = inspect.unwrap(step, stop=lambda one: not _from_torch(one))
+    found = inspect.unwrap(step, stop=lambda one: not _is_torch_function(one))
     return getattr(found, "__func__", found)
 
 
-def _from_torch(function: Any) -> bool:
+def _is_torch_function(function: Any) -> bool:
     """By where it was written: a wrapper takes the name of what it wraps."""
     return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("torch.")
 
 
-def _own(hook: Any) -> bool:
+def _is_internal_hook(hook: Any) -> bool:
     """Whether hotloop hung it up itself, or torch to count steps for its profiler."""
     return str(getattr(hook, "__module__", "")).startswith(("hotloop.", "torch.profiler"))

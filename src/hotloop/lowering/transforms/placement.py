@@ -18,39 +18,39 @@ from torch import Tensor, nn
 from hotloop.core.hardware.devices import check_device
 from hotloop.data.batch_tree import map_tensors
 from hotloop.errors import PlanError
-from hotloop.lowering.context import Ingredients, count_parameters, placed
+from hotloop.lowering.context import LoweringContext, count_parameters, move_to_device
 
 _SHOWN = 8
 """Modules named in an error, which is one line."""
 
 
-def in_places(parts: Ingredients, device: torch.device) -> Ingredients:
+def apply_placement(parts: LoweringContext, device: torch.device) -> LoweringContext:
     """The model's placed modules on their devices, and all else on `device`.
 
     Raises:
         PlanError: there is no such module or device, or what is one tensor would be in two places.
     """
     asked = {name: check_device(where) for name, where in (parts.plan.placement or {}).items()}
-    places = Places.of(parts.model, asked, device)
-    names = _names(parts.model, places)
+    places = ModulePlaces.from_model(parts.model, asked, device)
+    names = _placed_names(parts.model, places)
     _check_shared(parts.model, names, places)
-    parts = placed(parts, device, places.move)
+    parts = move_to_device(parts, device, places.move)
     for name, module in {id(module): (name, module) for name, module in names}.values():
-        there, home = places.at(name), places.around(name)
+        there, home = places.at(name), places.run_across_devices(name)
         if there != home:
-            Trip(name, there, home).on(module)
+            DeviceTrip(name, there, home).is_on(module)
     elsewhere = tuple(sorted({*asked.values()} - {device}, key=str))
-    return replace(parts, elsewhere=elsewhere, notes=(*parts.notes, _told(parts.model, asked, device)))
+    return replace(parts, elsewhere=elsewhere, notes=(*parts.notes, _describe_placement(parts.model, asked, device)))
 
 
-def _told(model: nn.Module, asked: Mapping[str, torch.device], device: torch.device) -> str:
+def _describe_placement(model: nn.Module, asked: Mapping[str, torch.device], device: torch.device) -> str:
     sizes = {name: count_parameters(model.get_submodule(name))[0] for name in asked}
     found = [f"{name} on {where} ({sizes[name]:,} parameters)" for name, where in asked.items()]
     return f"placed: {', '.join(found[:_SHOWN])}{', ...' * (len(found) > _SHOWN)}; the rest on {device}"
 
 
 @dataclass(frozen=True)
-class Places:
+class ModulePlaces:
     """Where each part of a model is.
 
     Attributes:
@@ -58,35 +58,35 @@ class Places:
             itself, with the empty name, is on the plan's device.
     """
 
-    named: Mapping[str, torch.device]
+    named_modules: Mapping[str, torch.device]
 
     @classmethod
-    def of(cls, model: nn.Module, asked: Mapping[str, torch.device], device: torch.device) -> Places:
+    def from_model(cls, model: nn.Module, asked: Mapping[str, torch.device], device: torch.device) -> ModulePlaces:
         """Raises PlanError for a name that no module has, and one of a module that nobody calls."""
         known = dict(model.named_modules(remove_duplicate=False))
         named = {"": device}
         for name in sorted(asked, key=_depth):  # what is named within a list of modules counts more than the list
             if name not in known:
-                raise _unknown(name, [other for other in known if other])
-            named |= dict.fromkeys(_called(known[name], name), asked[name])
+                raise _unknown_module(name, [other for other in known if other])
+            named |= dict.fromkeys(_called_modules(known[name], name), asked[name])
         return cls(named)
 
     def at(self, name: str) -> torch.device:
         """Where the module, parameter or buffer of that name is."""
-        while name not in self.named:
+        while name not in self.named_modules:
             name = name.rpartition(".")[0]
-        return self.named[name]
+        return self.named_modules[name]
 
-    def around(self, name: str) -> torch.device:
+    def run_across_devices(self, name: str) -> torch.device:
         """Where the code is that calls the module of that name."""
         return self.at(name.rpartition(".")[0])
 
     def move(self, model: nn.Module) -> nn.Module:
         """Moves each part straight to its device, so that none needs room for all: inner ones first, and then left out."""
-        modules = {name: model.get_submodule(name) for name in self.named}
-        holders = {name: model.get_submodule(name.rpartition(".")[0])._modules for name in self.named if name}
+        modules = {name: model.get_submodule(name) for name in self.named_modules}
+        holders = {name: model.get_submodule(name.rpartition(".")[0])._modules for name in self.named_modules if name}
         for name in sorted(modules, key=_depth, reverse=True):
-            modules[name].to(self.named[name])
+            modules[name].to(self.named_modules[name])
             if name:
                 holders[name][name.rpartition(".")[2]] = None
         for name, members in holders.items():
@@ -98,7 +98,7 @@ def _depth(name: str) -> int:
     return len(name.split(".")) if name else 0
 
 
-def _unknown(name: str, known: list[str]) -> PlanError:
+def _unknown_module(name: str, known: list[str]) -> PlanError:
     near = get_close_matches(name, known, n=3) or known[:_SHOWN]
     return PlanError(
         f"placement names {name!r}, and the model has no such module",
@@ -107,7 +107,7 @@ def _unknown(name: str, known: list[str]) -> PlanError:
     )
 
 
-def _called(module: nn.Module, name: str) -> Iterator[str]:
+def _called_modules(module: nn.Module, name: str) -> Iterator[str]:
     """The modules that are called where a module is: itself, or the members of a list or dict of modules.
 
     Raises:
@@ -127,21 +127,23 @@ def _called(module: nn.Module, name: str) -> Iterator[str]:
         )
     else:
         for own, member in members.items():
-            yield from _called(member, f"{name}.{own}")
+            yield from _called_modules(member, f"{name}.{own}")
 
 
-def _names(model: nn.Module, places: Places) -> list[tuple[str, nn.Module]]:
+def _placed_names(model: nn.Module, places: ModulePlaces) -> list[tuple[str, nn.Module]]:
     """The placed modules, each by all of its names."""
     every = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
-    own = {id(module) for name, module in every if name in places.named}
+    own = {id(module) for name, module in every if name in places.named_modules}
     return [(name, module) for name, module in every if id(module) in own]
 
 
-def _check_shared(model: nn.Module, names: list[tuple[str, nn.Module]], places: Places) -> None:
+def _check_shared(model: nn.Module, names: list[tuple[str, nn.Module]], places: ModulePlaces) -> None:
     """Refuses what has several names, and by them several places."""
     values = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     _check_alike("tensor", [(name, value, f"on {places.at(name)}") for name, value in values])
-    ways = [(name, module, f"on {places.at(name)}, called from {places.around(name)}") for name, module in names]
+    ways = [
+        (name, module, f"on {places.at(name)}, called from {places.run_across_devices(name)}") for name, module in names
+    ]
     _check_alike("module", ways)
 
 
@@ -158,25 +160,25 @@ def _check_alike(what: str, found: Sequence[tuple[str, object, str]]) -> None:
 
 
 @dataclass(eq=False)
-class Trip:
+class DeviceTrip:
     """What the module of that name is called with goes `there`, and what it puts out comes `home`."""
 
     name: str
     there: torch.device
     home: torch.device
-    _under_way: list[Copies] = field(default_factory=list)
+    _under_way: list[DeviceCopies] = field(default_factory=list)
 
-    def on(self, module: nn.Module) -> None:
+    def is_on(self, module: nn.Module) -> None:
         """Has each call of the module make the trip."""
-        module.register_forward_pre_hook(self.go, with_kwargs=True)
-        module.register_forward_hook(self.come, always_call=True)
+        module.register_forward_pre_hook(self.move_inputs, with_kwargs=True)
+        module.register_forward_hook(self.move_outputs, always_call=True)
 
-    def go(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments of a call, there."""
-        self._under_way.append(copies := Copies(self.there))
-        return copies.of((args, kwargs))
+        self._under_way.append(copies := DeviceCopies(self.there))
+        return copies.copy_of((args, kwargs))
 
-    def come(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def move_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         """What a call put out, at home.
 
         Raises:
@@ -184,16 +186,16 @@ class Trip:
         """
         copies = self._under_way.pop()
         copies.write_back()
-        if copies.rearranged:
+        if copies.has_new_layout:
             raise PlanError(
                 f"{self.name!r} changes a list or dict that it is called with, which is a copy on {self.there}",
                 expected="a module that returns what it computes",
                 fix="place the module around it instead",
             )
-        return Copies(self.home).of(output)
+        return DeviceCopies(self.home).copy_of(output)
 
 
-class Copies:
+class DeviceCopies:
     """Copies of tensors on a device: what is one tensor has one copy, and what is there already is its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -202,10 +204,10 @@ class Copies:
         self._tree: Any = ()
         self._items: list[Any] = []
 
-    def of(self, tree: Any) -> Any:
+    def copy_of(self, tree: Any) -> Any:
         """A tree of tensors and other things, there."""
         self._tree = map_tensors(self._copy, tree, self._other)
-        self._items = _items(self._tree)
+        self._items = _container_items(self._tree)
         return self._tree
 
     def write_back(self) -> None:
@@ -215,9 +217,9 @@ class Copies:
                 tensor.copy_(copy)
 
     @property
-    def rearranged(self) -> bool:
+    def has_new_layout(self) -> bool:
         """Whether a list or dict of the copies holds something else than at first."""
-        return list(map(id, _items(self._tree))) != list(map(id, self._items))
+        return list(map(id, _container_items(self._tree))) != list(map(id, self._items))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._made:
@@ -230,10 +232,10 @@ class Copies:
         return leaf.to(self._device) if hasattr(leaf, "to") and not isinstance(leaf, nn.Module) else leaf
 
 
-def _items(tree: Any) -> list[Any]:
+def _container_items(tree: Any) -> list[Any]:
     """All that lists and dicts hold."""
     inside = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
-    return [item for one in inside for item in (one, *_items(one))]
+    return [item for one in inside for item in (one, *_container_items(one))]
 
 
 def _version(tensor: Tensor) -> int:

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotloop.core.float32_switches import read, running_under
+from hotloop.core.float32_switches import apply_switches, read_switches
 from hotloop.core.number_formats import IEEE, own_settings
-from hotloop.lowering.context import Ingredients
-from hotloop.task import Computed
+from hotloop.lowering.context import LoweringContext
+from hotloop.task import StepResult
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TF32 = {"cuda.matmul": "tf32", "cudnn.conv": "tf32", "cudnn.rnn": "tf32", "mkldnn.matmul": "tf32"}
 
 
-def in_precision(parts: Ingredients) -> Ingredients:
+def apply_precision(parts: LoweringContext) -> LoweringContext:
     """torch's switches around the whole step: for `fp32` and `tf32` those that the name says, else the process' as they
     are now, which stay whatever is set later. bf16 and fp16 by torch's autocast around forward.
 
@@ -29,8 +29,8 @@ def in_precision(parts: Ingredients) -> Ingredients:
     precision = parts.plan.precision
     device = "cuda" if any(one.type == "cuda" for one in parts.devices) else parts.device.type
     named = {"fp32": IEEE, "tf32": _TF32}.get(precision)
-    switches = read() | (named or {})
-    around = partial(running_under, switches, device, written=named is not None)
+    switches = read_switches() | (named or {})
+    around = partial(apply_switches, switches, device, written=named is not None)
     line = own_settings(switches, device) if precision == "default" else ""
     notes = (*parts.notes, line) if line else parts.notes
     parts = replace(parts, switches=switches, around=(*parts.around, around), notes=notes)
@@ -38,14 +38,14 @@ def in_precision(parts: Ingredients) -> Ingredients:
         return parts
     compute = parts.compute
 
-    def autocast(model: nn.Module, batch: Any) -> Computed:
-        with numbers(parts):
+    def autocast(model: nn.Module, batch: Any) -> StepResult:
+        with autocast_context(parts):
             return compute(model, batch)
 
     return replace(parts, compute=autocast, scaled=precision == "fp16")
 
 
-def numbers(parts: Ingredients) -> AbstractContextManager[Any]:
+def autocast_context(parts: LoweringContext) -> AbstractContextManager[Any]:
     """What the forward pass computes in: torch's autocast under bf16 and fp16."""
     dtype = _HALF.get(parts.plan.precision)
     return nullcontext() if dtype is None else torch.autocast(parts.device.type, dtype)

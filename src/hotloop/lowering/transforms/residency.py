@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from hotloop.core.hardware.machine import free_memory
-from hotloop.data.feeds.in_memory import Reading, materialise, megabytes
+from hotloop.core.hardware.machine import device_free_bytes
+from hotloop.data.feeds.in_memory import InMemoryRead, format_megabytes, read_into_memory
 from hotloop.data.order import Order
 from hotloop.data.sources import Samples, Source, Stream, Table
-from hotloop.errors import PlanError, RoomError, blame, out_of_memory
-from hotloop.lowering.context import Ingredients
+from hotloop.errors import InsufficientMemoryError, PlanError, describe_error, is_out_of_memory
+from hotloop.lowering.context import LoweringContext
 
 
-def resident(parts: Ingredients) -> Ingredients:
+def apply_residency(parts: LoweringContext) -> LoweringContext:
     """Training and validation data in memory, or on the device; test data, which is read once, stays as it is.
 
     Raises:
@@ -23,21 +23,21 @@ def resident(parts: Ingredients) -> Ingredients:
     """
     if parts.plan.residency == "stream":
         return parts
-    roles = parts.roles
-    train, notes = _in_memory(parts, "data", roles.train)
+    roles = parts.splits
+    train, notes = _table_in_memory(parts, "data", roles.train)
     validation = roles.validation
     if validation is not None:
-        validation, said = _in_memory(parts, "validation", validation)
+        validation, said = _table_in_memory(parts, "validation", validation)
         notes += said
     if parts.plan.residency == "device" and parts.device.type != "cpu":
         assert isinstance(train, Table)
-        train = _moved(parts, "data", train)
-        if isinstance(validation, Table) and _fits(validation, parts.device):
-            validation = _moved(parts, "validation", validation)
-    return replace(parts, roles=replace(roles, train=train, validation=validation), notes=parts.notes + notes)
+        train = _move_table(parts, "data", train)
+        if isinstance(validation, Table) and _is_fitting(validation, parts.device):
+            validation = _move_table(parts, "validation", validation)
+    return replace(parts, splits=replace(roles, train=train, validation=validation), notes=parts.notes + notes)
 
 
-def _in_memory(parts: Ingredients, name: str, source: Source) -> tuple[Source, tuple[str, ...]]:
+def _table_in_memory(parts: LoweringContext, name: str, source: Source) -> tuple[Source, tuple[str, ...]]:
     """The source as a table, and what to say of it: read at its first use in this process, then kept."""
     if isinstance(source, Stream) and name == "data":
         raise PlanError(
@@ -47,10 +47,10 @@ def _in_memory(parts: Ingredients, name: str, source: Source) -> tuple[Source, t
         )
     if not isinstance(source, Samples):
         return source, ()
-    known = parts.roles.read
+    known = parts.splits.read_names
     notes: tuple[str, ...] = ()
     if name not in known:
-        known[name], notes = _read(parts, name, source)
+        known[name], notes = _read_once(parts, name, source)
     if isinstance(known[name], Table):
         return known[name], notes
     if name == "data":
@@ -58,51 +58,51 @@ def _in_memory(parts: Ingredients, name: str, source: Source) -> tuple[Source, t
     return source, notes
 
 
-def _read(parts: Ingredients, name: str, samples: Samples) -> tuple[Table | PlanError, tuple[str, ...]]:
-    task, roles = parts.task, parts.roles
+def _read_once(parts: LoweringContext, name: str, samples: Samples) -> tuple[Table | PlanError, tuple[str, ...]]:
+    task, roles = parts.task, parts.splits
     order = roles.order if name == "data" else None
-    how = Reading(
+    how = InMemoryRead(
         name=name,
         order=order or Order(len(samples), min(roles.batch_size, len(samples)), roles.seed, shuffle=False),
         deterministic=task.deterministic,
         prepare=roles.prepare,
         workers=parts.plan.workers,
-        free_bytes=free_memory(torch.device("cpu")),
+        free_bytes=device_free_bytes(torch.device("cpu")),
     )
     began = time.perf_counter()
     try:
         with parts.during(f"reading {name} into memory") as progress:
-            table = materialise(samples, replace(how, progress=progress))
+            table = read_into_memory(samples, replace(how, progress=progress))
     except PlanError as error:
         error = error.with_traceback(None)  # it is kept, and all that its frames hold need not be
         return error, () if name == "data" else (f"{error.given}; it is loaded sample by sample",)
     except Exception as error:
-        if not any(map(out_of_memory, filter(None, [error, error.__cause__]))):
+        if not any(map(is_out_of_memory, filter(None, [error, error.__cause__]))):
             raise
-        none_left = how.no_room(f"there was no memory left for it ({blame(error)})")
+        none_left = how.insufficient_memory(f"there was no memory left for it ({describe_error(error)})")
         return none_left, () if name == "data" else (f"{none_left.given}; it is loaded sample by sample",)
     took = time.perf_counter() - began
     roles.reading_s[name] = (took, time.perf_counter())
-    said = f"read {len(table):,} samples of {name} into memory ({megabytes(table.nbytes())}) in {took:.1f}s"
+    said = f"read {len(table):,} samples of {name} into memory ({format_megabytes(table.nbytes())}) in {took:.1f}s"
     return table, (said,)
 
 
-def _fits(table: Table, device: torch.device) -> bool:
-    free = free_memory(device)
+def _is_fitting(table: Table, device: torch.device) -> bool:
+    free = device_free_bytes(device)
     return free is None or table.nbytes() <= free // 2
 
 
-def _moved(parts: Ingredients, name: str, table: Table) -> Table:
+def _move_table(parts: LoweringContext, name: str, table: Table) -> Table:
     """The table on the device: one there, for all Programs that use it at a time."""
     device, key = parts.device, (name, str(parts.device))
-    there = parts.roles.moved.get(key)
+    there = parts.splits.moved.get(key)
     if there is None:
-        if not _fits(table, device):
-            raise RoomError(
-                f"residency='device': {name} takes {megabytes(table.nbytes())}, and {device} has "
-                f"{megabytes(free_memory(device) or 0)} free",
+        if not _is_fitting(table, device):
+            raise InsufficientMemoryError(
+                f"residency='device': {name} takes {format_megabytes(table.nbytes())}, and {device} has "
+                f"{format_megabytes(device_free_bytes(device) or 0)} free",
                 expected="at most half of what is free, for training needs the rest",
                 fix="use residency='host'",
             )
-        there = parts.roles.moved[key] = table.to(device)
+        there = parts.splits.moved[key] = table.to(device)
     return there

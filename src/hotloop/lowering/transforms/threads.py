@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.context import LoweringContext
 
 
-def with_threads(parts: Ingredients) -> Ingredients:
+def apply_threads(parts: LoweringContext) -> LoweringContext:
     """The plan's number of threads around training steps; whoever comes after finds the number from before."""
     threads = parts.plan.threads
     if threads is None:
@@ -34,14 +34,14 @@ def with_threads(parts: Ingredients) -> Ingredients:
     return replace(parts, around=(*parts.around, limited))
 
 
-def repeatable(parts: Ingredients) -> Ingredients:
+def apply_determinism(parts: LoweringContext) -> LoweringContext:
     """Has several threads add up what meets in one element, such as a word's gradient, in the same order each time."""
     if any(device.type != "cpu" for device in parts.devices):
         return parts
-    return replace(parts, around=(*parts.around, in_one_order))
+    return replace(parts, around=(*parts.around, deterministic_order))
 
 
-_CHANCE: Any = (
+_NONDETERMINISM_WARNING: Any = (
     "ignore",
     re.compile(".*does not have a deterministic implementation, but you set"),
     Warning,
@@ -52,17 +52,17 @@ _CHANCE: Any = (
 
 
 @contextmanager
-def in_one_order() -> Iterator[None]:
+def deterministic_order() -> Iterator[None]:
     """torch's deterministic algorithms, in what runs and in what is compiled; a single thread needs none."""
     memory: Any = torch.utils.deterministic
     before, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     if before or torch.get_num_threads() == 1:
         yield
         return
-    compilers = _compilers_mode()
+    compilers = _is_inductor_deterministic()
     try:
         # Not by `catch_warnings`, which has Python forget what it has warned of already, so that it would do so again.
-        warnings.filters.insert(0, _CHANCE)  # type: ignore[attr-defined]
+        warnings.filters.insert(0, _NONDETERMINISM_WARNING)  # type: ignore[attr-defined]
         torch.set_deterministic_debug_mode("warn")
         memory.fill_uninitialized_memory = False  # which finds faults, and takes time
         yield
@@ -70,22 +70,22 @@ def in_one_order() -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
         memory.fill_uninitialized_memory = filled
         with suppress(ValueError):  # somebody has put other filters there
-            warnings.filters.remove(_CHANCE)  # type: ignore[attr-defined]
-        if _compilers_mode() != compilers:  # Dynamo sets it after each compilation, and leaves it so
+            warnings.filters.remove(_NONDETERMINISM_WARNING)  # type: ignore[attr-defined]
+        if _is_inductor_deterministic() != compilers:  # Dynamo sets it after each compilation, and leaves it so
             sys.modules[_INDUCTOR].deterministic = compilers  # type: ignore[attr-defined]
 
 
 _INDUCTOR = "torch._inductor.config"
 
 
-def _compilers_mode() -> bool:
+def _is_inductor_deterministic() -> bool:
     """Whether Inductor is deterministic, or will be once it is imported."""
     config: Any = sys.modules.get(_INDUCTOR)
     return os.getenv("TORCHINDUCTOR_DETERMINISTIC") == "1" if config is None else config.deterministic
 
 
 @contextmanager
-def embeddings_in_parallel(device: torch.device) -> Iterator[None]:
+def parallel_embedding_gradients(device: torch.device) -> Iterator[None]:
     """Has Inductor call torch's own kernel for an embedding's gradient, whose threads add up in one order.
 
     What it makes of that by itself would run on one thread, where algorithms must be deterministic.

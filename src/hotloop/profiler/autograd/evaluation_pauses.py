@@ -8,30 +8,30 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from hotloop.profiler.autograd.patterns import Graphs
+from hotloop.profiler.autograd.patterns import AutogradPatterns
 from hotloop.profiler.base.step_facts import StepFact
 
-_AT_LEAST = 0.4
+_MIN_SHARE = 0.4
 """Part of the steps that must hold an evaluation, and that must not, for it being one of every second step."""
 
 
-class Pauses:
+class EvaluationPauses:
     """Notes them of the step in which they happen.
 
     Args:
         step: that is on.
     """
 
-    def __init__(self, graphs: Graphs, step: Callable[[], StepFact | None]) -> None:
+    def __init__(self, graphs: AutogradPatterns, step: Callable[[], StepFact | None]) -> None:
         self._graphs, self._step = graphs, step
         self._modes = 0
         self._returns = 0
-        self._asked: dict[int, tuple[StepFact, float]] = {}
+        self._evaluated_before: dict[int, tuple[StepFact, float]] = {}
         self._evaluating_since: float | None = None
         self._saved: Counter[str] = Counter()
 
     @property
-    def evaluating(self) -> bool:
+    def is_evaluating(self) -> bool:
         return self._evaluating_since is not None
 
     def mode_began(self) -> None:
@@ -44,8 +44,8 @@ class Pauses:
             return
         if training:
             self._note_evaluation()
-            self.trains()
-        elif not self.evaluating:
+            self.end_evaluation()
+        elif not self.is_evaluating:
             self._evaluating_since = time.perf_counter()
             self._graphs.begin_evaluation()
 
@@ -54,10 +54,10 @@ class Pauses:
         step = self._step()
         if self._evaluating_since is not None and step is not None:
             self._returns += 1
-            known_s = self._asked.get(id(step), (step, 0.0))[1]
-            self._asked[id(step)] = step, known_s + time.perf_counter() - self._evaluating_since
+            known_s = self._evaluated_before.get(id(step), (step, 0.0))[1]
+            self._evaluated_before[id(step)] = step, known_s + time.perf_counter() - self._evaluating_since
 
-    def trains(self) -> None:
+    def end_evaluation(self) -> None:
         """An evaluation is over, if one is on."""
         if self._evaluating_since is not None:
             self.note("evaluation", time.perf_counter() - self._evaluating_since)
@@ -70,7 +70,7 @@ class Pauses:
             step.flags += [what] if what not in step.flags else []
             step.apart_ms[what] = step.apart_ms.get(what, 0.0) + seconds * 1e3
 
-    def saved(self, where: str, began: float | None) -> None:
+    def checkpoint_saved(self, where: str, began: float | None) -> None:
         """A checkpoint was written, of which it is known since when."""
         if began is not None:
             self.note("checkpoint", time.perf_counter() - began)
@@ -88,10 +88,10 @@ class Pauses:
 
     def _evaluations(self, many: int, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
         """All steps tell how often: those that are measured may be every second one."""
-        asked_ms = {id(step): 1e3 * seconds for step, seconds in self._asked.values()}
+        asked_ms = {id(step): 1e3 * seconds for step, seconds in self._evaluated_before.values()}
         often = self._returns / max(1, many)
         spent_ms = [asked_ms[id(step)] for step in measured if id(step) in asked_ms] or list(asked_ms.values())
-        if not self._graphs.evaluated_at or not _AT_LEAST <= often < 1 - _AT_LEAST or not measured:
+        if not self._graphs.evaluated_at or not _MIN_SHARE <= often < 1 - _MIN_SHARE or not measured:
             return []
         ((where, _),) = self._graphs.evaluated_at.most_common(1)
         ms = often * sum(spent_ms) / len(spent_ms)

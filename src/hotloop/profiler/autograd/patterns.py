@@ -17,32 +17,32 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.patches import Patches
-from hotloop.profiler.autograd.backward_walk import Walks, walk
-from hotloop.profiler.autograd.dropped_gradients import NETWORK, WEIGHTS, Keeping, Thrown, matched
-from hotloop.profiler.autograd.probes import creating_us, remembered, remembering_us, tiny_us
-from hotloop.profiler.autograd.repeated_forwards import Forward, Mark, apart, evaluates, inputs_of, is_again, repeated
-from hotloop.profiler.base.call_sites import Sites
-from hotloop.profiler.base.tensor_facts import known_again, tensors_in
-from hotloop.profiler.base.transparency import Room
-from hotloop.profiler.hooks.distribution_checks import WHAT as VALIDATION
-from hotloop.profiler.hooks.distribution_checks import Validations
-from hotloop.profiler.hooks.forward_calls import Given
-from hotloop.profiler.hooks.torch_hooks import around, safe
+from hotloop.profiler.autograd.backward_walk import BackwardWalks, walk
+from hotloop.profiler.autograd.dropped_gradients import CLEARED, UNREAD, ClearedGradients, RetainedGraphs, match_lines
+from hotloop.profiler.autograd.probes import anomaly_mode_us, create_graph_us, operator_us, traceback_lines
+from hotloop.profiler.autograd.repeated_forwards import Forward, Mark, inputs_of, is_eval, is_repeat, own_line, repeats
+from hotloop.profiler.base.call_sites import CallSites
+from hotloop.profiler.base.tensor_facts import tensor_fingerprints, tensors_in
+from hotloop.profiler.base.transparency import RecursionHeadroom
+from hotloop.profiler.hooks.distribution_checks import ARGUMENT_VALIDATION as VALIDATION
+from hotloop.profiler.hooks.distribution_checks import ValidationTimer
+from hotloop.profiler.hooks.forward_calls import CallInputs
+from hotloop.profiler.hooks.torch_hooks import stop_on_error, with_callbacks
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"
-_AFTERWARDS = "late "
+_LATE_PREFIX = "late "
 """Before what can only be told of a step by the one before."""
 
-_CARRIED = {"kept graph": "carried graph"}
+_CARRIED_NAMES = {"kept graph": "carried graph"}
 """What is called another way if backwards go through it."""
 
-_LATER = 2
+_MAX_AGE = 2
 """Steps after which a loss should be gone."""
 
-_MOST_EVALUATED = 50
+_MAX_EVAL = 50
 
 
-class Graphs:
+class AutogradPatterns:
     """Looks at the graphs of a few steps.
 
     Args:
@@ -57,14 +57,14 @@ class Graphs:
 
     def __init__(
         self,
-        sites: Sites,
+        sites: CallSites,
         fail: Callable[[Exception], Any],
         parameters: Callable[[], Iterable[Tensor]] = tuple,
         mine: Callable[[], bool] = lambda: True,
     ) -> None:
         self.fail, self._sites, self._on = fail, sites, False
-        self._step = self._around = 0
-        self._looked: list[int] = []
+        self._step = self._backwards = 0
+        self._observed: list[int] = []
         self._followed: list[int] = []
         self._same = 0
         self._first_node = 0
@@ -74,19 +74,19 @@ class Graphs:
         self._retained: list[Mark] = []
         self._created: tuple[str, int] | None = None
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
-        self._walks, self._asked = Walks(parameters), -1
-        self._thrown = Thrown(parameters)
+        self._walks, self._asked = BackwardWalks(parameters), -1
+        self._cleared = ClearedGradients(parameters)
         self._trained_s: dict[int, float] = {}
         self._remembered = 0
         self._profiled: list[tuple[int, float]] = []
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-        self._validations = Validations(sites, mine, self._validated)
-        self._keeping, self._keepers = Keeping(sites, fail), Counter[str]()
-        self._evaluating, self._room = Patches(), Room()
+        self._validations = ValidationTimer(sites, mine, self._note_validation)
+        self._retained_graphs, self._keepers = RetainedGraphs(sites, fail), Counter[str]()
+        self._evaluating, self._headroom = Patches(), RecursionHeadroom()
         self._graded: list[Mark] = []
         self._evaluated = self._depth = 0
-        self.trained_on: list[Given] = []
+        self.trained_on: list[CallInputs] = []
         self.evaluated_at = Counter[str]()
 
     @property
@@ -99,9 +99,9 @@ class Graphs:
         self._on = on
         self._validations.listen() if on else self._validations.stop()
         if on and any(what == "kept graph" for what, _ in self._found):
-            self._keeping.listen(self._step)
+            self._retained_graphs.listen(self._step)
         else:
-            self._keeping.stop()
+            self._retained_graphs.stop()
 
     def forward(
         self,
@@ -110,15 +110,15 @@ class Graphs:
         result: Any,
         seconds: float,
         lines: tuple[str, ...],
-        given: Given,
+        given: CallInputs,
     ) -> None:
         """An outermost forward is done; the first argument is the module. For the rest see `Forward`."""
         mark = Mark(lines[0], self._step, seconds)
         nodes: list[Any] = [value.grad_fn for value in tensors_in(result) if value.grad_fn is not None]
-        inputs = known_again(args[1:], kwargs)
+        inputs = tensor_fingerprints(args[1:], kwargs)
         one = Forward(id(args[0]), mark, lines, inputs, bool(nodes), args[0].training, given)
         if nodes and next(args[0].parameters(), None) is not None:
-            one.outputs = any(value.requires_grad for value in tensors_in(args[1:])), known_again(result)
+            one.outputs = any(value.requires_grad for value in tensors_in(args[1:])), tensor_fingerprints(result)
         for node in nodes:
             node.metadata[_FORWARD] = mark
         if nodes:
@@ -135,12 +135,12 @@ class Graphs:
             value.grad_fn for value in args[0] if isinstance(value, Tensor) and value.grad_fn is not None
         ]
         nodes, again = list(walk(roots)), []
-        self._remembered = sum(map(remembered, nodes))
+        self._remembered = sum(map(traceback_lines, nodes))
         for node in nodes:
             seen = node.metadata
             for kind in (_FORWARD, _RETAINED):
                 if kind in seen:
-                    seen[kind].walked = True
+                    seen[kind].is_walked = True
             before = seen.get(_RETAINED)
             if before is not None and (before.step, before.updates) == (self._step, updates):
                 again.append(node)
@@ -148,9 +148,9 @@ class Graphs:
                 seen[_RETAINED] = mark
             if self._is_new(node):  # alive as long as any part of the graph is: a term of the loss, an output
                 seen[_LOSS] = loss
-        self._look_for_needless(nodes, again, where, asks=asks or creates)
+        self._find_needless_work(nodes, again, where, asks=asks or creates)
         self._created = (
-            (where, self._walks.latest) if creates else None
+            (where, self._walks.latest_nodes) if creates else None
         )  # if the step's last one, nobody goes through it
         if retained:
             self._retained.append(mark)
@@ -158,29 +158,29 @@ class Graphs:
 
     def backward_over(self) -> None:
         """The outermost backward has ended."""
-        self._thrown.ended()
+        self._cleared.ended()
 
-    def updated(self, optimizer: Any) -> None:
+    def optimizer_stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
         if self._on:
-            self._thrown.updated(value for group in optimizer.param_groups for value in group["params"])
+            self._cleared.optimizer_stepped(value for group in optimizer.param_groups for value in group["params"])
 
-    def _look_for_needless(self, nodes: list[Any], again: list[Any], where: str, *, asks: bool) -> None:
+    def _find_needless_work(self, nodes: list[Any], again: list[Any], where: str, *, asks: bool) -> None:
         """What a backward goes through that it needn't; `asks` says whether it gives gradients rather than adding to them."""
         older = sum(bool(node.next_functions) and not self._is_new(node) for node in nodes)
-        self._walks.saw(nodes, where, self._step, older)
+        self._walks.record(nodes, where, self._step, older)
         if asks:
             self._asked = self._step
-            self._thrown.asked()
+            self._cleared.asked()
             return
         found = [
-            *self._walks.shared(again, where, self._step),
-            *self._walks.in_vain(nodes, _forward_of, where, self._step),
-            *self._thrown.saw(nodes, where, self._step, _forward_of),
+            *self._walks.find_shared_graph(again, where, self._step),
+            *self._walks.find_unused_gradients(nodes, _forward_of, where, self._step),
+            *self._cleared.record(nodes, where, self._step, _forward_of),
         ]
         for one in found:
             if one.what != "input gradients" or self._asked != self._step:
-                self._found[one.what, one.where][self._step] += one.many
+                self._found[one.what, one.where][self._step] += one.amount
 
     def _is_new(self, node: Any) -> bool:
         """Whether a node was made in this step; what was made before may be shared by all, and parameters are."""
@@ -189,32 +189,32 @@ class Graphs:
     def step_done(self, *, usual: bool = True) -> None:
         """A step has ended; one that was not like the others is none of which habits are told."""
         self.on = self.on and usual
-        self._thrown.step_done(self._step)
+        self._cleared.step_done(self._step)
         if self.on or self._losses or self._retained or self._before is not None:
-            self._look_back()
+            self._review_step()
         self._step += 1
         self._first_node = torch._C._autograd._get_sequence_nr()
 
-    def _look_back(self) -> None:
+    def _review_step(self) -> None:
         """What has become of the graphs of this step and of those before it."""
         if self.on:
-            self._looked.append(self._step)
-            trained = [one for one in self._forwards if one.mark.walked]
+            self._observed.append(self._step)
+            trained = [one for one in self._forwards if one.mark.is_walked]
             known = [*trained, *(self._before or ())]
             if self._before is not None:
                 self._followed.append(self._step)
                 given = inputs_of(trained)
                 self._same += bool(given) and given == inputs_of(self._before)
             for one in self._forwards + self._ungraded:
-                if not one.mark.walked and (what := self._in_vain(one, trained)):
-                    one.mark.where = apart(one, known)
+                if not one.mark.is_walked and (what := self._name_unused_forward(one, trained)):
+                    one.mark.where = own_line(one, known)
                     self._count(what, [one.mark])
-            for one, first in repeated(trained):
-                one.mark.where = apart(one, [first])
+            for one, first in repeats(trained):
+                one.mark.where = own_line(one, [first])
                 self._count("repeated forward", [one.mark])
             if self._created is not None:
                 where, nodes = self._created
-                self._count("created graph", [Mark(where, self._step, nodes * creating_us() / 1e6)])
+                self._count("created graph", [Mark(where, self._step, nodes * create_graph_us() / 1e6)])
             self.trained_on = [one.given for one in trained if one.given is not None] or self.trained_on
             self._trained_s[self._step] = sum([one.mark.seconds for one in trained])
             self._before = trained
@@ -222,50 +222,50 @@ class Graphs:
             self._before = None
         self._forwards, self._ungraded, self._created = [], [], None
         old = [mark for mark in self._retained if mark.step < self._step]
-        self._count("retained graph", (mark for mark in old if not mark.walked))
+        self._count("retained graph", (mark for mark in old if not mark.is_walked))
         self._retained = [mark for mark in self._retained if mark.step >= self._step]
-        for step, where, _ in (one for one in self._losses if one[0] == self._step - _LATER and one[2]() is not None):
+        for step, where, _ in (one for one in self._losses if one[0] == self._step - _MAX_AGE and one[2]() is not None):
             self._found["kept graph", where][step] += 1
-        self._keepers.update(self._keeping.still_there(self._step - _LATER))
-        self._losses = [loss for loss in self._losses if loss[0] > self._step - _LATER]
+        self._keepers.update(self._retained_graphs.live_lines(self._step - _MAX_AGE))
+        self._losses = [loss for loss in self._losses if loss[0] > self._step - _MAX_AGE]
 
-    def _in_vain(self, one: Forward, trained: Sequence[Forward]) -> str:
+    def _name_unused_forward(self, one: Forward, trained: Sequence[Forward]) -> str:
         """What a forward is called that no backward went through; what comes after the update counts with the next step."""
-        if not one.graded:
-            if evaluates(one, trained):
+        if not one.has_graph:
+            if is_eval(one, trained):
                 return "evaluation"
-            return _AFTERWARDS + "evaluation" if is_again(one, self._before or ()) else ""
-        if not one.training and evaluates(one, trained):
+            return _LATE_PREFIX + "evaluation" if is_repeat(one, self._before or ()) else ""
+        if not one.training and is_eval(one, trained):
             return "evaluation"
-        if is_again(one, trained):
+        if is_repeat(one, trained):
             return "wasted forward"
         if not any(one.module == other.module for other in trained):
             return "unused graph"
         if self._before is None:
             return ""
-        return _AFTERWARDS + ("wasted forward" if is_again(one, self._before) else "unused graph")
+        return _LATE_PREFIX + ("wasted forward" if is_repeat(one, self._before) else "unused graph")
 
     def _count(self, what: str, marks: Iterable[Mark]) -> None:
         for mark in marks:
             self._found[what, mark.where][mark.step] += 1
             self._seconds[what, mark.where][mark.step] += mark.seconds
 
-    def look_around(self, where: str) -> None:
+    def note_modes(self, where: str) -> None:
         """A backward begins: notes what is on that costs time in every operation, for it alone or all the time."""
-        self._around += 1
+        self._backwards += 1
         if torch.is_anomaly_enabled():
-            self._found["hook", where][self._around] += 1
-            self._seconds["hook", where][self._around] += self._remembered * remembering_us() / 1e6
+            self._found["hook", where][self._backwards] += 1
+            self._seconds["hook", where][self._backwards] += self._remembered * anomaly_mode_us() / 1e6
         if torch.autograd.profiler._is_profiler_enabled:
-            self._found["profiler", where][self._around] += 1
-            made = 2 * self._walks.latest  # each node is made by an operator, and runs one
-            self._profiled.append((made, tiny_us()))
+            self._found["profiler", where][self._backwards] += 1
+            made = 2 * self._walks.latest_nodes  # each node is made by an operator, and runs one
+            self._profiled.append((made, operator_us()))
 
-    def _validated(self, where: str, seconds: float) -> None:
+    def _note_validation(self, where: str, seconds: float) -> None:
         """Arguments of a distribution were validated."""
         self._count(VALIDATION, [Mark(where, self._step, seconds)])
 
-    def recomputed(self, seconds: float, where: str) -> None:
+    def note_recomputation(self, seconds: float, where: str) -> None:
         """A backward has called a forward again."""
         if self.on:
             self._found["recomputed forward", where][self._step] += 1
@@ -273,14 +273,14 @@ class Graphs:
 
     def begin_evaluation(self) -> None:
         """The network was put into evaluation mode: are graphs built for it?"""
-        self._room.make()
-        self._evaluating.put(
-            nn.Module, "__call__", around(lambda: self._evaluated < _MOST_EVALUATED, self._enter, self._leave)
+        self._headroom.make()
+        self._evaluating.patch(
+            nn.Module, "__call__", with_callbacks(lambda: self._evaluated < _MAX_EVAL, self._enter, self._leave)
         )
 
     def end_evaluation(self) -> None:
         self._evaluating.undo()
-        self._room.give_back()
+        self._headroom.give_back()
         self._depth = 0
 
     def remove(self) -> None:
@@ -288,12 +288,12 @@ class Graphs:
         self.end_evaluation()
         self.on = False
 
-    @safe
+    @stop_on_error
     def _enter(self, args: tuple, kwargs: dict) -> float:
         self._depth += 1
         return time.perf_counter()
 
-    @safe
+    @stop_on_error
     def _leave(self, began: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._depth -= 1
         if self._depth:
@@ -302,17 +302,17 @@ class Graphs:
         nodes: list[Any] = [value.grad_fn for value in tensors_in(result) if value.grad_fn is not None]
         if args[0].training:
             return
-        where = self._sites.caller(3)
+        where = self._sites.caller_line(3)
         self.evaluated_at[where] += 1
         if not nodes:
             return
         mark = Mark(where, self._step, time.perf_counter() - began)
         self._graded.append(mark)
         for node in nodes:  # a backward that comes later, as for the gradient of an input, is heard by the graph alone
-            node.register_prehook(partial(_walked, mark))
+            node.register_prehook(partial(_mark_walked, mark))
 
     @property
-    def one_batch(self) -> bool:
+    def has_one_batch(self) -> bool:
         """Whether the network was trained on what it was in the step before, each time."""
         return bool(self._followed) and self._same == len(self._followed)
 
@@ -323,62 +323,62 @@ class Graphs:
         Of what a backward goes through that it needn't, and of forwards that are repeated, the part of it is given.
         """
         steps: dict[str, Sequence[int]] = {
-            "hook": range(1, self._around + 1),
-            "profiler": range(1, self._around + 1),
-            "kept graph": [step for step in self._looked if step < self._step - _LATER],
-            "unused gradients": self._looked[1:],  # the first tells what a parameter was before
-            NETWORK: self._followed or self._looked,  # what a step leaves is cleared in the one after it
-            WEIGHTS: self._followed or self._looked,
+            "hook": range(1, self._backwards + 1),
+            "profiler": range(1, self._backwards + 1),
+            "kept graph": [step for step in self._observed if step < self._step - _MAX_AGE],
+            "unused gradients": self._observed[1:],  # the first tells what a parameter was before
+            CLEARED: self._followed or self._observed,  # what a step leaves is cleared in the one after it
+            UNREAD: self._followed or self._observed,
         }
-        found, keepers = [], matched([where for what, where in self._found if what == "kept graph"], self._keepers)
+        found, keepers = [], match_lines([where for what, where in self._found if what == "kept graph"], self._keepers)
         for (what, where), counts in self._found.items():
-            over = steps.get(what, self._followed if what.startswith(_AFTERWARDS) else self._looked)
+            over = steps.get(what, self._followed if what.startswith(_LATE_PREFIX) else self._observed)
             seconds = self._seconds[what, where]
-            found.append(_habit(what, where, _usual(counts, over), _usual(seconds, over)))
+            found.append(_pattern(what, where, _median_amount(counts, over), _median_amount(seconds, over)))
             if what == "profiler":
-                found[-1] |= {"calls": _middle(self._profiled, 0), "call_us": _middle(self._profiled, 1)}
+                found[-1] |= {"calls": _median_at(self._profiled, 0), "call_us": _median_at(self._profiled, 1)}
             if part := self._part(what, where, seconds):
-                found[-1] |= {"what": _CARRIED.get(what, what), "part": part}
+                found[-1] |= {"what": _CARRIED_NAMES.get(what, what), "part": part}
             elif what == "kept graph":
                 found[-1]["where"] = keepers.get(where, where)
-        return [habit for habit in found if habit["per_step"]] + self._with_graphs()
+        return [habit for habit in found if habit["per_step"]] + self._evaluations_with_graphs()
 
     def _part(self, what: str, where: str, seconds: Mapping[int, float]) -> float:
         """Of the backward, that which goes with a habit; backwards take as their forwards do."""
-        if what in (NETWORK, WEIGHTS):
-            return self._thrown.part(what, where)
+        if what in (CLEARED, UNREAD):
+            return self._cleared.dropped_share(what, where)
         if what != "repeated forward":
-            return self._walks.part(what, where)
+            return self._walks.needless_share(what, where)
         trained_s = sum(self._trained_s[step] for step in seconds)
         return sum(seconds.values()) / trained_s if trained_s else 0.0
 
-    def _with_graphs(self) -> list[dict[str, Any]]:
+    def _evaluations_with_graphs(self) -> list[dict[str, Any]]:
         """Evaluations that built graphs nobody went through, in all steps."""
-        vain = [mark for mark in self._graded if not mark.walked]
+        vain = [mark for mark in self._graded if not mark.is_walked]
         over = max(1, self._step)
         return [
-            _habit("autograd in evaluation", where, len(marks) / over, sum(mark.seconds for mark in marks) / over)
+            _pattern("autograd in evaluation", where, len(marks) / over, sum(mark.seconds for mark in marks) / over)
             for where in dict.fromkeys(mark.where for mark in vain)
             for marks in [[mark for mark in vain if mark.where == where]]
         ]
 
 
-def _habit(what: str, where: str, per_step: float, seconds: float) -> dict[str, Any]:
+def _pattern(what: str, where: str, per_step: float, seconds: float) -> dict[str, Any]:
     ms = seconds * 1e3 if seconds else None
-    return {"what": what.removeprefix(_AFTERWARDS), "where": where, "per_step": per_step, "ms": ms}
+    return {"what": what.removeprefix(_LATE_PREFIX), "where": where, "per_step": per_step, "ms": ms}
 
 
-def _middle(pairs: Sequence[tuple[float, float]], at: int) -> float:
+def _median_at(pairs: Sequence[tuple[float, float]], at: int) -> float:
     return median(pair[at] for pair in pairs)
 
 
-def _usual(amounts: Mapping[int, float], steps: Sequence[int]) -> float:
+def _median_amount(amounts: Mapping[int, float], steps: Sequence[int]) -> float:
     """The middle one of the amounts in some steps, the lower one of two."""
     return float(median_low([amounts.get(step, 0) for step in steps])) if steps else 0.0
 
 
-def _walked(mark: Mark, gradients: Any) -> None:
-    mark.walked = True
+def _mark_walked(mark: Mark, gradients: Any) -> None:
+    mark.is_walked = True
 
 
 def _forward_of(node: Any) -> str:

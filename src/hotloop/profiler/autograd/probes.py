@@ -13,69 +13,69 @@ import torch
 from torch import Tensor
 
 from hotloop.core.records.profile import TAKE_ROWS
-from hotloop.profiler.base.transparency import unseen
+from hotloop.profiler.base.transparency import hide_from_compiler
 
-_TINY = 20
+_TINY_NUMBERS = 20
 
 
-def tiny_us() -> float:
+def operator_us() -> float:
     """What an operator takes now."""
-    return _us(torch.zeros(1))
+    return _measure_us(torch.zeros(1))
 
 
-_MADE_AT = "traceback_"
+_TRACEBACK_PREFIX = "traceback_"
 """Where torch's anomaly detection keeps in a node's metadata who made it: the lines on the stack."""
 
 
-def remembered(node: Any) -> int:
+def traceback_lines(node: Any) -> int:
     """Lines on the stack when a node was made under anomaly detection; 0 of others."""
-    return len(node.metadata.get(_MADE_AT, ()))
+    return len(node.metadata.get(_TRACEBACK_PREFIX, ()))
 
 
-def remembering_us() -> float:
+def anomaly_mode_us() -> float:
     """How much longer an operator that makes a node takes under anomaly detection, for each line on the stack.
 
     In a thread of its own, on whose stack is nothing of the watch's, in which lines may take longer than the script's do.
     """
     with ThreadPoolExecutor(1) as beside:
-        return beside.submit(_remembering_us).result()
+        return beside.submit(_measure_anomaly_mode_us).result()
 
 
-def _remembering_us() -> float:
+def _measure_anomaly_mode_us() -> float:
     tiny = torch.zeros(1, requires_grad=True).neg()  # of a leaf another node is made each time
-    _us(tiny)  # the first time, source files are read
-    remembering, node = _us(tiny), tiny.neg().grad_fn
+    _measure_us(tiny)  # the first time, source files are read
+    remembering, node = _measure_us(tiny), tiny.neg().grad_fn
     with torch.autograd.set_detect_anomaly(False):
-        return max(0.0, remembering - _us(tiny)) / max(1, remembered(node))
+        return max(0.0, remembering - _measure_us(tiny)) / max(1, traceback_lines(node))
 
 
 @cache
-def creating_us() -> float:
+def create_graph_us() -> float:
     """How much longer a node of a backward takes if that makes a graph too."""
-    _passed_us(True)
-    return max(0.0, min(_passed_us(True) for _ in range(3)) - min(_passed_us(False) for _ in range(3)))
+    _backward_node_us(True)
+    return max(0.0, min(_backward_node_us(True) for _ in range(3)) - min(_backward_node_us(False) for _ in range(3)))
 
 
-def _passed_us(creating: bool) -> float:
+def _backward_node_us(creating: bool) -> float:
     """What a node takes, of a chain of them; the engine is called as it is, past what stands around it."""
     out = leaf = torch.ones(1, requires_grad=True)
-    for _ in range(_TINY):
+    for _ in range(_TINY_NUMBERS):
         out = out * leaf
     run = torch.autograd.Variable._execution_engine.run_backward
     began = time.perf_counter()
     run((out,), (torch.ones(1),), True, creating, (leaf,), allow_unreachable=True, accumulate_grad=False)
-    return (time.perf_counter() - began) / _TINY * 1e6
+    return (time.perf_counter() - began) / _TINY_NUMBERS * 1e6
 
 
-def _us(tiny: Tensor) -> float:
+def _measure_us(tiny: Tensor) -> float:
     began = time.perf_counter()
-    for _ in range(_TINY):
+    for _ in range(_TINY_NUMBERS):
         tiny.neg()
-    return (time.perf_counter() - began) / _TINY * 1e6
+    return (time.perf_counter() - began) / _TINY_NUMBERS * 1e6
 
 
-@unseen
-def identities_among(operators: Iterable[dict[str, Any]]) -> list[str]:
+@hide_from_compiler
+def find_identities(operators: Iterable[dict[str, Any]]) -> list[str]:
     """The shapes that rows are taken of, as `3000x3000`, where all such matrices are identities, parameters left out."""
     asked = {one["shapes"][0] for one in operators if one["name"] in TAKE_ROWS and one["shapes"]}
     square = {shape for shape in asked if _is_square(shape)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hotloop.profiler.hooks.forward_calls import Given
+from hotloop.profiler.hooks.forward_calls import CallInputs
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Mark:
     where: str
     step: int
     seconds: float = 0.0
-    walked: bool = False
+    is_walked: bool = False
     updates: int = 0
 
 
@@ -31,7 +31,7 @@ class Forward:
 
     Attributes:
         lines: of the user's that called it, from inside out.
-        inputs: which tensors it got, see `known_again`.
+        inputs: which tensors it got, see `tensor_fingerprints`.
         graded: whether it built a graph.
         training: whether the module was in training mode.
         given: the tensors among its inputs, and whether a loader gave something since the forward before.
@@ -42,13 +42,13 @@ class Forward:
     mark: Mark
     lines: tuple[str, ...]
     inputs: frozenset[tuple]
-    graded: bool
+    has_graph: bool
     training: bool
-    given: Given
+    given: CallInputs
     outputs: tuple[bool, frozenset[tuple]] | None = None
 
 
-def evaluates(one: Forward, trained: Sequence[Forward]) -> bool:
+def is_eval(one: Forward, trained: Sequence[Forward]) -> bool:
     """Whether a forward that no backward went through only looks at how good the network is that is trained here.
 
     What a network in training mode is asked about other samples may well be a part of the training: targets, actions,
@@ -56,16 +56,16 @@ def evaluates(one: Forward, trained: Sequence[Forward]) -> bool:
     """
     if not one.training:
         same = [other for other in trained if other.module == one.module and other.training]
-        return any(one.given.drawn or (one.given.rows or 1) >= (other.given.rows or 1) for other in same)
-    return is_again(one, trained)
+        return any(one.given.is_after_batch or (one.given.rows or 1) >= (other.given.rows or 1) for other in same)
+    return is_repeat(one, trained)
 
 
-def is_again(one: Forward, trained: Sequence[Forward]) -> bool:
+def is_repeat(one: Forward, trained: Sequence[Forward]) -> bool:
     """Whether the same network was trained on the same inputs."""
     return bool(one.inputs) and any(other.module == one.module and other.inputs == one.inputs for other in trained)
 
 
-def repeated(trained: Sequence[Forward]) -> Iterator[tuple[Forward, Forward]]:
+def repeats(trained: Sequence[Forward]) -> Iterator[tuple[Forward, Forward]]:
     """Forwards of a network on the same inputs that gave the same, each with the first; dropout gives something else."""
     seen: dict[tuple, Forward] = {}
     for one in trained:
@@ -78,7 +78,7 @@ def inputs_of(trained: Sequence[Forward]) -> set[tuple]:
     return {(one.module, one.inputs) for one in trained if one.inputs}
 
 
-def apart(one: Forward, known: Sequence[Forward]) -> str:
+def own_line(one: Forward, known: Sequence[Forward]) -> str:
     """The line that tells a forward from those that the training needs; many may go through one function."""
     others = [other.lines for other in known if other.module == one.module and other.lines[0] == one.lines[0]]
     differing = (

@@ -9,18 +9,18 @@ from types import CodeType, FrameType
 
 from hotloop.scripts.traceback_frames import HIDDEN
 
-_PROFILING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_HOTLOOP = os.path.dirname(_PROFILING)
-_TASKS = os.path.join(_PROFILING, "task_profile.py")
-_WATCHING = (_PROFILING, os.path.join(_HOTLOOP, "scripts"))
+_PROFILER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_HOTLOOP = os.path.dirname(_PROFILER)
+_TASK_PROFILE = os.path.join(_PROFILER, "task_profile.py")
+_WATCHING = (_PROFILER, os.path.join(_HOTLOOP, "scripts"))
 """Folders of the code that profiles, and that stands between a script and its profile."""
 
 _STDLIB = sysconfig.get_path("stdlib")
-_MOST = 1000
+_MAX_PLACES = 1000
 """Places that are kept."""
 
 
-class Sites:
+class CallSites:
     """Finds the line; what it learns of files it keeps, since it's asked in every step.
 
     Args:
@@ -32,45 +32,45 @@ class Sites:
         self._own: dict[int, tuple[CodeType, bool]] = {}  # by id, since hashing code goes through all of it
         self._places: dict[tuple[int, int], str] = {}
 
-    def caller(self, depth: int = 2) -> str:
+    def caller_line(self, depth: int = 2) -> str:
         """`file:line` of the innermost frame of the user's; of the innermost frame outside of hotloop if there is none.
 
         Empty where a Task's step itself calls: the lines that had it trained are none of the step's.
         """
-        return self.above(sys._getframe(depth))
+        return self.line_above(sys._getframe(depth))
 
-    def above(self, frame: FrameType | None) -> str:
-        """Like `caller`, from a frame on."""
+    def line_above(self, frame: FrameType | None) -> str:
+        """Like `caller_line`, from a frame on."""
         first = None
         while frame is not None:
             if self.is_own(frame.f_code):
-                return self._place_in(frame.f_code, frame.f_lineno)
+                return self._cached_place(frame.f_code, frame.f_lineno)
             if is_step(frame.f_code):
                 return ""
             if first is None and not frame.f_code.co_filename.startswith((_HOTLOOP, HIDDEN)):
                 first = frame
             frame = frame.f_back
-        return self._place_in(first.f_code, first.f_lineno) if first is not None else ""
+        return self._cached_place(first.f_code, first.f_lineno) if first is not None else ""
 
-    def calls_itself(self, depth: int = 2) -> str:
+    def direct_caller_line(self, depth: int = 2) -> str:
         """The line of the user's that calls a function of torch's itself; empty where somebody else does, as hotloop for a Task."""
         frame: FrameType | None = sys._getframe(depth)
         while frame is not None and frame.f_code.co_filename.startswith((*_WATCHING, HIDDEN)):
             frame = frame.f_back
         own = frame is not None and self.is_own(frame.f_code)
-        return self._place_in(frame.f_code, frame.f_lineno) if own and frame is not None else ""
+        return self._cached_place(frame.f_code, frame.f_lineno) if own and frame is not None else ""
 
-    def callers(self, depth: int = 2) -> tuple[str, ...]:
-        """Like `caller`, and the user's lines around it, from inside out."""
+    def caller_lines(self, depth: int = 2) -> tuple[str, ...]:
+        """Like `caller_line`, and the user's lines around it, from inside out."""
         frame: FrameType | None = sys._getframe(depth)
         found: list[str] = []
         while frame is not None and not is_step(frame.f_code):
             if self.is_own(frame.f_code):
-                found.append(self._place_in(frame.f_code, frame.f_lineno))
+                found.append(self._cached_place(frame.f_code, frame.f_lineno))
             frame = frame.f_back
-        return tuple(found) or (self.caller(depth + 1),)
+        return tuple(found) or (self.caller_line(depth + 1),)
 
-    def calling(self) -> tuple[FrameType | None, int]:
+    def caller_frame(self) -> tuple[FrameType | None, int]:
         """The innermost frame of the user's, if there is one, and how many lie between it and hotloop's."""
         frame: FrameType | None = sys._getframe(1)
         between = 0
@@ -79,7 +79,7 @@ class Sites:
             frame = frame.f_back
         return frame, between
 
-    def around(self) -> list[tuple[str, int, frozenset[int]]]:
+    def functions_on_stack(self) -> list[tuple[str, int, frozenset[int]]]:
         """The user's functions that are on the stack, from inside out: file, line where each is, and all of its lines."""
         frame: FrameType | None = sys._getframe(1)
         found: list[tuple[str, int, frozenset[int]]] = []
@@ -90,12 +90,12 @@ class Sites:
             frame = frame.f_back
         return found
 
-    def _place_in(self, code: CodeType, line: int) -> str:
+    def _cached_place(self, code: CodeType, line: int) -> str:
         """It is asked for in every step, and what a file is called takes the system's time."""
         where = self._places.get((id(code), line))
         if where is None:
             where = self.place(code.co_filename, line)
-            if len(self._places) < _MOST:
+            if len(self._places) < _MAX_PLACES:
                 self._places[id(code), line] = where
         return where
 
@@ -114,7 +114,7 @@ class Sites:
 def is_step(code: CodeType) -> bool:
     """Whether code is that of a Task's step, which hotloop writes, or has it run; what watches it is not."""
     file = code.co_filename
-    return file.startswith(_HOTLOOP) and (file == _TASKS or not file.startswith(_WATCHING))
+    return file.startswith(_HOTLOOP) and (file == _TASK_PROFILE or not file.startswith(_WATCHING))
 
 
 def is_library(file: str) -> bool:

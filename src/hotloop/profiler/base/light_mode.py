@@ -9,23 +9,23 @@ from threading import get_ident
 from types import CodeType
 from typing import Any
 
-from hotloop.profiler.base.call_sites import Sites
-from hotloop.profiler.base.phases import Clock
+from hotloop.profiler.base.call_sites import CallSites
+from hotloop.profiler.base.phases import StepClock
 from hotloop.profiler.base.schedule import DISTURBING
 from hotloop.profiler.base.step_facts import StepFact
 
-_SETTLED_MS = 20.0
-_MOST_SETTLING = 64
+_WARM_UP_MS = 20.0
+_MAX_WARM_UP_STEPS = 64
 """So long, and so many steps at most, until they are as warm as before; a longer step is no hundredth longer for it."""
 
-_AT_FIRST, _ENOUGH = 4, 24
-"""So many at most until enough are measured, in case that the script has no more steps to spare; see `warm`."""
+_MAX_EARLY_STEPS, _ENOUGH_MEASURED = 4, 24
+"""So many at most until enough are measured, in case that the script has no more steps to spare; see `without_cold_steps`."""
 
-_OWN = 2
+_OWN_FRAMES = 2
 """Frames of the watch's own where `passes` is asked: itself, and the hook."""
 
 
-class Stretch:
+class LightSpan:
     """Goes from step to step by a clock's mark alone, as long as each ends as the one before it did.
 
     All that ending a step and beginning the next takes otherwise is a sixth of a very short step, and leaves caches cold.
@@ -43,21 +43,21 @@ class Stretch:
         self.left = self.passed = 0
         self.began: Any = None
         self.ended: Any = None
-        self._clock: Clock
+        self._clock: StepClock
         self._last: Callable[[], None]
         self._thread = self._optimizer = self._depth = self._instruction = 0
         self._code: CodeType | None = None
 
-    def begin(self, optimizer: Any, sites: Sites, clock: Clock, last: Callable[[], None]) -> bool:
+    def begin(self, optimizer: Any, sites: CallSites, clock: StepClock, last: Callable[[], None]) -> bool:
         """An optimizer's update has ended a step, and so it will the next ones; False if no line of the user's called it.
 
         Args:
             last: is called before the step that counts begins.
         """
-        frame, between = sites.calling()
+        frame, between = sites.caller_frame()
         if frame is None:
             return False
-        self._thread, self._optimizer, self._depth = get_ident(), id(optimizer), _OWN + between
+        self._thread, self._optimizer, self._depth = get_ident(), id(optimizer), _OWN_FRAMES + between
         self._code, self._instruction = frame.f_code, frame.f_lasti
         self._clock, self._last, self.ended = clock, last, None
         self.on = True
@@ -68,7 +68,7 @@ class Stretch:
         was, self.on, self.ended = self.on, False, None
         return was
 
-    def passes(self, optimizer: Any) -> bool:
+    def ends_light_step(self, optimizer: Any) -> bool:
         """Whether an update that is done has ended a step that goes by, and needn't be heard; torch's hook asks."""
         if not self.on or id(optimizer) != self._optimizer or get_ident() != self._thread:
             return False
@@ -88,21 +88,21 @@ class Stretch:
         return True
 
 
-def until_settled(steps: Sequence[StepFact]) -> int:
+def steps_until_warm(steps: Sequence[StepFact]) -> int:
     """How many steps find Python's caches cold, by what was replaced for one before; 0 if they're too long to tell."""
     ms = next((step.ms for step in reversed(steps) if step.kind not in DISTURBING), 0.0)
-    enough = sum(step.kind in ("clean", "instrumented") for step in steps) >= _ENOUGH
-    settling = min(_MOST_SETTLING if enough else _AT_FIRST, int(_SETTLED_MS / ms)) if ms else 0
+    enough = sum(step.kind in ("clean", "instrumented") for step in steps) >= _ENOUGH_MEASURED
+    settling = min(_MAX_WARM_UP_STEPS if enough else _MAX_EARLY_STEPS, int(_WARM_UP_MS / ms)) if ms else 0
     since = next((n for n, step in enumerate(reversed(steps)) if step.kind in DISTURBING), settling)
     return max(0, settling - since)
 
 
-def warm(measured: Sequence[StepFact]) -> Sequence[StepFact]:
+def without_cold_steps(measured: Sequence[StepFact]) -> Sequence[StepFact]:
     """The measured steps without the first ones, where short steps came too soon after others for warm caches.
 
     All of them where they're long, or too few came later.
     """
-    later = measured[_ENOUGH:]
-    if len(later) < _ENOUGH or median(step.ms for step in later) * _AT_FIRST > _SETTLED_MS:
+    later = measured[_ENOUGH_MEASURED:]
+    if len(later) < _ENOUGH_MEASURED or median(step.ms for step in later) * _MAX_EARLY_STEPS > _WARM_UP_MS:
         return measured
     return later

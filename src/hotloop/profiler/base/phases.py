@@ -21,20 +21,20 @@ from hotloop.core.records.profile_terms import Phase
 if sys.platform == "linux":
     import resource
 
-_MOST_MARKS = 20_000
+_MAX_MARKS = 20_000
 """In one step; what comes then belongs to the phase it is in, so that memory stays bounded."""
 
 
-_QUEUED = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 """Of Linux: nanoseconds that this thread ran, that it stood ready while others had the cores, and how often it ran."""
 
-AMONG_RANKS: tuple[Phase, ...] = ("waiting", "communication")
+RANK_PHASES: tuple[Phase, ...] = ("waiting", "communication")
 
-_DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
+_DEDUCED_PHASES: tuple[Phase, ...] = ("python", "batch", "loss")
 """Phases that a step is in where nothing else is seen."""
 
 
-class Clock(Protocol):
+class StepClock(Protocol):
     """Marks instants, and says later how far apart they were."""
 
     def mark(self, *, idle: bool = True) -> Any:
@@ -47,7 +47,7 @@ class Clock(Protocol):
     def idle_ms(self, first: Any, last: Any) -> float:
         """Of this time, how long the thread that marked didn't run, as far as that is known."""
 
-    def passed(self, mark: Any) -> bool:
+    def has_passed(self, mark: Any) -> bool:
         """Whether that instant has come, so that `ms` can be asked."""
 
 
@@ -85,14 +85,14 @@ class HostClock:
         ran_s = last.cpu_s - first.cpu_s + last.queued_s - first.queued_s
         return max(0.0, self.ms(first, last) - ran_s * 1e3) if last.waits > first.waits else 0.0
 
-    def passed(self, mark: Instant) -> bool:
+    def has_passed(self, mark: Instant) -> bool:
         return True
 
 
 def _queued_s() -> float:
     """Seconds in which this thread could have run; 0 where the system doesn't say."""
     try:
-        return int(_QUEUED.read_text().split()[1]) / 1e9
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
     except OSError:
         return 0.0
 
@@ -118,11 +118,11 @@ class DeviceClock:
     def idle_ms(self, first: torch.Event, last: torch.Event) -> float:
         return 0.0
 
-    def passed(self, mark: torch.Event) -> bool:
+    def has_passed(self, mark: torch.Event) -> bool:
         return mark.query()
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> StepClock:
     """The clock of steps that compute on a device."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
@@ -136,7 +136,7 @@ class Timeline:
         amended: is told of marks whose phase turned out to be another one, and which.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: StepClock) -> None:
         self.clock, self.device = clock, "cpu"
         self.amended: Callable[[Collection[int], Phase], object] = lambda marks, phase: None
         self.on = False
@@ -170,7 +170,7 @@ class Timeline:
         self._loading = 0
         self._mark(ground)
 
-    def follow(self, outputs: Any) -> str:
+    def use_clock_of(self, outputs: Any) -> str:
         """Goes by the clock of the device that outputs are on from here on; says which one that is."""
         device = outputs[0].device if outputs and isinstance(outputs[0], torch.Tensor) else None
         if device is not None and self.device != str(device):
@@ -185,7 +185,7 @@ class Timeline:
 
     def enter(self, phase: Phase) -> None:
         """Goes into a phase, inside the one that is on."""
-        if self.loading and phase not in AMONG_RANKS:
+        if self.loading and phase not in RANK_PHASES:
             self._stack.append("data")
         elif self.on:
             self._stack.append(phase)
@@ -217,7 +217,7 @@ class Timeline:
         """A mark of the clock's, for the edge of a step."""
         return self.clock.mark(idle=self.on)
 
-    def unless(self, phase: Phase, instead: Phase) -> None:
+    def replace_last(self, phase: Phase, instead: Phase) -> None:
         """The loop wasn't in a phase after all where nothing else was seen of late, back to where it was in another one."""
         found = list(takewhile(lambda at: self._marks[at][1] == phase, reversed(self._grounds)))
         for at in found:
@@ -226,13 +226,13 @@ class Timeline:
             self.amended(found, instead)
 
     def _mark(self, phase: Phase) -> None:
-        if len(self._marks) < _MOST_MARKS:
+        if len(self._marks) < _MAX_MARKS:
             if len(self._stack) == 1:
                 self._grounds.append(len(self._marks))
             self._marks.append((self.clock.mark(), phase))
 
 
-def durations(marks: list[tuple[Any, Phase]], clock: Clock, mark_ms: float = 0.0) -> dict[Phase, float]:
+def durations(marks: list[tuple[Any, Phase]], clock: StepClock, mark_ms: float = 0.0) -> dict[Phase, float]:
     """Milliseconds in each phase; they add up to the time from the first mark to the last, less what marking took.
 
     Between the things that are seen, a thread that runs is taken to run the loop's own code; while it doesn't, nobody knows
@@ -244,7 +244,7 @@ def durations(marks: list[tuple[Any, Phase]], clock: Clock, mark_ms: float = 0.0
     found: dict[Phase, float] = {}
     for (first, phase), (last, _) in pairwise(marks):
         ms = max(0.0, clock.ms(first, last) - mark_ms)
-        idle = min(ms, clock.idle_ms(first, last)) if phase in _DEDUCED else 0.0
+        idle = min(ms, clock.idle_ms(first, last)) if phase in _DEDUCED_PHASES else 0.0
         found[phase] = found.get(phase, 0.0) + ms - idle
         if idle:
             found["unattributed"] = found.get("unattributed", 0.0) + idle

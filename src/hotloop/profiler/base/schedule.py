@@ -36,18 +36,18 @@ DEFAULT_STEPS = 60
 
 _PAIR: list[Kind] = ["clean", "instrumented"]
 
-_HABITS: list[Kind] = ["habits"]
+_PATTERN_STEP: list[Kind] = ["habits"]
 
-_SAMPLED: list[Kind] = ["sampled"]
+_SAMPLED_STEP: list[Kind] = ["sampled"]
 
-_CLOCKED: list[Kind] = ["clocked"]
+_CLOCKED_STEP: list[Kind] = ["clocked"]
 
-_TRACED: list[Kind] = ["traced", "settling"]
+_TRACED_STEP: list[Kind] = ["traced", "settling"]
 
-_FIRST: list[Kind] = [*_TRACED, *_CLOCKED, *_HABITS * 2, *_SAMPLED]
+_FIRST_DETAILS: list[Kind] = [*_TRACED_STEP, *_CLOCKED_STEP, *_PATTERN_STEP * 2, *_SAMPLED_STEP]
 """So that a few long steps have some of everything; what is done twice with a batch may fall into two steps."""
 
-_LOOKS: list[Kind] = [*_HABITS * 2, *_TRACED * 2, *_SAMPLED, *_CLOCKED, "settling"]
+_SECOND_DETAILS: list[Kind] = [*_PATTERN_STEP * 2, *_TRACED_STEP * 2, *_SAMPLED_STEP, *_CLOCKED_STEP, "settling"]
 
 # Two traced steps never follow each other: a step ends inside of the range by which torch's profiler sees the update, and
 # a range that is still open when a profiler stops must not end under the next one.
@@ -59,13 +59,17 @@ def order(steps: int) -> list[Kind]:
     It goes by no clock, so that ranks which take the same steps watch them alike.
     """
     pairs, odd = divmod(steps, 2)
-    measured = [_pair(number) for number in range(pairs)] + [["instrumented"]] * odd
-    looks = [_FIRST, _LOOKS, *((_CLOCKED, _SAMPLED)[number % 2] for number in range(2, len(measured)))]
+    measured = [_measured_pair(number) for number in range(pairs)] + [["instrumented"]] * odd
+    looks = [
+        _FIRST_DETAILS,
+        _SECOND_DETAILS,
+        *((_CLOCKED_STEP, _SAMPLED_STEP)[number % 2] for number in range(2, len(measured))),
+    ]
     nothing: list[Kind] = []
     return [kind for both in zip_longest(measured, looks, fillvalue=nothing) for kinds in both for kind in kinds]
 
 
-def _pair(number: int) -> list[Kind]:
+def _measured_pair(number: int) -> list[Kind]:
     """In the order of Thue and Morse, so that what a loop does every second, third or fourth step falls on both alike."""
     return _PAIR[::-1] if number.bit_count() % 2 else _PAIR
 
@@ -82,38 +86,38 @@ class Observer(Protocol):
 
     def close(self) -> None: ...
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        """Fields of `Facts`."""
+        """Fields of `ProfileFacts`."""
 
 
-class Stage(Protocol):
+class StepHooks(Protocol):
     """Is told of each step."""
 
     def begin(self, kind: Kind) -> Phase:
         """A step begins; says what the loop does first."""
 
-    def ready(self) -> None:
+    def observers_ready(self) -> None:
         """All that watch it closely have begun."""
 
     def flags(self) -> list[str]:
         """What has happened in the step that doesn't in every one."""
 
-    def again(self) -> None:
+    def restart_step(self) -> None:
         """The step begins anew: what has happened in it so far is forgotten."""
 
     def end(self, *, usual: bool = True) -> None:
         """It has ended; whether nothing happened in it but what happens in most."""
 
-    def anew(self) -> None:
+    def restart(self) -> None:
         """The script trains in another loop: what was seen of the one before is forgotten."""
 
-    def between(self) -> None:
+    def between_steps(self) -> None:
         """One has ended and the next hasn't begun: what is done here is in neither."""
 
 
-SEVERAL = 3.0
+DELAYED = 3.0
 """A step that takes so many times what others do was held up by something that isn't of every step."""
 
-_CUT = 0.25
+_TRIMMED_SHARE = 0.25
 
 
 def middle_mean(values: Collection[float]) -> float:
@@ -121,5 +125,5 @@ def middle_mean(values: Collection[float]) -> float:
 
     Like a median it isn't moved by steps that were held up, and unlike it sees what is done in every second step.
     """
-    cut = int(_CUT * len(values))
+    cut = int(_TRIMMED_SHARE * len(values))
     return fmean(sorted(values)[cut : len(values) - cut])

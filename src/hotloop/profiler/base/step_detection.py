@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-_LEAST_UPDATES = 3
-_LEAST_BACKWARDS = 5  # the first update may come after some backwards
-_FEW = 1000
+_MIN_UPDATES = 3
+_MIN_BACKWARDS = 5  # the first update may come after some backwards
+_MAX_EVENTS = 1000
 
 
 @dataclass(frozen=True)
-class Event:
+class TrainingEvent:
     """Something that may end a step.
 
     Attributes:
@@ -34,37 +34,37 @@ class Finder:
     """
 
     def __init__(self) -> None:
-        self._seen: Counter[Event] = Counter()
-        self._at: Counter[Event] = Counter()
-        self._backwards, self._counted_at = 0, dict[Event, int]()
+        self._seen: Counter[TrainingEvent] = Counter()
+        self._at: Counter[TrainingEvent] = Counter()
+        self._backwards, self._counted_at = 0, dict[TrainingEvent, int]()
 
-    def saw(self, event: Event) -> None:
-        if len(self._seen) < _FEW:
+    def record(self, event: TrainingEvent) -> None:
+        if len(self._seen) < _MAX_EVENTS:
             self._seen[event] += 1
         self._backwards += event.what == "backward"
-        place = Event(event.what, event.where, -1)
+        place = TrainingEvent(event.what, event.where, -1)
         if not self._backwards or self._counted_at.get(place) != self._backwards:
             self._at[place] += 1
         self._counted_at[place] = self._backwards
 
-    def anchor(self) -> Event | None:
+    def anchor(self) -> TrainingEvent | None:
         """The event that ends a step; None as long as nothing is regular. A `which` of -1 stands for any."""
-        what = self._what()
-        least = _LEAST_UPDATES if what == "update" else _LEAST_BACKWARDS
+        what = self._anchor_kind()
+        least = _MIN_UPDATES if what == "update" else _MIN_BACKWARDS
         return _most_frequent(self._seen, what, least) or _most_frequent(self._at, what, least * 4)
 
-    def guess(self) -> Event:
+    def guess(self) -> TrainingEvent:
         """The event that ends a step, as far as so few can say.
 
         Raises:
             LookupError: nothing was seen.
         """
-        found = _most_frequent(self._seen, self._what(), 1)
+        found = _most_frequent(self._seen, self._anchor_kind(), 1)
         if found is None:
             raise LookupError("no event was seen")
         return found
 
-    def _what(self) -> str:
+    def _anchor_kind(self) -> str:
         return "update" if any(event.what == "update" for event in self._seen) else "backward"
 
 
@@ -77,9 +77,9 @@ class Tally:
 
     def __init__(self) -> None:
         self.most = 0
-        self._seen: Counter[Event] = Counter()
+        self._seen: Counter[TrainingEvent] = Counter()
 
-    def saw(self, event: Event) -> None:
+    def record(self, event: TrainingEvent) -> None:
         self._seen[event] += 1
         self.most = max(self.most, self._seen[event])
 
@@ -89,7 +89,7 @@ class Tally:
             self._seen.clear()
 
 
-def _most_frequent(seen: Counter[Event], what: str, least: int) -> Event | None:
+def _most_frequent(seen: Counter[TrainingEvent], what: str, least: int) -> TrainingEvent | None:
     counts = {event: count for event, count in seen.items() if event.what == what}
     most = max(counts.values(), default=0)
     if most < least:
@@ -97,6 +97,6 @@ def _most_frequent(seen: Counter[Event], what: str, least: int) -> Event | None:
     return [event for event, count in counts.items() if count >= most - 1][-1]  # in the order of their first time
 
 
-def ends_step(anchor: Event, event: Event) -> bool:
+def is_end(anchor: TrainingEvent, event: TrainingEvent) -> bool:
     """Whether the event is the anchor."""
     return anchor == event or (anchor.which == -1 and (anchor.what, anchor.where) == (event.what, event.where))

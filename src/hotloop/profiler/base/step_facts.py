@@ -9,7 +9,7 @@ from typing import Any
 
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.base.schedule import Kind
-from hotloop.profiler.base.step_detection import Event
+from hotloop.profiler.base.step_detection import TrainingEvent
 
 
 @dataclass
@@ -40,7 +40,7 @@ class StepFact:
 
 
 @dataclass
-class Facts:
+class ProfileFacts:
     """All that was seen; what it means is said elsewhere.
 
     Attributes:
@@ -106,7 +106,7 @@ class Facts:
     compiled: dict[str, Any] | None = None
     closed: str = ""
 
-    def ends_at(self, event: Event) -> None:
+    def set_anchor(self, event: TrainingEvent) -> None:
         """A step ends there; a backward does where updates are written out, or run inside of it."""
         self.anchor, self.by_hand = event.where, event.what == "backward" and not self.updates_inside
 
@@ -115,13 +115,13 @@ class Facts:
         often = Counter(flag for other in self.steps for flag in other.flags)
         return all(2 * often[flag] >= len(self.steps) for flag in step.flags)
 
-    def went_by(self, step: StepFact) -> None:
+    def drop_step(self, step: StepFact) -> None:
         """Keeps of what happened in a step what it took, and has the step begin anew."""
         for what, ms in step.apart_ms.items():
             self.between_ms[what] = self.between_ms.get(what, 0.0) + ms
         step.flags, step.apart_ms = [], {}
 
-    def failed(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Notes an error of hotloop's own, by which watching ends."""
         place = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
@@ -131,6 +131,6 @@ class Facts:
         return asdict(self)
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Facts:
+    def of(cls, values: dict[str, Any]) -> ProfileFacts:
         """From what `as_dict` gave."""
         return cls(**{**values, "steps": [StepFact(**step) for step in values["steps"]]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, median_low
 
-from hotloop.profiler.base.schedule import SEVERAL, Kind, middle_mean
+from hotloop.profiler.base.schedule import DELAYED, Kind, middle_mean
 from hotloop.profiler.base.step_facts import StepFact
 
 _PER_STEP = ("ms", "calls", "per_step", "flops", "bytes")
@@ -32,22 +32,22 @@ class StepLengths:
 
     def operator(self, record: dict) -> dict:
         """An operator of the traced steps, per usual step. The update runs once in a step of any length."""
-        if not (recorded := self._recorded("traced")) or record["phase"] == "update":
+        if not (recorded := self._record_lengths("traced")) or record["phase"] == "update":
             return record
-        limit = SEVERAL * median_low([step.ms for step in recorded])
+        limit = DELAYED * median_low([step.ms for step in recorded])
         calls = fmean([step.calls for step in recorded if step.ms <= limit])
-        return self._corrected(record, record["calls"], calls)
+        return self._correct(record, record["calls"], calls)
 
     def habit(self, record: dict) -> dict:
         """A habit, which has the figures of the middle one of the recorded steps, per usual step."""
-        if not (recorded := self._recorded("habits")):
+        if not (recorded := self._record_lengths("habits")):
             return record
-        return self._corrected(record, record["per_step"], median_low([step.calls for step in recorded]))
+        return self._correct(record, record["per_step"], median_low([step.calls for step in recorded]))
 
-    def _recorded(self, kind: Kind) -> list[StepFact]:
+    def _record_lengths(self, kind: Kind) -> list[StepFact]:
         return [step for step in self._steps if self._usual and step.kind == kind and step.calls]
 
-    def _corrected(self, record: dict, many: float, calls: float) -> dict:
+    def _correct(self, record: dict, many: float, calls: float) -> dict:
         """The record, multiplied by the ratio of lengths if it goes with the calls and not with the step."""
         ratio, runs = self._usual / calls, record.get("line_runs")
         corrected = {"line_runs": runs * ratio} if runs and runs >= _WITH_CALLS * calls else {}

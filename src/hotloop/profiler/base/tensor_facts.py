@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_NUMBERS = 64
+_SAMPLED_NUMBERS = 64
 """Of a tensor, by which it is told from others."""
 
 
-def known_again(*values: Any) -> frozenset[tuple]:
+def tensor_fingerprints(*values: Any) -> frozenset[tuple]:
     """By what the tensors in these are known when they come again, be it in a copy: shapes, sums and some numbers."""
-    return frozenset(_known_by(one) for value in values for one in tensors_in(value))
+    return frozenset(_fingerprint(one) for value in values for one in tensors_in(value))
 
 
-def _known_by(value: Tensor) -> tuple:
+def _fingerprint(value: Tensor) -> tuple:
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # its numbers may lie elsewhere
         return value.shape, id(value)
     try:
         with torch._C._DisableTorchDispatch():  # the script's modes hear nothing
-            return value.shape, value.detach().sum().item(), *some_numbers(value)
+            return value.shape, value.detach().sum().item(), *sample_numbers(value)
     except RuntimeError:  # there are no numbers to look at, as under torch.func
         return value.shape, id(value)
 
 
-def some_numbers(value: Tensor) -> list[Any]:
+def sample_numbers(value: Tensor) -> list[Any]:
     """From all over a tensor."""
-    few: list[Any] = value.detach().reshape(-1)[:: max(1, value.numel() // _NUMBERS)].tolist()
+    few: list[Any] = value.detach().reshape(-1)[:: max(1, value.numel() // _SAMPLED_NUMBERS)].tolist()
     return few
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from hotloop.profiler.costs.op_cost import Call, Formula, Unknown
+from hotloop.profiler.costs.op_cost import Formula, OpCall, UncountableCall
 
 # Another look at the same memory, or memory that nobody has written yet.
-_FREE = (
+_FREE_OPS = (
     "view _unsafe_view _reshape_alias reshape_as view_as t transpose numpy_T permute movedim as_strided as_strided_ expand"
     " expand_as unsqueeze unsqueeze_ squeeze squeeze_ select slice narrow split split_with_sizes chunk unbind unflatten"
     " detach detach_ alias diagonal unfold lift_fresh resolve_conj resolve_neg empty empty_like empty_strided new_empty"
@@ -16,57 +16,57 @@ _FREE = (
 )
 
 
-def _free(call: Call) -> tuple[float, float]:
+def _free(call: OpCall) -> tuple[float, float]:
     return 0, 0
 
 
-def _joined(call: Call) -> tuple[float, float]:
+def _cat(call: OpCall) -> tuple[float, float]:
     """`cat` and `stack` of a list of tensors: each is read and written once."""
     return 0, 2 * sum(map(prod, call.shapes_of(0))) * call.item(0)
 
 
-def _looked_up(call: Call) -> tuple[float, float]:
+def _embedding(call: OpCall) -> tuple[float, float]:
     """`embedding(weight, indices)`: a row of the weight for each index."""
     row = call.shape(0)[-1] * call.item(0)
     return 0, call.size(1) + 2 * call.count(1) * row
 
 
-def _looked_up_backward(call: Call) -> tuple[float, float]:
+def _embedding_backward(call: OpCall) -> tuple[float, float]:
     """`embedding_dense_backward(grad, indices, rows)`: zeros for all rows, then each row of grad is added to one."""
     written = call.argument(2) * call.shape(0)[-1] * call.item(0)
     return call.count(0), call.size(0, 1) + written
 
 
-def _selected(call: Call) -> tuple[float, float]:
+def _index_select(call: OpCall) -> tuple[float, float]:
     """`index_select(self, dim, index)`."""
     shape = call.shape(0)
     if not shape:
-        raise Unknown
+        raise UncountableCall
     rest = prod(size for place, size in enumerate(shape) if place != call.argument(1) % len(shape))
     return 0, call.size(2) + 2 * call.count(2) * rest * call.item(0)
 
 
-def _put_back(call: Call) -> tuple[float, float]:
+def _select_backward(call: OpCall) -> tuple[float, float]:
     """`select_backward(grad, sizes, ...)` and `slice_backward`: zeros of the sizes, and grad among them."""
     return 0, prod(call.argument(1)) * call.item(0) + 2 * call.size(0)
 
 
-def _gathered(call: Call) -> tuple[float, float]:
+def _gather(call: OpCall) -> tuple[float, float]:
     """`gather(self, dim, index)`: as many numbers as indices."""
     return 0, call.size(2) + 2 * call.count(2) * call.item(0)
 
 
-def _scattered(flops: int) -> Formula:
+def _scatter(flops: int) -> Formula:
     """`scatter_(self, dim, index, src)`, `scatter_add_`, `index_add_`: what src holds is read, and written or added."""
 
-    def count(call: Call) -> tuple[float, float]:
+    def count(call: OpCall) -> tuple[float, float]:
         moved = call.size(3) if call.given(3) else call.count(2) * call.item(0)
         return flops * call.count(2), call.size(2) + (2 + flops) * moved
 
     return count
 
 
-def _padded(call: Call) -> tuple[float, float]:
+def _pad(call: OpCall) -> tuple[float, float]:
     """`constant_pad_nd(self, pad)`: sizes before and after, the last dimension first."""
     shape, pad = call.shape(0), list(call.argument(1))
     for place in range(len(pad) // 2):
@@ -74,10 +74,10 @@ def _padded(call: Call) -> tuple[float, float]:
     return 0, call.size(0) + prod(shape) * call.item(0)
 
 
-def _updated(flops: int, *read_and_written: int) -> Formula:
+def _fused_update(flops: int, *read_and_written: int) -> Formula:
     """Fused updates of lists of tensors; the gradients, at 1, are read alone."""
 
-    def count(call: Call) -> tuple[float, float]:
+    def count(call: OpCall) -> tuple[float, float]:
         numbers = sum(map(prod, call.shapes_of(0)))
         held = sum(sum(map(prod, call.shapes_of(place))) for place in read_and_written if place < len(call.shapes))
         return flops * numbers, (2 * held + numbers) * call.item(0)
@@ -86,18 +86,18 @@ def _updated(flops: int, *read_and_written: int) -> Formula:
 
 
 FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(_FREE.split(), _free),
-    "cat": _joined,
-    "embedding": _looked_up,
-    "embedding_dense_backward": _looked_up_backward,
-    "index_select": _selected,
-    "gather": _gathered,
-    "select_backward": _put_back,
-    "slice_backward": _put_back,
-    "scatter_": _scattered(0),
-    "scatter_add_": _scattered(1),
-    "constant_pad_nd": _padded,
-    "_fused_adam_": _updated(12, 0, 2, 3, 4),
-    "_fused_adamw_": _updated(12, 0, 2, 3, 4),
-    "_fused_sgd_": _updated(4, 0, 2),
+    **dict.fromkeys(_FREE_OPS.split(), _free),
+    "cat": _cat,
+    "embedding": _embedding,
+    "embedding_dense_backward": _embedding_backward,
+    "index_select": _index_select,
+    "gather": _gather,
+    "select_backward": _select_backward,
+    "slice_backward": _select_backward,
+    "scatter_": _scatter(0),
+    "scatter_add_": _scatter(1),
+    "constant_pad_nd": _pad,
+    "_fused_adam_": _fused_update(12, 0, 2, 3, 4),
+    "_fused_adamw_": _fused_update(12, 0, 2, 3, 4),
+    "_fused_sgd_": _fused_update(4, 0, 2),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 
-from hotloop.profiler.costs.op_cost import Call, Formula, Unknown, broadcast
+from hotloop.profiler.costs.op_cost import Formula, OpCall, UncountableCall, broadcast
 
 # FLOPs for each number of the result.
 _ARITHMETIC = {
@@ -20,26 +20,28 @@ _ARITHMETIC = {
     4: "silu gelu hardswish_backward",
     6: "mish silu_backward gelu_backward mish_backward",
 }
-_COMPARISONS = "eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf isfinite isneginf isposinf"
+_COMPARISON_OPS = (
+    "eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf isfinite isneginf isposinf"
+)
 # Numbers are drawn with integer arithmetic, which isn't counted.
-_FILLS = "zero_ fill_ normal_ uniform_ random_ bernoulli_ exponential_"
+_FILL_OPS = "zero_ fill_ normal_ uniform_ random_ bernoulli_ exponential_"
 
 
 def _elementwise(flops: int) -> Formula:
     """All tensors are read, and a tensor of their common shape and of the first one's dtype is written."""
 
-    def count(call: Call) -> tuple[float, float]:
+    def count(call: OpCall) -> tuple[float, float]:
         out, dtype = _result(call)
         return flops * out, call.size(*call.tensors) + out * call.item(dtype)
 
     return count
 
 
-def _result(call: Call) -> tuple[int, int]:
+def _result(call: OpCall) -> tuple[int, int]:
     """How many numbers the result has, and the place of a tensor of its dtype (torch's rules of promotion)."""
     places = call.tensors
     if not places:
-        raise Unknown
+        raise UncountableCall
     ranked = [place for place in places if call.shape(place)] or places
     leading = [place for place in ranked if call.is_floating(place)] or ranked
     return prod(broadcast(*(call.shape(place) for place in places))), max(leading, key=call.item)
@@ -48,65 +50,65 @@ def _result(call: Call) -> tuple[int, int]:
 def _in_place(flops: int) -> Formula:
     """As above; written is the first tensor."""
 
-    def count(call: Call) -> tuple[float, float]:
+    def count(call: OpCall) -> tuple[float, float]:
         return flops * call.count(0), call.size(*call.tensors) + call.size(0)
 
     return count
 
 
-def _listed(flops: int) -> Formula:
+def _foreach(flops: int) -> Formula:
     """`_foreach_...`: the same for each tensor of a list; further lists are as long, and the result is as the first."""
 
-    def count(call: Call) -> tuple[float, float]:
+    def count(call: OpCall) -> tuple[float, float]:
         lists = [place for place in range(len(call.shapes)) if call.shapes[place] and call.is_list(place)]
         if not lists:
-            raise Unknown
+            raise UncountableCall
         numbers = [sum(map(prod, call.shapes_of(place))) for place in lists]
         return flops * numbers[0], (sum(numbers) + numbers[0]) * call.item(lists[0])
 
     return count
 
 
-def _compared(call: Call) -> tuple[float, float]:
+def _comparison(call: OpCall) -> tuple[float, float]:
     """The result has a byte for each number."""
     out, _ = _result(call)
     return out, call.size(*call.tensors) + out
 
 
-def _filled(call: Call) -> tuple[float, float]:
+def _fill(call: OpCall) -> tuple[float, float]:
     return 0, call.size(0)
 
 
-def _copied(call: Call) -> tuple[float, float]:
+def _copy(call: OpCall) -> tuple[float, float]:
     """`copy_(to, from)`."""
     return 0, call.size(0, 1)
 
 
-def _where(call: Call) -> tuple[float, float]:
+def _where(call: OpCall) -> tuple[float, float]:
     """condition, then two values, which may be numbers."""
     values = [place for place in call.tensors if place in (1, 2)]
     if not values:
-        raise Unknown
+        raise UncountableCall
     out = prod(broadcast(*(call.shape(place) for place in call.tensors)))
     return 0, call.size(*call.tensors) + out * max(call.item(place) for place in values)
 
 
-def _masked(call: Call) -> tuple[float, float]:
+def _masked_fill(call: OpCall) -> tuple[float, float]:
     """`masked_fill_(self, mask, value)`: only what is masked must be written, which isn't known, so the mask alone."""
     return 0, call.size(1)
 
 
-def _dropout(call: Call) -> tuple[float, float]:
+def _dropout(call: OpCall) -> tuple[float, float]:
     """The result and the mask are written."""
     return 2 * call.count(0), 2 * call.size(0) + call.count(0)
 
 
-def _gated(call: Call) -> tuple[float, float]:
+def _glu(call: OpCall) -> tuple[float, float]:
     """`glu`: half of the input times the sigmoid of the other half."""
     return 4 * call.count(0) / 2, 1.5 * call.size(0)
 
 
-def _gated_backward(call: Call) -> tuple[float, float]:
+def _glu_backward(call: OpCall) -> tuple[float, float]:
     """grad and input -> a gradient of the input's shape."""
     return 9 * call.count(0), call.size(0) + 2 * call.size(1)
 
@@ -116,19 +118,19 @@ def _formulas() -> dict[str, Formula]:
     for flops, names in _ARITHMETIC.items():
         for name in names.split():
             found |= {name: _elementwise(flops), f"{name}_": _in_place(flops)}
-            found |= dict.fromkeys([f"_foreach_{name}", f"_foreach_{name}_"], _listed(flops))
-    for name in _COMPARISONS.split():
-        found |= {name: _compared, f"{name}_": _in_place(1)}
-    return found | dict.fromkeys(_FILLS.split(), _filled)
+            found |= dict.fromkeys([f"_foreach_{name}", f"_foreach_{name}_"], _foreach(flops))
+    for name in _COMPARISON_OPS.split():
+        found |= {name: _comparison, f"{name}_": _in_place(1)}
+    return found | dict.fromkeys(_FILL_OPS.split(), _fill)
 
 
 FORMULAS: dict[str, Formula] = {
     **_formulas(),
-    "copy_": _copied,
+    "copy_": _copy,
     "where": _where,
-    "masked_fill_": _masked,
+    "masked_fill_": _masked_fill,
     "native_dropout": _dropout,
     "native_dropout_backward": _elementwise(2),
-    "glu": _gated,
-    "glu_backward": _gated_backward,
+    "glu": _glu,
+    "glu_backward": _glu_backward,
 }

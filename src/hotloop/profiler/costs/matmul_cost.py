@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from math import prod
 
-from hotloop.profiler.costs.op_cost import Call, Formula, Unknown
+from hotloop.profiler.costs.op_cost import Formula, OpCall, UncountableCall
 
 
 def _matrices(left: int, right: int, *added: int) -> Formula:
     """A product of (m, k) and (k, n), or of (b, m, k) and (b, k, n), at these places; `added` is read as well."""
 
-    def count(call: Call) -> tuple[float, float]:
+    def count(call: OpCall) -> tuple[float, float]:
         *batch, m, k = call.shape(left)
         *_, n = call.shape(right)
         out = prod(batch) * m * n
@@ -23,7 +23,7 @@ def _matrices(left: int, right: int, *added: int) -> Formula:
     return count
 
 
-def _groups(call: Call) -> tuple[float, float]:
+def _grouped_mm(call: OpCall) -> tuple[float, float]:
     """Rows (m, k), columns (k, n) or, where both are, terms in groups, whose ends stand at 2; stacks of matrices otherwise."""
     left, right = call.shape(0), call.shape(1)
     *_, m, k = left
@@ -35,14 +35,14 @@ def _groups(call: Call) -> tuple[float, float]:
 
 
 def _vector(matrix: int, vector: int, *added: int) -> Formula:
-    def count(call: Call) -> tuple[float, float]:
+    def count(call: OpCall) -> tuple[float, float]:
         m, k = call.shape(matrix)
         return 2 * m * k, call.size(matrix, vector, *added) + m * call.item(matrix)
 
     return count
 
 
-def _dot(call: Call) -> tuple[float, float]:
+def _dot(call: OpCall) -> tuple[float, float]:
     return 2 * call.count(0), call.size(0, 1) + call.item(0)
 
 
@@ -50,17 +50,17 @@ def _spatial(size: int, kernel: int, stride: int, padding: int, dilation: int) -
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
-def _padded(values: list[int], dims: int) -> list[int]:
+def _per_dimension(values: list[int], dims: int) -> list[int]:
     return list(values) * dims if len(values) == 1 else list(values)
 
 
-def _convolution(call: Call) -> tuple[float, float]:
+def _convolution(call: OpCall) -> tuple[float, float]:
     """input (N, C, ...), weight (O, C / groups, ...); transposed: weight (C, O / groups, ...)."""
     image, weight = call.shape(0), call.shape(1)
     transposed, groups = call.argument(6), call.argument(8)
-    stride, padding, dilation = (_padded(call.argument(place), len(image) - 2) for place in (3, 4, 5))
+    stride, padding, dilation = (_per_dimension(call.argument(place), len(image) - 2) for place in (3, 4, 5))
     if transposed:
-        extra = _padded(call.argument(7), len(image) - 2)
+        extra = _per_dimension(call.argument(7), len(image) - 2)
         out = [
             (size - 1) * s - 2 * p + d * (kernel - 1) + e + 1
             for size, kernel, s, p, d, e in zip(image[2:], weight[2:], stride, padding, dilation, extra, strict=True)
@@ -73,7 +73,7 @@ def _convolution(call: Call) -> tuple[float, float]:
     return 2 * image[0] * prod(swept) * prod(weight), call.size(0, 1, 2) + written * call.item(0)
 
 
-def _convolution_backward(call: Call) -> tuple[float, float]:
+def _convolution_backward(call: OpCall) -> tuple[float, float]:
     """grad, input, weight, sizes of the bias, ..., transposed at 7, mask at 10. Each product is as large as forward's."""
     grad, image, weight = (call.shape(place) for place in range(3))
     swept = image[2:] if call.argument(7) else grad[2:]
@@ -85,23 +85,23 @@ def _convolution_backward(call: Call) -> tuple[float, float]:
     return product * (for_input + for_weight) + for_bias * prod(grad), read + written
 
 
-def _attention_sizes(call: Call, first: int) -> tuple[int, int, int, int, int]:
+def _attention_sizes(call: OpCall, first: int) -> tuple[int, int, int, int, int]:
     """(batch * heads, queries, keys, key width, value width) of query, key and value from that place on."""
     *lead, queries, width = call.shape(first)
     keys, value = call.shape(first + 1)[-2], call.shape(first + 2)[-1]
     if len(lead) != 2:
-        raise Unknown
+        raise UncountableCall
     return prod(lead), queries, keys, width, value
 
 
-def _attention(call: Call) -> tuple[float, float]:
+def _attention(call: OpCall) -> tuple[float, float]:
     """softmax(Q K^T) V without writing the scores."""
     heads, queries, keys, width, value = _attention_sizes(call, 0)
     out = heads * queries * value
     return 2 * heads * queries * keys * (width + value), call.size(0, 1, 2) + out * call.item(0)
 
 
-def _attention_backward(call: Call) -> tuple[float, float]:
+def _attention_backward(call: OpCall) -> tuple[float, float]:
     """grad, query, key, value, ...: the scores once more, then dP, dV, dQ and dK."""
     heads, queries, keys, width, value = _attention_sizes(call, 1)
     out = heads * queries * value * call.item(0) if call.given(0) else 0
@@ -109,42 +109,42 @@ def _attention_backward(call: Call) -> tuple[float, float]:
     return flops, call.size(0) + 2 * call.size(1, 2, 3) + out
 
 
-def _recurrent(sequence: int, weights: list[list[int]]) -> float:
+def _recurrent_flops(sequence: int, weights: list[list[int]]) -> float:
     """Each weight is multiplied once with each element of the sequence; `sequence` is time steps times batch."""
     return 2.0 * sequence * sum(prod(weight) for weight in weights if len(weight) == 2)
 
 
-def _rows(call: Call) -> int:
+def _rows(call: OpCall) -> int:
     """Time steps times batch of the input at place 0."""
     return prod(call.shape(0)[:-1])
 
 
-def _recurrent_layer(call: Call) -> tuple[float, float]:
+def _recurrent_layer(call: OpCall) -> tuple[float, float]:
     """`mkldnn_rnn_layer`: input, two matrices, two biases, states; one direction of one layer."""
     hidden = call.shape(2)[-1]
     out = _rows(call) * hidden
-    flops = _recurrent(_rows(call), [call.shape(1), call.shape(2)])
+    flops = _recurrent_flops(_rows(call), [call.shape(1), call.shape(2)])
     return flops, call.size(*range(7)) + (out + 2 * call.count(5)) * call.item(0)
 
 
-def _recurrent_layer_backward(call: Call) -> tuple[float, float]:
-    flops = 2 * _recurrent(_rows(call), [call.shape(1), call.shape(2)])
+def _recurrent_layer_backward(call: OpCall) -> tuple[float, float]:
+    flops = 2 * _recurrent_flops(_rows(call), [call.shape(1), call.shape(2)])
     return flops, call.size(*range(11)) + call.size(*range(7))
 
 
 def _fused_recurrent(factor: int, *read: int) -> Formula:
     """`_cudnn_rnn` and its backward: input, a list of weights, ...; the weights are of the input's dtype."""
 
-    def count(call: Call) -> tuple[float, float]:
+    def count(call: OpCall) -> tuple[float, float]:
         weights = call.shapes_of(1)
         touched = call.size(0, *read) + sum(map(prod, weights)) * call.item(0)
         written = _rows(call) * _width(call) * call.item(0)
-        return factor * _recurrent(_rows(call), weights), factor * touched + written
+        return factor * _recurrent_flops(_rows(call), weights), factor * touched + written
 
     return count
 
 
-def _width(call: Call) -> int:
+def _width(call: OpCall) -> int:
     """Of the output of `_cudnn_rnn`: hidden or projected, once for each direction."""
     backward = len(call.shapes) > 16
     start = 11 if backward else 7
@@ -158,7 +158,7 @@ FORMULAS: dict[str, Formula] = {
     "addmm": _matrices(1, 2, 0),
     "_addmm_activation": _matrices(1, 2, 0),
     "baddbmm": _matrices(1, 2, 0),
-    "_grouped_mm": _groups,
+    "_grouped_mm": _grouped_mm,
     "mv": _vector(0, 1),
     "addmv": _vector(1, 2, 0),
     "dot": _dot,

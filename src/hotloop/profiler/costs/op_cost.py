@@ -19,16 +19,16 @@ _ITEM_BYTES = {
 _BYTES_OF = {name.replace("_", " "): size for size, names in _ITEM_BYTES.items() for name in names.split()}
 _BYTES_OF |= {name: size for size, names in _ITEM_BYTES.items() for name in names.split()}
 INDEX_BYTES = 8  # torch's indices are int64
-LIST = "TensorList"
+TENSOR_LIST = "TensorList"
 NO_TENSOR = ("", "Scalar", "ScalarList", "None")
 
 
-class Unknown(Exception):
+class UncountableCall(Exception):
     """The call can't be counted: a shape, a dtype or an argument that the count needs isn't given."""
 
 
 @dataclass(frozen=True)
-class Counts:
+class OpCost:
     """What an operator does at the least.
 
     Attributes:
@@ -40,13 +40,13 @@ class Counts:
     flops: float
     bytes: float | None
 
-    def __add__(self, other: Self) -> Counts:
+    def __add__(self, other: Self) -> OpCost:
         bytes_ = None if self.bytes is None or other.bytes is None else self.bytes + other.bytes
-        return Counts(self.flops + other.flops, bytes_)
+        return OpCost(self.flops + other.flops, bytes_)
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """The arguments of a call, by position in the operator's schema.
 
     Attributes:
@@ -62,13 +62,13 @@ class Call:
     def shape(self, place: int) -> list[int]:
         """Of the tensor there."""
         if place >= len(self.shapes) or any(not isinstance(size, int) for size in self.shapes[place]):
-            raise Unknown
+            raise UncountableCall
         return list(self.shapes[place])
 
     def shapes_of(self, place: int) -> list[list[int]]:
         """Of the list of tensors there."""
         if place >= len(self.shapes) or not all(isinstance(shape, list | tuple) for shape in self.shapes[place]):
-            raise Unknown
+            raise UncountableCall
         return [list(shape) for shape in self.shapes[place]]
 
     def is_list(self, place: int) -> bool:
@@ -102,7 +102,7 @@ class Call:
     def argument(self, place: int) -> Any:
         """The value there, which the operator needs."""
         if place >= len(self.arguments) or self.arguments[place] is None:
-            raise Unknown
+            raise UncountableCall
         return self.arguments[place]
 
     def mask(self, place: int) -> list[bool]:
@@ -113,10 +113,10 @@ class Call:
     def tensors(self) -> list[int]:
         """Places of tensors; not of lists of them."""
         places = range(max(len(self.shapes), len(self.dtypes)))
-        return [place for place in places if self.given(place) and self.dtypes[place : place + 1] != [LIST]]
+        return [place for place in places if self.given(place) and self.dtypes[place : place + 1] != [TENSOR_LIST]]
 
 
-Formula = Callable[[Call], tuple[float, float]]
+Formula = Callable[[OpCall], tuple[float, float]]
 """A call -> (FLOPs, bytes); bytes are NaN where a dtype isn't known.
 
 Raises:

@@ -8,16 +8,16 @@ from types import MappingProxyType
 from typing import Any
 
 from hotloop.profiler.costs import data_movement_cost, elementwise_cost, matmul_cost, reduction_cost
-from hotloop.profiler.costs.op_cost import Call, Counts, Unknown
+from hotloop.profiler.costs.op_cost import OpCall, OpCost, UncountableCall
 
 FORMULAS = MappingProxyType(
     {**elementwise_cost.FORMULAS, **data_movement_cost.FORMULAS, **reduction_cost.FORMULAS, **matmul_cost.FORMULAS}
 )
 
 
-def operator_counts(
+def count_operator(
     name: str, shapes: Sequence[Any], dtypes: Sequence[str] = (), arguments: Sequence[Any] = ()
-) -> Counts | None:
+) -> OpCost | None:
     """FLOPs and bytes of one call of an operator, forward or backward; None where they aren't known.
 
     Operators call others: `aten::conv2d` does nothing itself but to call `aten::convolution`, which is known and calls
@@ -36,9 +36,9 @@ def operator_counts(
     if formula is None:
         return None
     try:
-        flops, bytes_ = formula(Call(shapes, dtypes, arguments))
-    except Unknown:
+        flops, bytes_ = formula(OpCall(shapes, dtypes, arguments))
+    except UncountableCall:
         return None
     except (ValueError, IndexError, TypeError):
         return None  # shapes that don't fit: those that torch's compiler runs operators with may be symbols
-    return Counts(float(flops), None if math.isnan(bytes_) else float(bytes_))
+    return OpCost(float(flops), None if math.isnan(bytes_) else float(bytes_))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hotloop.core.number_formats import operator_of
+from hotloop.core.number_formats import operator_class
 from hotloop.core.records.hardware import Device
-from hotloop.core.records.profile import Limits, ModuleTime, OperatorTime, Profile
-from hotloop.profiler.costs.op_cost import Counts
+from hotloop.core.records.profile import HardwareLimits, ModuleTime, OperatorTime, Profile
+from hotloop.profiler.costs.op_cost import OpCost
 
 _PRECISIONS = {
     "float32": "fp32",
@@ -25,10 +25,10 @@ _PRECISIONS = {
 }
 
 
-def limits_of(device: Device) -> Limits:
+def device_limits(device: Device) -> HardwareLimits:
     """What a device was measured to reach; what wasn't measured stays unknown."""
     speed = device.speed
-    return Limits(
+    return HardwareLimits(
         flop_per_s={precision: figure.value for precision, figure in speed.flop_per_s.items()},
         bytes_per_s=speed.memory_bandwidth.value if speed.memory_bandwidth else None,
         launch_us=speed.launch_overhead.value if speed.launch_overhead else None,
@@ -37,7 +37,7 @@ def limits_of(device: Device) -> Limits:
 
 
 def precision_of(dtype: str, *, tf32: bool = False) -> str:
-    """The precision of `Limits.flop_per_s` for a dtype; empty where there is none.
+    """The precision of `HardwareLimits.flop_per_s` for a dtype; empty where there is none.
 
     Args:
         tf32: whether products of float32 may be made in tf32.
@@ -47,16 +47,16 @@ def precision_of(dtype: str, *, tf32: bool = False) -> str:
 
 
 def precision_in(one: OperatorTime, reduced: Mapping[str, str]) -> str:
-    """The precision of `Limits.flop_per_s` in which an operator of a profile computes; empty where there is none.
+    """The precision of `HardwareLimits.flop_per_s` in which an operator of a profile computes; empty where there is none.
 
     Args:
         reduced: what the profile says of products of float32.
     """
-    precision, operator = precision_of(one.dtype), operator_of(one.name.rpartition("::")[2])
+    precision, operator = precision_of(one.dtype), operator_class(one.name.rpartition("::")[2])
     return reduced.get(operator or "", precision) if precision == "fp32" else precision
 
 
-def least_ms(counts: Counts, limits: Limits, precision: str) -> float | None:
+def least_ms(counts: OpCost, limits: HardwareLimits, precision: str) -> float | None:
     """Milliseconds below which the device can't do that much; None where neither limit is known.
 
     Bytes are those of memory: what lies in a cache can be faster than that.
@@ -75,19 +75,23 @@ def with_limit_shares(profile: Profile) -> Profile:
 
     A module's least time is the sum of its operators', since these run one after the other.
     """
-    least = [(one.module, _least(one, profile)) for one in profile.operators if one.phase in ("forward", "backward")]
+    least = [
+        (one.module, _operator_least_ms(one, profile))
+        for one in profile.operators
+        if one.phase in ("forward", "backward")
+    ]
     known = [(module, ms) for module, ms in least if ms is not None]
-    shared = [one.model_copy(update={"limit_share": _share(one, known)}) for one in profile.modules]
+    shared = [one.model_copy(update={"limit_share": _module_share(one, known)}) for one in profile.modules]
     return profile.model_copy(update={"modules": shared})
 
 
-def _least(one: OperatorTime, profile: Profile) -> float | None:
+def _operator_least_ms(one: OperatorTime, profile: Profile) -> float | None:
     if one.flops is None or profile.limits.busy:
         return None
-    return least_ms(Counts(one.flops, one.bytes), profile.limits, precision_in(one, profile.reduced))
+    return least_ms(OpCost(one.flops, one.bytes), profile.limits, precision_in(one, profile.reduced))
 
 
-def _share(module: ModuleTime, known: list[tuple[str, float]]) -> float | None:
+def _module_share(module: ModuleTime, known: list[tuple[str, float]]) -> float | None:
     """None where the module's own count isn't known, or nothing of it was traced."""
     took = (module.forward_ms or 0.0) + (module.backward_ms or 0.0)
     inside = f"{module.name}." if module.name else ""

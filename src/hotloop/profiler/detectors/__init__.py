@@ -26,58 +26,58 @@ from hotloop.profiler.detectors import (
     wasted_work,
     work_between_steps,
 )
-from hotloop.profiler.detectors.bottleneck import bound_of, limit_ms
-from hotloop.profiler.detectors.step import Detector, Step
+from hotloop.profiler.detectors.bottleneck import find_bound, limit_ms
+from hotloop.profiler.detectors.step import Detector, ProfiledStep
 
 __all__ = ["diagnose"]
 
-SPECIFIC: tuple[Detector, ...] = (
-    wasted_work.habitual,
-    wasted_work.in_vain,
-    data_loading.opened,
-    data_loading.waiting,
-    data_loading.unpinned,
-    device_sync.reading,
-    device_sync.copying,
-    device_sync.pointless,
-    operators.by_index,
+SPECIFIC_DETECTORS: tuple[Detector, ...] = (
+    wasted_work.slow_patterns,
+    wasted_work.unused_functions,
+    data_loading.reopened_loader,
+    data_loading.slow_loading,
+    data_loading.unpinned_memory,
+    device_sync.host_sync,
+    device_sync.device_copies,
+    device_sync.no_op_copies,
+    operators.index_scatter,
     operators.double_precision,
-    operators.unsupported,
-    operators.looked_up,
-    operators.multiplied_out,
-    optimizer_updates.one_by_one,
-    optimizer_updates.remade,
-    optimizer_updates.beside,
-    optimizer_updates.zeroing,
-    optimizer_updates.dense_tables,
-    python_lines.measuring,
-    concatenation.joined,
-    parameter_loops.read_one_by_one,
-    parameter_loops.in_hooks,
-    small_ops.loops,
-    machine_use.crowded,
+    operators.unsupported_precision,
+    operators.one_hot_matmul,
+    operators.expanded_low_rank,
+    optimizer_updates.per_parameter_update,
+    optimizer_updates.recreated_optimizer,
+    optimizer_updates.manual_update,
+    optimizer_updates.zero_fill_gradients,
+    optimizer_updates.dense_embedding_update,
+    python_lines.step_metrics,
+    concatenation.concatenation_in_loop,
+    parameter_loops.parameter_reads,
+    parameter_loops.gradient_hooks,
+    small_ops.python_loops,
+    machine_use.too_many_threads,
 )
-GENERAL: tuple[Detector, ...] = (
-    python_lines.aside,
-    python_lines.inside,
-    wasted_work.without_gradient,
-    small_ops.written_out,
-    operators.unusual,
-    operators.layouts,
-    machine_use.idle,
+GENERAL_DETECTORS: tuple[Detector, ...] = (
+    python_lines.python_in_loop,
+    python_lines.python_in_forward,
+    wasted_work.no_grad_work,
+    small_ops.unfused_chain,
+    operators.slow_operators,
+    operators.slow_layouts,
+    machine_use.idle_cores,
 )
 """They only say where the time goes: what is no more than another says of the place is left out."""
 
-ABSOLUTE: tuple[Detector, ...] = (operators.unusual, operators.layouts)
+ABSOLUTE_DETECTORS: tuple[Detector, ...] = (operators.slow_operators, operators.slow_layouts)
 """They compare operators' times with what the machine reaches, which tells nothing where other programs use the machine."""
 
-_NEARLY = 0.3
+_CLOSE_GAIN = 0.3
 """Of what memory that is given back takes, something else must win as much to come before it."""
 
-_SAME = 0.2
+_SAME_COST = 0.2
 """Part by which the gains of two remedies may differ that are of the same cost."""
 
-OF_ARRAYS: tuple[Detector, ...] = (data_loading.waiting,)
+ARRAYS_DETECTORS: tuple[Detector, ...] = (data_loading.slow_loading,)
 """For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
 
 
@@ -88,80 +88,95 @@ def diagnose(profile: Profile) -> Profile:
     """
     if not profile.step_ms or not profile.steps:
         return profile
-    step = Step(profile, profile.step_ms)
-    bound, evidence = bound_of(step)
+    step = ProfiledStep(profile, profile.step_ms)
+    bound, evidence = find_bound(step)
     return profile.model_copy(
         update={
             "bound": bound,
             "bound_evidence": evidence,
             "limit_ms": limit_ms(step),
-            **_with_compiling(step),
+            **_with_compile_remedy(step),
         }
     )
 
 
-def _with_compiling(step: Step) -> dict[str, list[Any]]:
+def _with_compile_remedy(step: ProfiledStep) -> dict[str, list[Any]]:
     """The remedies, with compiling among them only where a measurement found that compiling wins."""
-    found = remedies(step)
-    won, advice = compilation.measured(step)
+    found = find_remedies(step)
+    won, advice = compilation.compile_race_result(step)
     known = step.profile.compiled is not None or step.profile.engine == "arrays" or bool(step.profile.busy)
-    candidates = [] if known else _worth(compilation.candidates(step))
+    candidates = [] if known else _worthwhile(compilation.compile_candidates(step))
     return {
         "remedies": sorted([*found, *won], key=lambda remedy: (remedy.note, -remedy.gain)),
         "candidates": candidates,
-        "advice": [*work_between_steps.share_of_run(step), *advice, *compilation.unmeasured(step, candidates)],
+        "advice": [
+            *work_between_steps.irregular_work_note(step),
+            *advice,
+            *compilation.missing_measurements(step, candidates),
+        ],
     }
 
 
-def remedies(step: Step) -> list[Remedy]:
+def find_remedies(step: ProfiledStep) -> list[Remedy]:
     """What would help, most winning first; without a plan, as scripts are, none has axes of it."""
     arrays = step.profile.engine == "arrays"
-    specific = _worth(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
-    named = small_ops.in_loops(step).union(one.where for one in specific if not one.note)
+    specific = _worthwhile(
+        chain.from_iterable(detect(step) for detect in (ARRAYS_DETECTORS if arrays else SPECIFIC_DETECTORS))
+    )
+    named = small_ops.lines_in_loops(step).union(one.where for one in specific if not one.note)
     told = replace(step, named=named)
     busy = bool(step.profile.busy or step.profile.limits.busy)
-    detectors = [] if arrays else [one for one in GENERAL if not (busy and one in ABSOLUTE)]
-    general = _worth(chain.from_iterable(detect(told) for detect in detectors))
-    found = _together(step, specific, general)
-    paged = [_after(one, specific, found) for one in _worth(machine_use.given_back(step))]
-    small, others = _worth(machine_use.too_small(told)), [one for one in found if not one.note]
-    if small and not (machine_use.may_stay(step) and others):
-        found = _together(step, [*specific, *(machine_use.after(step, one, others) for one in small)], general)
+    detectors = [] if arrays else [one for one in GENERAL_DETECTORS if not (busy and one in ABSOLUTE_DETECTORS)]
+    general = _worthwhile(chain.from_iterable(detect(told) for detect in detectors))
+    found = _merge_remedies(step, specific, general)
+    paged = [_after_paging(one, specific, found) for one in _worthwhile(machine_use.memory_returned_to_os(step))]
+    small, others = _worthwhile(machine_use.small_batch(told)), [one for one in found if not one.note]
+    if small and not (machine_use.can_stay(step) and others):
+        found = _merge_remedies(
+            step, [*specific, *(machine_use.as_note_beside(step, one, others) for one in small)], general
+        )
     if not step.profile.plan:
         found = [one.model_copy(update={"axes": {}}) for one in found]
         paged = [one.model_copy(update={"axes": {}}) for one in paged]
-    return sorted([*_once(step, found), *paged], key=lambda remedy: (remedy.note, -remedy.gain))
+    return sorted([*_without_callers(step, found), *paged], key=lambda remedy: (remedy.note, -remedy.gain))
 
 
-def _together(step: Step, specific: Sequence[Remedy], general: Sequence[Remedy]) -> list[Remedy]:
-    beside = _beside(step, general, specific)
-    again = {_told(one) for one in beside}  # of the same cause there, and wins more
-    return [*(one for one in specific if _told(one) not in again), *beside, *_worth(distributed_training.shared(step))]
+def _merge_remedies(step: ProfiledStep, specific: Sequence[Remedy], general: Sequence[Remedy]) -> list[Remedy]:
+    beside = _unexplained(step, general, specific)
+    again = {_cause_key(one) for one in beside}  # of the same cause there, and wins more
+    return [
+        *(one for one in specific if _cause_key(one) not in again),
+        *beside,
+        *_worthwhile(distributed_training.rank_communication(step)),
+    ]
 
 
-def _told(one: Remedy) -> tuple[str, str]:
+def _cause_key(one: Remedy) -> tuple[str, str]:
     """The place, and the cause without its figures."""
     return one.where, one.cause.partition(":")[0]
 
 
-def _after(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -> Remedy:
+def _after_paging(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -> Remedy:
     """Memory given back is a note beside a remedy that may change the allocations.
 
     An operator that takes long is no such remedy, and neither is a copy that takes less time than the memory: both may take
     long because the system gives the memory anew.
     """
-    others = [one for one in found if not (one.note or operators.MUCH in one.cause)]
-    others = [one for one in others if concatenation.COPIED not in one.cause or one.gain >= paged.gain]
-    beside = any(one in specific or one.gain >= _NEARLY * paged.gain for one in others)
+    others = [one for one in found if not (one.note or operators.TAKES_MUCH in one.cause)]
+    others = [one for one in others if concatenation.CONCATENATION not in one.cause or one.gain >= paged.gain]
+    beside = any(one in specific or one.gain >= _CLOSE_GAIN * paged.gain for one in others)
     return paged.model_copy(update={"note": beside})
 
 
-def _once(step: Step, found: Sequence[Remedy]) -> list[Remedy]:
+def _without_callers(step: ProfiledStep, found: Sequence[Remedy]) -> list[Remedy]:
     """Without remedies of a line that only calls the line of another remedy, which wins nearly as much: the same cost."""
     outer = {line.where: line.within for line in step.profile.lines if line.within}
     counted = [one for one in found if not one.note]
     again = {
-        id(one) for one in counted for other in counted if _calls(one.where, other.where, outer) and _alike(one, other)
+        id(one)
+        for one in counted
+        for other in counted
+        if _calls(one.where, other.where, outer) and _is_same_cost(one, other)
     }
     return [one for one in found if id(one) not in again]
 
@@ -176,21 +191,21 @@ def _calls(where: str, inner: str, outer: Mapping[str, str]) -> bool:
     return False
 
 
-def _alike(one: Remedy, other: Remedy) -> bool:
-    return abs(one.gain - other.gain) < max(COUNTS, _SAME * max(one.gain, other.gain))
+def _is_same_cost(one: Remedy, other: Remedy) -> bool:
+    return abs(one.gain - other.gain) < max(COUNTS, _SAME_COST * max(one.gain, other.gain))
 
 
-def _beside(step: Step, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:
+def _unexplained(step: ProfiledStep, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:
     """General remedies of places where nothing is named, or that win so much more that something else takes the rest.
 
     What a loop's line does, the loop does, unless that is plain Python first of all; and what lies behind a line that hands the training over is many things.
     """
-    updates = (one.where for one in optimizer_updates.one_by_one(step))
-    loops = small_ops.in_loops(step, plain=False).union(updates) - step.handed
-    named = [one for one in specific if not one.note and one.where not in step.handed]
+    updates = (one.where for one in optimizer_updates.per_parameter_update(step))
+    loops = small_ops.lines_in_loops(step, plain=False).union(updates) - step.trainer_lines
+    named = [one for one in specific if not one.note and one.where not in step.trainer_lines]
     won = {one.where: one.gain for one in sorted(named, key=lambda one: one.gain)}
     return [one for one in general if one.where not in loops and one.gain >= COUNTS + won.get(one.where, -COUNTS)]
 
 
-def _worth(found: Iterable[Remedy]) -> list[Remedy]:
+def _worthwhile(found: Iterable[Remedy]) -> list[Remedy]:
     return [remedy for remedy in found if remedy.note or remedy.gain >= COUNTS]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from hotloop.core.format import milliseconds
+from hotloop.core.format import format_milliseconds
 from hotloop.core.records.profile import OperatorTime
 from hotloop.core.records.profile_terms import Bound
 from hotloop.profiler.costs.roofline import precision_in
-from hotloop.profiler.detectors.distributed_training import behind
-from hotloop.profiler.detectors.step import COMPUTING, Step, is_product, least_of, percent
+from hotloop.profiler.detectors.distributed_training import describe_slowest_rank
+from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, is_product, operator_least_ms, percent
 
-_LEAST = 0.2
+_MIN_SHARE = 0.2
 """Share of the step that a bound must have for being one."""
 
 
-def times(step: Step) -> dict[Bound, float]:
+def bound_times(step: ProfiledStep) -> dict[Bound, float]:
     """Milliseconds of a step that go to each; where operators aren't known, those of their phases stay out."""
     found: dict[Bound, float] = {
         "input": step.phase("data", "batch"),
@@ -25,14 +25,14 @@ def times(step: Step) -> dict[Bound, float]:
         "memory bandwidth": 0.0,
         "arithmetic": 0.0,
     }
-    for one in step.operators(lambda one: one.phase in COMPUTING):
-        calling = step.calling(one)
+    for one in step.operators(lambda one: one.phase in COMPUTING_PHASES):
+        calling = step.calling_ms(one)
         found["overhead"] += calling
-        found[_kind(step, one)] += step.cost(one) - calling
+        found[_operator_bound(step, one)] += step.cost_ms(one) - calling
     return found
 
 
-def _kind(step: Step, one: OperatorTime) -> Bound:
+def _operator_bound(step: ProfiledStep, one: OperatorTime) -> Bound:
     """Which side of the roofline an operator is on; without counts, products calculate and all else moves numbers."""
     limits = step.profile.limits
     rate = limits.flop_per_s.get(precision_in(one, step.profile.reduced))
@@ -41,29 +41,29 @@ def _kind(step: Step, one: OperatorTime) -> Bound:
     return "arithmetic" if one.flops / rate > one.bytes / limits.bytes_per_s else "memory bandwidth"
 
 
-def bound_of(step: Step) -> tuple[Bound, list[str]]:
+def find_bound(step: ProfiledStep) -> tuple[Bound, list[str]]:
     """What bounds the step, and the sentences that say so."""
-    found = times(step)
+    found = bound_times(step)
     ordered = sorted(found, key=lambda name: -found[name])
     if step.profile.engine == "arrays":
         return _bound_of_arrays(step, found)
     first = ordered[0]
     shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
-    evidence = [f"Of a step of {milliseconds(step.ms)}: {', '.join(shares)}."] if shares else []
-    if step.share(found[first]) < _LEAST:
+    evidence = [f"Of a step of {format_milliseconds(step.ms)}: {', '.join(shares)}."] if shares else []
+    if step.share(found[first]) < _MIN_SHARE:
         return "unknown", [*evidence, "Nothing that was measured takes a fifth of it."]
-    return first, [*evidence, *_detail(step, first, found[first]), *_limit(step)]
+    return first, [*evidence, *_bound_details(step, first, found[first]), *_limit_sentences(step)]
 
 
-def _bound_of_arrays(step: Step, found: dict[Bound, float]) -> tuple[Bound, list[str]]:
+def _bound_of_arrays(step: ProfiledStep, found: dict[Bound, float]) -> tuple[Bound, list[str]]:
     """Where layers are timed and no operation is seen: what takes more than all of them, or that it isn't known."""
-    layers = step.phase(*COMPUTING)
+    layers = step.phase(*COMPUTING_PHASES)
     parts = {"array operations": layers, **{str(name): ms for name, ms in found.items() if step.share(ms) >= 0.001}}
     shares = [f"{name} {percent(step.share(parts[name]))}" for name in sorted(parts, key=lambda name: -parts[name])]
-    evidence = [f"Of a step of {milliseconds(step.ms)}: {', '.join(shares)}."]
+    evidence = [f"Of a step of {format_milliseconds(step.ms)}: {', '.join(shares)}."]
     first = max(found, key=lambda name: found[name])
     if found[first] > layers:
-        return first, [*evidence, *(_detail(step, first, found[first]) if first == "input" else [])]
+        return first, [*evidence, *(_bound_details(step, first, found[first]) if first == "input" else [])]
     own = {one.name: (one.own_forward_ms or 0.0) + (one.own_backward_ms or 0.0) for one in step.profile.modules}
     if own:
         most = max(own, key=lambda name: own[name])
@@ -73,26 +73,30 @@ def _bound_of_arrays(step: Step, found: dict[Bound, float]) -> tuple[Bound, list
     return "unknown", [*evidence, unseen]
 
 
-def _detail(step: Step, bound: Bound, ms: float) -> list[str]:
+def _bound_details(step: ProfiledStep, bound: Bound, ms: float) -> list[str]:
     if bound == "overhead":
         calls = sum(one.calls for one in step.operators(lambda one: True))
         return [f"It starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
     if bound == "input":
-        return [f"The next batch is waited for and made during {milliseconds(ms)}."]
+        return [f"The next batch is waited for and made during {format_milliseconds(ms)}."]
     if bound == "waiting":
-        others = f"The first rank waits for the others during {milliseconds(ms)}."
-        return [others, *filter(None, [behind(step)])]
+        others = f"The first rank waits for the others during {format_milliseconds(ms)}."
+        return [others, *filter(None, [describe_slowest_rank(step)])]
     if bound == "communication":
-        return [f"During {milliseconds(ms)} the first rank does nothing but send and receive."]
+        return [f"During {format_milliseconds(ms)} the first rank does nothing but send and receive."]
     if bound in ("arithmetic", "memory bandwidth"):
-        ones = [one for one in step.profile.operators if one.phase in COMPUTING and _kind(step, one) == bound]
-        most = max(ones, key=step.cost)
+        ones = [
+            one
+            for one in step.profile.operators
+            if one.phase in COMPUTING_PHASES and _operator_bound(step, one) == bound
+        ]
+        most = max(ones, key=step.cost_ms)
         place = most.module or most.where or "the step"
-        return [f"Most of it is {most.name} of {place}: {percent(step.share(step.cost(most)))} of the step."]
+        return [f"Most of it is {most.name} of {place}: {percent(step.share(step.cost_ms(most)))} of the step."]
     return []
 
 
-def _limit(step: Step) -> list[str]:
+def _limit_sentences(step: ProfiledStep) -> list[str]:
     if step.profile.limits.busy:
         return [
             "This machine's limits were measured while other programs used it, and nothing is judged by them: "
@@ -102,14 +106,14 @@ def _limit(step: Step) -> list[str]:
     if not least or least > step.ms:
         return []
     return [
-        f"This machine's measured limits allow {milliseconds(least)} for its arithmetic and memory traffic: "
+        f"This machine's measured limits allow {format_milliseconds(least)} for its arithmetic and memory traffic: "
         f"the step reaches {percent(step.share(least))} of them."
     ]
 
 
-def limit_ms(step: Step) -> float | None:
+def limit_ms(step: ProfiledStep) -> float | None:
     """The least that the machine's limits allow for the operators whose work is known; None if none is."""
     if step.profile.limit_ms is not None:
         return step.profile.limit_ms
-    least = sum(least_of(one, step.profile) for one in step.operators(lambda one: True))
+    least = sum(operator_least_ms(one, step.profile) for one in step.operators(lambda one: True))
     return least or None

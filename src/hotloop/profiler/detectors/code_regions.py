@@ -9,59 +9,64 @@ from typing import NamedTuple
 
 from hotloop.core.records.profile import COUNTS, LineTime, OperatorTime
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.detectors.step import PLAIN, Step, draws, grouped, named_function
+from hotloop.profiler.detectors.step import PLAIN, ProfiledStep, group_by, is_random, named_function
 
 _TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
 
-_ENOUGH = 3
+_MIN_SAMPLES = 3
 """Looks at the stack that must have found lines: one or two may have been chance."""
 
-_SURE = 0.2
+_SURE_SHARE = 0.2
 """Share of the step that isn't chance, however few the looks are: by the clock that much went by around these lines."""
 
-Place = LineTime | OperatorTime
+LineOrOperator = LineTime | OperatorTime
 """What has a line, its function and a phase."""
 
 
-def parts(step: Step, lines: Iterable[LineTime], spent: Callable[[LineTime], float]) -> list[list[LineTime]]:
+def group_lines(
+    step: ProfiledStep, lines: Iterable[LineTime], spent: Callable[[LineTime], float]
+) -> list[list[LineTime]]:
     """Lines that are told of together; a line of the loop's that counts by itself stands alone.
 
     Args:
         spent: milliseconds that count of a line.
     """
     lines = list(lines)
-    there = grouped(lines, lambda line: line.where)
-    heavy = {where for where, ones in there.items() if _counts(step, ones, spent)}
-    part = part_of(step, step.named | heavy)
-    return list(grouped(lines, part).values())
+    there = group_by(lines, lambda line: line.where)
+    heavy = {where for where, ones in there.items() if _is_region(step, ones, spent)}
+    part = region_key(step, step.named | heavy)
+    return list(group_by(lines, part).values())
 
 
-def _counts(step: Step, ones: Sequence[LineTime], spent: Callable[[LineTime], float]) -> bool:
+def _is_region(step: ProfiledStep, ones: Sequence[LineTime], spent: Callable[[LineTime], float]) -> bool:
     """Whether a line counts by itself: by looks, or by its operators alone."""
     if step.share(sum(map(spent, ones))) < COUNTS:
         return False
-    worked = sum(step.worked_at(*place) for place in {(one.where, one.phase) for one in ones})
-    return is_known(step, ones) or step.share(worked) >= COUNTS
+    worked = sum(step.operators_ms_at(*place) for place in {(one.where, one.phase) for one in ones})
+    return has_enough_samples(step, ones) or step.share(worked) >= COUNTS
 
 
-def is_known(step: Step, ones: Sequence[LineTime]) -> bool:
+def has_enough_samples(step: ProfiledStep, ones: Sequence[LineTime]) -> bool:
     """Whether so many looks found lines that they say what these take beside their operators."""
     if any(line.looks is None for line in ones):
         return True
-    return sum(line.looks or 0 for line in ones) >= _ENOUGH or step.share(sum(line.own_ms for line in ones)) >= _SURE
+    return (
+        sum(line.looks or 0 for line in ones) >= _MIN_SAMPLES
+        or step.share(sum(line.own_ms for line in ones)) >= _SURE_SHARE
+    )
 
 
-def part_of(step: Step, alone: Collection[str] = ()) -> Callable[[Place], tuple[str, ...]]:
+def region_key(step: ProfiledStep, alone: Collection[str] = ()) -> Callable[[LineOrOperator], tuple[str, ...]]:
     """What a line is counted with: its function; of the loop's own lines those of one phase between two lines that train.
 
     Args:
         alone: lines of the loop's that stand by themselves.
     """
-    loop = loop_of(step)
+    loop = loop_functions(step)
     trains = {line.where for line in step.lines(*_TRAINING) if line.library == "torch" and function_of(line) in loop}
     numbers = sorted(place_of(where)[1] for where in trains | {step.profile.step_where} if where)
 
-    def part(one: Place) -> tuple[str, ...]:
+    def part(one: LineOrOperator) -> tuple[str, ...]:
         function = function_of(one)
         if function not in loop:
             return function
@@ -72,13 +77,13 @@ def part_of(step: Step, alone: Collection[str] = ()) -> Callable[[Place], tuple[
     return part
 
 
-def loop_of(step: Step) -> set[tuple[str, str]]:
+def loop_functions(step: ProfiledStep) -> set[tuple[str, str]]:
     """The function that the training loop is in, as far as it was seen."""
-    seen: list[Place] = [*step.profile.lines, *step.profile.operators]
+    seen: list[LineOrOperator] = [*step.profile.lines, *step.profile.operators]
     return {function_of(one) for one in seen if one.where and one.where == step.profile.step_where and one.function}
 
 
-def function_of(one: Place) -> tuple[str, str]:
+def function_of(one: LineOrOperator) -> tuple[str, str]:
     """The function that a line stands in, by file and name."""
     return one.where.rpartition(":")[0], named_function(one.function)
 
@@ -89,7 +94,7 @@ def place_of(where: str) -> tuple[str, int]:
     return file, int(number) if number.isdigit() else 0
 
 
-def trains(step: Step) -> Callable[[LineTime], bool]:
+def training_line_test(step: ProfiledStep) -> Callable[[LineTime], bool]:
     """Whether a line computes what a backward goes through, or stands in a `forward` that does, as of a network whose forward is
     called directly.
     """
@@ -99,18 +104,18 @@ def trains(step: Step) -> Callable[[LineTime], bool]:
     return lambda line: line.where in lines or function_of(line) in forwards
 
 
-def acts(step: Step, ones: Iterable[Place]) -> bool:
+def is_action_choice(step: ProfiledStep, ones: Iterable[LineOrOperator]) -> bool:
     """Whether a function of these draws numbers or asks a network, as one that chooses an action: its result is needed."""
-    functions = {function_of(one) for one in ones} - loop_of(step)
+    functions = {function_of(one) for one in ones} - loop_functions(step)
     there = step.operators(lambda one: bool(one.where) and function_of(one) in functions)
-    return any(draws(one) or one.module not in PLAIN for one in there)
+    return any(is_random(one) or one.module not in PLAIN for one in there)
 
 
-_NAMED = 3
+_MAX_NAMED = 3
 """Functions that are named."""
 
 
-class Spread(NamedTuple):
+class SpreadWork(NamedTuple):
     """Several small things under one line.
 
     Attributes:
@@ -123,7 +128,9 @@ class Spread(NamedTuple):
     functions: str
 
 
-def spread(step: Step, small: Mapping[str, float], *, past_torch: bool = True) -> Iterator[Spread]:
+def find_spread_work(
+    step: ProfiledStep, small: Mapping[str, float], *, past_torch: bool = True
+) -> Iterator[SpreadWork]:
     """Goes from small things outwards to the innermost lines under which they add up to what counts.
 
     A line that the training itself is called from calls everything, so that it would say nothing.
@@ -133,48 +140,50 @@ def spread(step: Step, small: Mapping[str, float], *, past_torch: bool = True) -
         past_torch: whether lines that call them through torch are looked at.
     """
     lines = {line.where: line for line in sorted(step.profile.lines, key=lambda line: (line.within != "", line.ms))}
-    closed = _around(step, lines)
+    closed = _training_callers(step, lines)
     closed |= set() if past_torch else {line.where for line in step.profile.lines if line.library == "torch"}
     sums, parts = dict(small), {where: [where] for where in small}
-    for where in _from_inside_out(small, lines):
+    for where in _order_by_depth(small, lines):
         if where not in sums:  # nothing is told outwards of what is named, or of what says nothing
             continue
         if (
             len(parts[where]) > 1
             and step.share(sums[where]) >= COUNTS
-            and is_known(step, _lines_at(step, parts[where]))
+            and has_enough_samples(step, _lines_at(step, parts[where]))
         ):
-            yield Spread(where, sums[where], _functions(parts[where], lines, small))
-        elif (outer := _within(where, lines)) and outer not in closed:
+            yield SpreadWork(where, sums[where], _functions(parts[where], lines, small))
+        elif (outer := _innermost_line(where, lines)) and outer not in closed:
             sums[outer] = sums.get(outer, 0.0) + sums[where]
             parts[outer] = parts.get(outer, []) + parts[where]
 
 
-def _lines_at(step: Step, places: Collection[str]) -> list[LineTime]:
+def _lines_at(step: ProfiledStep, places: Collection[str]) -> list[LineTime]:
     return [line for line in step.profile.lines if line.where in places]
 
 
-def _within(where: str, lines: Mapping[str, LineTime]) -> str:
+def _innermost_line(where: str, lines: Mapping[str, LineTime]) -> str:
     return lines[where].within if where in lines else ""
 
 
-def _outwards(where: str, lines: Mapping[str, LineTime]) -> list[str]:
+def _enclosing_lines(where: str, lines: Mapping[str, LineTime]) -> list[str]:
     """The lines around one, each once, since functions may call themselves."""
     found = [where]
-    while (outer := _within(found[-1], lines)) and outer not in found:
+    while (outer := _innermost_line(found[-1], lines)) and outer not in found:
         found.append(outer)
     return found[1:]
 
 
-def _around(step: Step, lines: Mapping[str, LineTime]) -> set[str]:
+def _training_callers(step: ProfiledStep, lines: Mapping[str, LineTime]) -> set[str]:
     """The lines that the training is called from."""
     trains = {line.where for line in step.profile.lines if line.phase == "backward" and line.library == "torch"}
-    return {outer for where in trains | {step.profile.step_where} for outer in _outwards(where, lines)}
+    return {outer for where in trains | {step.profile.step_where} for outer in _enclosing_lines(where, lines)}
 
 
-def _from_inside_out(small: Mapping[str, float], lines: Mapping[str, LineTime]) -> list[str]:
+def _order_by_depth(small: Mapping[str, float], lines: Mapping[str, LineTime]) -> list[str]:
     """Small things and all lines around them, each after those that it calls."""
-    depths = {where: len(_outwards(where, lines)) for one in small for where in [one, *_outwards(one, lines)]}
+    depths = {
+        where: len(_enclosing_lines(where, lines)) for one in small for where in [one, *_enclosing_lines(one, lines)]
+    }
     return sorted(depths, key=lambda where: -depths[where])
 
 
@@ -182,15 +191,15 @@ def _functions(parts: list[str], lines: Mapping[str, LineTime], small: Mapping[s
     """Names of functions, those that take most first."""
     heaviest = sorted((where for where in parts if small[where] > 0), key=lambda where: -small[where])
     names = list(dict.fromkeys(named_function(lines[where].function) for where in heaviest))
-    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
-    return ", ".join(names[:_NAMED] + more)
+    more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
+    return ", ".join(names[:_MAX_NAMED] + more)
 
 
-LOOP = 8
+MIN_LOOP_CALLS = 8
 """So often must a line call the same operation in a step to be a loop."""
 
 
-def rounds_of(ones: Sequence[OperatorTime]) -> float:
+def runs_per_step(ones: Sequence[OperatorTime]) -> float:
     """How often a line is gone through in a step: as often as the rarest of the operations that it repeats.
 
     Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides. And it
@@ -200,18 +209,18 @@ def rounds_of(ones: Sequence[OperatorTime]) -> float:
     first = [one for one in working if one.phase in ("forward", "loss", "batch", "python")] or working
     if any(one.phase == "update" for one in first):
         return 0.0
-    counts = [sum(one.calls for one in same) for same in grouped(first, _same).values()]
+    counts = [sum(one.calls for one in same) for same in group_by(first, _loop_key).values()]
     runs = max((one.line_runs for one in ones if one.line_runs is not None), default=inf)
-    repeated = [count for count in counts if count >= LOOP]
-    return min(*repeated, runs) if repeated and runs >= LOOP else 0.0
+    repeated = [count for count in counts if count >= MIN_LOOP_CALLS]
+    return min(*repeated, runs) if repeated and runs >= MIN_LOOP_CALLS else 0.0
 
 
 def is_view(one: OperatorTime) -> bool:
     return not (one.bytes or one.flops or one.bytes is None)
 
 
-def _same(one: OperatorTime) -> tuple[str, str, str]:
+def _loop_key(one: OperatorTime) -> tuple[str, str, str]:
     """What a loop repeats: of one module, or of many that do the same to one input, as heads do and stacked layers don't."""
-    if one.alike >= LOOP:
+    if one.alike >= MIN_LOOP_CALLS:
         return "", one.name, " ".join(one.shapes)
     return one.module, one.name, ""

@@ -6,51 +6,51 @@ from collections.abc import Iterator, Sequence
 
 from hotloop.core.records.profile import Remedy
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.detectors.parameter_loops import hooked
-from hotloop.profiler.detectors.step import COMPUTING, Step, heaviest, is_product, percent
+from hotloop.profiler.detectors.parameter_loops import hook_lines
+from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, heaviest, is_product, percent
 
-_COMPILED: tuple[Phase, ...] = ("forward", "backward")
+_COMPILED_PHASES: tuple[Phase, ...] = ("forward", "backward")
 
-_JOINED = ("cpp_fused", "triton_")
+_GENERATED_KERNELS = ("cpp_fused", "triton_")
 """Name prefixes of the kernels that torch's compiler generates."""
 
-STARTED = "operations are started one by one from Python"
+MANY_SMALL_OPERATIONS = "operations are started one by one from Python"
 """The cause that is reported for a step of many small operations."""
 
-_CALLED_MS = 0.1
+_COMPILED_CALL_MS = 0.1
 """Overhead of a call of a compiled model, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 ms eagerly."""
 
-_LAYERS_OF_STEPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
+_RECURRENT_OPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Recurrent operators, which iterate over time steps internally. torch.compile calls them unchanged."""
 
 
-def _recurrent_layers(step: Step) -> set[tuple[str, str]]:
+def _recurrent_layers(step: ProfiledStep) -> set[tuple[str, str]]:
     """Returns (module, line) of the recurrent layers; their backward has the same module and line."""
-    return {(one.module, one.where) for one in step.operators(lambda one: one.outer in _LAYERS_OF_STEPS)}
+    return {(one.module, one.where) for one in step.operators(lambda one: one.outer in _RECURRENT_OPS)}
 
 
-def candidates(step: Step) -> Iterator[Remedy]:
+def compile_candidates(step: ProfiledStep) -> Iterator[Remedy]:
     """Yields compiling as a remedy if starting single operations costs much and no part is compiled; the gain is an estimate.
 
     For a script the remedy compiles the model alone, without loss and update. Python still starts each product.
     """
-    if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
+    if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_GENERATED_KERNELS)):
         return
-    hooks = hooked(step)  # the compiler excludes hooks
+    hooks = hook_lines(step)  # the compiler excludes hooks
     layers = set() if step.profile.plan else _recurrent_layers(step)  # a Task's step compiles their parts
     operators = step.operators(
-        lambda one: one.phase in COMPUTING and one.where not in hooks and (one.module, one.where) not in layers
+        lambda one: one.phase in COMPUTING_PHASES and one.where not in hooks and (one.module, one.where) not in layers
     )
-    compiled = [one for one in operators if one.phase in _COMPILED]
+    compiled = [one for one in operators if one.phase in _COMPILED_PHASES]
     joinable = operators if step.profile.plan else [one for one in compiled if not is_product(one)]
     calls = sum(one.calls for one in joinable)
-    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in joinable)
+    won = sum(one.calls * min(step.launch_ms, step.cost_ms(one) / max(one.calls, 1e-9)) for one in joinable)
     if not step.profile.plan:  # Python still starts at least one kernel between two products
-        won -= _CALLED_MS + step.launch_ms * sum(one.calls for one in compiled if is_product(one) and one.flops)
+        won -= _COMPILED_CALL_MS + step.launch_ms * sum(one.calls for one in compiled if is_product(one) and one.flops)
     if not calls:
         return
     yield Remedy(
-        cause=STARTED,
+        cause=MANY_SMALL_OPERATIONS,
         where=heaviest(operators, step) or step.profile.step_where,
         remedy="compile the step" if step.profile.plan else "compile the model: torch.compile(model)",
         gain=step.share(won),
@@ -60,7 +60,7 @@ def candidates(step: Step) -> Iterator[Remedy]:
     )
 
 
-def measured(step: Step) -> tuple[list[Remedy], list[str]]:
+def compile_race_result(step: ProfiledStep) -> tuple[list[Remedy], list[str]]:
     """Returns compiling as a remedy if the compiled network won its race, and otherwise the line on the race."""
     race = step.profile.compiled
     if race is None:
@@ -72,17 +72,17 @@ def measured(step: Step) -> tuple[list[Remedy], list[str]]:
     if not race.is_faster:
         return [], [f"Compiling is no remedy here. Measured was {what}: compiled they are {found}."]
     won = Remedy(
-        cause=STARTED,
-        where=heaviest(step.operators(lambda one: one.phase in _COMPILED), step) or step.profile.step_where,
+        cause=MANY_SMALL_OPERATIONS,
+        where=heaviest(step.operators(lambda one: one.phase in _COMPILED_PHASES), step) or step.profile.step_where,
         remedy="compile the model: torch.compile(model)",
-        gain=step.share(step.phase(*_COMPILED)) * (1 - 1 / race.ratio),
+        gain=step.share(step.phase(*_COMPILED_PHASES)) * (1 - 1 / race.ratio),
         evidence=f"measured was {what}: compiled they are {found}, after {race.compile_s or 0.0:.0f} s of compiling",
         won=(race.ratio, race.low, race.high),
     )
     return [won], []
 
 
-def unmeasured(step: Step, found: Sequence[Remedy]) -> Iterator[str]:
+def missing_measurements(step: ProfiledStep, found: Sequence[Remedy]) -> Iterator[str]:
     """Yields lines that name a missing measurement and the command that makes it."""
     is_task = bool(step.profile.plan)
     for one in found[:1]:

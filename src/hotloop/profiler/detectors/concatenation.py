@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hotloop.core.records.profile import COUNTS, OperatorTime, Remedy
-from hotloop.profiler.detectors.step import ASIDE, Step, grouped
+from hotloop.profiler.detectors.step import ASIDE_PHASES, ProfiledStep, group_by
 
-COPIED = "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)"
+CONCATENATION = "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)"
 """The cause of a concatenation whose result has the same size at each step."""
 
-_JOINING = ("aten::cat", "aten::stack", "aten::hstack", "aten::vstack", "aten::concat", "aten::concatenate")
+_CONCATENATING = ("aten::cat", "aten::stack", "aten::hstack", "aten::vstack", "aten::concat", "aten::concatenate")
 
 _MAIN_SHARE = 0.5
 """Share of the time of a line's operators from which concatenation is the line's main work."""
 
 
-def joined(step: Step) -> Iterator[Remedy]:
+def concatenation_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
     """Yields a remedy for each line outside the training step that mainly concatenates tensors."""
-    operators = step.operators(lambda one: one.phase in ASIDE and bool(one.where) and one.used is not True)
-    for where, same_line in grouped(operators, lambda one: one.where).items():
-        joining = [one for one in same_line if one.name in _JOINING or one.outer in _JOINING]
-        spent = sum(map(step.cost, joining))
-        if not joining or spent < _MAIN_SHARE * sum(map(step.cost, same_line)):
+    operators = step.operators(lambda one: one.phase in ASIDE_PHASES and bool(one.where) and one.used is not True)
+    for where, same_line in group_by(operators, lambda one: one.where).items():
+        joining = [one for one in same_line if one.name in _CONCATENATING or one.outer in _CONCATENATING]
+        spent = sum(map(step.cost_ms, joining))
+        if not joining or spent < _MAIN_SHARE * sum(map(step.cost_ms, same_line)):
             continue
-        spent = max(spent, step.aside.get(where, 0.0))
+        spent = max(spent, step.aside_ms.get(where, 0.0))
         if step.share(spent) < COUNTS:
             continue
         grows = _grows(joining)
         yield Remedy(
-            cause="a buffer that grows at each step is copied as a whole (torch.cat, torch.stack)" if grows else COPIED,
+            cause="a buffer that grows at each step is copied as a whole (torch.cat, torch.stack)"
+            if grows
+            else CONCATENATION,
             where=where,
             remedy="a tensor of its final size, made before the loop, into which each step writes its part in place: "
             "buffer[n : n + len(new)] = new; of one that drops the oldest, a position that begins anew at its end"
@@ -45,5 +47,5 @@ def _grows(operators: Sequence[OperatorTime]) -> bool:
     """Whether the same call receives different shapes in different steps."""
     return any(
         len({tuple(one.shapes) for one in same}) > 1 and all(one.calls < 1 for one in same)
-        for same in grouped(operators, lambda one: (one.name, one.outer)).values()
+        for same in group_by(operators, lambda one: (one.name, one.outer)).values()
     )

@@ -6,25 +6,25 @@ from collections.abc import Iterator, Sequence
 
 from hotloop.core.records.profile import COUNTS, LineTime, LoaderUse, Remedy
 from hotloop.profiler.detectors.code_regions import function_of
-from hotloop.profiler.detectors.step import OFTEN, Step, named_function, percent
+from hotloop.profiler.detectors.step import OFTEN, ProfiledStep, named_function, percent
 
-_MOSTLY = 0.5
+_MAIN_SHARE = 0.5
 """Share of the wait that the making of samples must have for being its cause; and of the steps that a loader must feed."""
 
-_MAKING = ("__getitem__", "__getitems__")
+_SAMPLE_METHODS = ("__getitem__", "__getitems__")
 """How the functions of a data set are called that make samples."""
 
-_HANDED_MS = 2.0
+_HANDOVER_MS = 2.0
 """Handing a batch over from a worker was measured to take 0.7 to 0.9 ms; a step that is shorter may wait for that alone."""
 
 
-def waiting(step: Step) -> Iterator[Remedy]:
+def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
     """Waiting for data: the samples themselves, or putting them together.
 
     What goes into opening a loader, and what an evaluation waits for, is told elsewhere.
     """
-    waited = waited_ms(step)
-    told = [] if _opened_anew(step) else step.lines("data")  # nobody knows which of them opens
+    waited = loading_wait_ms(step)
+    told = [] if _reopened_loaders(step) else step.lines("data")  # nobody knows which of them opens
     lines = sorted(told, key=lambda line: -line.own_ms)
     loader = _slowest(step, waited)
     where = lines[0].where if lines else ""
@@ -48,25 +48,25 @@ def waiting(step: Step) -> Iterator[Remedy]:
             evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
         )
     else:
-        yield _of_loader(step, loader, waited, lines)
+        yield _loader_remedy(step, loader, waited, lines)
 
 
-def waited_ms(step: Step) -> float:
+def loading_wait_ms(step: ProfiledStep) -> float:
     """Milliseconds of a step that the training waits for data, from loaders that are open."""
-    opening = sum(_opening_ms(step, use) for use in _opened_anew(step))
+    opening = sum(_reopening_ms(step, use) for use in _reopened_loaders(step))
     return max(0.0, step.phase("data") - step.evaluating_ms - opening)
 
 
-def _slowest(step: Step, waited: float) -> LoaderUse | None:
+def _slowest(step: ProfiledStep, waited: float) -> LoaderUse | None:
     """The loader whose samples take longest; one whose samples nobody timed, if the others explain little of the wait."""
-    loaders = [use for use in step.profile.loaders if use.share >= _MOSTLY and use not in step.evaluated]
-    loader = max(loaders, key=lambda use: use.share * _timed(step, use), default=None)
-    if loader is None or _timed(step, loader) >= _MOSTLY * waited:
+    loaders = [use for use in step.profile.loaders if use.share >= _MAIN_SHARE and use not in step.evaluation_loaders]
+    loader = max(loaders, key=lambda use: use.share * _timed_samples_ms(step, use), default=None)
+    if loader is None or _timed_samples_ms(step, loader) >= _MAIN_SHARE * waited:
         return loader
     return next((use for use in loaders if use.sample_ms is None), loader)
 
 
-def _timed(step: Step, loader: LoaderUse) -> float:
+def _timed_samples_ms(step: ProfiledStep, loader: LoaderUse) -> float:
     """Milliseconds that a loader's samples take in a step, as far as they were timed."""
     samples = step.profile.samples_per_step if len(step.profile.loaders) == 1 else None
     each = loader.batch_size or step.profile.samples_per_step or 1.0
@@ -74,10 +74,10 @@ def _timed(step: Step, loader: LoaderUse) -> float:
     return calls * (loader.sample_ms or 0.0)
 
 
-def opened(step: Step) -> Iterator[Remedy]:
+def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
     """Loaders of which each step asks for a first batch."""
-    for use in _opened_anew(step):
-        spent = _opening_ms(step, use)
+    for use in _reopened_loaders(step):
+        spent = _reopening_ms(step, use)
         starting = "starting its workers and waiting for their first batch" if use.workers else "beginning it"
         yield Remedy(
             cause="a DataLoader is opened anew at each step",
@@ -91,39 +91,41 @@ def opened(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _opened_anew(step: Step) -> list[LoaderUse]:
+def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
     """Loaders that steps begin again and again, and leave most of their batches; a full batch is all that there is."""
     return [
         use
         for use in step.profile.loaders
         if use.opened >= OFTEN
-        and (use.batches is None or use.draws <= _MOSTLY * use.opened * use.batches)
-        and use not in step.evaluated
+        and (use.batches is None or use.draws <= _MAIN_SHARE * use.opened * use.batches)
+        and use not in step.evaluation_loaders
     ]
 
 
-def _opening_ms(step: Step, loader: LoaderUse) -> float:
+def _reopening_ms(step: ProfiledStep, loader: LoaderUse) -> float:
     """Milliseconds of a step in which a loader begins anew."""
-    return step.drawn_ms(loader, loader.opening_ms)
+    return step.loading_ms(loader, loader.opening_ms)
 
 
-def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
+def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
     evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
-    if (line := _collating(step, loader, waited, lines)) is not None:
+    if (line := _collate_line(step, loader, waited, lines)) is not None:
         function = named_function(line.function)
         return Remedy(
             cause=f"slow samples: it takes long to put those of a batch together, in {function}",
             where=line.where,
             remedy="do for all samples at once, with operations on whole tensors, or once before training what is done there for "
-            "each batch" + _by_workers(step, waited, "; or "),
+            "each batch" + _workers_advice(step, waited, "; or "),
             gain=step.share(waited),
             evidence=evidence,
             axes={"residency": "host"},
         )
-    hottest = next((line.where for line in lines if line.where != loader.where and line.own_ms >= _MOSTLY * waited), "")
+    hottest = next(
+        (line.where for line in lines if line.where != loader.where and line.own_ms >= _MAIN_SHARE * waited), ""
+    )
     if loader.workers:
-        return _of_workers(step, loader, waited, evidence, hottest)
-    if loader.sample_where and _made(step, loader, lines) >= _MOSTLY * waited:
+        return _worker_remedy(step, loader, waited, evidence, hottest)
+    if loader.sample_where and _sample_making_ms(step, loader, lines) >= _MAIN_SHARE * waited:
         each = (
             ""
             if loader.sample_ms is None
@@ -135,7 +137,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         return Remedy(
             cause=cause,
             where=hottest or loader.where if loader.sample_where == loader.where else loader.sample_where,
-            remedy=_once(loader, hottest) + _by_workers(step, waited, ", or "),
+            remedy=_first_batch_advice(loader, hottest) + _workers_advice(step, waited, ", or "),
             gain=step.share(waited),
             evidence=evidence + each,
             axes={"residency": "host"},
@@ -144,7 +146,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         return Remedy(
             cause="waiting for data: the loader takes long beside its data set, which makes whole batches",
             where=loader.where,
-            remedy="cut the batches out in the loop, without a loader" + _by_workers(step, waited, ", or "),
+            remedy="cut the batches out in the loop, without a loader" + _workers_advice(step, waited, ", or "),
             gain=step.share(waited),
             evidence=evidence,
             axes={"residency": "host"},
@@ -152,14 +154,14 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
     return Remedy(
         cause="per-sample loading: the loader asks for each sample by itself and puts the batch together",
         where=loader.where,
-        remedy=_at_once(loader),
+        remedy=_whole_batches_advice(loader),
         gain=step.share(waited),
         evidence=evidence,
         axes={"residency": "host"},
     )
 
 
-def _by_workers(step: Step, waited: float, joint: str) -> str:
+def _workers_advice(step: ProfiledStep, waited: float, joint: str) -> str:
     """Returns workers as an alternative remedy, with their largest possible gain; empty if workers win next to nothing.
 
     Workers load during the step. On a CPU the workers and the step share the cores.
@@ -182,26 +184,29 @@ def _by_workers(step: Step, waited: float, joint: str) -> str:
     )
 
 
-def _at_once(loader: LoaderUse) -> str:
+def _whole_batches_advice(loader: LoaderUse) -> str:
     """How a loader is told to hand out whole batches: a stream has no numbers that a sampler could give."""
     if loader.stream:
         return "let the data set hand out whole batches, and give the loader batch_size=None"
     return "index the tensors by a whole batch of numbers (a BatchSampler as the sampler, with batch_size=None)"
 
 
-def _collating(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> LineTime | None:
+def _collate_line(step: ProfiledStep, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> LineTime | None:
     """The line that takes most of the wait, where the loader's own process makes batches of samples that are there quickly."""
     if loader.workers or loader.at_once or (loader.sample_where and loader.sample_ms is None):
         return None
     if not loader.collate_where:
         return None  # what torch puts together by itself goes through no line of the user's
-    hot = [line for line in lines if line.where != loader.where and not _in_sample(line, loader, lines)]
-    if _timed(step, loader) >= _MOSTLY * waited or sum(line.own_ms for line in hot) < _MOSTLY * waited:
+    hot = [line for line in lines if line.where != loader.where and not _is_in_sample(line, loader, lines)]
+    if (
+        _timed_samples_ms(step, loader) >= _MAIN_SHARE * waited
+        or sum(line.own_ms for line in hot) < _MAIN_SHARE * waited
+    ):
         return None
     return max(hot, key=lambda line: line.own_ms)
 
 
-def _in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) -> bool:
+def _is_in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) -> bool:
     """Whether a line stands in the function that makes samples, or in one that is called from there.
 
     The stack says so better than the time that some samples took.
@@ -211,31 +216,31 @@ def _in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) -> 
     at: LineTime | None = line
     while at is not None and at.where not in seen:
         seen.add(at.where)
-        if function_of(at)[1].rpartition(".")[2] in _MAKING:
+        if function_of(at)[1].rpartition(".")[2] in _SAMPLE_METHODS:
             return True
         at = around.get(at.within)
     return False
 
 
-def _made(step: Step, loader: LoaderUse, lines: Sequence[LineTime]) -> float:
+def _sample_making_ms(step: ProfiledStep, loader: LoaderUse, lines: Sequence[LineTime]) -> float:
     """Milliseconds of the wait in which samples are made: by their own time, or by the lines of theirs that were seen."""
-    return max(_timed(step, loader), sum(line.own_ms for line in lines if line.where != loader.where))
+    return max(_timed_samples_ms(step, loader), sum(line.own_ms for line in lines if line.where != loader.where))
 
 
-def _of_workers(step: Step, loader: LoaderUse, waited: float, evidence: str, hottest: str) -> Remedy:
+def _worker_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, evidence: str, hottest: str) -> Remedy:
     """Of what goes on in workers nothing is timed: making samples, putting them together, and handing the batch over."""
     many = f"{loader.workers} worker{'s'[: loader.workers - 1]}"
     cores = step.profile.threads.cores if step.profile.threads else None
     own = [place for place in (loader.sample_where, loader.collate_where) if place and place != loader.where]
     cause = f"waiting for data: {many} can't keep up with the step"
-    remedy = f"{_once(loader, hottest)}, or give the loader more workers than {loader.workers}"
+    remedy = f"{_first_batch_advice(loader, hottest)}, or give the loader more workers than {loader.workers}"
     if cores is not None and loader.workers >= cores:
-        remedy = f"{_once(loader, hottest)}; more workers than cores don't help"
+        remedy = f"{_first_batch_advice(loader, hottest)}; more workers than cores don't help"
     if cores is not None and loader.workers > cores:
         cause = f"too many workers: {loader.workers} of the loader's on {cores} cores"
-    elif step.ms < _HANDED_MS:
+    elif step.ms < _HANDOVER_MS:
         cause = f"waiting for data: the step is short, and {many} must hand a batch over in each"
-        remedy = f"load in the process (num_workers=0), or with fewer workers, and measure again; of what is in memory already: {_at_once(loader)}"
+        remedy = f"load in the process (num_workers=0), or with fewer workers, and measure again; of what is in memory already: {_whole_batches_advice(loader)}"
     return Remedy(
         cause=cause,
         where=own[0] if len(own) == 1 else loader.where,
@@ -246,7 +251,7 @@ def _of_workers(step: Step, loader: LoaderUse, waited: float, evidence: str, hot
     )
 
 
-def _once(loader: LoaderUse, hottest: str) -> str:
+def _first_batch_advice(loader: LoaderUse, hottest: str) -> str:
     inside = f" ({hottest} takes most of it)" if hottest and hottest != loader.sample_where else ""
     collating = (
         f", or collate_fn for each batch ({loader.collate_where})" if loader.workers and loader.collate_where else ""
@@ -254,7 +259,7 @@ def _once(loader: LoaderUse, hottest: str) -> str:
     return f"do once, before training, what the data set does at each call{inside}{collating}"
 
 
-def unpinned(step: Step) -> Iterator[Remedy]:
+def unpinned_memory(step: ProfiledStep) -> Iterator[Remedy]:
     """Batches that are copied to an accelerator from memory that it can't read by itself."""
     copied = step.phase("copy")
     for loader in step.profile.loaders:

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hotloop.core.records.profile import COUNTS, OperatorTime, Remedy
-from hotloop.profiler.detectors.code_regions import LOOP
-from hotloop.profiler.detectors.step import BY_HAND, OFTEN, PLAIN, Step, draws, grouped
+from hotloop.profiler.detectors.code_regions import MIN_LOOP_CALLS
+from hotloop.profiler.detectors.step import BY_HAND, OFTEN, PLAIN, ProfiledStep, group_by, is_random
 
 _READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
-_LOOP = ("python", "batch", "copy", "logging", "unattributed")
+_LOOP_PHASES = ("python", "batch", "copy", "logging", "unattributed")
 """Phases in which the loop itself calls torch; elsewhere torch's own layers and losses do."""
 
 
-def reading(step: Step) -> Iterator[Remedy]:
+def host_sync(step: ProfiledStep) -> Iterator[Remedy]:
     """Numbers read on the host, which must wait until the device has them."""
-    found = step.operators(lambda one: _reads(one) and bool(one.where) and not _is_others(step, one))
-    for where, ones in grouped(found, lambda one: one.where).items():
+    found = step.operators(lambda one: _is_read(one) and bool(one.where) and not _is_wait_of_others(step, one))
+    for where, ones in group_by(found, lambda one: one.where).items():
         calls = max(one.calls for one in ones)
         if calls < OFTEN:
             continue
-        waited = step.phase("synchronisation") * _part(ones, found)
+        waited = step.phase("synchronisation") * _time_share(ones, found)
         spent = max(sum(one.ms for one in ones), waited)
         here = "; on an accelerator the host would wait here" if step.on_cpu else ""
-        if calls >= LOOP and not _is_needed(step, where):
-            spent = max(spent, step.aside.get(where, 0.0))
+        if calls >= MIN_LOOP_CALLS and not _is_needed(step, where):
+            spent = max(spent, step.aside_ms.get(where, 0.0))
             yield Remedy(
                 cause=f"a tensor is read number by number in Python ({calls:.0f} times at each step)",
                 where=where,
@@ -46,12 +46,12 @@ def reading(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _is_needed(step: Step, where: str) -> bool:
+def _is_needed(step: ProfiledStep, where: str) -> bool:
     """Whether the line does more than to read: asks a network, draws, or computes what a backward goes through."""
-    return any(one.used is True or draws(one) or one.module not in PLAIN for one in step.spots[where])
+    return any(one.used is True or is_random(one) or one.module not in PLAIN for one in step.operators_by_line[where])
 
 
-def _is_others(step: Step, one: OperatorTime) -> bool:
+def _is_wait_of_others(step: ProfiledStep, one: OperatorTime) -> bool:
     """Whether it isn't the step that waits for a number.
 
     It lies in a sample, an optimizer reads one of its own, or a loader its seed, where it's opened now and then.
@@ -63,7 +63,7 @@ def _is_others(step: Step, one: OperatorTime) -> bool:
     return one.calls < 1 and one.where in {use.where for use in step.profile.loaders}
 
 
-def _reads(one: OperatorTime) -> bool:
+def _is_read(one: OperatorTime) -> bool:
     """On a CPU `.tolist()` and `.numpy()` show only by what they make sure of; of a whole tensor they are another matter.
 
     What torch's own operators read inside, as one_hot does, no line of the user's asks for.
@@ -77,11 +77,11 @@ def _is_single(one: OperatorTime) -> bool:
     return all(set(shape.split("x")) == {"1"} for shape in one.shapes)
 
 
-def copying(step: Step) -> Iterator[Remedy]:
+def device_copies(step: ProfiledStep) -> Iterator[Remedy]:
     """Copies between devices at each step."""
     found = step.operators(lambda one: bool(one.copies) and one.calls >= OFTEN)
-    for where, ones in grouped(found, lambda one: one.where).items():
-        spent = max(sum(one.ms for one in ones), step.phase("copy") * _part(ones, found))
+    for where, ones in group_by(found, lambda one: one.where).items():
+        spent = max(sum(one.ms for one in ones), step.phase("copy") * _time_share(ones, found))
         ways = {one.copies for one in ones}
         back = any(">".join(reversed(way.split(">"))) in ways for way in ways)
         yield Remedy(
@@ -98,15 +98,15 @@ def copying(step: Step) -> Iterator[Remedy]:
         )
 
 
-def pointless(step: Step) -> Iterator[Remedy]:
+def no_op_copies(step: ProfiledStep) -> Iterator[Remedy]:
     """`.to()` and the like that have nothing to copy on this machine."""
     if not step.on_cpu:
         return
     asked = step.operators(
-        lambda one: one.name == "aten::to" and one.calls >= OFTEN and one.phase in _LOOP and bool(one.where)
+        lambda one: one.name == "aten::to" and one.calls >= OFTEN and one.phase in _LOOP_PHASES and bool(one.where)
     )
-    for where, ones in grouped(asked, lambda one: one.where).items():
-        if _leaves(ones, step.spots[where]):
+    for where, ones in group_by(asked, lambda one: one.where).items():
+        if _is_brought_to_host(ones, step.operators_by_line[where]):
             yield Remedy(
                 cause="a tensor moved back and forth: to the host for NumPy at each step (.cpu().numpy())",
                 where=where,
@@ -116,7 +116,7 @@ def pointless(step: Step) -> Iterator[Remedy]:
                 note=True,
             )
             continue
-        if any(_is_batch(step, one) for one in ones) or _has_other_ends(step, where):
+        if any(_is_batch(step, one) for one in ones) or _has_real_copies(step, where):
             continue
         yield Remedy(
             cause="a copy to the device at each step (.to()), of what isn't the batch",
@@ -128,14 +128,14 @@ def pointless(step: Step) -> Iterator[Remedy]:
         )
 
 
-def brings_back(ones: Sequence[OperatorTime]) -> bool:
+def is_read_on_host(ones: Sequence[OperatorTime]) -> bool:
     """Whether a whole tensor is read on the host, as NumPy's or as a list."""
     return any(one.name == "aten::resolve_neg" and not _is_single(one) for one in ones)
 
 
-def _leaves(ones: Sequence[OperatorTime], there: Sequence[OperatorTime]) -> bool:
+def _is_brought_to_host(ones: Sequence[OperatorTime], there: Sequence[OperatorTime]) -> bool:
     """Whether a whole tensor is brought to the host and read there: `.numpy()` alone asks for its device once as well."""
-    reads = [one for one in there if brings_back([one])]
+    reads = [one for one in there if is_read_on_host([one])]
     return any(
         sum(one.calls for one in ones if one.shapes == read.shapes)
         > sum(one.calls for one in reads if one.shapes == read.shapes) + OFTEN
@@ -143,26 +143,30 @@ def _leaves(ones: Sequence[OperatorTime], there: Sequence[OperatorTime]) -> bool
     )
 
 
-def _comes_back(step: Step, one: OperatorTime) -> bool:
+def _is_made_of_array(step: ProfiledStep, one: OperatorTime) -> bool:
     """Whether a tensor of that shape is made of an array there, and another line makes such an array."""
-    arrives = any(other.name == "aten::lift_fresh" and other.shapes == one.shapes for other in step.spots[one.where])
+    arrives = any(
+        other.name == "aten::lift_fresh" and other.shapes == one.shapes for other in step.operators_by_line[one.where]
+    )
     left = step.operators(lambda other: other.name == "aten::resolve_neg" and other.shapes == one.shapes)
     return arrives and any(other.where != one.where for other in left)
 
 
-def _has_other_ends(step: Step, where: str) -> bool:
+def _has_real_copies(step: ProfiledStep, where: str) -> bool:
     """Whether something was copied there after all, as to another dtype, or read, as by `.numpy()`."""
-    return any(one.name in ("aten::_to_copy", "aten::copy_", "aten::resolve_neg") for one in step.spots[where])
+    return any(
+        one.name in ("aten::_to_copy", "aten::copy_", "aten::resolve_neg") for one in step.operators_by_line[where]
+    )
 
 
-def _is_batch(step: Step, one: OperatorTime) -> bool:
+def _is_batch(step: ProfiledStep, one: OperatorTime) -> bool:
     """Whether what is copied belongs to the batch: the network is given it, or it has as many rows, as labels have.
 
     Rows alone say nothing of what comes back from NumPy. Losses of torch's ask for a dtype, which looks the same.
     """
     if not one.shapes or one.shapes[0] in step.profile.batch:
         return bool(one.shapes)
-    if _comes_back(step, one):
+    if _is_made_of_array(step, one):
         return False
     rows = {shape.partition("x")[0] for shape in step.profile.batch}
     if step.profile.samples_per_step is not None:
@@ -170,7 +174,7 @@ def _is_batch(step: Step, one: OperatorTime) -> bool:
     return one.shapes[0].partition("x")[0] in rows
 
 
-def _part(ones: Sequence[OperatorTime], of: Sequence[OperatorTime]) -> float:
+def _time_share(ones: Sequence[OperatorTime], of: Sequence[OperatorTime]) -> float:
     """Their part of the time of all of these operators."""
     total = sum(one.ms for one in of)
     return sum(one.ms for one in ones) / total if total else 0.0

@@ -6,23 +6,23 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from hotloop.core.records.profile import Remedy
-from hotloop.profiler.detectors.data_loading import waited_ms
-from hotloop.profiler.detectors.step import COMPUTING, Step
+from hotloop.profiler.detectors.data_loading import loading_wait_ms
+from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep
 
-_LEAST = 0.2
+_MIN_SHARE = 0.2
 """Share of the step that calling must take: as much as what bounds a step, and more than what is known of it may be wrong by."""
 
-_AMORTISED = 32
+_ENOUGH_SAMPLES = 32
 """Samples whose work takes longer than all that calling costs are enough: a larger batch wins less with each."""
 
-_TINY = 4
+_TINY_BATCH = 4
 """So few samples are too few whatever else there is."""
 
-_LARGER = 2
-"""Times as many samples are proposed, and at least `_AMORTISED`."""
+_PROPOSED_FACTOR = 2
+"""Times as many samples are proposed, and at least `_ENOUGH_SAMPLES`."""
 
 
-def too_small(step: Step) -> Iterator[Remedy]:
+def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
     """Steps that are made of calls: a larger batch shares them among more samples.
 
     What counts is the time of the calls, as it was measured, beside that of the samples' own work: a few long sequences are
@@ -34,13 +34,13 @@ def too_small(step: Step) -> Iterator[Remedy]:
     if not samples:
         return
     updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # one line stands for all
-    phases = [phase for phase in COMPUTING if not (updating and phase == "update")]
-    others = step.named - step.handed
+    phases = [phase for phase in COMPUTING_PHASES if not (updating and phase == "update")]
+    others = step.named - step.trainer_lines
     ones = step.operators(lambda one: one.phase in phases and one.where not in others)
-    calling = sum(step.reclaimable(one) for one in ones) + _fetching(step, samples)
-    if step.share(calling) < _LEAST or calling < samples / _AMORTISED * (step.ms - calling):
+    calling = sum(step.reclaimable_ms(one) for one in ones) + _batch_fetch_ms(step, samples)
+    if step.share(calling) < _MIN_SHARE or calling < samples / _ENOUGH_SAMPLES * (step.ms - calling):
         return
-    wanted, most = max(_LARGER, _AMORTISED / samples), _most(step, samples)
+    wanted, most = max(_PROPOSED_FACTOR, _ENOUGH_SAMPLES / samples), _max_factor(step, samples)
     factor = min(wanted, most)
     if factor <= 1:
         return
@@ -56,18 +56,18 @@ def too_small(step: Step) -> Iterator[Remedy]:
     )
 
 
-def may_stay(step: Step) -> bool:
+def can_stay(step: ProfiledStep) -> bool:
     """Whether there are so many samples that nothing is said of them beside anything else that is to be mended."""
-    return (step.profile.samples_per_step or 0.0) >= _AMORTISED
+    return (step.profile.samples_per_step or 0.0) >= _ENOUGH_SAMPLES
 
 
-def after(step: Step, small: Remedy, others: Sequence[Remedy]) -> Remedy:
+def as_note_beside(step: ProfiledStep, small: Remedy, others: Sequence[Remedy]) -> Remedy:
     """A note beside what is to be mended and leaves the training as it is, unless the batch is tiny."""
     samples = step.profile.samples_per_step or 0.0
-    return small.model_copy(update={"note": bool(others) and samples > _TINY})
+    return small.model_copy(update={"note": bool(others) and samples > _TINY_BATCH})
 
 
-def _most(step: Step, samples: float) -> float:
+def _max_factor(step: ProfiledStep, samples: float) -> float:
     """So many times as many samples there are: what is trained on all of them at a time can't get more."""
     if step.profile.one_batch:
         return 1.0
@@ -75,25 +75,25 @@ def _most(step: Step, samples: float) -> float:
     return max((have / samples if size else float(have) for have, size in known), default=inf)
 
 
-def _fetching(step: Step, samples: float) -> float:
+def _batch_fetch_ms(step: ProfiledStep, samples: float) -> float:
     """What a batch costs to fetch beside its samples, which more of them would cost as well; ms.
 
     Of data sets that make a whole batch at once nobody knows how its time grows, so it counts as the samples'. And of many
     samples, it's mostly for each of them that a loader does what it does.
     """
     loaders = step.profile.loaders
-    if samples >= _AMORTISED or any(use.sample_ms is None for use in loaders):
+    if samples >= _ENOUGH_SAMPLES or any(use.sample_ms is None for use in loaders):
         return 0.0
     made = sum((1.0 if use.at_once else samples) * (use.sample_ms or 0.0) for use in loaders)
-    return max(0.0, waited_ms(step) - made)
+    return max(0.0, loading_wait_ms(step) - made)
 
 
-def crowded(step: Step) -> Iterator[Remedy]:
+def too_many_threads(step: ProfiledStep) -> Iterator[Remedy]:
     """Operations cut into more threads than can run at once: each waits for those that have no core."""
     threads = step.profile.threads
     if threads is None or threads.slower is None or not step.on_cpu:
         return
-    computing = step.phase(*COMPUTING)
+    computing = step.phase(*COMPUTING_PHASES)
     yield Remedy(
         cause=f"too many threads: {threads.torch} of torch's on {threads.cores} cores",
         where=threads.where or step.profile.step_where,
@@ -106,7 +106,7 @@ def crowded(step: Step) -> Iterator[Remedy]:
     )
 
 
-def idle(step: Step) -> Iterator[Remedy]:
+def idle_cores(step: ProfiledStep) -> Iterator[Remedy]:
     """Cores that nobody uses; whether operations are large enough to be cut, only a race tells, so Tasks alone ask."""
     threads = step.profile.threads
     if threads is None or not step.profile.plan or not step.on_cpu:
@@ -114,7 +114,7 @@ def idle(step: Step) -> Iterator[Remedy]:
     free = threads.cores - round(threads.others)
     if threads.torch >= free:
         return
-    computing = step.phase(*COMPUTING)
+    computing = step.phase(*COMPUTING_PHASES)
     yield Remedy(
         cause=f"idle cores: torch uses {threads.torch} of {threads.cores}",
         where=threads.where or step.profile.step_where or step.profile.source,
@@ -130,7 +130,7 @@ _PAGE_US = 2.0
 """The most that zeroing and mapping a page takes; 1 to 2 us on servers of today. Other work of the system is not won."""
 
 
-def given_back(step: Step) -> Iterator[Remedy]:
+def memory_returned_to_os(step: ProfiledStep) -> Iterator[Remedy]:
     """Blocks that the C library gives back as soon as they are free: the system zeroes each page again for the next step."""
     paging, threads = step.profile.paging, step.profile.threads
     if paging is None or not step.on_cpu:

@@ -8,41 +8,41 @@ from math import prod
 from hotloop.core.records.profile import TAKE_ROWS, OperatorTime, Remedy
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.detectors.code_regions import function_of
-from hotloop.profiler.detectors.small_ops import written
+from hotloop.profiler.detectors.small_ops import chain_operators
 from hotloop.profiler.detectors.step import (
-    COMPUTING,
-    Step,
-    draws,
-    elements,
-    grouped,
+    COMPUTING_PHASES,
+    ProfiledStep,
+    count_elements,
+    group_by,
     heaviest,
-    inside,
     is_product,
-    least_of,
+    is_random,
+    module_text,
+    operator_least_ms,
     percent,
 )
 
-_CALCULATING: tuple[Phase, ...] = ("forward", "loss", "batch")
+_COMPUTING_PHASES: tuple[Phase, ...] = ("forward", "loss", "batch")
 
 _LINEAR = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "mul", "mul_", "div", "neg", "t", "transpose"))
 """What may be done with a product of two matrices so that it can still be taken apart, where numbers alone scale it."""
 
-_AROUND_PRODUCTS = ("aten::matmul", "aten::linear", "aten::einsum")
+_PRODUCT_WRAPPERS = ("aten::matmul", "aten::linear", "aten::einsum")
 """What only calls a product."""
 
 Size = tuple[int, ...]
 
 
-def looked_up(step: Step) -> Iterator[Remedy]:
+def one_hot_matmul(step: ProfiledStep) -> Iterator[Remedy]:
     """One-hot matrices that are multiplied: all but one number in a row are zero."""
     for size, making in _one_hots(step):
-        with_it = _multiplied(step, size)
+        with_it = _products_with(step, size)
         if not with_it:
             continue
-        ones = _once([*making, *_beside(step, making, size), *with_it])
-        spent = sum(step.cost(one) for one in ones)
+        ones = _without_repeats([*making, *_other_work_on(step, making, size), *with_it])
+        spent = sum(step.cost_ms(one) for one in ones)
         yield Remedy(
-            cause=f"rows are looked up by a product with a one-hot matrix of {_spelled(size)}, of which all but 1 in "
+            cause=f"rows are looked up by a product with a one-hot matrix of {_format_size(size)}, of which all but 1 in "
             f"{size[-1]} are zero",
             where=heaviest([one for one in ones if one.phase != "backward"], step),
             remedy="index the rows: torch.nn.functional.embedding(indices, table), or table[indices]; "
@@ -52,38 +52,38 @@ def looked_up(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _multiplied(step: Step, size: Size) -> list[OperatorTime]:
+def _products_with(step: ProfiledStep, size: Size) -> list[OperatorTime]:
     """The products with a matrix of that size, and those of their backward; none of lines where it has a gradient of its own.
 
     What has one isn't made of ones and zeros alone, but lets gradients through; and logits have the size of their targets.
     """
-    products = step.operators(lambda one: is_product(one) and one.name not in _AROUND_PRODUCTS)
-    forward = [one for one in products if one.phase in _CALCULATING and _takes(one, size)]
+    products = step.operators(lambda one: is_product(one) and one.name not in _PRODUCT_WRAPPERS)
+    forward = [one for one in products if one.phase in _COMPUTING_PHASES and _has_input_of(one, size)]
     lines = {one.where for one in forward}
     with_it = [*forward, *(one for one in products if one.phase == "backward" and one.where in lines)]
-    giving = {one.where for one in with_it if _gives(one, size)}
-    return [one for one in with_it if one.where not in giving and _takes(one, size)]
+    giving = {one.where for one in with_it if _has_result_of(one, size)}
+    return [one for one in with_it if one.where not in giving and _has_input_of(one, size)]
 
 
-def _takes(one: OperatorTime, size: Size) -> bool:
-    return any(_is_flat(each, size) for each in _sizes(one))
+def _has_input_of(one: OperatorTime, size: Size) -> bool:
+    return any(_is_flattened(each, size) for each in _sizes(one))
 
 
-def _gives(one: OperatorTime, size: Size) -> bool:
+def _has_result_of(one: OperatorTime, size: Size) -> bool:
     factors = _sizes(one)[-2:]
-    return len(factors) == 2 and _is_flat((*factors[0][:-1], factors[1][-1]), size)
+    return len(factors) == 2 and _is_flattened((*factors[0][:-1], factors[1][-1]), size)
 
 
-def _one_hots(step: Step) -> list[tuple[Size, list[OperatorTime]]]:
+def _one_hots(step: ProfiledStep) -> list[tuple[Size, list[OperatorTime]]]:
     """The sizes of one-hot matrices, and what makes each."""
     found: dict[Size, list[OperatorTime]] = {}
-    for one in step.operators(lambda one: one.phase in _CALCULATING):
-        for size in {*_scattered(one), *_compared(one), *_rows_of_identity(step, one)}:
+    for one in step.operators(lambda one: one.phase in _COMPUTING_PHASES):
+        for size in {*_scattered_sizes(one), *_compared_sizes(one), *_identity_rows(step, one)}:
             found.setdefault(size, []).append(one)
     return list(found.items())
 
 
-def _scattered(one: OperatorTime) -> Iterator[Size]:
+def _scattered_sizes(one: OperatorTime) -> Iterator[Size]:
     """What ones are written into, a single one in each row."""
     sizes = [_size(shape) for shape in one.shapes[:2]]
     if one.name.startswith("aten::scatter") and len(sizes) > 1:
@@ -92,7 +92,7 @@ def _scattered(one: OperatorTime) -> Iterator[Size]:
             yield whole
 
 
-def _compared(one: OperatorTime) -> Iterator[Size]:
+def _compared_sizes(one: OperatorTime) -> Iterator[Size]:
     """What tells of each index which of a row of numbers it is; two columns of the same may be any pairs."""
     sizes = [_size(shape) for shape in one.shapes[:2]]
     if one.name != "aten::eq" or len(sizes) < 2:
@@ -102,59 +102,59 @@ def _compared(one: OperatorTime) -> Iterator[Size]:
             yield (*index[:-1], prod(row))
 
 
-def _rows_of_identity(step: Step, one: OperatorTime) -> Iterator[Size]:
+def _identity_rows(step: ProfiledStep, one: OperatorTime) -> Iterator[Size]:
     """What is multiplied of the rows that are taken out of an identity matrix; their number isn't known."""
     if one.name not in TAKE_ROWS or one.shapes[:1] not in [[shape] for shape in step.profile.identities]:
         return
     whole, function = _size(one.shapes[0]), function_of(one)
-    for product in step.operators(lambda each: is_product(each) and each.phase in _CALCULATING):
+    for product in step.operators(lambda each: is_product(each) and each.phase in _COMPUTING_PHASES):
         if function_of(product) == function:
             yield from (size for size in _sizes(product) if size[-1] == whole[-1] and size != whole)
 
 
-def _beside(step: Step, making: Sequence[OperatorTime], size: Size) -> list[OperatorTime]:
+def _other_work_on(step: ProfiledStep, making: Sequence[OperatorTime], size: Size) -> list[OperatorTime]:
     """What the same functions do with the whole matrix, such as making it zero, and casting it."""
     functions = {function_of(one) for one in making}
-    return step.operators(lambda one: _spelled(size) in one.shapes and function_of(one) in functions)
+    return step.operators(lambda one: _format_size(size) in one.shapes and function_of(one) in functions)
 
 
-def _spelled(size: Size) -> str:
+def _format_size(size: Size) -> str:
     return "x".join(map(str, size))
 
 
-def _is_flat(size: Size, whole: Size) -> bool:
+def _is_flattened(size: Size, whole: Size) -> bool:
     """Whether a product's operand is that tensor, its rows in one dimension or turned over."""
     return prod(size) == prod(whole) and whole[-1] in (size[-1], size[-2] if len(size) > 1 else 0)
 
 
-def multiplied_out(step: Step) -> Iterator[Remedy]:
+def expanded_low_rank(step: ProfiledStep) -> Iterator[Remedy]:
     """Weights that are made anew from two thin factors, where fewer rows are multiplied with them than they have.
 
     As a layer does with adapters of low rank (Hu et al., LoRA, 2021, section 4.1) that adds them to its weight at each step.
     """
     found: list[tuple[OperatorTime, float]] = []
-    for ones in grouped(step.operators(lambda one: True), lambda one: one.module).values():
+    for ones in group_by(step.operators(lambda one: True), lambda one: one.module).values():
         for thin in ones:
-            full = _full(thin)
-            rows = _rows(ones, full, thin) if full and _is_linear(ones, full) else 0
+            full = _product_size(thin)
+            rows = _multiplied_rows(ones, full, thin) if full and _is_linear(ones, full) else 0
             spared = 1 - rows * sum(full) / prod(full)
             if rows and spared > 0:
-                found += [(one, spared) for one in ones if _makes(one, full, thin)]
+                found += [(one, spared) for one in ones if _is_making(one, full, thin)]
     if found:
-        spent = sum(step.cost(one) for one, _ in found)
-        full = next(filter(None, (_full(one) for one, _ in found)))
+        spent = sum(step.cost_ms(one) for one, _ in found)
+        full = next(filter(None, (_product_size(one) for one, _ in found)))
         yield Remedy(
             cause=f"a weight of {full[0]}x{full[1]} is multiplied out from two thin factors at each step",
             where=heaviest([one for one, _ in found if one.phase != "backward"], step),
             remedy="multiply the rows with the thin factors one after the other, and add that to what the layer gives: "
             "(x @ A.T) @ B.T",
-            gain=step.share(sum(spared * step.cost(one) for one, spared in found)),
+            gain=step.share(sum(spared * step.cost_ms(one) for one, spared in found)),
             evidence=f"making it, and its gradient, take {spent:.2f} ms of each step of {step.ms:.2f} ms, and fewer rows "
             "than it has are multiplied with it",
         )
 
 
-def _full(one: OperatorTime) -> Size:
+def _product_size(one: OperatorTime) -> Size:
     """The size of what two thin matrices give; empty for anything else."""
     sizes = _sizes(one)
     if one.name != "aten::mm" or one.phase != "forward" or [len(size) for size in sizes] != [2, 2]:
@@ -165,27 +165,27 @@ def _full(one: OperatorTime) -> Size:
 
 def _is_linear(ones: Sequence[OperatorTime], full: Size) -> bool:
     """Whether what a module does with it, beside the products, only scales and adds."""
-    on_it = [one for one in ones if one.phase == "forward" and full in _sizes(one) and not _multiplies(one)]
+    on_it = [one for one in ones if one.phase == "forward" and full in _sizes(one) and not _is_multiplication(one)]
     moving = [one for one in on_it if one.bytes or one.bytes is None]
     scaling = ("aten::mul", "aten::mul_", "aten::div")
     return all(one.name in _LINEAR and not (one.name in scaling and len(_sizes(one)) > 1) for one in moving)
 
 
-def _multiplies(one: OperatorTime) -> bool:
-    return is_product(one) or one.name in _AROUND_PRODUCTS
+def _is_multiplication(one: OperatorTime) -> bool:
+    return is_product(one) or one.name in _PRODUCT_WRAPPERS
 
 
-def _rows(ones: Sequence[OperatorTime], full: Size, thin: OperatorTime) -> int:
+def _multiplied_rows(ones: Sequence[OperatorTime], full: Size, thin: OperatorTime) -> int:
     """How many rows a module multiplies with it; 0 where it is no factor of a product."""
     forward = [one for one in ones if one is not thin and one.phase == "forward" and is_product(one)]
-    sizes = [_sizes(one)[-2:] for one in forward if one.name not in _AROUND_PRODUCTS]
+    sizes = [_sizes(one)[-2:] for one in forward if one.name not in _PRODUCT_WRAPPERS]
     return max((prod(rows[:-1]) for rows, *by in sizes if by and sorted(by[0]) == sorted(full)), default=0)
 
 
-def _makes(one: OperatorTime, full: Size, thin: OperatorTime) -> bool:
+def _is_making(one: OperatorTime, full: Size, thin: OperatorTime) -> bool:
     """Whether an operator makes the weight, or takes its gradient apart."""
     sizes = _sizes(one)
-    if _multiplies(one):
+    if _is_multiplication(one):
         factors = [sorted(size) for size in _sizes(thin)]
         if one.phase == "forward":
             return one.where == thin.where and [sorted(size) for size in sizes] == factors
@@ -204,60 +204,60 @@ def _size(shape: str) -> Size:
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
-def _once(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
+def _without_repeats(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
     return list({id(one): one for one in ones}.values())
 
 
-MUCH = "takes much of the"
+TAKES_MUCH = "takes much of the"
 """Said of operators that take longer than what they read and write; so do those whose memory comes anew each time."""
 
-_BY_INDEX = ("index_put", "scatter", "index_add", "index_copy", "put_", "index_reduce", "masked_scatter")
+_INDEX_OPS = ("index_put", "scatter", "index_add", "index_copy", "put_", "index_reduce", "masked_scatter")
 
-_SUMMING = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
+_SUMMING_OPS = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
 
 _ZEROING = ("aten::zero_", "aten::fill_")
 
-_MAINLY, _AT_LEAST = 1 / 3, 0.1
+_MAIN_SHARE, _MIN_SHARE = 1 / 3, 0.1
 """Least share of scatters in a line's floating-point time, and in its whole time, to be reported as its cause."""
 
 _FAR = 0.25
 """Of the machine's limit: an operator that reaches less is worth a look."""
 
-_USUAL = ("conv", "mm", "linear", "pool", "norm", "softmax", "relu", "attention", "lstm", "gru", "loss")
+_COMMON_OPS = ("conv", "mm", "linear", "pool", "norm", "softmax", "relu", "attention", "lstm", "gru", "loss")
 """Parts of the names of operators that networks are made of: how near they come to a limit is for the modules to say."""
 
 _LARGE = 0.2
 """Share of the step that such an operator must take."""
 
-_REACHED = 0.5
+_PRACTICAL_LIMIT = 0.5
 """Of the limit is what a well-made operator reaches in practice."""
 
 
-def by_index(step: Step) -> Iterator[Remedy]:
+def index_scatter(step: ProfiledStep) -> Iterator[Remedy]:
     """Scatters: numbers put one by one to where an index says; what the line does with whole numbers, it does for the index."""
-    for where, ones in step.spots.items():
-        for phase, same in grouped(ones, lambda one: one.phase).items():
-            scatters = [one for one in same if any(part in one.name for part in _BY_INDEX)]
-            spent, scattering = (sum(step.cost(one) for one in ones) for ones in (same, scatters))
-            floating = sum(step.cost(one) for one in same if one.dtype and one not in scatters)
+    for where, ones in step.operators_by_line.items():
+        for phase, same in group_by(ones, lambda one: one.phase).items():
+            scatters = [one for one in same if any(part in one.name for part in _INDEX_OPS)]
+            spent, scattering = (sum(step.cost_ms(one) for one in ones) for ones in (same, scatters))
+            floating = sum(step.cost_ms(one) for one in same if one.dtype and one not in scatters)
             needed = spent - floating  # what else the line calculates with stays as it is
-            if not (where and scatters) or scattering < max(_MAINLY * (floating + scattering), _AT_LEAST * spent):
+            if not (where and scatters) or scattering < max(_MAIN_SHARE * (floating + scattering), _MIN_SHARE * spent):
                 continue
-            zeros = _zeros(step, scatters)
-            least = sum(least_of(one, step.profile) for one in [*scatters, *zeros])
-            needed += sum(map(step.cost, [*zeros, *_places(step, scatters)]))
-            worst = max(scatters, key=step.cost)
+            zeros = _zero_fills(step, scatters)
+            least = sum(operator_least_ms(one, step.profile) for one in [*scatters, *zeros])
+            needed += sum(map(step.cost_ms, [*zeros, *_index_operators(step, scatters)]))
+            worst = max(scatters, key=step.cost_ms)
             yield Remedy(
-                cause=f"a scatter by index in the {phase}: {worst.name}{inside(scatters, step)}",
+                cause=f"a scatter by index in the {phase}: {worst.name}{module_text(scatters, step)}",
                 where=where,
-                remedy=_instead(worst.name),
+                remedy=_scatter_advice(worst.name),
                 gain=step.share(needed - least),
                 evidence=f"{worst.name} and what it needs take {needed:.2f} ms of each step of {step.ms:.2f} ms, "
                 f"where reading and writing as much takes {least:.2f} ms",
             )
 
 
-def _zeros(step: Step, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
+def _zero_fills(step: ProfiledStep, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
     """What makes the tensors zero that are scattered into, at other lines of the same function."""
     into = {(function_of(one), one.phase, *one.shapes[:1]) for one in scatters if one.shapes}
     lines = {one.where for one in scatters}
@@ -268,13 +268,13 @@ def _zeros(step: Step, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
     )
 
 
-def _places(step: Step, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
+def _index_operators(step: ProfiledStep, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
     """What works out the index, at other lines of the same function: operators on as many whole numbers."""
     indexed = {
-        (function_of(one), one.phase, elements(shape))
+        (function_of(one), one.phase, count_elements(shape))
         for one in scatters
         for shape in one.shapes[1:]  # the first is scattered into
-        if elements(shape) > 1
+        if count_elements(shape) > 1
     }
     lines = {one.where for one in scatters}
     return step.operators(
@@ -282,14 +282,14 @@ def _places(step: Step, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
             not one.dtype
             and one.name not in _ZEROING
             and one.where not in lines
-            and any((function_of(one), one.phase, elements(shape)) in indexed for shape in one.shapes)
+            and any((function_of(one), one.phase, count_elements(shape)) in indexed for shape in one.shapes)
         )
     )
 
 
-def _instead(name: str) -> str:
+def _scatter_advice(name: str) -> str:
     """What does the work of a scatter."""
-    if any(part in name for part in _SUMMING):
+    if any(part in name for part in _SUMMING_OPS):
         return (
             "for sums over edges or groups torch.sparse.mm with a matrix of who adds to whom, or torch.segment_reduce over "
             "rows in the order of their groups; else F.embedding, or a mask"
@@ -300,12 +300,12 @@ def _instead(name: str) -> str:
     )
 
 
-def double_precision(step: Step) -> Iterator[Remedy]:
+def double_precision(step: ProfiledStep) -> Iterator[Remedy]:
     """float64 in the network."""
     ones = step.operators(lambda one: one.dtype == "float64")
     if not ones:
         return
-    spent = sum(step.cost(one) for one in ones)
+    spent = sum(step.cost_ms(one) for one in ones)
     rates = step.profile.limits.flop_per_s
     factor = min(1.0, rates["fp64"] / rates["fp32"]) if {"fp32", "fp64"} <= rates.keys() else 0.5
     calculating = [one for one in ones if one.phase in ("forward", "loss")] or ones
@@ -313,82 +313,82 @@ def double_precision(step: Step) -> Iterator[Remedy]:
         cause="float64: the network calculates in double precision",
         where=heaviest(calculating, step) or step.profile.step_where,
         remedy="float32: cast the data once where it is read (.float(), dtype=torch.float32), and leave out .double()",
-        gain=step.share(sum(_gained(step, one, factor) for one in ones)),
+        gain=step.share(sum(_float64_extra_ms(step, one, factor) for one in ones)),
         evidence=f"operations on float64 take {spent:.2f} ms of each step of {step.ms:.2f} ms; "
         f"this machine does {1 / factor:.1f} times as much in float32, and moves twice as many numbers; calling them takes as long",
     )
 
 
-def _gained(step: Step, one: OperatorTime, factor: float) -> float:
+def _float64_extra_ms(step: ProfiledStep, one: OperatorTime, factor: float) -> float:
     """Milliseconds that an operation on float64 takes more than on float32, which calculates in `factor` of the time.
 
     What is no product moves numbers, of half the bytes; and a call costs the same.
     """
-    return (step.cost(one) - step.calling(one)) * (1 - (factor if is_product(one) else max(factor, 0.5)))
+    return (step.cost_ms(one) - step.calling_ms(one)) * (1 - (factor if is_product(one) else max(factor, 0.5)))
 
 
-def unsupported(step: Step) -> Iterator[Remedy]:
+def unsupported_precision(step: ProfiledStep) -> Iterator[Remedy]:
     """Half precision on a processor that has no instructions for it."""
     for dtype, precision in (("bfloat16", "bf16"), ("float16", "fp16")):
         ones = [one for one in step.operators(lambda one: True) if one.dtype == dtype]
         rates = step.profile.limits.flop_per_s
         if not ones or not step.on_cpu or precision in rates or "fp32" not in rates:
             continue
-        spent = sum(step.cost(one) for one in ones)
+        spent = sum(step.cost_ms(one) for one in ones)
         least = sum(1e3 * (one.flops or 0.0) / rates["fp32"] for one in ones)
         yield Remedy(
             cause=f"{dtype} on a processor without instructions for it",
             where=heaviest(ones, step) or step.profile.step_where,
             remedy="float32: leave out .bfloat16(), .half() and autocast here",
-            gain=step.share(spent - least / _REACHED),
+            gain=step.share(spent - least / _PRACTICAL_LIMIT),
             evidence=f"operations on {dtype} take {spent:.2f} ms of each step of {step.ms:.2f} ms; in float32 their "
             f"arithmetic takes {least:.2f} ms at this machine's limit",
             axes={"precision": "default"},
         )
 
 
-def unusual(step: Step) -> Iterator[Remedy]:
+def slow_operators(step: ProfiledStep) -> Iterator[Remedy]:
     """Large operators that networks aren't made of, and that take much longer than what they read and write."""
-    told = {id(one) for one in written(step)}
+    told = {id(one) for one in chain_operators(step)}
     ones = step.operators(
         lambda one: (
-            one.phase in COMPUTING
+            one.phase in COMPUTING_PHASES
             and one.bytes != 0
             and id(one) not in told
-            and not draws(one)
-            and not any(part in one.name for part in _USUAL)
+            and not is_random(one)
+            and not any(part in one.name for part in _COMMON_OPS)
         )
     )  # what moves no bytes only looks at them, and was held up
-    for (where, name), same in grouped(ones, lambda one: (one.where or one.module, one.name)).items():
-        least = sum(least_of(one, step.profile) for one in same)
-        spent = sum(step.cost(one) for one in same)
+    for (where, name), same in group_by(ones, lambda one: (one.where or one.module, one.name)).items():
+        least = sum(operator_least_ms(one, step.profile) for one in same)
+        spent = sum(step.cost_ms(one) for one in same)
         each = spent / max(sum(one.calls for one in same), 1e-9)
-        if least > _FAR * spent * step.had_core or each < step.small_ms or step.share(spent) < _LARGE:
+        if least > _FAR * spent * step.core_share or each < step.small_ms or step.share(spent) < _LARGE:
             continue
-        worst = max(same, key=step.cost)
+        worst = max(same, key=step.cost_ms)
         yield Remedy(
-            cause=f"{name} {MUCH} {worst.phase}{inside(same, step)}",
+            cause=f"{name} {TAKES_MUCH} {worst.phase}{module_text(same, step)}",
             where=where or step.profile.step_where,
             remedy="call the operation on smaller tensors or less often: the computation takes the time, not the call",
-            gain=step.share(spent - least / _REACHED),
+            gain=step.share(spent - least / _PRACTICAL_LIMIT),
             evidence=f"it takes {spent:.2f} ms of each step of {step.ms:.2f} ms, with inputs of "
             f"{' and '.join(filter(None, worst.shapes[:2])) or 'unknown size'}"
             + (f"; this machine's limits allow {least:.2f} ms" if least else ""),
         )
 
 
-def layouts(step: Step) -> Iterator[Remedy]:
+def slow_layouts(step: ProfiledStep) -> Iterator[Remedy]:
     """Convolutions far from the limit: whether another layout brings them nearer, only a race tells, so Tasks alone ask."""
     ones = step.operators(lambda one: "convolution" in one.name)
-    spent = sum(step.cost(one) for one in ones)
-    least = sum(least_of(one, step.profile) for one in ones)
-    if not step.profile.plan or not least or least > _FAR * spent * step.had_core:
+    spent = sum(step.cost_ms(one) for one in ones)
+    least = sum(operator_least_ms(one, step.profile) for one in ones)
+    if not step.profile.plan or not least or least > _FAR * spent * step.core_share:
         return
     yield Remedy(
         cause=f"convolutions reach {percent(least / spent)} of this machine's limit",
-        where=max(ones, key=step.cost).module or heaviest(ones, step),
+        where=max(ones, key=step.cost_ms).module or heaviest(ones, step),
         remedy="try channels_last, and numbers of channels that are multiples of 16",
-        gain=step.share(spent - least / _REACHED),
+        gain=step.share(spent - least / _PRACTICAL_LIMIT),
         evidence=f"they take {spent:.2f} ms of each step of {step.ms:.2f} ms; a race says whether the layout is why",
         axes={"layout": "channels_last"},
     )

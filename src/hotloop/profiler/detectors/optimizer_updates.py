@@ -7,15 +7,15 @@ from math import prod
 from typing import Any
 
 from hotloop.core.records.profile import COUNTS, OperatorTime, OptimizerUse, Remedy
-from hotloop.profiler.detectors.step import BY_HAND, OFTEN, Step, grouped, percent
+from hotloop.profiler.detectors.step import BY_HAND, OFTEN, ProfiledStep, group_by, percent
 
-_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+_FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")
 """Those that torch has a single kernel for, on the CPU and on CUDA."""
 
 _TRAFFIC = {"SGD": 4, "Adagrad": 5, "Adam": 7, "AdamW": 7}
 """How often an update moves as many bytes as there are parameters: parameter, gradient and state, read or written."""
 
-_MOST_TRAFFIC = 7
+_MAX_TRAFFIC = 7
 
 _PER_TENSOR = {"SGD": 1.0, "Adagrad": 2.5, "Adam": 3.2, "AdamW": 3.2}
 """Time of a fused optimizer's Python code per tensor, in launches of an operation, measured in trainings on a CPU (torch 2.13)."""
@@ -23,46 +23,50 @@ _PER_TENSOR = {"SGD": 1.0, "Adagrad": 2.5, "Adam": 3.2, "AdamW": 3.2}
 _PER_UPDATE = {"SGD": 40.0, "Adagrad": 40.0, "Adam": 40.0, "AdamW": 40.0}
 """Time of `step()` beside the tensors, in launches of an operation, measured likewise."""
 
-_TAKE_SPARSE = ("SGD", "Adagrad")
+_SPARSE_OPTIMIZERS = ("SGD", "Adagrad")
 """Of these, those that take sparse gradients, too, but not in their single kernel."""
 
-_NO_FASTER_IN_LISTS = ("ASGD", "Rprop")
+_SLOW_FOREACH = ("ASGD", "Rprop")
 """On a CPU foreach took 0.9 to 2 times as long as their loop, as measured with 40 and 200 tensors."""
 
-_AT_ONCE = ("aten::_foreach", "aten::_fused")
+_LIST_OPS = ("aten::_foreach", "aten::_fused")
 """Operators over lists of tensors."""
 
-_WITHOUT_A_LOOP = ("LBFGS", "Muon", "SparseAdam")
+_SINGLE_IMPLEMENTATION = ("LBFGS", "Muon", "SparseAdam")
 """Those of torch's that have no other implementation."""
 
-_MAKING = frozenset(
+_STATE_MAKING_OPS = frozenset(
     {"aten::empty_like", "aten::zeros_like", "aten::empty", "aten::zeros", "aten::zero_", "aten::fill_"}
 )
 """By what an optimizer makes its state."""
 
-_A_LOOP = 8
+_MIN_LOOP_TENSORS = 8
 """So many tensors at least make a loop over them."""
 
 
-def one_by_one(step: Step) -> Iterator[Remedy]:
+def per_parameter_update(step: ProfiledStep) -> Iterator[Remedy]:
     """Updates in a loop over parameters, and what goes from group to group, or from optimizer to optimizer."""
-    for use in joined(step.profile.optimizers):
+    for use in merge_alike_optimizers(step.profile.optimizers):
         if use.implementation == "forloop":
-            yield from _by_torch(step, use)
+            yield from _implementation_remedy(step, use)
         elif use.implementation:
-            yield from _in_groups(step, use)
+            yield from _group_remedy(step, use)
         else:
-            yield from _unknown(step, use)
+            yield from _custom_optimizer_remedy(step, use)
 
 
-def remade(step: Step) -> Iterator[Remedy]:
+def recreated_optimizer(step: ProfiledStep) -> Iterator[Remedy]:
     """Optimizers that another one takes the place of in each step: their state is made anew, and tells of no step before."""
-    for use in joined(step.profile.optimizers):
+    for use in merge_alike_optimizers(step.profile.optimizers):
         if use.made < OFTEN:
             continue
-        making = [one for one in step.spots.get(use.where, []) if one.phase == "update" and one.name in _MAKING]
+        making = [
+            one
+            for one in step.operators_by_line.get(use.where, [])
+            if one.phase == "update" and one.name in _STATE_MAKING_OPS
+        ]
         paged = step.profile.paging.system_ms if step.profile.paging else 0.0
-        won = min(step.phase("update"), sum(map(step.cost, making)) + paged)
+        won = min(step.phase("update"), sum(map(step.cost_ms, making)) + paged)
         gain = step.share(won)
         yield Remedy(
             cause=f"an optimizer is made anew at each step: {use.kind} begins without what it knew",
@@ -75,13 +79,13 @@ def remade(step: Step) -> Iterator[Remedy]:
         )
 
 
-def joined(uses: Sequence[OptimizerUse]) -> list[OptimizerUse]:
+def merge_alike_optimizers(uses: Sequence[OptimizerUse]) -> list[OptimizerUse]:
     """Optimizers that are alike and step at one line, as one whose `steps` are those of each."""
-    alike = grouped(uses, lambda one: (one.kind, one.where, one.implementation))
-    return [_as_one(ones) if len(ones) > 1 else ones[0] for ones in alike.values()]
+    alike = group_by(uses, lambda one: (one.kind, one.where, one.implementation))
+    return [_merge_uses(ones) if len(ones) > 1 else ones[0] for ones in alike.values()]
 
 
-def _as_one(uses: Sequence[OptimizerUse]) -> OptimizerUse:
+def _merge_uses(uses: Sequence[OptimizerUse]) -> OptimizerUse:
     together = {
         "groups": [group for one in uses for group in one.groups],
         "steps": sum(one.steps for one in uses) / len(uses),
@@ -90,13 +94,13 @@ def _as_one(uses: Sequence[OptimizerUse]) -> OptimizerUse:
     return uses[0].model_copy(update=together)
 
 
-def _in_groups(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
+def _group_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
     """A kernel for each group or optimizer: what is won is the Python between them, as far as it isn't asked for each tensor.
 
     Groups of different settings, such as the learning rates of layers, stay apart.
     """
-    groups, tensors, spared = len(use.groups), sum(group.tensors for group in use.groups), _spared(use)
-    if spared < _A_LOOP:
+    groups, tensors, spared = len(use.groups), sum(group.tensors for group in use.groups), _spare_groups(use)
+    if spared < _MIN_LOOP_TENSORS:
         return
     part = use.ms / whole if (whole := step.phase("update")) else 0.0
     calls = part * sum(one.calls for one in step.operators(lambda one: one.phase == "update"))
@@ -111,27 +115,31 @@ def _in_groups(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
     )
 
 
-def _spared(use: OptimizerUse) -> int:
+def _spare_groups(use: OptimizerUse) -> int:
     """Groups that are there beside others of the same settings."""
     return len(use.groups) - len({group.settings for group in use.groups})
 
 
-def _by_torch(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
+def _implementation_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
     """An update that torch has other ways for: a single kernel, or one call for a list of parameters."""
     cause = _cause(use)
-    if use.kind not in _FUSED:
+    if use.kind not in _FUSED_OPTIMIZERS:
         remedy, axes = f"give {use.kind} foreach=True", {"optimizer": "foreach"}
         if not step.on_cpu:
-            yield _one_by_one(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
-        elif use.kind not in _NO_FASTER_IN_LISTS:
-            yield _in_lists(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
-    elif use.kind in _TAKE_SPARSE and step.operators(_gives_sparse_gradient):
+            yield _per_parameter_remedy(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
+        elif use.kind not in _SLOW_FOREACH:
+            yield _foreach_remedy(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
+    elif use.kind in _SPARSE_OPTIMIZERS and step.operators(_gives_sparse_gradient):
         remedy = f"fused=True for {use.kind} of what has dense gradients, and an optimizer of its own for what has sparse ones"
-        yield _one_by_one(step, use, cause=cause, where=use.where, remedy=remedy)
+        yield _per_parameter_remedy(step, use, cause=cause, where=use.where, remedy=remedy)
     else:
-        groups = ", and all parameters with the same settings in one group" if _spared(use) >= _A_LOOP else ""
+        groups = (
+            ", and all parameters with the same settings in one group"
+            if _spare_groups(use) >= _MIN_LOOP_TENSORS
+            else ""
+        )
         remedy, axes = f"give {use.kind} fused=True{groups}", {"optimizer": "fused"}
-        yield _one_by_one(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
+        yield _per_parameter_remedy(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
 
 
 def _cause(use: OptimizerUse) -> str:
@@ -143,12 +151,12 @@ def _gives_sparse_gradient(one: OperatorTime) -> bool:
     return "embedding" in one.name and one.name.endswith("sparse_backward")
 
 
-def _in_lists(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:
+def _foreach_remedy(step: ProfiledStep, use: OptimizerUse, **fields: Any) -> Remedy:
     """On a CPU torch goes through a list from tensor to tensor too: what is won is the Python between the operations."""
     spent, whole = min(use.ms, step.phase("update")), step.phase("update")
     ones = step.operators(lambda one: one.phase == "update")
     part = spent / whole if whole else 0.0
-    won = part * sum(step.around(one) for one in ones)
+    won = part * sum(step.python_around_ms(one) for one in ones)
     calls = part * sum(one.calls for one in ones)
     return Remedy(
         gain=step.share(won),
@@ -158,19 +166,23 @@ def _in_lists(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:
     )
 
 
-def _unknown(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
+def _custom_optimizer_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
     """An update that nobody knows may calculate much: only what calling its operators for each tensor costs is won.
 
     Of one by hand it isn't known how many tensors there are: what runs as often as a loop does is one.
     """
     by_hand = use.kind == BY_HAND
-    tensors = _A_LOOP if by_hand else sum(group.tensors for group in use.groups)
-    loops = _loops(step, use.steps * tensors) if tensors >= _A_LOOP and use.kind not in _WITHOUT_A_LOOP else {}
+    tensors = _MIN_LOOP_TENSORS if by_hand else sum(group.tensors for group in use.groups)
+    loops = (
+        _tensor_loops(step, use.steps * tensors)
+        if tensors >= _MIN_LOOP_TENSORS and use.kind not in _SINGLE_IMPLEMENTATION
+        else {}
+    )
     if not loops:
         return
-    where = max(loops, key=lambda where: sum(step.cost(one) for one in loops[where]))
-    spent, part = min(use.ms, step.phase("update")), _part(step, use)
-    won = min(spent, part * sum(step.reclaimable(one) for ones in loops.values() for one in ones))
+    where = max(loops, key=lambda where: sum(step.cost_ms(one) for one in loops[where]))
+    spent, part = min(use.ms, step.phase("update")), _time_share(step, use)
+    won = min(spent, part * sum(step.reclaimable_ms(one) for ones in loops.values() for one in ones))
     calls = part * sum(one.calls for ones in loops.values() for one in ones)
     yield Remedy(
         cause="an update by hand, in a loop over parameters" if by_hand else _cause(use),
@@ -183,34 +195,38 @@ def _unknown(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
     )
 
 
-def _part(step: Step, use: OptimizerUse) -> float:
+def _time_share(step: ProfiledStep, use: OptimizerUse) -> float:
     """Of several optimizers of one kind, which run the same lines, what one takes of their time together."""
     together = sum(one.ms for one in step.profile.optimizers if one.kind == use.kind)
     return use.ms / together if together else 1.0
 
 
-def _loops(step: Step, tensors: float) -> dict[str, list[OperatorTime]]:
+def _tensor_loops(step: ProfiledStep, tensors: float) -> dict[str, list[OperatorTime]]:
     """Lines from which an update goes from tensor to tensor, with their operators.
 
     Either Python runs the line for each of them, or it calls something of a library's that runs an operation for each.
     """
-    return {where: ones for where, there in step.spots.items() if where and (ones := _of_each(there, tensors))}
+    return {
+        where: ones
+        for where, there in step.operators_by_line.items()
+        if where and (ones := _per_tensor_operators(there, tensors))
+    }
 
 
-def _of_each(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime]:
+def _per_tensor_operators(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime]:
     """Returns a line's operators in the update if the line runs one for each tensor.
 
     The operators that torch itself runs for the tensors of a `_foreach_` list on a CPU don't count.
     """
-    outer = [one for one in there if not one.outer.startswith(_AT_ONCE)]
+    outer = [one for one in there if not one.outer.startswith(_LIST_OPS)]
     ones = [one for one in outer if one.phase == "update" and one.within != "zero_grad"]
-    if any(one.name.startswith(_AT_ONCE) for one in ones) and not any((one.line_runs or 0) >= tensors for one in ones):
+    if any(one.name.startswith(_LIST_OPS) for one in ones) and not any((one.line_runs or 0) >= tensors for one in ones):
         return []
-    calls = (sum(one.calls for one in same) for same in grouped(ones, lambda one: one.name).values())
+    calls = (sum(one.calls for one in same) for same in group_by(ones, lambda one: one.name).values())
     return ones if max(calls, default=0.0) >= tensors else []
 
 
-def _one_by_one(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:
+def _per_parameter_remedy(step: ProfiledStep, use: OptimizerUse, **fields: Any) -> Remedy:
     """What is won is what the update takes beyond its memory traffic."""
     spent, least = min(use.ms, step.phase("update")), _least_ms(step, use)
     return Remedy(
@@ -221,21 +237,21 @@ def _one_by_one(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:
     )
 
 
-def _least_ms(step: Step, use: OptimizerUse) -> float:
+def _least_ms(step: ProfiledStep, use: OptimizerUse) -> float:
     """The update as one kernel: its memory traffic and the optimizer's Python code."""
     numbers = sum(group.numbers for group in use.groups)
     rate = step.profile.limits.bytes_per_s
-    moved = 4.0 * numbers * _TRAFFIC.get(use.kind, _MOST_TRAFFIC)
+    moved = 4.0 * numbers * _TRAFFIC.get(use.kind, _MAX_TRAFFIC)
     python_ms = _PER_UPDATE.get(use.kind, 1.0) * step.launch_ms + _per_tensor_ms(step, use)
     return (1e3 * moved / rate if rate else 0.0) + use.steps * python_ms
 
 
-def _per_tensor_ms(step: Step, use: OptimizerUse) -> float:
+def _per_tensor_ms(step: ProfiledStep, use: OptimizerUse) -> float:
     """Time of a fused optimizer's Python code for the tensors of an update."""
     return _PER_TENSOR.get(use.kind, 0.5) * sum(group.tensors for group in use.groups) * step.launch_ms
 
 
-def beside(step: Step) -> Iterator[Remedy]:
+def manual_update(step: ProfiledStep) -> Iterator[Remedy]:
     """What goes from tensor to tensor in the update, outside of any optimizer, as averages of weights do; clipping is torch's own.
 
     Nothing is said where it isn't known what lies in an optimizer's step.
@@ -243,10 +259,10 @@ def beside(step: Step) -> Iterator[Remedy]:
     if not step.operators(lambda one: one.within == "step"):
         return
     others = step.operators(lambda one: one.phase == "update" and not one.within and bool(one.where))
-    for where, ones in grouped(others, lambda one: one.where).items():
-        if any("norm" in one.name for one in ones) or not (there := _of_each(ones, _A_LOOP)):
+    for where, ones in group_by(others, lambda one: one.where).items():
+        if any("norm" in one.name for one in ones) or not (there := _per_tensor_operators(ones, _MIN_LOOP_TENSORS)):
             continue
-        won = sum(step.around(one) if step.on_cpu else step.reclaimable(one) for one in there)
+        won = sum(step.python_around_ms(one) if step.on_cpu else step.reclaimable_ms(one) for one in there)
         calls = sum(one.calls for one in there)
         yield Remedy(
             cause=f"an update beside the optimizer's, tensor by tensor: {calls:.0f} operations",
@@ -258,11 +274,11 @@ def beside(step: Step) -> Iterator[Remedy]:
         )
 
 
-def zeroing(step: Step) -> Iterator[Remedy]:
+def zero_fill_gradients(step: ProfiledStep) -> Iterator[Remedy]:
     """Gradients that are filled with zeros, and added to."""
     ones = step.operators(lambda one: one.within == "zero_grad" and one.name.endswith("zero_"))
-    for where, there in grouped(ones, lambda one: one.where).items():
-        spent = sum(step.cost(one) for one in there)
+    for where, there in group_by(ones, lambda one: one.where).items():
+        spent = sum(step.cost_ms(one) for one in there)
         yield Remedy(
             cause="gradients are zeroed in place",
             where=where or step.profile.step_where,
@@ -272,7 +288,7 @@ def zeroing(step: Step) -> Iterator[Remedy]:
         )
 
 
-def dense_tables(step: Step) -> Iterator[Remedy]:
+def dense_embedding_update(step: ProfiledStep) -> Iterator[Remedy]:
     """Embeddings of which a batch uses few rows, while the update goes over all of them."""
     numbers = sum(group.numbers for use in step.profile.optimizers for group in use.groups)
     for one in step.operators(lambda one: one.name == "aten::embedding" and len(one.shapes) > 1):
@@ -295,7 +311,7 @@ def dense_tables(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _has_dense_gradient(step: Step, one: OperatorTime) -> bool:
+def _has_dense_gradient(step: ProfiledStep, one: OperatorTime) -> bool:
     """Whether a gradient of all of a table's rows is made: one that is frozen has none, and a sparse one is of its rows alone."""
     place = one.where, one.module
     return any(
@@ -304,7 +320,7 @@ def _has_dense_gradient(step: Step, one: OperatorTime) -> bool:
     )
 
 
-def _is_tied(step: Step, rows: str, width: str) -> bool:
+def _is_tied(step: ProfiledStep, rows: str, width: str) -> bool:
     """Whether something else uses a table, too, as an output layer of the same weights does: then all rows have a gradient."""
     tables = {f"{rows}x{width}", f"{width}x{rows}"}
     return any(

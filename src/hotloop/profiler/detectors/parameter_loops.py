@@ -6,48 +6,48 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from hotloop.core.records.profile import OperatorTime, Remedy
-from hotloop.profiler.detectors.code_regions import function_of, is_view, place_of, rounds_of
-from hotloop.profiler.detectors.step import COMPUTING, Step, elements, grouped, heaviest
+from hotloop.profiler.detectors.code_regions import function_of, is_view, place_of, runs_per_step
+from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, count_elements, group_by, heaviest
 
-_WITH_BUFFERS = 2.0
+_BUFFERS_FACTOR = 2.0
 """So many times as many tensors as parameters has a network at most, with what its batch norms keep."""
 
-_OFF = 0.1
+_TOLERANCE = 0.1
 """Part of the optimizer's numbers that may be missing, as biases may, or too many, as what is frozen may be in."""
 
-_TIMES = 64
+_MAX_PASSES = 64
 """So often a step goes over all parameters at most: once for each thing that is asked, and for each backward that adds up."""
 
-_MOST_OF = 1 / 3
+_MIN_TENSOR_SHARE = 1 / 3
 """Of an optimizer's tensors, so that it goes over them several times; biases and norms may be left out."""
 
-_BESIDE = 2
+_NEIGHBOUR_LINES = 2
 """Lines from one to the next that stand side by side."""
 
 _SELECTING = frozenset({"aten::index", "aten::index_select", "aten::masked_select", "aten::gather", "aten::take"})
 """Operators that choose rows or elements, as of a network's outputs: no loop over parameters needs these."""
 
-_READ = ("aten::item", "aten::_local_scalar_dense")
+_READ_OPS = ("aten::item", "aten::_local_scalar_dense")
 
-_BETWEEN = ("loss", "python", "batch")
+_LOOP_PHASES = ("loss", "python", "batch")
 """Phases in which the loop itself calculates."""
 
-_SQUARING = frozenset({"aten::pow", "aten::square", "aten::sum"})
+_SQUARING_OPS = frozenset({"aten::pow", "aten::square", "aten::sum"})
 """What a sum of squares is made of, beside products of tensors with themselves."""
 
-IN_LISTS = "torch._foreach_ operations over the list of parameters; what only measures: every hundred steps"
+FOREACH_ADVICE = "torch._foreach_ operations over the list of parameters; what only measures: every hundred steps"
 
 
-def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
+def describe_parameter_loop(step: ProfiledStep, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
     """In words, and what to do, if a line changes parameter by parameter outside of the optimizer, as averages of weights do.
 
     It changes tensors of several shapes in place, and about as many of them, and numbers, as an optimizer has.
     """
-    changing = _changing(ones)
-    numbers = max((_numbers_in(same) for same in grouped(changing, lambda one: one.name).values()), default=0)
+    changing = _in_place_operators(ones)
+    numbers = max((_total_numbers(same) for same in group_by(changing, lambda one: one.name).values()), default=0)
     as_many = any(
-        0 < tensors <= rounds <= _WITH_BUFFERS * tensors and numbers >= (1 - _OFF) * many
-        for tensors, many in _updated(step)
+        0 < tensors <= rounds <= _BUFFERS_FACTOR * tensors and numbers >= (1 - _TOLERANCE) * many
+        for tensors, many in _optimizer_sizes(step)
     )
     aside = all(one.phase in ("python", "batch") for one in ones)
     if not (as_many and aside and len(_shapes(changing)) > 1):
@@ -59,7 +59,7 @@ def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> 
     )
 
 
-def _updated(step: Step) -> list[tuple[int, int]]:
+def _optimizer_sizes(step: ProfiledStep) -> list[tuple[int, int]]:
     """Tensors and numbers of each optimizer, and of all together."""
     each = [use.groups for use in step.profile.optimizers]
     return [
@@ -68,7 +68,7 @@ def _updated(step: Step) -> list[tuple[int, int]]:
     ]
 
 
-def _changing(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
+def _in_place_operators(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
     """What changes a tensor in place; what a cast is copied to is new."""
     changing = (one for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None))
     return [one for one in changing if not (one.name == "aten::copy_" and _is_cast(one))]
@@ -83,13 +83,13 @@ def _is_cast(one: OperatorTime) -> bool:
     return one.outer.startswith(("aten::to", "aten::_to_copy"))
 
 
-def read_one_by_one(step: Step) -> Iterator[Remedy]:
+def parameter_reads(step: ProfiledStep) -> Iterator[Remedy]:
     """Loops that only read parameters or their gradients, however few tensors these are: large ones take their traffic."""
-    for lines in _side_by_side(step, reading(step)):
-        ones = [one for where in lines for one in step.spots[where]]
-        seldom = _are_squares(ones) or _only_measures(step, lines)
-        remedy, won = _given_anyway(step, lines) if seldom else _in_lists(step, lines)
-        tensors = max(_tensors(step, step.spots[where]) for where in lines)
+    for lines in _adjacent_loops(step, parameter_read_loops(step)):
+        ones = [one for where in lines for one in step.operators_by_line[where]]
+        seldom = _are_squares(ones) or _is_only_measuring(step, lines)
+        remedy, won = _already_known(step, lines) if seldom else _foreach_gain(step, lines)
+        tensors = max(_count_read_tensors(step, step.operators_by_line[where]) for where in lines)
         yield Remedy(
             cause=f"a Python loop over parameters, outside of the optimizer: {tensors:.0f} tensors are read one by one",
             where=heaviest(ones, step),
@@ -100,27 +100,29 @@ def read_one_by_one(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _side_by_side(step: Step, loops: Sequence[list[str]]) -> list[list[str]]:
+def _adjacent_loops(step: ProfiledStep, loops: Sequence[list[str]]) -> list[list[str]]:
     """The lines of each loop, with those of others that stand beside them in one function, as the parts of one statement do."""
     found: list[list[str]] = []
     for lines in sorted(loops, key=lambda lines: place_of(lines[0])):
         file, number = place_of(lines[0])
         last = found[-1] if found else []
-        beside = last and place_of(last[-1])[0] == file and number - place_of(last[-1])[1] <= _BESIDE
-        if beside and function_of(step.spots[last[0]][0]) == function_of(step.spots[lines[0]][0]):
+        beside = last and place_of(last[-1])[0] == file and number - place_of(last[-1])[1] <= _NEIGHBOUR_LINES
+        if beside and function_of(step.operators_by_line[last[0]][0]) == function_of(
+            step.operators_by_line[lines[0]][0]
+        ):
             last += [where for where in lines if where not in last]
         else:
             found.append(list(lines))
     return found
 
 
-def in_hooks(step: Step) -> Iterator[Remedy]:
+def gradient_hooks(step: ProfiledStep) -> Iterator[Remedy]:
     """Hooks that are called with each parameter's gradient while the backward is under way."""
-    lines = grouped(step.lines("backward"), lambda line: line.where)
-    for where, tensors in hooked(step).items():
-        ones, own = step.spots[where], sum(line.own_ms for line in lines.get(where, []))
-        worked = sum(step.cost(one) for one in ones)
-        won = max(0.0, own - worked) + sum(map(step.reclaimable, ones))
+    lines = group_by(step.lines("backward"), lambda line: line.where)
+    for where, tensors in hook_lines(step).items():
+        ones, own = step.operators_by_line[where], sum(line.own_ms for line in lines.get(where, []))
+        worked = sum(step.cost_ms(one) for one in ones)
+        won = max(0.0, own - worked) + sum(map(step.reclaimable_ms, ones))
         yield Remedy(
             cause=f"a hook on each parameter's gradient: {tensors:.0f} tensors are worked on one by one within the backward",
             where=where,
@@ -132,11 +134,11 @@ def in_hooks(step: Step) -> Iterator[Remedy]:
         )
 
 
-def hooked(step: Step) -> dict[str, float]:
+def hook_lines(step: ProfiledStep) -> dict[str, float]:
     """Lines of hooks, which run within the backward alone, and how many tensors each goes over."""
     found = {
-        where: _gone_over(step, [one for one in ones if one.hooked and not one.within and not is_view(one)])
-        for where, ones in step.spots.items()
+        where: _count_tensors(step, [one for one in ones if one.hooked and not one.within and not is_view(one)])
+        for where, ones in step.operators_by_line.items()
         if all(one.phase == "backward" for one in ones)
     }
     return {where: tensors for where, tensors in found.items() if tensors}
@@ -144,63 +146,68 @@ def hooked(step: Step) -> dict[str, float]:
 
 def _are_squares(ones: Sequence[OperatorTime]) -> bool:
     """Whether all that is done with tensors on the way to the backward is to add up their squares."""
-    working = [one for one in ones if one.phase in _BETWEEN and not is_view(one) and _numbers(one) > 1]
+    working = [one for one in ones if one.phase in _LOOP_PHASES and not is_view(one) and _numbers(one) > 1]
     return all(
-        one.name in _SQUARING
+        one.name in _SQUARING_OPS
         or "norm" in one.name
         or (one.name == "aten::mul" and len(one.shapes) > 1 == len({*one.shapes}))
         for one in working
     )
 
 
-def _only_measures(step: Step, lines: Sequence[str]) -> bool:
+def _is_only_measuring(step: ProfiledStep, lines: Sequence[str]) -> bool:
     """Whether each line reads a number on the host of every tensor, and no backward comes by: the training needs none of it."""
-    each = [step.spots[where] for where in lines]
-    read = (sum(one.calls for one in ones if one.name in _READ) >= _tensors(step, ones) for ones in each)
+    each = [step.operators_by_line[where] for where in lines]
+    read = (sum(one.calls for one in ones if one.name in _READ_OPS) >= _count_read_tensors(step, ones) for ones in each)
     return all(read) and not any(one.phase == "backward" for ones in each for one in ones)
 
 
-def _given_anyway(step: Step, lines: Sequence[str]) -> tuple[str, float]:
+def _already_known(step: ProfiledStep, lines: Sequence[str]) -> tuple[str, float]:
     """What to do, and milliseconds of all that the loop takes, traffic and backward included."""
-    won = sum(max(sum(step.cost(one) for one in step.spots[where]), step.aside.get(where, 0.0)) for where in lines)
+    won = sum(
+        max(sum(step.cost_ms(one) for one in step.operators_by_line[where]), step.aside_ms.get(where, 0.0))
+        for where in lines
+    )
     return (
         "for a penalty on weights weight_decay= of the optimizer; for a norm of gradients what "
-        f"torch.nn.utils.clip_grad_norm_ returns, or torch.nn.utils.get_total_norm; else {IN_LISTS}",
+        f"torch.nn.utils.clip_grad_norm_ returns, or torch.nn.utils.get_total_norm; else {FOREACH_ADVICE}",
         won,
     )
 
 
-def _in_lists(step: Step, lines: Sequence[str]) -> tuple[str, float]:
+def _foreach_gain(step: ProfiledStep, lines: Sequence[str]) -> tuple[str, float]:
     """What to do, and milliseconds that it wins: the work itself stays."""
-    return IN_LISTS, sum(_between_ms(step, where) for where in lines)
+    return FOREACH_ADVICE, sum(_between_ms(step, where) for where in lines)
 
 
-def _between_ms(step: Step, where: str) -> float:
+def _between_ms(step: ProfiledStep, where: str) -> float:
     """Milliseconds that a line takes for going from tensor to tensor; a CPU does so in lists of tensors, too."""
-    ones = step.spots[where]
-    worked = sum(step.cost(one) for one in ones if one.phase not in COMPUTING)
-    called = sum(step.around(one) if step.on_cpu else step.reclaimable(one) for one in ones)
-    return called + max(0.0, step.aside.get(where, 0.0) - worked)
+    ones = step.operators_by_line[where]
+    worked = sum(step.cost_ms(one) for one in ones if one.phase not in COMPUTING_PHASES)
+    called = sum(step.python_around_ms(one) if step.on_cpu else step.reclaimable_ms(one) for one in ones)
+    return called + max(0.0, step.aside_ms.get(where, 0.0) - worked)
 
 
-def reading(step: Step) -> list[list[str]]:
+def parameter_read_loops(step: ProfiledStep) -> list[list[str]]:
     """The lines of each such loop: what a function does as often as it reads a tensor belongs to that."""
     found = []
-    for where, ones in step.spots.items():
-        if where and _tensors(step, ones):
-            rounds = rounds_of(ones)
+    for where, ones in step.operators_by_line.items():
+        if where and _count_read_tensors(step, ones):
+            rounds = runs_per_step(ones)
             same = (
-                other for other in step.spots if other != where and rounds and _same_loop(step, where, other, rounds)
+                other
+                for other in step.operators_by_line
+                if other != where and rounds and _is_same_loop(step, where, other, rounds)
             )
             found.append([where, *same])
     return found
 
 
-def _same_loop(step: Step, where: str, other: str, rounds: float) -> bool:
-    here, there = step.spots[where], step.spots[other]
+def _is_same_loop(step: ProfiledStep, where: str, other: str, rounds: float) -> bool:
+    here, there = step.operators_by_line[where], step.operators_by_line[other]
     if function_of(here[0]) != function_of(there[0]):
         return False
-    return not _tensors(step, there) and abs(rounds_of(there) - rounds) < 1 and not _is_large(there)
+    return not _count_read_tensors(step, there) and abs(runs_per_step(there) - rounds) < 1 and not _is_large(there)
 
 
 def _is_large(ones: Sequence[OperatorTime]) -> bool:
@@ -208,54 +215,54 @@ def _is_large(ones: Sequence[OperatorTime]) -> bool:
     return any(_numbers(one) > 1 for one in ones if not is_view(one))
 
 
-def _tensors(step: Step, ones: Sequence[OperatorTime]) -> float:
+def _count_read_tensors(step: ProfiledStep, ones: Sequence[OperatorTime]) -> float:
     """How many tensors a line reads one by one, if they are of several shapes and hold what an optimizer updates; else 0."""
     runs = max((one.line_runs for one in ones if one.line_runs is not None), default=None)
     if (
-        any(one.phase not in (*_BETWEEN, "backward", "synchronisation") for one in ones)
-        or len(_shapes(_changing(ones))) > 1
+        any(one.phase not in (*_LOOP_PHASES, "backward", "synchronisation") for one in ones)
+        or len(_shapes(_in_place_operators(ones))) > 1
     ):
         return 0.0
-    return _gone_over(step, [one for one in ones if one.phase in _BETWEEN and not is_view(one)], runs)
+    return _count_tensors(step, [one for one in ones if one.phase in _LOOP_PHASES and not is_view(one)], runs)
 
 
-def _gone_over(step: Step, ones: Sequence[OperatorTime], runs: float | None = None) -> float:
+def _count_tensors(step: ProfiledStep, ones: Sequence[OperatorTime], runs: float | None = None) -> float:
     """How many tensors of several shapes one of these goes over, if they hold what an optimizer updates; else 0.
 
     A line that ran less often has a library do it, such as a gradient clipping.
     """
-    for name, same in grouped(ones, lambda one: one.name).items():
+    for name, same in group_by(ones, lambda one: one.name).items():
         if name in _SELECTING:
             continue
         calls = sum(one.calls for one in same)
         several = len({one.shapes[0] for one in same if one.shapes}) > 1
-        passes = _passes(step, same)
+        passes = _count_passes(step, same)
         if passes and several and (runs is None or runs >= calls / passes):
             return calls / passes
     return 0.0
 
 
-def _passes(step: Step, same: Sequence[OperatorTime]) -> int:
+def _count_passes(step: ProfiledStep, same: Sequence[OperatorTime]) -> int:
     """How often an operator goes over all that an optimizer updates, or all of them do; 0 if it goes over something else."""
     groups = [use.groups for use in step.profile.optimizers]
-    numbers, calls = _numbers_in(same), sum(one.calls for one in same)
+    numbers, calls = _total_numbers(same), sum(one.calls for one in same)
     for updated in (*groups, list(chain.from_iterable(groups))):
         times = numbers / (sum(group.numbers for group in updated) or 1)
-        passes = min(_TIMES, max(1, round(times)))
+        passes = min(_MAX_PASSES, max(1, round(times)))
         several = passes == 1 or (
             all(one.calls % passes == 0 for one in same)
-            and calls / passes >= _MOST_OF * sum(group.tensors for group in updated)
+            and calls / passes >= _MIN_TENSOR_SHARE * sum(group.tensors for group in updated)
         )
-        if several and abs(times / passes - 1) <= _OFF:
+        if several and abs(times / passes - 1) <= _TOLERANCE:
             return passes
     return 0
 
 
-def _numbers_in(ones: Iterable[OperatorTime]) -> float:
+def _total_numbers(ones: Iterable[OperatorTime]) -> float:
     """All that these go over in a step."""
     return sum(one.calls * _numbers(one) for one in ones)
 
 
 def _numbers(one: OperatorTime) -> int:
     """In the first of an operator's inputs."""
-    return elements(one.shapes[0]) if one.shapes else 0
+    return count_elements(one.shapes[0]) if one.shapes else 0

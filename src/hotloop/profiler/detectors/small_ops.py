@@ -8,23 +8,23 @@ from typing import Any
 
 from hotloop.core.records.profile import COUNTS, OperatorTime, Remedy
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.detectors.code_regions import LOOP, function_of, is_view, rounds_of
-from hotloop.profiler.detectors.parameter_loops import hooked, over_parameters, reading
+from hotloop.profiler.detectors.code_regions import MIN_LOOP_CALLS, function_of, is_view, runs_per_step
+from hotloop.profiler.detectors.parameter_loops import describe_parameter_loop, hook_lines, parameter_read_loops
 from hotloop.profiler.detectors.step import (
-    COMPUTING,
-    IN_PYTHON,
+    COMPUTING_PHASES,
     PLAIN,
-    Step,
-    draws,
-    grouped,
+    PYTHON_FACTOR,
+    ProfiledStep,
+    group_by,
     heaviest,
-    inside,
+    is_random,
+    module_text,
     named_function,
 )
 
-_CHOOSING = ("aten::argmax", "aten::max", "aten::topk")
+_CHOOSING_OPS = ("aten::argmax", "aten::max", "aten::topk")
 
-_CELLS = ("LSTMCell", "GRUCell", "RNNCell")
+_RECURRENT_CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
 
 @dataclass(frozen=True)
@@ -42,68 +42,70 @@ class Loop:
     def operators(self) -> list[OperatorTime]:
         return [one for ones in self.lines.values() for one in ones]
 
-    def won(self, step: Step) -> float:
+    def saved_ms(self, step: ProfiledStep) -> float:
         """Milliseconds that go if one round does the work of all: of what operators take, and of the Python between them."""
-        between = 0.0 if self.is_plain(step) else max(0.0, self._aside(step) - self._worked(step))
-        return (1 - 1 / self.rounds) * (sum(step.reclaimable(one) for one in self.operators) + between)
+        between = 0.0 if self.is_plain(step) else max(0.0, self._python_ms(step) - self._operators_ms(step))
+        return (1 - 1 / self.rounds) * (sum(step.reclaimable_ms(one) for one in self.operators) + between)
 
-    def is_plain(self, step: Step) -> bool:
+    def is_plain(self, step: ProfiledStep) -> bool:
         """Whether it goes over numbers or lists first of all, between the parts of training."""
-        return self._aside(step) > IN_PYTHON * self._worked(step)
+        return self._python_ms(step) > PYTHON_FACTOR * self._operators_ms(step)
 
-    def _aside(self, step: Step) -> float:
+    def _python_ms(self, step: ProfiledStep) -> float:
         """Milliseconds of its lines between the parts of training, where nobody else says what calling operators takes."""
-        return sum(step.aside.get(where, 0.0) for where in self.lines)
+        return sum(step.aside_ms.get(where, 0.0) for where in self.lines)
 
-    def _worked(self, step: Step) -> float:
-        return sum(step.cost(one) for one in self.operators if one.phase not in COMPUTING)
+    def _operators_ms(self, step: ProfiledStep) -> float:
+        return sum(step.cost_ms(one) for one in self.operators if one.phase not in COMPUTING_PHASES)
 
 
-def repeated(step: Step) -> list[Loop]:
+def find_loops(step: ProfiledStep) -> list[Loop]:
     """All lines that a Python loop goes over; those of one function that run as often are one loop's."""
-    elsewhere = {use.where for use in step.profile.loaders}.union(hooked(step), *reading(step))
+    elsewhere = {use.where for use in step.profile.loaders}.union(hook_lines(step), *parameter_read_loops(step))
     found: dict[tuple[Any, ...], dict[str, list[OperatorTime]]] = {}
-    for where, there in step.spots.items():
+    for where, there in step.operators_by_line.items():
         ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
-        rounds = rounds_of(ones) / step.evaluations
-        if where and where not in elsewhere and rounds >= LOOP:
+        rounds = runs_per_step(ones) / step.evaluations
+        if where and where not in elsewhere and rounds >= MIN_LOOP_CALLS:
             function = named_function(ones[0].function)
-            alone = not function or over_parameters(step, ones, rounds) is not None
+            alone = not function or describe_parameter_loop(step, ones, rounds) is not None
             file = where.rpartition(":")[0]
             found.setdefault((where,) if alone else (file, function, round(rounds)), {})[where] = ones
-    return [Loop(lines, min(rounds_of(ones) for ones in lines.values()) / step.evaluations) for lines in found.values()]
+    return [
+        Loop(lines, min(runs_per_step(ones) for ones in lines.values()) / step.evaluations) for lines in found.values()
+    ]
 
 
-def in_loops(step: Step, *, plain: bool = True) -> frozenset[str]:
+def lines_in_loops(step: ProfiledStep, *, plain: bool = True) -> frozenset[str]:
     """All lines of the loops that are worth a remedy, which names but one of them.
 
     Args:
         plain: those of loops that are plain Python first of all, too, of which more is to be said.
     """
-    worth = (loop for loop in repeated(step) if step.share(loop.won(step)) >= COUNTS)
+    worth = (loop for loop in find_loops(step) if step.share(loop.saved_ms(step)) >= COUNTS)
     return frozenset().union(*(loop.lines for loop in worth if plain or not loop.is_plain(step)))
 
 
-def loops(step: Step) -> Iterator[Remedy]:
+def python_loops(step: ProfiledStep) -> Iterator[Remedy]:
     """Python loops: over time steps, samples, columns, heads, and over small batches whose gradients add up."""
-    where, backwards = _backwards(step)
-    pieces = grouped(repeated(step), lambda loop: backwards >= LOOP and abs(loop.rounds - backwards) < 0.5)
+    where, backwards = _most_frequent_backward(step)
+    pieces = group_by(find_loops(step), lambda loop: backwards >= MIN_LOOP_CALLS and abs(loop.rounds - backwards) < 0.5)
     if True in pieces:
-        yield _accumulated(step, pieces[True], where, backwards)
-    acting = [loop.rounds for loop in pieces.get(False, []) if _acts(step, loop)]
+        yield _accumulation_remedy(step, pieces[True], where, backwards)
+    acting = [loop.rounds for loop in pieces.get(False, []) if _is_action_loop(step, loop)]
     for loop in pieces.get(False, []):
-        if _is_of_actions(loop, acting):
+        if _is_in_action_loop(loop, acting):
             continue
         ones, rounds, many = loop.operators, loop.rounds, len(loop.lines)
         lines = "the line runs" if many == 1 else f"{many} lines of {named_function(ones[0].function)} run"
         calls = sum(one.calls for one in ones)
-        spent = sum(step.cost(one) for one in ones)
-        cause, remedy = _named(step, ones, rounds)
+        spent = sum(step.cost_ms(one) for one in ones)
+        cause, remedy = _describe_loop(step, ones, rounds)
         yield Remedy(
             cause=cause,
             where=heaviest(ones, step),
             remedy=remedy,
-            gain=step.share(loop.won(step)),
+            gain=step.share(loop.saved_ms(step)),
             evidence=(
                 f"{lines} {rounds:.0f} times in a step and start{'s' if many == 1 else ''} {calls:.0f} operations, forward and "
                 f"backward, of {1e3 * spent / calls:.0f} us each: {spent:.2f} ms of {step.ms:.2f} ms"
@@ -111,56 +113,64 @@ def loops(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _acts(step: Step, loop: Loop) -> bool:
+def _is_action_loop(step: ProfiledStep, loop: Loop) -> bool:
     """Whether each round draws or chooses a number and reads it on the host, as an action: the next round depends on it."""
     functions = {function_of(one) for one in loop.operators}
     names = step.operators(lambda one: bool(one.where) and function_of(one) in functions)
     reads = sum(one.calls for one in names if one.name == "aten::item" and not one.outer)
-    chosen = sum(one.calls for one in names if draws(one) or one.name in _CHOOSING)
+    chosen = sum(one.calls for one in names if is_random(one) or one.name in _CHOOSING_OPS)
     return min(reads, chosen) >= loop.rounds - 1
 
 
-def _is_of_actions(loop: Loop, acting: Sequence[float]) -> bool:
+def _is_in_action_loop(loop: Loop, acting: Sequence[float]) -> bool:
     """Whether it asks a network for actions, or does what else belongs to each of them."""
-    asks = any(one.module not in PLAIN or draws(one) or one.name == "aten::item" for one in loop.operators)
+    asks = any(one.module not in PLAIN or is_random(one) or one.name == "aten::item" for one in loop.operators)
     return asks and any(abs(loop.rounds - rounds) <= 0.1 * rounds for rounds in acting)
 
 
-def _backwards(step: Step) -> tuple[str, float]:
+def _most_frequent_backward(step: ProfiledStep) -> tuple[str, float]:
     """The line of the backward that runs most often in a step, and how often."""
     lines = {line.where for line in step.profile.lines if line.phase == "backward" and line.library == "torch"}
-    runs = {where: max(one.line_runs or 0.0 for one in step.spots[where]) for where in lines & step.spots.keys()}
+    runs = {
+        where: max(one.line_runs or 0.0 for one in step.operators_by_line[where])
+        for where in lines & step.operators_by_line.keys()
+    }
     return max(runs.items(), key=lambda one: one[1], default=("", 0.0))
 
 
-def _accumulated(step: Step, pieces: Sequence[Loop], where: str, backwards: float) -> Remedy:
+def _accumulation_remedy(step: ProfiledStep, pieces: Sequence[Loop], where: str, backwards: float) -> Remedy:
     """All that is gone through once for each of an update's backwards."""
     ones = [one for loop in pieces for one in loop.operators]
-    calls, spent = sum(one.calls for one in ones), sum(map(step.cost, ones))
+    calls, spent = sum(one.calls for one in ones), sum(map(step.cost_ms, ones))
     return Remedy(
         cause=f"gradients are accumulated over {backwards:.0f} backwards for each update, each with small operations of its own",
         where=where,
         remedy="larger batches at a time, as memory allows, and fewer of them for each update: the gradient stays the same; of "
         "several losses of one batch one backward of their sum",
-        gain=step.share(sum(loop.won(step) for loop in pieces)),
+        gain=step.share(sum(loop.saved_ms(step) for loop in pieces)),
         evidence=f"{calls:.0f} operations of {1e3 * spent / calls:.0f} us each: {spent:.2f} ms of {step.ms:.2f} ms",
     )
 
 
-def _named(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str]:
+def _describe_loop(step: ProfiledStep, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str]:
     modules = {one.module for one in ones}
     kinds = {module.kind for module in step.profile.modules if module.name in modules}
-    cells = sorted(kinds.intersection(_CELLS))
+    cells = sorted(kinds.intersection(_RECURRENT_CELLS))
     if cells:
         whole = cells[0].removesuffix("Cell")
         return (
             f"a Python loop over time steps: {cells[0]} is called {rounds:.0f} times",
             f"give the whole sequence to nn.{whole} at once",
         )
-    if parameters := over_parameters(step, ones, rounds):
+    if parameters := describe_parameter_loop(step, ones, rounds):
         return parameters
     samples = step.profile.samples_per_step if step.profile.loaders else None  # else rows, which may be time steps
-    if samples and samples >= LOOP and abs(rounds - samples) < 0.5 and not _of_whole_batches(ones, rounds, samples):
+    if (
+        samples
+        and samples >= MIN_LOOP_CALLS
+        and abs(rounds - samples) < 0.5
+        and not _is_whole_batch(ones, rounds, samples)
+    ):
         return (
             f"a Python loop over the {samples:.0f} samples of the batch, with many tiny kernels",
             "let the operations work on the whole batch at once (batched products, or torch.func.vmap)",
@@ -172,7 +182,7 @@ def _named(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str
     )
 
 
-def _of_whole_batches(ones: Sequence[OperatorTime], rounds: float, samples: float) -> bool:
+def _is_whole_batch(ones: Sequence[OperatorTime], rounds: float, samples: float) -> bool:
     """Whether what a loop repeats has the rows of all samples, as in one over as many time steps as there are samples."""
     repeated = [
         one for one in ones if one.phase != "backward" and one.shapes and 2 * one.calls >= rounds and not is_view(one)
@@ -181,15 +191,15 @@ def _of_whole_batches(ones: Sequence[OperatorTime], rounds: float, samples: floa
     return f"{samples:.0f}" in rows
 
 
-_WHERE: tuple[Phase, ...] = ("forward", "loss", "backward")
+_CHAIN_PHASES: tuple[Phase, ...] = ("forward", "loss", "backward")
 
-_LEAST = 3
+_MIN_PASSES = 3
 """Passes over memory in a forward that are worth a word."""
 
-_TORCHS_OWN = ("MultiheadAttention", "Transformer", "Dropout", "AlphaDropout", "FeatureAlphaDropout")
+_TORCH_LAYERS = ("MultiheadAttention", "Transformer", "Dropout", "AlphaDropout", "FeatureAlphaDropout")
 """How the classes of torch's own layers begin that need as many."""
 
-_BY_NUMBER = frozenset(
+_ELEMENTWISE_OPS = frozenset(
     {
         "add",
         "sub",
@@ -255,7 +265,7 @@ _BY_NUMBER = frozenset(
     | {"sigmoid_backward", "tanh_backward"}
 )
 
-_ARRANGING = frozenset(
+_ARRANGING_OPS = frozenset(
     {
         "copy",
         "clone",
@@ -272,16 +282,16 @@ _ARRANGING = frozenset(
 )
 
 
-def written_out(step: Step) -> Iterator[Remedy]:
+def unfused_chain(step: ProfiledStep) -> Iterator[Remedy]:
     """What a function writes out in many operations; the longest of them, forward and backward, is taken to stay."""
-    for chains in grouped(_chains(step), lambda chain: (function_of(chain[0]), step.kind_at(chain[0]))).values():
+    for chains in group_by(_chains(step), lambda chain: (function_of(chain[0]), step.kind_at(chain[0]))).values():
         ones = [one for chain in chains for one in chain]
-        spent, stays = _spent(step, ones), sum(_longest(step, chain) for chain in chains)
+        spent, stays = _chain_ms(step, ones), sum(_longest_call_ms(step, chain) for chain in chains)
         forward = [one for one in ones if one.phase != "backward"]
-        largest = max(forward, key=step.cost)
+        largest = max(forward, key=step.cost_ms)
         of = f" of {largest.shapes[0]}" if largest.shapes and largest.shapes[0] else ""
         yield Remedy(
-            cause=f"{_calls(forward):.0f} operations follow one another over tensors{of}{inside(forward, step)}, each of which goes through memory by itself",
+            cause=f"{_count_calls(forward):.0f} operations follow one another over tensors{of}{module_text(forward, step)}, each of which goes through memory by itself",
             where=heaviest(forward, step),
             remedy="an operation that does it all, where there is one (F.cross_entropy, F.gelu, F.conv2d, "
             "F.scaled_dot_product_attention, a normalisation)",
@@ -290,41 +300,43 @@ def written_out(step: Step) -> Iterator[Remedy]:
         )
 
 
-def written(step: Step) -> list[OperatorTime]:
+def chain_operators(step: ProfiledStep) -> list[OperatorTime]:
     """The operators of such chains as are named, unless it's one of them that takes most of the time."""
     found = []
     for chain in _chains(step):
-        spent, stays = _spent(step, chain), _longest(step, chain)
+        spent, stays = _chain_ms(step, chain), _longest_call_ms(step, chain)
         if step.share(spent - stays) >= COUNTS and stays <= 0.5 * spent:
             found += chain
     return found
 
 
-def _chains(step: Step) -> list[list[OperatorTime]]:
+def _chains(step: ProfiledStep) -> list[list[OperatorTime]]:
     """Of each function and module, what goes through memory, if there is enough of it in the forward."""
-    own = {one.name for one in step.profile.modules if one.kind.startswith(_TORCHS_OWN)}
+    own = {one.name for one in step.profile.modules if one.kind.startswith(_TORCH_LAYERS)}
     passing = step.operators(
-        lambda one: one.phase in _WHERE and bool(one.where) and one.module not in own and _passes(step, one)
+        lambda one: (
+            one.phase in _CHAIN_PHASES and bool(one.where) and one.module not in own and _is_memory_pass(step, one)
+        )
     )
-    chains = grouped(passing, lambda one: (function_of(one), one.module)).values()
-    return [ones for ones in chains if _calls([one for one in ones if one.phase != "backward"]) >= _LEAST]
+    chains = group_by(passing, lambda one: (function_of(one), one.module)).values()
+    return [ones for ones in chains if _count_calls([one for one in ones if one.phase != "backward"]) >= _MIN_PASSES]
 
 
-def _passes(step: Step, one: OperatorTime) -> bool:
+def _is_memory_pass(step: ProfiledStep, one: OperatorTime) -> bool:
     """Whether it does little with each number, and has many."""
     name = one.name.removeprefix("aten::").rstrip("_")
-    return name in _BY_NUMBER | _ARRANGING and step.cost(one) >= step.small_ms * one.calls
+    return name in _ELEMENTWISE_OPS | _ARRANGING_OPS and step.cost_ms(one) >= step.small_ms * one.calls
 
 
-def _spent(step: Step, ones: Sequence[OperatorTime]) -> float:
-    return sum(step.cost(one) for one in ones)
+def _chain_ms(step: ProfiledStep, ones: Sequence[OperatorTime]) -> float:
+    return sum(step.cost_ms(one) for one in ones)
 
 
-def _longest(step: Step, chain: Sequence[OperatorTime]) -> float:
+def _longest_call_ms(step: ProfiledStep, chain: Sequence[OperatorTime]) -> float:
     """Milliseconds of the longest call in the forward, and in the backward."""
-    each = [(one.phase == "backward", step.cost(one) / max(one.calls, 1.0)) for one in chain]
+    each = [(one.phase == "backward", step.cost_ms(one) / max(one.calls, 1.0)) for one in chain]
     return sum(max((ms for of, ms in each if of is backward), default=0.0) for backward in (False, True))
 
 
-def _calls(ones: Sequence[OperatorTime]) -> float:
+def _count_calls(ones: Sequence[OperatorTime]) -> float:
     return sum(one.calls for one in ones)

@@ -10,29 +10,29 @@ from typing import TypeVar
 
 from hotloop.core.records.profile import LineTime, LoaderUse, OperatorTime, Profile, Remedy
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.costs.op_cost import Counts
+from hotloop.profiler.costs.op_cost import OpCost
 from hotloop.profiler.costs.roofline import least_ms, precision_in
 
 Key = TypeVar("Key")
 
 Value = TypeVar("Value")
 
-COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
+COMPUTING_PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
 """Phases that are made of operators."""
 
-ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
+ASIDE_PHASES: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
 """Phases whose lines are the user's own work between the parts of training."""
 
 OFTEN = 0.5
 """Times in a step from which on something is a habit of the step."""
 
-DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
+DEDUCED_PHASES: tuple[Phase, ...] = ("python", "batch", "loss")
 """Phases that a step is in where nothing else is seen; while the thread doesn't run in them, time is unattributed."""
 
 PLAIN = ("", "(loss)")
 """Modules of operators that are in none."""
 
-IN_PYTHON = 2.0
+PYTHON_FACTOR = 2.0
 """A line that takes so many times as long as its operators is about Python rather than about these."""
 
 BY_HAND = "by hand"
@@ -40,12 +40,12 @@ BY_HAND = "by hand"
 
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
-_DRAWING = ("rand", "normal", "bernoulli", "uniform", "multinomial", "exponential", "poisson")
+_RANDOM_OPS = ("rand", "normal", "bernoulli", "uniform", "multinomial", "exponential", "poisson")
 """How the names of operators begin that draw numbers."""
 
-_AROUND = ("Optimizer.step#", "Optimizer.zero_grad#")
+_WRAPPER_OPS = ("Optimizer.step#", "Optimizer.zero_grad#")
 
-_SMALL = {"cpu": 10.0, "accelerator": 2.0}
+_SMALL_LAUNCHES = {"cpu": 10.0, "accelerator": 2.0}
 """So many times what a launch takes: operators below it take their time for being called, not for what they do."""
 
 _LAUNCH_US = 4.0
@@ -53,7 +53,7 @@ _LAUNCH_US = 4.0
 
 
 @dataclass(frozen=True)
-class Step:
+class ProfiledStep:
     """A profile as the detectors read it; made only where steps were told apart.
 
     Attributes:
@@ -76,10 +76,10 @@ class Step:
     @property
     def small_ms(self) -> float:
         """Operators that take less are small."""
-        return self.launch_ms * _SMALL["cpu" if self.on_cpu else "accelerator"]
+        return self.launch_ms * _SMALL_LAUNCHES["cpu" if self.on_cpu else "accelerator"]
 
     @property
-    def had_core(self) -> float:
+    def core_share(self) -> float:
         """Part of the time in which the thread that calculates had a core, where other programs took the rest."""
         threads = self.profile.threads
         if threads is None or threads.busy + threads.others < threads.cores - 0.5:
@@ -97,7 +97,7 @@ class Step:
     @cached_property
     def _operators(self) -> list[OperatorTime]:
         """Without what only stands around others, such as an optimizer's whole step, whose time is known otherwise."""
-        return [one for one in self.profile.operators if not one.name.startswith(_AROUND)]
+        return [one for one in self.profile.operators if not one.name.startswith(_WRAPPER_OPS)]
 
     @property
     def evaluations(self) -> float:
@@ -107,19 +107,19 @@ class Step:
     def operators(self, wanted: Callable[[OperatorTime], bool]) -> list[OperatorTime]:
         return [one for one in self._operators if wanted(one)]
 
-    def cost(self, one: OperatorTime) -> float:
+    def cost_ms(self, one: OperatorTime) -> float:
         """Milliseconds of the step that go if an operator goes: its own, and its part of what lies between operators."""
         return one.ms * self._scales.get(one.phase, 1.0) + one.calls * self.between_ms(one.phase)
 
-    def calling(self, one: OperatorTime) -> float:
+    def calling_ms(self, one: OperatorTime) -> float:
         """Milliseconds of its cost that go to calling it: Python, and starting it, whatever it then does."""
-        return min(self.cost(one), one.calls * (self.between_ms(one.phase) + self.launch_ms))
+        return min(self.cost_ms(one), one.calls * (self.between_ms(one.phase) + self.launch_ms))
 
     def between_ms(self, phase: Phase) -> float:
         """What a call costs beside the operator's own time: Python, and starting it."""
-        return self._between.get(phase, 0.0)
+        return self._between_ms.get(phase, 0.0)
 
-    def reclaimable(self, one: OperatorTime) -> float:
+    def reclaimable_ms(self, one: OperatorTime) -> float:
         """Milliseconds that would go if all calls of an operator were one: what calling costs, and what small ones waste.
 
         Below what this machine's limits allow for the work itself nothing is counted, and of large operators little more
@@ -127,34 +127,34 @@ class Step:
         """
         calls = max(one.calls, 1e-9)
         each = one.ms * self._scales.get(one.phase, 1.0) / calls
-        wasted = max(0.0, each - least_of(one, self.profile) / calls)
-        large = max(1.0, each * self.had_core / self.small_ms)
+        wasted = max(0.0, each - operator_least_ms(one, self.profile) / calls)
+        large = max(1.0, each * self.core_share / self.small_ms)
         inside = max(min(self.launch_ms, each), min(wasted, each / large**2))
-        return self.around(one) + one.calls * inside
+        return self.python_around_ms(one) + one.calls * inside
 
-    def around(self, one: OperatorTime) -> float:
+    def python_around_ms(self, one: OperatorTime) -> float:
         """Milliseconds of Python between an operator's calls, as far as that is no more than a small operator takes."""
-        return one.calls * min(self.between_ms(one.phase), self.small_ms) * self.had_core
+        return one.calls * min(self.between_ms(one.phase), self.small_ms) * self.core_share
 
     def lines(self, *phases: Phase) -> list[LineTime]:
         """Lines in these phases, as parts of what these take: the samples say of each phase how it is divided."""
         found = []
         for phase in phases:
             lines = [line for line in self.profile.lines if line.phase == phase]
-            sampled = self._sampled(phase)
-            scale = (self.phase(phase) + self._waited(phase)) / sampled if sampled else 0.0
+            sampled = self._sampled_ms(phase)
+            scale = (self.phase(phase) + self._waited_ms(phase)) / sampled if sampled else 0.0
             lines = [line.model_copy(update={"ms": scale * line.ms, "own_ms": scale * line.own_ms}) for line in lines]
-            found += self._beside_work(lines, phase) if phase in ASIDE else lines
+            found += self._beside_work(lines, phase) if phase in ASIDE_PHASES else lines
         return found
 
     def _beside_work(self, lines: list[LineTime], phase: Phase) -> list[LineTime]:
         """What operators take is known better than from samples, which divide the rest alone: of short steps they are few."""
         at = {
-            where: sum(line.own_ms for line in ones) for where, ones in grouped(lines, lambda line: line.where).items()
+            where: sum(line.own_ms for line in ones) for where, ones in group_by(lines, lambda line: line.where).items()
         }
-        work = [self.worked_at(line.where, phase) * line.own_ms / (at[line.where] or 1.0) for line in lines]
+        work = [self.operators_ms_at(line.where, phase) * line.own_ms / (at[line.where] or 1.0) for line in lines]
         more = [max(0.0, line.own_ms - own) for line, own in zip(lines, work, strict=True)]
-        everything = sum(self.cost(one) for one in self._by_phase.get(phase, []))
+        everything = sum(self.cost_ms(one) for one in self._by_phase.get(phase, []))
         rest = max(0.0, sum(at.values()) - everything) / (sum(more) or 1.0)
         return [
             line.model_copy(update={"own_ms": own + rest * extra})
@@ -162,23 +162,23 @@ class Step:
         ]
 
     @cached_property
-    def aside(self) -> dict[str, float]:
+    def aside_ms(self) -> dict[str, float]:
         """Milliseconds that lines take by themselves between the parts of training."""
-        lines = grouped(self.lines(*ASIDE), lambda line: line.where)
+        lines = group_by(self.lines(*ASIDE_PHASES), lambda line: line.where)
         return {where: sum(line.own_ms for line in there) for where, there in lines.items()}
 
-    def _sampled(self, *phases: Phase) -> float:
+    def _sampled_ms(self, *phases: Phase) -> float:
         return sum(line.own_ms for line in self.profile.lines if line.phase in phases)
 
-    def _waited(self, phase: Phase) -> float:
+    def _waited_ms(self, phase: Phase) -> float:
         """Milliseconds in which the thread didn't run in lines of a phase that is deduced: unattributed in the phases."""
-        sampled = self._sampled(*DEDUCED)
-        if phase not in DEDUCED or not sampled or self._sampled("unattributed"):
+        sampled = self._sampled_ms(*DEDUCED_PHASES)
+        if phase not in DEDUCED_PHASES or not sampled or self._sampled_ms("unattributed"):
             return 0.0
-        return self.phase("unattributed") * self._sampled(phase) / sampled
+        return self.phase("unattributed") * self._sampled_ms(phase) / sampled
 
     @cached_property
-    def evaluated(self) -> list[LoaderUse]:
+    def evaluation_loaders(self) -> list[LoaderUse]:
         """Loaders that feed an evaluation which is a habit of the step, beside one that feeds the training."""
         if not any(habit.what == "evaluation" and habit.per_step >= OFTEN for habit in self.profile.habits):
             return []
@@ -188,23 +188,23 @@ class Step:
     @cached_property
     def evaluating_ms(self) -> float:
         """Milliseconds of a step in which an evaluation that is a habit waits for its own loaders."""
-        return sum(self.drawn_ms(use, use.evaluating_ms) for use in self.evaluated)
+        return sum(self.loading_ms(use, use.evaluating_ms) for use in self.evaluation_loaders)
 
-    def drawn_ms(self, loader: LoaderUse, ms: float) -> float:
+    def loading_ms(self, loader: LoaderUse, ms: float) -> float:
         """Milliseconds of the step's wait for data that go with so many of a loader's own, as it was seen to take."""
         waited = self.phase("data")
         seen = sum(use.share * (use.drawing_ms or 0.0) for use in self.profile.loaders)
         ms *= loader.share
         return waited * ms / seen if seen >= ms and seen else min(waited, ms)
 
-    def worked_at(self, where: str, phase: Phase) -> float:
+    def operators_ms_at(self, where: str, phase: Phase) -> float:
         """Milliseconds of the operators that a line calls in a phase."""
-        return sum(self.cost(one) for one in self.spots.get(where, []) if one.phase == phase)
+        return sum(self.cost_ms(one) for one in self.operators_by_line.get(where, []) if one.phase == phase)
 
     @cached_property
-    def spots(self) -> dict[str, list[OperatorTime]]:
+    def operators_by_line(self) -> dict[str, list[OperatorTime]]:
         """Operators by the user's line that they belong to."""
-        return grouped(self._operators, lambda one: one.where)
+        return group_by(self._operators, lambda one: one.where)
 
     @cached_property
     def kinds(self) -> dict[str, str]:
@@ -212,18 +212,18 @@ class Step:
         return {one.name: one.kind for one in self.profile.modules}
 
     @cached_property
-    def spread_lines(self) -> frozenset[str]:
+    def ambiguous_lines(self) -> frozenset[str]:
         """Lines behind which modules of several classes compute, as where a line calls a library: it says little about the place."""
-        at = grouped(self._operators, lambda one: one.where)
+        at = group_by(self._operators, lambda one: one.where)
         kinds = {where: {self.kinds.get(one.module) for one in ones} - {None} for where, ones in at.items()}
         return frozenset(where for where, found in kinds.items() if len(found) > 1)
 
     def kind_at(self, one: OperatorTime) -> str:
         """The class of the module that an operator runs in, where its line says little about the place; else empty."""
-        return self.kinds.get(one.module, "") if one.where in self.spread_lines else ""
+        return self.kinds.get(one.module, "") if one.where in self.ambiguous_lines else ""
 
     @cached_property
-    def handed(self) -> frozenset[str]:
+    def trainer_lines(self) -> frozenset[str]:
         """Lines that hand the training to a library, as `trainer.fit(...)` does: many things share each of them.
 
         A backward and an optimizer's step are both called from there.
@@ -232,26 +232,26 @@ class Step:
         return frozenset(use.where for use in self.profile.optimizers if use.kind != BY_HAND and use.where in goes_back)
 
     @cached_property
-    def _worked(self) -> dict[Phase, float]:
+    def _operators_ms(self) -> dict[Phase, float]:
         """Milliseconds of operators in each phase, as the tracer says, which makes them longer."""
         return {phase: sum(one.ms for one in ones) for phase, ones in self._by_phase.items()}
 
     @cached_property
     def _by_phase(self) -> dict[Phase, list[OperatorTime]]:
-        return grouped(self._operators, lambda one: one.phase)
+        return group_by(self._operators, lambda one: one.phase)
 
     @cached_property
     def _scales(self) -> dict[Phase, float]:
         """What operators' times must be multiplied with to fit into their phases."""
-        taken = {phase: self.phase(phase) for phase in self._worked}
-        return {phase: min(1.0, taken[phase] / ms) for phase, ms in self._worked.items() if ms and taken[phase]}
+        taken = {phase: self.phase(phase) for phase in self._operators_ms}
+        return {phase: min(1.0, taken[phase] / ms) for phase, ms in self._operators_ms.items() if ms and taken[phase]}
 
     @cached_property
-    def _between(self) -> dict[Phase, float]:
+    def _between_ms(self) -> dict[Phase, float]:
         found: dict[Phase, float] = {}
-        for phase in COMPUTING:
+        for phase in COMPUTING_PHASES:
             calls = sum(one.calls for one in self._by_phase.get(phase, []))
-            idle = self.phase(phase) - self._worked.get(phase, 0.0)
+            idle = self.phase(phase) - self._operators_ms.get(phase, 0.0)
             if calls and idle > 0:
                 found[phase] = idle / calls
         return found
@@ -262,12 +262,12 @@ def named_function(function: str) -> str:
     return "<module>" if function in _COMPREHENSIONS else function.partition(".<locals>.<")[0]
 
 
-def draws(one: OperatorTime) -> bool:
+def is_random(one: OperatorTime) -> bool:
     """Whether an operator draws random numbers: whatever holds these is wanted anew at each step."""
-    return one.name.removeprefix("aten::").startswith(_DRAWING)
+    return one.name.removeprefix("aten::").startswith(_RANDOM_OPS)
 
 
-def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
+def group_by(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
     """The values by key, in the order of their first."""
     found: dict[Key, list[Value]] = {}
     for value in values:
@@ -275,14 +275,14 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
     return found
 
 
-def least_of(one: OperatorTime, profile: Profile) -> float:
+def operator_least_ms(one: OperatorTime, profile: Profile) -> float:
     """Shortest time, in milliseconds, in which this machine can do an operator's work; 0 if unknown or measured under load."""
     if (one.flops is None and one.bytes is None) or profile.limits.busy:
         return 0.0
-    return least_ms(Counts(one.flops or 0.0, one.bytes), profile.limits, precision_in(one, profile.reduced)) or 0.0
+    return least_ms(OpCost(one.flops or 0.0, one.bytes), profile.limits, precision_in(one, profile.reduced)) or 0.0
 
 
-def elements(shape: str) -> int:
+def count_elements(shape: str) -> int:
     """Numbers in a tensor of a shape such as `8x3x28x28`; 0 for lists of tensors, of which nobody says how many there are."""
     sizes = shape.split("x")
     return prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
@@ -293,24 +293,24 @@ def is_product(one: OperatorTime) -> bool:
     return any(part in one.name for part in ("mm", "conv", "linear", "attention", "lstm", "gru"))
 
 
-def heaviest(operators: Iterable[OperatorTime], step: Step) -> str:
+def heaviest(operators: Iterable[OperatorTime], step: ProfiledStep) -> str:
     """The line that most of their time belongs to, else the module; empty if neither is known."""
     for place in (lambda one: one.where, lambda one: one.module):
         costs: dict[str, float] = {}
         for one in operators:
-            costs[place(one)] = costs.get(place(one), 0.0) + step.cost(one)
+            costs[place(one)] = costs.get(place(one), 0.0) + step.cost_ms(one)
         costs.pop("", None)
         if costs:
             return max(costs, key=lambda where: costs[where])
     return ""
 
 
-def inside(operators: Sequence[OperatorTime], step: Step) -> str:
+def module_text(operators: Sequence[OperatorTime], step: ProfiledStep) -> str:
     """` in h.0.act (NewGELU) and 11 more`: the module that most of their time belongs to; empty where their line says it."""
     costs: dict[str, float] = {}
     for one in operators:
         if step.kind_at(one):
-            costs[one.module] = costs.get(one.module, 0.0) + step.cost(one)
+            costs[one.module] = costs.get(one.module, 0.0) + step.cost_ms(one)
     if not costs:
         return ""
     name = max(costs, key=lambda module: costs[module])
@@ -323,5 +323,5 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
 
 
-Detector = Callable[[Step], Iterator[Remedy]]
+Detector = Callable[[ProfiledStep], Iterator[Remedy]]
 """Looks for one family of causes; its remedies' gains are shares of the step that it can win, at most."""

@@ -5,22 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 
 from hotloop.core.records.profile import COUNTS, OperatorTime, Remedy
-from hotloop.core.records.profile_terms import Habit, Phase
+from hotloop.core.records.profile_terms import Phase, SlowPattern
 from hotloop.profiler.detectors import small_ops
-from hotloop.profiler.detectors.code_regions import function_of, loop_of, part_of
-from hotloop.profiler.detectors.python_lines import counts_right, metrics, where_counted
-from hotloop.profiler.detectors.step import OFTEN, PLAIN, Step, draws, grouped, heaviest, inside, is_product, percent
+from hotloop.profiler.detectors.code_regions import function_of, loop_functions, region_key
+from hotloop.profiler.detectors.python_lines import counting_lines, is_counting_answers, metric_operators
+from hotloop.profiler.detectors.step import (
+    OFTEN,
+    PLAIN,
+    ProfiledStep,
+    group_by,
+    heaviest,
+    is_product,
+    is_random,
+    module_text,
+    percent,
+)
 
-_CALCULATING: tuple[Phase, ...] = ("forward", "loss")
+_COMPUTING_PHASES: tuple[Phase, ...] = ("forward", "loss")
 
 
 def _aten(*names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names)
 
 
-_READING = _aten("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose")
+_READ_OPS = _aten("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose")
 
-_SUMMING_UP = _aten(
+_STATISTIC_OPS = _aten(
     *("mean", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "histc", "quantile", "median"),
     *("isnan", "isinf", "isfinite"),
 )
@@ -33,15 +43,15 @@ _DIVIDING = _aten("div", "div_")
 
 _MAKING = _aten("arange", "linspace", "ones", "full", "zeros", "eye", "tril", "triu", "tril_indices", "triu_indices")
 
-_KEEPING = _aten("cat", "detach")
+_KEEPING_OPS = _aten("cat", "detach")
 
-_CHOOSING = _aten("argmax", "argmin", "topk", "multinomial")
+_CHOOSING_OPS = _aten("argmax", "argmin", "topk", "multinomial")
 """What is chosen, the network goes on with by its place, to which no gradient comes back either."""
 
-What = tuple[str, str]
+CauseAndAdvice = tuple[str, str]
 """What it is, in words, and what to do instead."""
 
-_Scaled = tuple[tuple[str, str], str]
+_ScaledShape = tuple[tuple[str, str], str]
 """A function by file and name, or a module, and the shape of a tensor there."""
 
 _UNUSED = (
@@ -65,29 +75,29 @@ _KEPT = (
 )
 
 
-def without_gradient(step: Step) -> Iterator[Remedy]:
+def no_grad_work(step: ProfiledStep) -> Iterator[Remedy]:
     """Functions, and stretches of the loop, that calculate at lines which no backward goes through.
 
     Whether their results are needed isn't seen, so what only passes the batch on, or chooses from it, isn't named; nor is
     what sums it up, but in functions that do nothing else, or beside numbers that are read. Only such functions count as a
     whole, unless they draw numbers, which are wanted anew.
     """
-    without, scaled = _without(step), _scaled(step)
-    mixed = _mixed(step, {one.where for one in without})
-    for same in grouped(without, part_of(step)).values():
+    without, scaled = _operators_without_backward(step), _scaled_shapes(step)
+    mixed = _mixed_functions(step, {one.where for one in without})
+    for same in group_by(without, region_key(step)).values():
         whole = function_of(same[0]) not in mixed
-        what, lines = _kind(same, whole, scaled)
+        what, lines = _classify(same, whole, scaled)
         if lines:
-            all_of_it = whole and not any(map(draws, same))
+            all_of_it = whole and not any(map(is_random, same))
             yield _remedy(step, what, [one for one in same if all_of_it or one.where in lines])
 
 
-def _remedy(step: Step, what: What, ones: Sequence[OperatorTime]) -> Remedy:
-    spent = sum(step.cost(one) for one in ones)
+def _remedy(step: ProfiledStep, what: CauseAndAdvice, ones: Sequence[OperatorTime]) -> Remedy:
+    spent = sum(step.cost_ms(one) for one in ones)
     where = heaviest(ones, step)
     function = function_of(next(one for one in ones if one.where == where))[1]
     place = f" ({function})" if function not in ("", "<module>") else ""
-    place = inside(ones, step) or place
+    place = module_text(ones, step) or place
     return Remedy(
         cause=f"work in the {ones[0].phase} that no gradient comes back to: {what[0]}{place}",
         where=where,
@@ -98,39 +108,37 @@ def _remedy(step: Step, what: What, ones: Sequence[OperatorTime]) -> Remedy:
     )
 
 
-def _without(step: Step) -> list[OperatorTime]:
+def _operators_without_backward(step: ProfiledStep) -> list[OperatorTime]:
     """Operators at lines that no backward goes through; not those of networks that are asked without training them."""
-    ones = step.operators(lambda one: bool(one.where) and one.phase in _CALCULATING)
+    ones = step.operators(lambda one: bool(one.where) and one.phase in _COMPUTING_PHASES)
     if not any(one.used for one in ones):
         return []  # as within compiled graphs, of which nobody knows
     walked = {one.where for one in step.operators(lambda one: one.used is True or one.phase == "backward")}
-    told = walked | small_ops.in_loops(step) | {one.where for same in metrics(step) for one in same}
+    told = walked | small_ops.lines_in_loops(step) | {one.where for same in metric_operators(step) for one in same}
     aside = [one for one in ones if one.where not in told and one.name.startswith("aten::")]
-    asked, learning = _asked(step, aside), _learning(step)
-    return [one for one in aside if one.where not in asked and _belongs(one, learning)]
+    asked, learning = _inference_lines(step, aside), _learning_modules(step)
+    return [one for one in aside if one.where not in asked and _is_in_learning_module(one, learning)]
 
 
-def _mixed(step: Step, without: Set[str]) -> set[tuple[str, str]]:
-    """Functions that calculate at other lines as well, and the loop's own."""
-    calculating = (*_CALCULATING, "backward")
+def _mixed_functions(step: ProfiledStep, without: Set[str]) -> set[tuple[str, str]]:
+    calculating = (*_COMPUTING_PHASES, "backward")
     others = step.operators(lambda one: one.phase in calculating and bool(one.where) and one.where not in without)
-    return {function_of(one) for one in others} | loop_of(step)
+    return {function_of(one) for one in others} | loop_functions(step)
 
 
-def _asked(step: Step, ones: Sequence[OperatorTime]) -> set[str]:
+def _inference_lines(step: ProfiledStep, ones: Sequence[OperatorTime]) -> set[str]:
     """Lines where a network is asked for what no gradient is needed of, as teachers are; habits tell of graphs in vain."""
     graphs = any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits)
-    products = grouped((one for one in ones if is_product(one) and one.module not in PLAIN), lambda one: one.where)
+    products = group_by((one for one in ones if is_product(one) and one.module not in PLAIN), lambda one: one.where)
     return {where for where, same in products.items() if graphs or all(one.used is None for one in same)}
 
 
-def _learning(step: Step) -> set[str]:
-    """Modules that a gradient comes back to, and those around them."""
+def _learning_modules(step: ProfiledStep) -> set[str]:
     used = step.operators(lambda one: one.used is True and one.module not in PLAIN)
     return {name for one in used for name in _upwards(one.module)} & {one.name for one in step.profile.modules}
 
 
-def _belongs(one: OperatorTime, learning: set[str]) -> bool:
+def _is_in_learning_module(one: OperatorTime, learning: set[str]) -> bool:
     """Whether an operator is none of a module's that doesn't learn, unless its graph is thrown away."""
     if one.module in PLAIN or one.module in learning:
         return True
@@ -142,14 +150,14 @@ def _upwards(module: str) -> list[str]:
     return [".".join(parts[:many]) for many in range(len(parts), -1, -1)]
 
 
-def _kind(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_Scaled]) -> tuple[What, set[str]]:
+def _classify(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_ScaledShape]) -> tuple[CauseAndAdvice, set[str]]:
     """What such operators do, and at which lines; at none where the rest of the step may need it.
 
     Args:
         whole: whether they are all that their function does.
         scaled: what is normalised.
     """
-    if {one.name for one in ones} & _CHOOSING and not counts_right(ones):
+    if {one.name for one in ones} & _CHOOSING_OPS and not is_counting_answers(ones):
         return _MEASURED, set()
     kinds = (_UNUSED, _unused(ones)), (_MEASURED, _measured(ones, whole, scaled)), (_MADE, _made(ones))
     return next(((what, lines) for what, lines in kinds if lines), (_KEPT, _kept(ones)))
@@ -159,44 +167,43 @@ def _unused(ones: Sequence[OperatorTime]) -> set[str]:
     return {one.where for one in ones if one.used is False and is_product(one)}
 
 
-def _measured(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_Scaled]) -> set[str]:
-    counted = where_counted(ones)
-    read = {one.where for one in ones if one.name in _READING and not one.outer}
-    summed = {one.where for one in ones if _sums_up(one) and scaled.isdisjoint(_scaling(one))}
+def _measured(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_ScaledShape]) -> set[str]:
+    counted = counting_lines(ones)
+    read = {one.where for one in ones if one.name in _READ_OPS and not one.outer}
+    summed = {one.where for one in ones if _is_statistic(one) and scaled.isdisjoint(_scaled_inputs(one))}
     found = read | (summed if whole or read or counted else set())
     return found | counted if found else set()
 
 
 def _made(ones: Sequence[OperatorTime]) -> set[str]:
     made = {one.where for one in ones if one.name in _MAKING and not one.outer}
-    return made - {one.where for one in ones if draws(one)}
+    return made - {one.where for one in ones if is_random(one)}
 
 
 def _kept(ones: Sequence[OperatorTime]) -> set[str]:
-    kept = [one for one in ones if one.name in _KEEPING]
-    return {one.where for one in kept} if {one.name for one in kept} == _KEEPING else set()
+    kept = [one for one in ones if one.name in _KEEPING_OPS]
+    return {one.where for one in kept} if {one.name for one in kept} == _KEEPING_OPS else set()
 
 
-def _sums_up(one: OperatorTime) -> bool:
-    return one.name in _SUMMING_UP and bool(one.dtype) and not one.outer
+def _is_statistic(one: OperatorTime) -> bool:
+    return one.name in _STATISTIC_OPS and bool(one.dtype) and not one.outer
 
 
-def _scaled(step: Step) -> set[_Scaled]:
+def _scaled_shapes(step: ProfiledStep) -> set[_ScaledShape]:
     """What is moved or scaled by something of another shape, as what is normalised, and whatever is divided."""
-    ones = step.operators(lambda one: one.phase in _CALCULATING and not one.outer)
+    ones = step.operators(lambda one: one.phase in _COMPUTING_PHASES and not one.outer)
     scaling = [
         one for one in ones if one.name in _DIVIDING or (one.name in _SCALING and len({*one.shapes}) == len(one.shapes))
     ]
-    return {each for one in scaling for each in _scaling(one)}
+    return {each for one in scaling for each in _scaled_inputs(one)}
 
 
-def _scaling(one: OperatorTime) -> set[_Scaled]:
-    """The shapes of an operator's inputs, with the function and the module in which it stands."""
+def _scaled_inputs(one: OperatorTime) -> set[_ScaledShape]:
     module = [("", one.module)] if one.module not in PLAIN else []
     return {(place, shape) for place in [function_of(one), *module] for shape in one.shapes}
 
 
-_SAID = {
+_PATTERN_TEXTS = {
     "kept graph": (
         "a growing list of losses with graphs: what led to each loss stays in memory",
         "keep the number: loss.item() or loss.detach()",
@@ -280,48 +287,47 @@ _SAID = {
     ),
 }
 
-_SAID_OF_LINES = ("checkpoint",)
+_LINE_PATTERNS = ("checkpoint",)
 """What is told with all that goes on in the function that does it."""
 
-_ONE_SWITCH = ("argument validation",)
+_SINGLE_SWITCH_PATTERNS = ("argument validation",)
 """Habits that one call removes at all lines."""
 
-_ALSO_SELDOM = ("autograd in evaluation", "evaluation")
+_RARE_PATTERNS = ("autograd in evaluation", "evaluation")
 """What is told though it's in less than half of the steps: an evaluation then comes from times of all of them."""
 
-_MAY_BE_MEANT = ("input gradients",)
+_INTENDED_PATTERNS = ("input gradients",)
 """What may well be a part of the method, and stays a note."""
 
 _IF_IT_COUNTS = ("garbage collection",)
 """What any loop has a little of."""
 
-_CHECKING = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero", "aten::item"})
+_NAN_CHECK_OPS = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero", "aten::item"})
 """By what anomaly detection looks for NaN, with an operator or two less in a newer torch."""
 
 
-def habitual(step: Step) -> Iterator[Remedy]:
-    """What was seen to happen at each step, or nearly."""
-    for habit in _with_one_remedy(step.profile.habits):
-        if habit.what in _SAID_OF_LINES or (habit.per_step < OFTEN and habit.what not in _ALSO_SELDOM):
+def slow_patterns(step: ProfiledStep) -> Iterator[Remedy]:
+    for habit in _merge_single_switch(step.profile.habits):
+        if habit.what in _LINE_PATTERNS or (habit.per_step < OFTEN and habit.what not in _RARE_PATTERNS):
             continue
-        cause, remedy = _SAID[habit.what]
-        gain = step.share(_won(step, habit))
+        cause, remedy = _PATTERN_TEXTS[habit.what]
+        gain = step.share(_won_ms(step, habit))
         if (habit.what in _IF_IT_COUNTS or (habit.what == "evaluation" and habit.per_step < OFTEN)) and gain < COUNTS:
             continue
         yield Remedy(
             cause=cause,
-            where=(habit.what == "recomputed forward" and _again(step)) or habit.where,
+            where=(habit.what == "recomputed forward" and _recomputed_line(step)) or habit.where,
             remedy=remedy,
             gain=gain,
-            evidence=_evidence(step, habit),
-            note=gain < COUNTS or habit.what in _MAY_BE_MEANT,
+            evidence=_pattern_evidence(step, habit),
+            note=gain < COUNTS or habit.what in _INTENDED_PATTERNS,
         )
 
 
-def _with_one_remedy(habits: Sequence[Habit]) -> Iterator[Habit]:
+def _merge_single_switch(habits: Sequence[SlowPattern]) -> Iterator[SlowPattern]:
     """Sums the habits of all lines where one switch removes them together; the line is that of the largest."""
-    for what, same in grouped(habits, lambda one: one.what).items():
-        if what not in _ONE_SWITCH or len(same) == 1:
+    for what, same in group_by(habits, lambda one: one.what).items():
+        if what not in _SINGLE_SWITCH_PATTERNS or len(same) == 1:
             yield from same
             continue
         largest = max(same, key=lambda one: one.ms or 0.0)
@@ -330,38 +336,37 @@ def _with_one_remedy(habits: Sequence[Habit]) -> Iterator[Habit]:
         )
 
 
-def _again(step: Step) -> str:
+def _recomputed_line(step: ProfiledStep) -> str:
     """The line of the forwards that run again: most of what a backward does as a forward did, as far as operators tell."""
     forward = {(one.module, one.name, *one.shapes) for one in step.operators(lambda one: one.phase == "forward")}
     backward = step.operators(lambda one: one.phase == "backward" and one.module not in PLAIN)
     return heaviest([one for one in backward if (one.module, one.name, *one.shapes) in forward and one.where], step)
 
 
-def _won(step: Step, habit: Habit) -> float:
-    """Milliseconds of a step that go with the habit, at most."""
+def _won_ms(step: ProfiledStep, habit: SlowPattern) -> float:
     if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph costs memory first
         return 0.0
     if habit.what == "hook":  # it remembers who made each node, and looks at what each gives
-        checks = step.operators(lambda one: one.phase == "backward" and one.name in _CHECKING)
-        return (habit.ms or 0.0) + sum(step.cost(one) for one in checks)
+        checks = step.operators(lambda one: one.phase == "backward" and one.name in _NAN_CHECK_OPS)
+        return (habit.ms or 0.0) + sum(step.cost_ms(one) for one in checks)
     if habit.what == "profiler":
         each_ms = (habit.call_us or 0.0) / 1e3 - step.launch_ms
         return max(0.0, (habit.calls or 0.0) * each_ms)
-    if habit.what == "evaluation" and habit == _longest(step, "evaluation"):
+    if habit.what == "evaluation" and habit == _longest_evaluation(step, "evaluation"):
         return (habit.ms or 0.0) + step.evaluating_ms
     return habit.ms or 0.0
 
 
-def _longest(step: Step, what: str) -> Habit:
+def _longest_evaluation(step: ProfiledStep, what: str) -> SlowPattern:
     """Of several evaluations nobody knows whose batches a loader gave."""
     return max((one for one in step.profile.habits if one.what == what), key=lambda one: one.ms or 0.0)
 
 
-def _evidence(step: Step, habit: Habit) -> str:
+def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
     often = f"{habit.per_step:.0f} times in a step" if habit.per_step >= 1.5 else "at each step"
     parts = [f"seen {often if habit.per_step >= OFTEN else 'now and then'}"]
-    if _won(step, habit):
-        parts.append(f"{_won(step, habit):.2f} ms, {percent(step.share(_won(step, habit)))} of it")
+    if _won_ms(step, habit):
+        parts.append(f"{_won_ms(step, habit):.2f} ms, {percent(step.share(_won_ms(step, habit)))} of it")
     elif habit.what == "unused graph" and step.share(habit.ms or 0.0) >= COUNTS:
         parts.append(f"the forward takes {habit.ms:.2f} ms, {percent(step.share(habit.ms or 0.0))} of it")
     else:
@@ -371,7 +376,7 @@ def _evidence(step: Step, habit: Habit) -> str:
     return "; ".join(parts)
 
 
-def in_vain(step: Step) -> Iterator[Remedy]:
+def unused_functions(step: ProfiledStep) -> Iterator[Remedy]:
     """Functions over tensors whose operations no backward uses, while it uses others of the same lines.
 
     Of networks that are modules the habits tell: a teacher may well go through the same lines as the one that learns.
@@ -379,10 +384,10 @@ def in_vain(step: Step) -> Iterator[Remedy]:
     if any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits):
         return
     ones = step.operators(lambda one: one.used is not None and bool(one.where) and one.module in PLAIN)
-    same = grouped(ones, lambda one: (one.where, one.name, tuple(one.shapes))).values()
+    same = group_by(ones, lambda one: (one.where, one.name, tuple(one.shapes))).values()
     twice = [one for calls in same if {one.used for one in calls} == {True, False} for one in calls]
     unused = [one for one in twice if not one.used and one.calls >= OFTEN]
-    gain = step.share(sum(step.cost(one) for one in unused))
+    gain = step.share(sum(step.cost_ms(one) for one in unused))
     if gain < COUNTS:
         return
     yield Remedy(

@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.core.patches import Patches
-from hotloop.profiler.base.call_sites import Sites, is_library
-from hotloop.profiler.hooks.torch_hooks import around
+from hotloop.profiler.base.call_sites import CallSites, is_library
+from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
-_MOST_SAMPLES = 256
-_MOST_LOADERS = 20
-_TORCHS = TensorDataset.__getitem__.__code__.co_filename
+_MAX_SAMPLES = 256
+_MAX_LOADERS = 20
+_TORCH_DATASETS = TensorDataset.__getitem__.__code__.co_filename
 
 
 @dataclass
-class _Opening:
+class _LoaderStart:
     """A loader begins anew, until its first batch is drawn.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Opening:
     index_s: float = 0.0
 
 
-class _Loader:
+class _LoaderStats:
     """What is known of one loader.
 
     Attributes:
@@ -54,24 +54,24 @@ class _Loader:
         opened, openings: how often it began anew, and of steps that were looked at for it what that took of their drawing.
     """
 
-    def __init__(self, iterator: Any, where: str, sites: Sites) -> None:
-        dataset = _innermost(iterator._dataset)
-        self.inner, self.data = type(dataset), _weakly(iterator._dataset)
+    def __init__(self, iterator: Any, where: str, sites: CallSites) -> None:
+        dataset = _innermost_dataset(iterator._dataset)
+        self.inner, self.data = type(dataset), _weak_getter(iterator._dataset)
         together = iterator._auto_collation
-        whole = together and hasattr(dataset, "__getitems__") and _gives_batches(iterator._dataset)
+        whole = together and hasattr(dataset, "__getitems__") and _has_batch_getitem(iterator._dataset)
         self.makes = "__getitems__" if whole else "__getitem__"
         self.drawn = self.row_sum = self.steps = self.opened = 0
         self.drawing_s = self.evaluating_s = self.opening_s = 0.0
-        self.draws: deque[int] = deque(maxlen=_MOST_SAMPLES)
-        self.drawings: deque[float] = deque(maxlen=_MOST_SAMPLES)
-        self.evaluations: deque[float] = deque(maxlen=_MOST_SAMPLES)
-        self.openings: deque[tuple[float, float]] = deque(maxlen=_MOST_SAMPLES)
-        self.rows: deque[int] = deque(maxlen=_MOST_SAMPLES)
+        self.draws: deque[int] = deque(maxlen=_MAX_SAMPLES)
+        self.drawings: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self.evaluations: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self.openings: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
+        self.rows: deque[int] = deque(maxlen=_MAX_SAMPLES)
         self.sample_s: list[float] = []
         self.record: dict[str, Any] = {
             "where": where,
             "dataset": self.inner.__name__,
-            "sample_where": _place(dataset, self.makes, where, sites),
+            "sample_where": _sample_place(dataset, self.makes, where, sites),
             "collate_where": _own_place(getattr(iterator, "_collate_fn", None), sites) if together else "",
             "samples": _length(iterator._dataset),
             "stream": isinstance(iterator._dataset, IterableDataset),
@@ -98,7 +98,7 @@ class _Loader:
             if timed or self.record["workers"]:
                 self.openings.append((self.opening_s, self.drawing_s))
 
-    def recorded(self, most: int, counted: int) -> dict[str, Any]:
+    def as_record(self, most: int, counted: int) -> dict[str, Any]:
         """As `profiles.LoaderUse`, where one fed so many steps at most, and so many were counted."""
         self.record |= {"share": self.steps / max(1, most), "opened": self.opened / max(1, counted)}
         if self.sample_s:
@@ -111,7 +111,7 @@ class _Loader:
         return self.record
 
 
-class Loaders:
+class LoaderRecorder:
     """Counts what loaders are drawn from, and times samples in the steps that are looked at closely.
 
     Attributes:
@@ -119,17 +119,17 @@ class Loaders:
         rows: samples that the network is given at a time, where no loader tells.
     """
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: CallSites) -> None:
         self.used = False
         self.rows: int | None = None
         self._sites = sites
-        self._loaders: dict[tuple[Any, ...], _Loader] = {}
-        self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
+        self._loaders: dict[tuple[Any, ...], _LoaderStats] = {}
+        self._iterators: WeakKeyDictionary[Any, _LoaderStats] = WeakKeyDictionary()
         self._patches = Patches()
-        self._counted, self._timed, self._many = True, False, 0
-        self._openings: WeakKeyDictionary[Any, _Opening] = WeakKeyDictionary()
-        self._unheard: list[tuple[ref, int]] | None = None
-        self._latest: tuple[Callable[[], Any], _Loader | None] = lambda: None, None
+        self._counted, self._timed, self._counted_steps = True, False, 0
+        self._openings: WeakKeyDictionary[Any, _LoaderStart] = WeakKeyDictionary()
+        self._light_counts: list[tuple[ref, int]] | None = None
+        self._latest: tuple[Callable[[], Any], _LoaderStats | None] = lambda: None, None
 
     def begin(self, *, timed: bool, counted: bool = True) -> None:
         """A step begins.
@@ -139,21 +139,25 @@ class Loaders:
             counted: whether they are counted.
         """
         self._counted, self._timed = counted, timed
-        self.forget()
+        self.forget_step()
         if timed:
             self._time_samples()
 
-    def forget(self) -> None:
+    def forget_step(self) -> None:
         """The step draws anew."""
         for loader in self._loaders.values():
             loader.forget_step()
 
-    def look(self) -> None:
+    def begin_light_steps(self) -> None:
         """What is drawn from here on isn't told, but found by `catch_up`; to look again takes little."""
-        known = [ref(one) for one in self._iterators] if self._unheard is None else [one for one, _ in self._unheard]
-        self._unheard = [(one, it._num_yielded) for one in known if (it := one()) is not None]
+        known = (
+            [ref(one) for one in self._iterators]
+            if self._light_counts is None
+            else [one for one, _ in self._light_counts]
+        )
+        self._light_counts = [(one, it._num_yielded) for one in known if (it := one()) is not None]
 
-    def opened_again(self, iterator: Any, seconds: float = 0.0) -> bool:
+    def iterator_made(self, iterator: Any, seconds: float = 0.0) -> bool:
         """Whether an iterator that was made, in so many seconds, begins another epoch of the loader that was drawn from last.
 
         So its data set says; the line that will draw isn't known yet.
@@ -161,24 +165,24 @@ class Loaders:
         if not isinstance(iterator, _BaseDataLoaderIter):  # a library's own
             return False
         if self._counted:
-            self._openings[iterator] = _Opening(self._sites.caller(4), seconds)
+            self._openings[iterator] = _LoaderStart(self._sites.caller_line(4), seconds)
         same = [loader for loader in self._loaders.values() if loader.data() is iterator._dataset]
         if len(same) != 1 or same[0] is not self._latest[1]:
             return False
-        if self._unheard is not None:
+        if self._light_counts is not None:
             self._iterators[iterator] = same[0]
-            self._unheard = [one for one in self._unheard if one[0]() is not iterator] + [(ref(iterator), 0)]
+            self._light_counts = [one for one in self._light_counts if one[0]() is not iterator] + [(ref(iterator), 0)]
         return True
 
-    def catch_up(self) -> None:
+    def end_light_steps(self) -> None:
         """Counts what was drawn since `look`."""
-        for iterator, before in self._unheard or ():
+        for iterator, before in self._light_counts or ():
             one = iterator()
             if one is not None:
                 self._iterators[one].drawn += one._num_yielded - before
-        self._unheard = None
+        self._light_counts = None
 
-    def drawn(self) -> list[str]:
+    def drawn_loaders(self) -> list[str]:
         """Which loaders the step drew from, by number."""
         return [f"loader {number}" for number, loader in enumerate(self._loaders.values()) if loader.drawn]
 
@@ -191,10 +195,10 @@ class Loaders:
         self.remove()
         for loader in self._loaders.values():
             loader.end_step(counted=self._counted, timed=self._timed)
-        self._many += self._counted
-        self.used = bool(self.drawn())
+        self._counted_steps += self._counted
+        self.used = bool(self.drawn_loaders())
 
-    def drew(self, loader: Any, batch: Any, seconds: float = 0.0, *, evaluates: bool = False) -> bool:
+    def batch_drawn(self, loader: Any, batch: Any, seconds: float = 0.0, *, evaluates: bool = False) -> bool:
         """Something was asked of a loader or of its iterator, for so many seconds; whether that was a batch."""
         latest, known = self._latest
         if latest() is not loader:
@@ -206,12 +210,12 @@ class Loaders:
             known.drawn += 1
             if self._counted:
                 known.row_sum += _rows(batch) or 0
-                spent = seconds + self._opened(loader, known, seconds)
+                spent = seconds + self._note_start(loader, known, seconds)
                 known.drawing_s += spent
                 known.evaluating_s += spent if evaluates else 0.0
         return True
 
-    def _opened(self, iterator: Any, loader: _Loader, seconds: float) -> float:
+    def _note_start(self, iterator: Any, loader: _LoaderStats, seconds: float) -> float:
         """Notes what it took to begin anew, if this is the first batch since; gives the seconds before that was asked for.
 
         Of workers it is the wait for the first batch, which they make while others are trained on later.
@@ -232,16 +236,16 @@ class Loaders:
     def records(self) -> list[dict[str, Any]]:
         """As `profiles.LoaderUse`, those that trained the most first."""
         used = sorted(self._loaders.values(), key=lambda loader: -loader.steps)
-        return [loader.recorded(used[0].steps, self._many) for loader in used if loader.steps]
+        return [loader.as_record(used[0].steps, self._counted_steps) for loader in used if loader.steps]
 
-    def _known(self, iterator: Any) -> _Loader | None:
+    def _known(self, iterator: Any) -> _LoaderStats | None:
         """Loaders count as one if they are drawn from at the same line and have data sets of a kind and length."""
         known = self._iterators.get(iterator)
         if known is None:
-            where = self._sites.caller(5)
+            where = self._sites.caller_line(5)
             key = (where, type(iterator._dataset).__name__, _length(iterator._dataset))
-            if key not in self._loaders and len(self._loaders) < _MOST_LOADERS:
-                self._loaders[key] = _Loader(iterator, where, self._sites)
+            if key not in self._loaders and len(self._loaders) < _MAX_LOADERS:
+                self._loaders[key] = _LoaderStats(iterator, where, self._sites)
             known = self._loaders.get(key)
             if known is not None:
                 self._iterators[iterator] = known
@@ -249,29 +253,31 @@ class Loaders:
 
     def _time_samples(self) -> None:
         """Times the calls of data sets that are read in this process, and until one that is opened asks for its samples."""
-        self._patches.put(_BaseDataLoaderIter, "_next_index", self._timing_index())
+        self._patches.patch(_BaseDataLoaderIter, "_next_index", self._timing_index())
         for loader in self._loaders.values():
             # What isn't written in Python, as that of a list, can't be replaced.
             here = loader.record["workers"] == 0 and isinstance(getattr(loader.inner, loader.makes, None), FunctionType)
-            if here and len(loader.sample_s) < _MOST_SAMPLES:
-                self._patches.put(loader.inner, loader.makes, self._timing(loader))
+            if here and len(loader.sample_s) < _MAX_SAMPLES:
+                self._patches.patch(loader.inner, loader.makes, self._timing(loader))
 
     def _timing_index(self) -> Callable[[Any], Any]:
         def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
             if (opening := self._openings.get(args[0])) is not None:
                 opening.index_s += time.perf_counter() - token
 
-        return around(lambda: bool(self._openings), lambda args, kwargs: time.perf_counter(), ended)
+        return with_callbacks(lambda: bool(self._openings), lambda args, kwargs: time.perf_counter(), ended)
 
-    def _timing(self, loader: _Loader) -> Callable[[Any], Any]:
+    def _timing(self, loader: _LoaderStats) -> Callable[[Any], Any]:
         def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
             if done:
                 loader.sample_s.append(time.perf_counter() - token)
 
-        return around(lambda: len(loader.sample_s) < _MOST_SAMPLES, lambda args, kwargs: time.perf_counter(), ended)
+        return with_callbacks(
+            lambda: len(loader.sample_s) < _MAX_SAMPLES, lambda args, kwargs: time.perf_counter(), ended
+        )
 
 
-def _weakly(dataset: Any) -> Callable[[], Any]:
+def _weak_getter(dataset: Any) -> Callable[[], Any]:
     """Gives the data set, as long as it lives; never, if it is of a kind that can't be asked for so, as a list."""
     try:
         return ref(dataset)
@@ -279,17 +285,17 @@ def _weakly(dataset: Any) -> Callable[[], Any]:
         return lambda: None
 
 
-def _innermost(dataset: Any) -> Any:
+def _innermost_dataset(dataset: Any) -> Any:
     """The data set that makes the samples, inside of subsets and the like."""
     for _ in range(10):
-        inside = _inside(dataset)
+        inside = _wrapped_dataset(dataset)
         if inside is None:
             break
         dataset = inside
     return dataset
 
 
-def _inside(dataset: Any) -> Any:
+def _wrapped_dataset(dataset: Any) -> Any:
     """What one of torch's own data sets is made of; in anybody else's, attributes of these names may be anything."""
     if not type(dataset).__module__.startswith("torch.utils.data"):
         return None
@@ -297,24 +303,24 @@ def _inside(dataset: Any) -> Any:
     return getattr(dataset, "dataset", several[0] if isinstance(several, list | tuple) and several else None)
 
 
-def _gives_batches(dataset: Any) -> bool:
+def _has_batch_getitem(dataset: Any) -> bool:
     """Whether a loader asks it for all samples of a batch in one call; a subset hands that on to what is inside."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _place(dataset: Any, makes: str, where: str, sites: Sites) -> str:
+def _sample_place(dataset: Any, makes: str, where: str, sites: CallSites) -> str:
     """Where samples are made; `where` stands for a library's file, but for torch's own, which cut out what is there."""
     for name in ("__iter__", makes) if isinstance(dataset, IterableDataset) else (makes, "__iter__"):
         code = getattr(inspect.unwrap(getattr(type(dataset), name, None) or (lambda: None)), "__code__", None)
         if code is not None and code.co_name == name:
-            library = "" if code.co_filename == _TORCHS else where
+            library = "" if code.co_filename == _TORCH_DATASETS else where
             return library if is_library(code.co_filename) else sites.place(code.co_filename, code.co_firstlineno)
     return ""
 
 
-def _own_place(function: Any, sites: Sites) -> str:
+def _own_place(function: Any, sites: CallSites) -> str:
     """Where a function of the user's own begins, or the call of an object of theirs."""
     function = function.func if isinstance(function, partial) else function
     for one in (function, type(function).__call__):

@@ -9,30 +9,30 @@ from typing import Any
 from torch.distributions import Distribution
 
 from hotloop.core.patches import Patches
-from hotloop.profiler.base.call_sites import Sites
-from hotloop.profiler.hooks.torch_hooks import around
+from hotloop.profiler.base.call_sites import CallSites
+from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
-WHAT = "argument validation"
+ARGUMENT_VALIDATION = "argument validation"
 
-_CHECKING = ("__init__", "_validate_sample")
+_VALIDATING_METHODS = ("__init__", "_validate_sample")
 """Methods of the base class. `__init__` mainly validates, and torch calls `_validate_sample` only for validation."""
 
 
-class Validations:
+class ValidationTimer:
     """Measures the time of argument validation between `listen` and `stop`.
 
     Args:
         note: receives the line and the CPU seconds of each validation.
     """
 
-    def __init__(self, sites: Sites, mine: Callable[[], bool], note: Callable[[str, float], None]) -> None:
+    def __init__(self, sites: CallSites, mine: Callable[[], bool], note: Callable[[str, float], None]) -> None:
         self._sites, self._mine, self._note = sites, mine, note
         self._patches, self._depth = Patches(), 0
 
     def listen(self) -> None:
         self._depth = 0
-        for name in _CHECKING:
-            self._patches.put(Distribution, name, around(self._mine, self._began, self._ended))
+        for name in _VALIDATING_METHODS:
+            self._patches.patch(Distribution, name, with_callbacks(self._mine, self._began, self._ended))
 
     def stop(self) -> None:
         self._patches.undo()
@@ -44,4 +44,4 @@ class Validations:
     def _ended(self, began: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._depth = max(0, self._depth - 1)
         if not self._depth and args[0]._validate_args:
-            self._note(self._sites.caller(3), time.thread_time() - began)
+            self._note(self._sites.caller_line(3), time.thread_time() - began)

@@ -11,15 +11,15 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.base.phases import Timeline
 from hotloop.profiler.base.step_facts import StepFact
 from hotloop.profiler.base.tensor_facts import has_gradient
-from hotloop.profiler.compile_race import CallRecorder
+from hotloop.profiler.compile_race import NetworkCallRecorder
 
-_MOST = 4
+_MAX_CALLS = 4
 """Of one network in a step, on average, if what it is given counts as samples."""
 
-_MOST_KNOWN = 1000
+_MAX_KNOWN = 1000
 
 
-class Given(NamedTuple):
+class CallInputs(NamedTuple):
     """What a part of the training was called with.
 
     Attributes:
@@ -31,17 +31,17 @@ class Given(NamedTuple):
 
     shapes: list[str]
     rows: int | None
-    graded: bool = False
-    drawn: bool = False
+    has_gradient: bool = False
+    is_after_batch: bool = False
 
 
-def given(inputs: list[Tensor], *, graded: bool = False, drawn: bool = False) -> Given:
+def describe_inputs(inputs: list[Tensor], *, graded: bool = False, drawn: bool = False) -> CallInputs:
     """Of some tensors, none of which is stored."""
     rows = next((len(value) for value in inputs if value.ndim > value.is_floating_point()), None)
-    return Given(["x".join(map(str, value.shape)) for value in inputs], rows, graded, drawn)
+    return CallInputs(["x".join(map(str, value.shape)) for value in inputs], rows, graded, drawn)
 
 
-class Calls:
+class ForwardCalls:
     """Puts what is called into the phases of a timeline; networks are known by their id.
 
     A module without parameters that no gradient goes back through is beside the networks: it augments a batch, or says how
@@ -56,7 +56,7 @@ class Calls:
         self._timeline = timeline
         self._graded: dict[int, bool] = {}
         self._learning: set[int] = set()
-        self.recorder = CallRecorder()
+        self.recorder = NetworkCallRecorder()
         self.begin()
 
     def begin(self) -> None:
@@ -64,7 +64,7 @@ class Calls:
         self._called: list[int] = []
         self._since: set[int] = set()
         self._trained: set[int] = set()
-        self._accumulates = self.drawn = False
+        self._accumulates = self.has_new_batch = False
         self._least: dict[int, int] = {}
         self._most_graded: dict[int, int] = {}
 
@@ -81,41 +81,41 @@ class Calls:
             again: whether a backward computes it again, as behind a checkpoint.
         """
         timeline = self._timeline
-        if not again and self._is_beside(args, kwargs):
+        if not again and self._is_auxiliary(args, kwargs):
             timeline.enter(making if timeline.current == making else "logging")
             return
-        if not again and self.called(id(args[0])):
-            timeline.unless("loss", "python")  # the same network is called again before any backward
+        if not again and self.note_call(id(args[0])):
+            timeline.replace_last("loss", "python")  # the same network is called again before any backward
         timeline.enter("loss" if _is_loss(args[0]) else "forward")
 
-    def ended(self, args: tuple, kwargs: dict, result: Any) -> Given | None:
+    def ended(self, args: tuple, kwargs: dict, result: Any) -> CallInputs | None:
         """It is over and has left its phase; what it was given, if it is a part of the training."""
         module, graded = args[0], has_gradient(result)
-        part = _may_learn(module) or bool(graded)
-        if torch.is_grad_enabled() and len(self._graded) < _MOST_KNOWN:
+        part = _can_learn(module) or bool(graded)
+        if torch.is_grad_enabled() and len(self._graded) < _MAX_KNOWN:
             self._graded[id(module)] = part
         if not part:
             return None
         if torch.is_grad_enabled():
             self._timeline.turn("loss")
         seen = torch.is_grad_enabled() and graded is not False  # what has no tensors to be seen may hold some
-        if seen and module.training and len(self._learning) < _MOST_KNOWN:
+        if seen and module.training and len(self._learning) < _MAX_KNOWN:
             self._learning.add(id(module))
         evaluated = not module.training and id(module) in self._learning
-        found = given(_tensors(args[1:], kwargs), graded=seen and not evaluated, drawn=self.drawn)
-        self.drawn = False
+        found = describe_inputs(_tensors(args[1:], kwargs), graded=seen and not evaluated, drawn=self.has_new_batch)
+        self.has_new_batch = False
         if found.shapes and not _is_loss(module):
             self._count(id(module), found)
             self.recorder.note(args, kwargs, result)
         return found
 
-    def _count(self, network: int, given: Given) -> None:
+    def _count(self, network: int, given: CallInputs) -> None:
         rows = given.rows or 1
         self._least[network] = min(rows, self._least.get(network, rows))
-        if given.graded:
+        if given.has_gradient:
             self._most_graded[network] = max(rows, self._most_graded.get(network, rows))
 
-    def called(self, network: int) -> bool:
+    def note_call(self, network: int) -> bool:
         """A network is called; whether it was the last one that was called before."""
         again = bool(self._called) and self._called[-1] == network
         self._called.append(network)
@@ -134,15 +134,15 @@ class Calls:
         return len(self._called)
 
     @property
-    def tells_samples(self) -> bool:
+    def has_sample_count(self) -> bool:
         """Whether a network is given all samples of the step at a time; else nobody knows what one sample is."""
         if any(self._least[network] < most for network, most in self._most_graded.items()):
             return False  # it is asked about fewer than it is trained on, as by one who acts
-        return not self._accumulates and len(self._called) <= _MOST * max(1, len(set(self._called)))
+        return not self._accumulates and len(self._called) <= _MAX_CALLS * max(1, len(set(self._called)))
 
-    def _is_beside(self, args: tuple, kwargs: dict) -> bool:
+    def _is_auxiliary(self, args: tuple, kwargs: dict) -> bool:
         """As it was the last time; the first time by whether it is given anything that has a gradient."""
-        if _may_learn(args[0]):
+        if _can_learn(args[0]):
             return False
         given = any(value.requires_grad for value in _tensors(args[1:], kwargs))
         return not self._graded.get(id(args[0]), given)
@@ -152,7 +152,7 @@ def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
 
-def _may_learn(module: nn.Module) -> bool:
+def _can_learn(module: nn.Module) -> bool:
     return _is_loss(module) or next(module.parameters(), None) is not None
 
 

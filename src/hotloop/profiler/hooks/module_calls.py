@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.core.patches import Patches
-from hotloop.distributed.wrappers.ddp import Around
-from hotloop.profiler.base.transparency import Room, beyond, out_of_warnings, unseen
-from hotloop.profiler.hooks.torch_hooks import around
+from hotloop.distributed.wrappers.ddp import WrapperMarker
+from hotloop.profiler.base.transparency import RecursionHeadroom, hide_from_compiler, hide_from_warnings, strip_frame
+from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
 
-class Listener(Protocol):
+class ModuleListener(Protocol):
     """Hears what the thread that trains does; in a backward pass, also what torch's own threads do."""
 
     def enter(self, module: nn.Module, args: tuple) -> Any:
@@ -36,46 +36,50 @@ class Listener(Protocol):
         """A pass of the autograd engine over the graph below some tensors; there may be one inside another."""
 
 
-@unseen
-class Seams:
+@hide_from_compiler
+class ModuleCallHooks:
     """Opened by the thread that trains; nothing remains when closed.
 
     Attributes:
         depth: of passes of the autograd engine that are under way.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: ModuleListener) -> None:
         self.depth = 0
         self._listener = listener
         self._open = self._loading = False
         self._thread = 0
-        self._patches, self._room = Patches(), Room()
+        self._patches, self._headroom = Patches(), RecursionHeadroom()
 
     def open(self) -> None:
         self.depth, self._thread, self._loading = 0, threading.get_ident(), False
-        self._room.make()
-        self._patches.put(nn.Module, "__call__", self._call)
-        self._patches.put(torch.autograd, "_engine_run_backward", self._run)
-        self._patches.put(_BaseDataLoaderIter, "__next__", around(self._begins_loading, self._loads, self._has_loaded))
+        self._headroom.make()
+        self._patches.patch(nn.Module, "__call__", self._call)
+        self._patches.patch(torch.autograd, "_engine_run_backward", self._run)
+        self._patches.patch(
+            _BaseDataLoaderIter,
+            "__next__",
+            with_callbacks(self._is_loading_begun, self._note_loading, self._note_loaded),
+        )
         self._open = True
 
     def close(self) -> None:
         """Puts back what was there, unless somebody has put something of theirs in its place since."""
         self._open = False
         self._patches.undo()
-        self._room.give_back()
+        self._headroom.give_back()
 
-    def _begins_loading(self) -> bool:
+    def _is_loading_begun(self) -> bool:
         """A loader may draw from another one."""
         return self._open and not self._loading and threading.get_ident() == self._thread
 
-    def _loads(self, args: tuple, kwargs: dict) -> None:
+    def _note_loading(self, args: tuple, kwargs: dict) -> None:
         self._loading = True
 
-    def _has_loaded(self, *ended: Any) -> None:
+    def _note_loaded(self, *ended: Any) -> None:
         self._loading = False
 
-    @out_of_warnings
+    @hide_from_warnings
     def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         compiling, ident = torch.compiler.is_compiling, threading.get_ident
         enter, leave = self._listener.enter, self._listener.leave
@@ -85,20 +89,20 @@ class Seams:
             if compiling():
                 return call(module, *args, **kwargs)
             elsewhere = ident() != self._thread and not self.depth
-            hears = self._open and not (elsewhere or self._loading or isinstance(module, Around))
+            hears = self._open and not (elsewhere or self._loading or isinstance(module, WrapperMarker))
             before = enter(module, args) if hears else None
             try:
                 return call(module, *args, **kwargs)
             except BaseException as error:
-                error.__traceback__ = beyond(error)
+                error.__traceback__ = strip_frame(error)
                 raise
             finally:
                 if hears:
                     leave(before)
 
-        return unseen(heard)
+        return hide_from_compiler(heard)
 
-    @out_of_warnings
+    @hide_from_warnings
     def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def heard(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +115,7 @@ class Seams:
                     finally:
                         self.depth -= hears
             except BaseException as error:
-                error.__traceback__ = beyond(error)
+                error.__traceback__ = strip_frame(error)
                 raise
 
-        return unseen(heard)
+        return hide_from_compiler(heard)

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import Timeline
-from hotloop.profiler.base.transparency import unseen
-from hotloop.profiler.hooks.torch_hooks import around
+from hotloop.profiler.base.transparency import hide_from_compiler
+from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
 
-@unseen
-class _Watched(list):
+@hide_from_compiler
+class _TimedGroups(list):
     """The groups of an optimizer, which note when each is asked for."""
 
     def __init__(self, groups: list[dict[str, Any]], asked: Callable[[int | None], None]) -> None:
@@ -35,7 +35,7 @@ class _Watched(list):
         self._asked(None)
 
 
-@unseen
+@hide_from_compiler
 class GroupClock:
     """Times one update at a time: a group has the clock from when the optimizer asks for it to when it asks for the next."""
 
@@ -50,12 +50,12 @@ class GroupClock:
         self._spent, self._group = {}, None
         compiled = hasattr(optimizer.step, "_torchdynamo_orig_callable")  # it would be compiled again for another list
         if len(optimizer.param_groups) > 1 and not compiled:
-            optimizer.param_groups = _Watched(_plain(optimizer.param_groups), self._asked)
+            optimizer.param_groups = _TimedGroups(_original_groups(optimizer.param_groups), self._asked)
 
     def end(self, optimizer: Optimizer) -> dict[int, float]:
         """Seconds by the number of the group; empty where the optimizer has one, or doesn't take them one by one."""
         self._asked(None)
-        optimizer.param_groups = _plain(optimizer.param_groups)
+        optimizer.param_groups = _original_groups(optimizer.param_groups)
         return self._spent
 
     def _asked(self, group: int | None) -> None:
@@ -65,16 +65,16 @@ class GroupClock:
         self._group, self._since = group, now
 
 
-def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _original_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The optimizer's own list, also after an update that an error ended."""
-    return groups.groups if isinstance(groups, _Watched) else groups
+    return groups.groups if isinstance(groups, _TimedGroups) else groups
 
 
-_NO_SETTINGS = ("params", "param_names", "name")
+_NOT_SETTINGS = ("params", "param_names", "name")
 """What a group holds that says nothing of how it is updated."""
 
 
-class _Used:
+class _OptimizerStats:
     """What is known of one optimizer; `latest` gives it, or the one that was made anew in its place."""
 
     def __init__(self, optimizer: Optimizer, number: int, where: str) -> None:
@@ -83,11 +83,11 @@ class _Used:
         self.groups = [_group(group, number) for number, group in enumerate(optimizer.param_groups)]
         self.settings = [_settings(group) for group in optimizer.param_groups]
         self.spent: list[float] = []
-        self.evaluations = self.made = 0
+        self.evaluations = self.recreations = 0
         self.by_group: dict[int, list[float]] = {}
 
 
-class Optimizers:
+class OptimizerRecorder:
     """Times updates in the steps that are on.
 
     Attributes:
@@ -96,19 +96,19 @@ class Optimizers:
         inside: how many updates are under way, one inside another.
     """
 
-    def __init__(self, sites: Sites) -> None:
-        self.on = self.nests = False
+    def __init__(self, sites: CallSites) -> None:
+        self.on = self.has_nested = False
         self._sites = sites
-        self._used: list[_Used] = []
-        self._by_id: dict[int, _Used] = {}
+        self._used: list[_OptimizerStats] = []
+        self._by_id: dict[int, _OptimizerStats] = {}
         self._open: list[tuple[int, float]] = []
         self._nested, self._evaluations = 0.0, 0
         self._groups = GroupClock()
-        self._took: float | None = None
+        self._last_update_s: float | None = None
         self._by_group: dict[int, float] = {}
 
     @property
-    def inside(self) -> bool:
+    def is_inside(self) -> bool:
         return bool(self._open)
 
     def began(self, optimizer: Optimizer) -> None:
@@ -122,18 +122,18 @@ class Optimizers:
 
     def ended(self, optimizer: Optimizer) -> bool:
         """Whether it was the outermost."""
-        self._took = None
+        self._last_update_s = None
         if not self._open:
             return True
         began = self._open.pop()[1]
         if self._open:
-            self.nests = True
+            self.has_nested = True
             return False
-        self._took = time.perf_counter() - began - self._nested
+        self._last_update_s = time.perf_counter() - began - self._nested
         self._by_group = self._groups.end(optimizer)
         return True
 
-    def evaluated(self) -> None:
+    def closure_called(self) -> None:
         """The optimizer whose update is under way calls its closure."""
         if self.on and self._open:
             self._evaluations += 1
@@ -142,9 +142,9 @@ class Optimizers:
         """What they took and where is forgotten; their numbers stay, since steps are told by them."""
         self.on = False
         for used in self._used:
-            used.where, used.spent, used.by_group, used.evaluations, used.made = "", [], {}, 0, 0
+            used.where, used.spent, used.by_group, used.evaluations, used.recreations = "", [], {}, 0, 0
 
-    def nested(self, seconds: float) -> None:
+    def exclude_time(self, seconds: float) -> None:
         """A forward or backward that a closure ran inside of an update is not its own time."""
         if self._open:
             self._nested += seconds
@@ -156,24 +156,24 @@ class Optimizers:
             used = next((one for one in self._used if one.where == where and one.latest() is None), None)
             if used is not None:
                 used.latest = weakref.ref(optimizer)
-                used.made += self.on
+                used.recreations += self.on
             else:
-                used = _Used(optimizer, len(self._used), where)
+                used = _OptimizerStats(optimizer, len(self._used), where)
                 self._used.append(used)
             self._by_id = {id(one.latest()): one for one in self._used if one.latest() is not None}
         used.where = used.where or where
-        if self.on and self._took is not None:
-            used.spent.append(self._took)
+        if self.on and self._last_update_s is not None:
+            used.spent.append(self._last_update_s)
             used.evaluations += self._evaluations
             for group, seconds in self._by_group.items():
                 used.by_group.setdefault(group, []).append(seconds)
         return used.number
 
-    def known_as(self, number: int) -> dict[str, str]:
+    def class_and_line(self, number: int) -> dict[str, str]:
         """Its class and line."""
         return {"kind": self._used[number].kind, "where": self._used[number].where}
 
-    def _known(self, optimizer: Optimizer) -> _Used | None:
+    def _known(self, optimizer: Optimizer) -> _OptimizerStats | None:
         used = self._by_id.get(id(optimizer))
         return used if used is not None and used.latest() is optimizer else None
 
@@ -201,7 +201,7 @@ class Optimizers:
                 "steps": len(used.spent) / instrumented,
                 "ms": _per_step(used.spent, instrumented),
                 "evaluations": used.evaluations / len(used.spent),
-                "made": used.made / len(used.spent),
+                "made": used.recreations / len(used.spent),
             }
             for used in self._used
             if used.spent
@@ -214,7 +214,7 @@ class Optimizers:
         }
 
 
-class Awaited:
+class NextUpdates:
     """Whether there is an optimizer that may step yet: its parameters have gradients, and nobody else changes them.
 
     Optimizers may have been made before anybody watched, and torch keeps no list of them.
@@ -224,16 +224,16 @@ class Awaited:
         self._parameter: Tensor | None = None
         self._before: Tensor | None = None
 
-    def still(self) -> bool:
+    def is_expected(self) -> bool:
         """Asked again and again, of which the first time takes some 10 ms."""
         if self._parameter is None or self._before is None:
-            self._parameter = min(_with_gradients(), key=Tensor.numel, default=None)
+            self._parameter = min(_parameters_with_gradients(), key=Tensor.numel, default=None)
             self._before = None if self._parameter is None else self._parameter.detach().clone()
             return self._parameter is not None
         return torch.equal(self._parameter, self._before)
 
 
-def _with_gradients() -> Iterator[Tensor]:
+def _parameters_with_gradients() -> Iterator[Tensor]:
     """Parameters of optimizers."""
     made = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
     groups = (group for one in made for group in getattr(one, "param_groups", ()))
@@ -256,13 +256,13 @@ def _group(group: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
     """All that an update goes by."""
-    return tuple((name, _told(value)) for name, value in sorted(group.items()) if name not in _NO_SETTINGS)
+    return tuple((name, _setting_key(value)) for name, value in sorted(group.items()) if name not in _NOT_SETTINGS)
 
 
-def _told(value: Any) -> Any:
+def _setting_key(value: Any) -> Any:
     """What a setting is told by: itself, or which object it is, since a tensor is read from its device."""
     if isinstance(value, tuple):
-        return tuple(map(_told, value))
+        return tuple(map(_setting_key, value))
     return repr(value) if type(value) in (bool, int, float, str, type(None)) else id(value)
 
 
@@ -279,7 +279,7 @@ def _implementation(optimizer: Optimizer) -> str:
     return "forloop" if on_cpu or group.get("differentiable") else "foreach"
 
 
-class Closures:
+class ClosurePhases:
     """Puts what a closure does into phases of its own.
 
     Args:
@@ -291,21 +291,21 @@ class Closures:
     def __init__(
         self, mine: Callable[[], bool], timeline: Timeline, making: Callable[[], Phase], called: Callable[[], None]
     ) -> None:
-        self._timeline, self._making, self._called = timeline, making, called
-        self._heard = around(mine, self._began, self._ended)
+        self._timeline, self._batch_phase, self._called = timeline, making, called
+        self._wrap = with_callbacks(mine, self._began, self._ended)
 
-    def heard(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def wrap_closure(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """What an optimizer's `step` gets in place of its arguments; None for these themselves."""
         optimizer, *given = args
         if given and callable(given[0]):
-            return (optimizer, self._heard(given[0]), *given[1:]), kwargs
+            return (optimizer, self._wrap(given[0]), *given[1:]), kwargs
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._heard(kwargs["closure"])}
+            return args, {**kwargs, "closure": self._wrap(kwargs["closure"])}
         return None
 
     def _began(self, args: tuple, kwargs: dict) -> None:
         self._called()
-        self._timeline.enter(self._making())
+        self._timeline.enter(self._batch_phase())
 
     def _ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._timeline.leave()

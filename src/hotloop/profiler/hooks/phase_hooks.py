@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile_terms import Phase
-from hotloop.distributed.wrappers.ddp import Around
+from hotloop.distributed.wrappers.ddp import WrapperMarker
 from hotloop.profiler.base.phases import Timeline
-from hotloop.profiler.base.transparency import Room
-from hotloop.profiler.hooks.torch_hooks import Listener, among_ranks, around
+from hotloop.profiler.base.transparency import RecursionHeadroom
+from hotloop.profiler.hooks.torch_hooks import TorchListener, with_callbacks, wrap_rank_call
 
-_SYNCHRONISING = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
-_WARNING = ("__float__", "__int__", "__index__", "__bool__")
-_COPYING = ("to", "cpu", "cuda", "copy_")
-_UPDATING = (
+_SYNC_METHODS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
+_WARNING_METHODS = ("__float__", "__int__", "__index__", "__bool__")
+_COPY_METHODS = ("to", "cpu", "cuda", "copy_")
+_UPDATE_FUNCTIONS = (
     ("torch.optim.optimizer", "Optimizer", "zero_grad"),
     ("torch.optim.lr_scheduler", "LRScheduler", "step"),
     ("torch.optim.lr_scheduler", "ReduceLROnPlateau", "step"),
@@ -32,7 +32,7 @@ _UPDATING = (
     ("torch.nn.utils.clip_grad", "", "_get_total_norm"),
     ("torch.nn.utils.clip_grad", "", "_clip_grads_with_norm_"),
 )
-_LOGGING = (
+_LOGGING_FUNCTIONS = (
     ("torch._tensor_str", "", "_str"),
     ("matplotlib.figure", "Figure", "savefig"),
     ("matplotlib.figure", "Figure", "draw"),
@@ -49,7 +49,7 @@ _LOGGING = (
     ("tqdm.std", "tqdm", "set_postfix"),
     ("tqdm.std", "tqdm", "set_description"),
 )
-_LOSSES = (
+_LOSS_FUNCTIONS = (
     ("torch._C._nn", "binary_cross_entropy"),
     ("torch", "binary_cross_entropy_with_logits"),
     ("torch", "cosine_embedding_loss"),
@@ -69,104 +69,110 @@ _LOSSES = (
 )
 """What `torch.nn.functional` calls: compiled code is guarded by the functions there, and models that hold one are pickled."""
 
-_COMMUNICATING = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
 
 
-class Closely:
+class PhaseHooks:
     """Puts what happens into the phases of a timeline, in the steps that are watched closely."""
 
-    def __init__(self, listener: Listener, timeline: Timeline) -> None:
+    def __init__(self, listener: TorchListener, timeline: Timeline) -> None:
         self._listener, self._timeline = listener, timeline
-        self._always, self._outside, self._room = Patches(), Patches(), Room()
+        self._base_patches, self._suspendable_patches, self._headroom = Patches(), Patches(), RecursionHeadroom()
         self._on = False
 
     def install(self) -> None:
-        heard, patches = self._listener, self._always
+        heard, patches = self._listener, self._base_patches
         self._on = True
-        self._room.make()
-        patches.put(nn.Module, "__call__", self._forwards())
-        nothing = around(heard.mine, lambda args, kwargs: None, heard.no_grad_ended)
-        patches.put(torch.no_grad, "__exit__", nothing)
-        patches.put(logging.Logger, "handle", self._in("logging"))
+        self._headroom.make()
+        patches.patch(nn.Module, "__call__", self._hook_forward())
+        nothing = with_callbacks(heard.is_training_thread, lambda args, kwargs: None, heard.no_grad_ended)
+        patches.patch(torch.no_grad, "__exit__", nothing)
+        patches.patch(logging.Logger, "handle", self._phase_wrapper("logging"))
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, TypeError):  # there may be none, or one of somebody's own making
-                patches.put(stream, "write", self._in("logging"))
-        self.back()
+                patches.patch(stream, "write", self._phase_wrapper("logging"))
+        self.resume()
 
     def remove(self) -> None:
         self._on = False
-        self._outside.undo()
-        self._always.undo()
-        self._room.give_back()
+        self._suspendable_patches.undo()
+        self._base_patches.undo()
+        self._headroom.give_back()
 
-    def away(self) -> None:
+    def suspend(self) -> None:
         """Takes away what compiled code may hold."""
-        self._outside.undo()
+        self._suspendable_patches.undo()
 
-    def back(self) -> None:
+    def resume(self) -> None:
         """Puts it back, if this is installed."""
         if not self._on:
             return
-        patches = self._outside
-        for module, name in _LOSSES:
-            self._put(module, "", name, "loss")
-        for name in _SYNCHRONISING:
-            patches.put(Tensor, name, self._method(self._in("synchronisation"), warns=name in _WARNING))
-        for name in _COPYING:
-            patches.put(Tensor, name, self._method(self._copying(name)))
-        for table, phase in ((_UPDATING, "update"), (_LOGGING, "logging")):
+        patches = self._suspendable_patches
+        for module, name in _LOSS_FUNCTIONS:
+            self._hook_function(module, "", name, "loss")
+        for name in _SYNC_METHODS:
+            patches.patch(
+                Tensor,
+                name,
+                self._tensor_method(self._phase_wrapper("synchronisation"), warns=name in _WARNING_METHODS),
+            )
+        for name in _COPY_METHODS:
+            patches.patch(Tensor, name, self._tensor_method(self._copy_wrapper(name)))
+        for table, phase in ((_UPDATE_FUNCTIONS, "update"), (_LOGGING_FUNCTIONS, "logging")):
             for module, owner, name in table:
-                self._put(module, owner, name, phase)  # type: ignore[arg-type]
+                self._hook_function(module, owner, name, phase)  # type: ignore[arg-type]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for name in _COMMUNICATING:
-                mine = self._listener.mine
-                patches.put(torch.distributed, name, among_ranks(mine, self._timeline, "communication"))
+            for name in _COLLECTIVES:
+                mine = self._listener.is_training_thread
+                patches.patch(torch.distributed, name, wrap_rank_call(mine, self._timeline, "communication"))
         if torch.accelerator.is_available():
-            patches.put(torch.accelerator, "synchronize", self._in("synchronisation"))
+            patches.patch(torch.accelerator, "synchronize", self._phase_wrapper("synchronisation"))
             if torch.cuda.is_available():
-                patches.put(torch.cuda, "synchronize", self._in("synchronisation"))
+                patches.patch(torch.cuda, "synchronize", self._phase_wrapper("synchronisation"))
 
-    def _put(self, module: str, owner: str, name: str, phase: Phase) -> None:
+    def _hook_function(self, module: str, owner: str, name: str, phase: Phase) -> None:
         """Only what the script has imported itself can be called."""
         if (there := sys.modules.get(module)) is None:
             return
         holder = getattr(there, owner, None) if owner else there
         if holder is not None and hasattr(holder, name):
-            self._outside.put(holder, name, self._in(phase))
+            self._suspendable_patches.patch(holder, name, self._phase_wrapper(phase))
 
-    def _forwards(self) -> Callable[[Any], Any]:
+    def _hook_forward(self) -> Callable[[Any], Any]:
         """What stands around a model that ranks share runs forward, too, and computes the loss after it."""
         heard, timeline = self._listener, self._timeline
 
         def began(args: tuple, kwargs: dict) -> Any:
-            return timeline.enter("forward") if isinstance(args[0], Around) else heard.forward_began(args, kwargs)
+            return (
+                timeline.enter("forward") if isinstance(args[0], WrapperMarker) else heard.forward_began(args, kwargs)
+            )
 
         def ended(token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-            if not isinstance(args[0], Around):
+            if not isinstance(args[0], WrapperMarker):
                 heard.forward_ended(token, args, kwargs, result, done)
                 return
             timeline.leave()
             timeline.turn("loss")
 
-        return around(heard.mine, began, ended)
+        return with_callbacks(heard.is_training_thread, began, ended)
 
-    def _in(self, phase: Phase) -> Callable[[Any], Any]:
+    def _phase_wrapper(self, phase: Phase) -> Callable[[Any], Any]:
         timeline = self._timeline
-        return around(
-            self._listener.mine,
+        return with_callbacks(
+            self._listener.is_training_thread,
             lambda args, kwargs: timeline.enter(phase),
             lambda token, args, kwargs, result, done: timeline.leave(),
         )
 
-    def _method(self, hear: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
-        return lambda original: _Method(original, hear(original), warns=warns)
+    def _tensor_method(self, hear: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
+        return lambda original: _TensorMethod(original, hear(original), warns=warns)
 
-    def _copying(self, name: str) -> Callable[[Any], Any]:
+    def _copy_wrapper(self, name: str) -> Callable[[Any], Any]:
         """For what copies from device to device; what only changes the dtype, or nothing, is none."""
         timeline = self._timeline
 
         def began(args: tuple, kwargs: dict) -> bool:
-            copies = _elsewhere(name, args, kwargs)
+            copies = _is_device_change(name, args, kwargs)
             if copies:
                 timeline.enter("copy")
             return copies
@@ -175,10 +181,10 @@ class Closely:
             if copies:
                 timeline.leave()
 
-        return around(self._listener.mine, began, ended)
+        return with_callbacks(self._listener.is_training_thread, began, ended)
 
 
-class _Method:
+class _TensorMethod:
     """A tensor's method, heard where it is called on a tensor; the class gives the original, by which torch knows it.
 
     `__torch_function__` gets what the class gives, and compares it with what it was when torch was imported.
@@ -196,8 +202,8 @@ class _Method:
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
         if tensor is None:
             return self._original
-        if self._warns and (torch.is_warn_always_enabled() or not _Method.warned) and _is_differentiated(tensor):
-            _Method.warned = True
+        if self._warns and (torch.is_warn_always_enabled() or not _TensorMethod.warned) and _is_differentiated(tensor):
+            _TensorMethod.warned = True
             return self._original.__get__(tensor, owner)
         return self._heard.__get__(tensor, owner)
 
@@ -207,16 +213,16 @@ def _is_differentiated(tensor: Tensor) -> bool:
         return tensor.requires_grad
 
 
-def _elsewhere(name: str, args: tuple, kwargs: dict) -> bool:
+def _is_device_change(name: str, args: tuple, kwargs: dict) -> bool:
     """Whether a method of a tensor's asks for another device than the tensor is on."""
     with torch._C.DisableTorchFunction():
         here = args[0].device
         if name in ("cpu", "cuda"):
             return here.type != name or bool(args[1:] or kwargs)
-        return any(_is_other(value, here) for value in (*args[1:], *kwargs.values()))
+        return any(_is_other_device(value, here) for value in (*args[1:], *kwargs.values()))
 
 
-def _is_other(value: Any, here: torch.device) -> bool:
+def _is_other_device(value: Any, here: torch.device) -> bool:
     if isinstance(value, Tensor):
         return value.device != here
     if isinstance(value, str | torch.device):

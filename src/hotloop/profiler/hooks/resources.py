@@ -20,7 +20,7 @@ import torch
 
 from hotloop.core.hardware import machine
 from hotloop.core.hardware.limits import cgroup_limits
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.schedule import Kind
 
 try:  # here, where a script's own module of this name is not found yet
@@ -37,7 +37,7 @@ class Cores:
         self._others: list[float] = []
         self._began = (0.0, 0.0)
         self._system = (0.0, 0.0)
-        self._pages = machine.in_use() is not None
+        self._pages = machine.active_allocator() is not None
         self._all = self._totals()
 
     def begin(self) -> None:
@@ -67,7 +67,7 @@ class Cores:
         wall = max(now[0] - before[0], 1e-9)
         return {
             "torch": torch.get_num_threads(),
-            "cores": cores(),
+            "cores": available_cores(),
             "busy": self._cpu / self._wall,
             "others": max(0.0, (now[1] - before[1]) - (now[2] - before[2])) / wall,
         }
@@ -86,14 +86,14 @@ class Cores:
         return time.monotonic(), sum(times) - idle - guests, own
 
 
-def cores() -> int:
+def available_cores() -> int:
     """That this process may use: of those that it may run on, as many as its container's share of time makes."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_limits().cores
     return allowed if quota is None else max(1, min(allowed, ceil(quota)))
 
 
-def held_memory(device: str, *, peak: bool = False) -> int:
+def memory_in_use(device: str, *, peak: bool = False) -> int:
     """Bytes that tensors on a device take now or took at most; of the whole process where that is the CPU."""
     kind = torch.device(device).type
     if kind in ("cuda", "xpu"):
@@ -101,10 +101,10 @@ def held_memory(device: str, *, peak: bool = False) -> int:
         return int(module.max_memory_allocated() if peak else module.memory_allocated())
     if not peak or sys.platform == "win32":
         return int(psutil.Process().memory_info().rss)
-    return _most_held()
+    return _peak_process_memory()
 
 
-def _most_held() -> int:
+def _peak_process_memory() -> int:
     """By this process, of any memory; on Linux `ru_maxrss` is no less than what held the process that started it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -122,16 +122,16 @@ def compile_seconds() -> float:
     return float(sum(taken.get("_compile.compile_inner", ())))
 
 
-_FULL = 2
+_FULL_GENERATION = 2
 
 
-class Collections:
+class GarbageCollections:
     """Hears of each on the thread that trains: what it takes, and at which line it falls. Of young objects any loop has some."""
 
     kinds: Sequence[Kind] = ("instrumented",)
 
-    def __init__(self, sites: Sites) -> None:
-        self._sites, self._hears = sites, self._heard
+    def __init__(self, sites: CallSites) -> None:
+        self._sites, self._should_record = sites, self._on_collection
         self._steps: list[tuple[int, float]] = []
         self._spent: Counter[str] = Counter()
         self._many = self._thread = 0
@@ -139,7 +139,7 @@ class Collections:
 
     def begin(self) -> None:
         self._many, self._ms, self._thread = 0, 0.0, threading.get_ident()
-        gc.callbacks.append(self._hears)
+        gc.callbacks.append(self._should_record)
 
     def end(self) -> None:
         if self._leave():
@@ -152,20 +152,20 @@ class Collections:
         self._leave()
 
     def _leave(self) -> bool:
-        if self._hears not in gc.callbacks:
+        if self._should_record not in gc.callbacks:
             return False
-        gc.callbacks.remove(self._hears)
+        gc.callbacks.remove(self._should_record)
         return True
 
-    def _heard(self, what: str, info: dict[str, int]) -> None:
-        if threading.get_ident() != self._thread or info["generation"] < _FULL:
+    def _on_collection(self, what: str, info: dict[str, int]) -> None:
+        if threading.get_ident() != self._thread or info["generation"] < _FULL_GENERATION:
             return
         if what == "start":
             self._began = time.perf_counter()
             return
         ms = (time.perf_counter() - self._began) * 1e3
         self._many, self._ms = self._many + 1, self._ms + ms
-        self._spent[self._sites.caller()] += ms  # type: ignore[assignment]
+        self._spent[self._sites.caller_line()] += ms  # type: ignore[assignment]
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
         """As `profiles.Habit`, at the line that most of their time fell to; of none, too, so that it takes the place of one."""

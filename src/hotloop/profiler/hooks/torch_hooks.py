@@ -18,19 +18,25 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.base.light_mode import Stretch
-from hotloop.profiler.base.phases import AMONG_RANKS, Clock, HostClock, Timeline
-from hotloop.profiler.base.transparency import bare, beyond, by_name, out_of_warnings, unseen
+from hotloop.profiler.base.light_mode import LightSpan
+from hotloop.profiler.base.phases import RANK_PHASES, HostClock, StepClock, Timeline
+from hotloop.profiler.base.transparency import (
+    as_replacement,
+    hide_from_compiler,
+    hide_from_warnings,
+    strip_frame,
+    unwrap,
+)
 
 _CALLS, _REPEATS = 100, 3
 
-Began = Callable[[tuple, dict], Any]
+OnBegin = Callable[[tuple, dict], Any]
 
-Ended = Callable[[Any, tuple, dict, Any, bool], None]
+OnEnd = Callable[[Any, tuple, dict, Any, bool], None]
 
 
-@out_of_warnings
-def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[Any], Any]:
+@hide_from_warnings
+def with_callbacks(mine: Callable[[], bool], began: OnBegin, ended: OnEnd) -> Callable[[Any], Any]:
     """What makes a function tell when it begins and ends; nobody who calls it sees a difference.
 
     Errors and warnings from inside look as if there were no function around, and what is compiled meanwhile isn't told.
@@ -55,46 +61,48 @@ def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[An
                 done = True
                 return result
             except BaseException as error:
-                error.__traceback__ = beyond(error)
+                error.__traceback__ = strip_frame(error)
                 raise
             finally:
                 if heard:
                     ended(token, args, kwargs, result, done)
 
-        return by_name(unseen(call), original)
+        return as_replacement(hide_from_compiler(call), original)
 
     return make
 
 
-def among_ranks(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
+def wrap_rank_call(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
     """Puts a function that sends, receives or waits into a phase, unless it is a part of another one that does."""
 
     def began(args: tuple, kwargs: dict) -> None:
-        timeline.enter(timeline.current if timeline.current in AMONG_RANKS else phase)
+        timeline.enter(timeline.current if timeline.current in RANK_PHASES else phase)
 
-    return around(mine, began, lambda *ended: timeline.leave())
+    return with_callbacks(mine, began, lambda *ended: timeline.leave())
 
 
-def mark_ms(clock: Clock) -> float:
+def measure_mark_ms(clock: StepClock) -> float:
     """What it takes to leave a mark of a function that begins or ends: measured on one that does nothing, in 2 ms."""
     if not isinstance(clock, HostClock):
         return 0.0
     timeline = Timeline(clock)
     nothing = partial(int)
-    heard = around(lambda: True, lambda args, kwargs: timeline.enter("copy"), lambda *ended: timeline.leave())(nothing)
+    heard = with_callbacks(lambda: True, lambda args, kwargs: timeline.enter("copy"), lambda *ended: timeline.leave())(
+        nothing
+    )
     timeline.begin("python")
-    spent = [_calls_ms(heard) - _calls_ms(nothing) for _ in range(_REPEATS)]
+    spent = [_time_calls_ms(heard) - _time_calls_ms(nothing) for _ in range(_REPEATS)]
     return max(0.0, min(spent)) / _CALLS / 2
 
 
-def _calls_ms(function: Callable[[], Any]) -> float:
+def _time_calls_ms(function: Callable[[], Any]) -> float:
     began = time.perf_counter()
     for _ in range(_CALLS):
         function()
     return (time.perf_counter() - began) * 1e3
 
 
-def safe(method: Callable[..., Any]) -> Callable[..., Any]:
+def stop_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
     """An error of a listener's own ends its listening, by its `fail`, and never the script.
 
     What it asks of tensors isn't heard by the script's modes, nor by tensors with a `__torch_function__` of their own.
@@ -111,19 +119,19 @@ def safe(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Listener:
-    """What is told of what happens; see `Always`."""
+class TorchListener:
+    """What is told of what happens; see `TorchHooks`."""
 
     def fail(self, error: Exception) -> None: ...
-    def mine(self) -> bool:
+    def is_training_thread(self) -> bool:
         return False
 
-    def hears_backwards(self) -> bool:
-        return self.mine()
+    def should_record_backward(self) -> bool:
+        return self.is_training_thread()
 
     def backward_began(self, args: tuple, kwargs: dict) -> Any: ...
     def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+    def backward_done(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
     def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
         """What it returns are the arguments that the optimizer gets instead; None for its own."""
 
@@ -140,39 +148,45 @@ class Listener:
     def forward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
 
 
-class Always:
+class TorchHooks:
     """Tells a listener of backwards, updates, batches, checkpoints and changes between training and evaluation."""
 
-    def __init__(self, listener: Listener, stretch: Stretch) -> None:
+    def __init__(self, listener: TorchListener, stretch: LightSpan) -> None:
         self._listener, self._stretch = listener, stretch
-        self._patches, self._told, self._outermost = Patches(), Patches(), Patches()
-        self._loading = around(listener.mine, listener.loading_began, listener.loading_ended)
-        self._backward = around(listener.hears_backwards, listener.backward_began, listener.backward_ended)
+        self._patches, self._every_step_patches, self._outermost = Patches(), Patches(), Patches()
+        self._loading = with_callbacks(listener.is_training_thread, listener.loading_began, listener.loading_ended)
+        self._backward = with_callbacks(
+            listener.should_record_backward, listener.backward_began, listener.backward_ended
+        )
         self._handles: list[Any] = []
 
     def install(self) -> None:
         heard, patches = self._listener, self._patches
-        self.hear()
-        patches.put(DataLoader, "__iter__", self._loading)
-        patches.put(torch, "save", around(heard.mine, heard.saving_began, heard.saving_ended))
-        patches.put(torch, "set_num_threads", around(heard.mine, lambda args, kwargs: None, heard.threads_set))
-        patches.put(nn.Module, "train", around(heard.mine, heard.mode_began, heard.mode_ended))
+        self.hook_every_step()
+        patches.patch(DataLoader, "__iter__", self._loading)
+        patches.patch(torch, "save", with_callbacks(heard.is_training_thread, heard.saving_began, heard.saving_ended))
+        patches.patch(
+            torch,
+            "set_num_threads",
+            with_callbacks(heard.is_training_thread, lambda args, kwargs: None, heard.threads_set),
+        )
+        patches.patch(nn.Module, "train", with_callbacks(heard.is_training_thread, heard.mode_began, heard.mode_ended))
         self._handles = [
-            register_optimizer_step_pre_hook(unseen(self._update_began)),
-            register_optimizer_step_post_hook(unseen(self._update_ended)),
+            register_optimizer_step_pre_hook(hide_from_compiler(self._update_began)),
+            register_optimizer_step_post_hook(hide_from_compiler(self._update_ended)),
         ]
         self.wrap_backward()
 
-    def hear(self) -> None:
+    def hook_every_step(self) -> None:
         """From here on, backwards and batches are told."""
-        self._told.put(torch.autograd, "_engine_run_backward", self._backward)
-        self._told.put(_BaseDataLoaderIter, "__next__", self._loading)
+        self._every_step_patches.patch(torch.autograd, "_engine_run_backward", self._backward)
+        self._every_step_patches.patch(_BaseDataLoaderIter, "__next__", self._loading)
 
-    def spare(self) -> bool:
-        """From here on they aren't, until `hear`; False if somebody else has put something around, so that they still are."""
-        untouched = self._told.untouched
+    def unhook_every_step(self) -> bool:
+        """From here on they aren't, until `hook_every_step`; False if somebody else has put something around, so that they still are."""
+        untouched = self._every_step_patches.is_untouched
         if untouched:
-            self._told.undo()
+            self._every_step_patches.undo()
         return untouched
 
     def _update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
@@ -184,7 +198,7 @@ class Always:
         if torch.compiler.is_dynamo_compiling():
             return
         try:
-            if self._stretch.passes(optimizer):
+            if self._stretch.ends_light_step(optimizer):
                 return
         except Exception as error:
             self._listener.fail(error)
@@ -192,9 +206,11 @@ class Always:
 
     def wrap_backward(self) -> None:
         """From here on, `backward_over` is told when a backward is done for everyone else who listens by now."""
-        over = around(self._listener.mine, lambda args, kwargs: None, self._listener.backward_over)
+        over = with_callbacks(
+            self._listener.is_training_thread, lambda args, kwargs: None, self._listener.backward_done
+        )
         self._outermost.undo()
-        self._outermost.put(torch.autograd, "_engine_run_backward", over)
+        self._outermost.patch(torch.autograd, "_engine_run_backward", over)
 
     def unwrap_backward(self) -> None:
         """Others may come and go."""
@@ -202,7 +218,7 @@ class Always:
 
     def _undo(self) -> None:
         self._stretch.stop()
-        for patches in (self._outermost, self._told, self._patches):
+        for patches in (self._outermost, self._every_step_patches, self._patches):
             patches.undo()
 
     def remove(self) -> None:
@@ -219,11 +235,11 @@ class Always:
         def before(args: tuple, kwargs: dict) -> None:
             self.remove()
 
-        last = around(lambda: True, before, lambda *ended: None)
-        self._patches.put(torch.autograd, "_engine_run_backward", last)
+        last = with_callbacks(lambda: True, before, lambda *ended: None)
+        self._patches.patch(torch.autograd, "_engine_run_backward", last)
 
 
-class Compiling:
+class CompilePause:
     """Takes what watches away when torch begins to compile, and puts it back afterwards.
 
     Args:
@@ -232,36 +248,36 @@ class Compiling:
     """
 
     def __init__(self, away: Callable[[], None], back: Callable[[], None]) -> None:
-        self._away, self._back = away, back
+        self._suspend, self._resume = away, back
         self._call: Any = None
 
     def listen(self) -> None:
         """Begins, or goes on: importing the compiler takes seconds, and `torch._dynamo.reset()` forgets who listens."""
-        handler = _handler()
-        if handler is not None and self._begins not in handler.start_callbacks:
-            handler.register_start_callback(self._begins)
-            handler.register_end_callback(self._ended)
+        handler = _compile_callbacks()
+        if handler is not None and self._compile_began not in handler.start_callbacks:
+            handler.register_start_callback(self._compile_began)
+            handler.register_end_callback(self._compile_ended)
 
     def remove(self) -> None:
-        handler = _handler()
+        handler = _compile_callbacks()
         if handler is not None:
             with suppress(ValueError):
-                handler.remove_start_callback(self._begins)
-                handler.remove_end_callback(self._ended)
+                handler.remove_start_callback(self._compile_began)
+                handler.remove_end_callback(self._compile_ended)
 
-    def _begins(self, trigger: Any) -> None:
+    def _compile_began(self, trigger: Any) -> None:
         call = vars(nn.Module)["__call__"]
-        if bare(call) is not call:
-            self._call, nn.Module.__call__ = call, bare(call)  # type: ignore[method-assign]
-        self._away()
+        if unwrap(call) is not call:
+            self._call, nn.Module.__call__ = call, unwrap(call)  # type: ignore[method-assign]
+        self._suspend()
 
-    def _ended(self, trigger: Any) -> None:
-        self._back()
+    def _compile_ended(self, trigger: Any) -> None:
+        self._resume()
         if self._call is not None:
             call, self._call = self._call, None
-            if nn.Module.__call__ is bare(call):  # nobody has replaced it since
+            if nn.Module.__call__ is unwrap(call):  # nobody has replaced it since
                 nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
-def _handler() -> Any:
+def _compile_callbacks() -> Any:
     return getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)

@@ -10,43 +10,43 @@ from torch import nn
 
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.base.schedule import Kind, Observer, middle_mean
-from hotloop.profiler.hooks.resources import Collections
-from hotloop.profiler.session.session import Watch
-from hotloop.profiler.timers.line_sampler import StackSampler, Turning, shares, turned
-from hotloop.profiler.timers.module_names import Namer, tree
+from hotloop.profiler.hooks.resources import GarbageCollections
+from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.timers.line_sampler import LinePhases, StackSampler, phase_shares, shift_phases
+from hotloop.profiler.timers.module_names import ModuleNames, module_times
 from hotloop.profiler.timers.modules import ModuleClock
 from hotloop.profiler.trace.calibration import (
-    fitting,
-    on_device,
-    scaled,
+    clamp_lines_to_phases,
+    remove_profiler_overhead,
     with_compiled,
     with_counts,
+    with_device_times,
     with_fused,
     with_shares,
 )
 from hotloop.profiler.trace.tracer import Tracer
 
 
-def observers(watch: Watch, trace: str | Path | None, model: nn.Module | None = None) -> list[Observer]:
+def make_observers(watch: ProfilerSession, trace: str | Path | None, model: nn.Module | None = None) -> list[Observer]:
     """What watches garbage collections, modules, operators and lines, for one watch.
 
     Args:
         trace: file for the Chrome trace of the traced steps.
         model: whose names its modules go by, whatever stands around it; None to find that out.
     """
-    lines = Lines(watch)
-    inside = _Inside(watch, None if trace is None else Path(trace), model, lines.sampler)
-    return [Collections(watch.sites), lines, inside.modules, inside]
+    lines = LineObserver(watch)
+    inside = _OperatorObserver(watch, None if trace is None else Path(trace), model, lines.sampler)
+    return [GarbageCollections(watch.sites), lines, inside.modules, inside]
 
 
-class Lines:
+class LineObserver:
     """The lines of the user's own that are on the stack."""
 
     kinds: Sequence[Kind] = ("sampled",)
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ProfilerSession) -> None:
         sites, self._watch = watch.sites, watch
-        turn = Turning(sites, watch.facts).phase
+        turn = LinePhases(sites, watch.facts).phase
         timeline = watch.timeline
         self.sampler = StackSampler(
             sites.is_own, sites.place, lambda: timeline.current, turn=turn, last_mark=lambda: timeline.last_mark
@@ -56,15 +56,20 @@ class Lines:
         self.drop = self.sampler.drop
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        return {"lines": [line.model_dump() for line in fitting(self.sampler.lines(), _phases(self._watch))]}
+        return {
+            "lines": [
+                line.model_dump()
+                for line in clamp_lines_to_phases(self.sampler.lines(), _instrumented_phases(self._watch))
+            ]
+        }
 
 
-class Modules:
+class ModuleObserver:
     """The clock of the modules."""
 
     kinds: Sequence[Kind] = ("clocked", "whole")
 
-    def __init__(self, namer: Namer) -> None:
+    def __init__(self, namer: ModuleNames) -> None:
         self.clock = ModuleClock(namer=namer)
         self.begin, self.end, self.close = self.clock.begin, self.clock.end, self.clock.close
         self.drop = self.clock.drop
@@ -73,18 +78,20 @@ class Modules:
         return {}
 
 
-class _Inside:
+class _OperatorObserver:
     """The operators, and the modules with what is known of them through their operators."""
 
     kinds: Sequence[Kind] = ("traced", "whole")
 
-    def __init__(self, watch: Watch, trace: Path | None, model: nn.Module | None, sampler: StackSampler) -> None:
+    def __init__(
+        self, watch: ProfilerSession, trace: Path | None, model: nn.Module | None, sampler: StackSampler
+    ) -> None:
         self._watch, self._trace, self._sampler = watch, trace, sampler
-        self._namer = Namer()
+        self._namer = ModuleNames()
         known = model if watch.compilations.model is None else watch.compilations.model
         if known is not None:
-            self._namer.know(known)
-        self.modules = Modules(self._namer)
+            self._namer.add_model(known)
+        self.modules = ModuleObserver(self._namer)
         sites = watch.sites
         self._tracer = Tracer(
             sites.is_own,
@@ -92,7 +99,7 @@ class _Inside:
             lambda: watch.timeline.current,
             self._namer,
             watch.compilations,
-            Turning(sites, watch.facts).phase,
+            LinePhases(sites, watch.facts).phase,
         )
         self.begin, self.end, self.drop = self._tracer.begin, self._tracer.end, self._tracer.drop
 
@@ -107,15 +114,15 @@ class _Inside:
             self._watch.facts.trace = str(written)
 
     def records(self) -> dict[str, list[Any]]:
-        self._watch.facts.turned = shares(self._tracer.grounds, self._sampler.turned, self._sampler.looks)
+        self._watch.facts.turned = phase_shares(self._tracer.grounds, self._sampler.shifted_s, self._sampler.samples)
         clock, tracer, step_ms = self.modules.clock, self._tracer, self._step_ms()
-        walls, phases = tracer.walls(), _phases(self._watch)
-        operators = scaled(tracer.operators(), walls, clock.times(step_ms), phases, tracer.phases())
+        walls, phases = tracer.walls(), _instrumented_phases(self._watch)
+        operators = remove_profiler_overhead(tracer.operators(), walls, clock.times(step_ms), phases, tracer.phases())
         own = clock.own()
         if self._watch.facts.device != "cpu" and operators:
-            own = on_device(own, operators, alone=tracer.alone)
-        own = with_compiled(own, operators, tracer.inside())
-        modules = with_fused(tree(own, self._namer.kinds, step_ms), tracer.fused())
+            own = with_device_times(own, operators, alone=tracer.alone)
+        own = with_compiled(own, operators, tracer.compiled_modules())
+        modules = with_fused(module_times(own, self._namer.kinds, step_ms), tracer.fused())
         self._note(clock.notes + tracer.notes)
         return {
             "modules": [one.model_dump() for one in with_counts(modules, operators)],
@@ -130,10 +137,10 @@ class _Inside:
         self._watch.facts.notes += [note for note in notes if note not in self._watch.facts.notes]
 
 
-def _phases(watch: Watch) -> dict[Phase, float]:
+def _instrumented_phases(watch: ProfilerSession) -> dict[Phase, float]:
     """Ms of the phases in the instrumented steps."""
     steps = [step.phases for step in watch.facts.steps if step.phases]
     names = {name for phases in steps for name in phases}
-    return turned(
+    return shift_phases(
         {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}, watch.facts.turned
     )

@@ -14,31 +14,31 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.autograd.evaluation_pauses import Pauses
-from hotloop.profiler.autograd.patterns import Graphs
-from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.autograd.evaluation_pauses import EvaluationPauses
+from hotloop.profiler.autograd.patterns import AutogradPatterns
+from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.schedule import CLOSE, Kind, Observer
-from hotloop.profiler.base.step_detection import Event
-from hotloop.profiler.base.step_facts import Facts
-from hotloop.profiler.hooks.dataloaders import Loaders
-from hotloop.profiler.hooks.forward_calls import Calls, given
-from hotloop.profiler.hooks.optimizer_hooks import Closures, Optimizers
-from hotloop.profiler.hooks.phase_hooks import Closely
-from hotloop.profiler.hooks.torch_hooks import Always, Compiling, Listener, mark_ms, safe
-from hotloop.profiler.session.light_steps import Sparing
-from hotloop.profiler.session.optimizer_facts import amend_batch, gathered, note_batch
-from hotloop.profiler.session.step_sequence import Course
-from hotloop.profiler.trace.inductor_kernels import Compilations
+from hotloop.profiler.base.step_detection import TrainingEvent
+from hotloop.profiler.base.step_facts import ProfileFacts
+from hotloop.profiler.hooks.dataloaders import LoaderRecorder
+from hotloop.profiler.hooks.forward_calls import ForwardCalls, describe_inputs
+from hotloop.profiler.hooks.optimizer_hooks import ClosurePhases, OptimizerRecorder
+from hotloop.profiler.hooks.phase_hooks import PhaseHooks
+from hotloop.profiler.hooks.torch_hooks import CompilePause, TorchHooks, TorchListener, measure_mark_ms, stop_on_error
+from hotloop.profiler.session.light_steps import LightMode
+from hotloop.profiler.session.optimizer_facts import amend_batch, gather_facts, note_batch
+from hotloop.profiler.session.step_sequence import StepSequence
+from hotloop.profiler.trace.inductor_kernels import CompilationRecorder
 
-_PUBLISHED_S = 1.0
+_PUBLISH_EVERY_S = 1.0
 """Between two times that all facts so far are written down, for a process that may end without a word."""
 
 
-class Watch(Listener):
+class ProfilerSession(TorchListener):
     """Told of what happens, it makes facts of it.
 
     Args:
-        steps: to measure, see `Course` and `schedule`.
+        steps: to measure, see `StepSequence` and `schedule`.
         publish: is called now and then with all facts so far, and when watching ends.
         observers: makes those that watch closely, once the step is known.
         found: whether steps are found in what happens; else `boundary` is called after each.
@@ -55,41 +55,43 @@ class Watch(Listener):
     def __init__(
         self,
         steps: int | None,
-        sites: Sites,
-        publish: Callable[[Facts], None],
-        observers: Callable[[Watch], list[Observer]],
+        sites: CallSites,
+        publish: Callable[[ProfileFacts], None],
+        observers: Callable[[ProfilerSession], list[Observer]],
         *,
         found: bool = True,
         in_step: bool = False,
-        compilations: Compilations | None = None,
+        compilations: CompilationRecorder | None = None,
         trains: Callable[[], None] = lambda: None,
     ) -> None:
-        self.closed, self.sites, self.compilations = False, sites, compilations or Compilations()
-        self._course = Course(steps, self, lambda: observers(self), found=found, in_step=in_step)
-        self.facts, self.timeline = self._course.facts, self._course.timeline
-        self._publish, self._begins, self._hears = publish, trains, True
-        self._always, self._closely = Always(self, self._course.stretch), Closely(self, self.timeline)
-        self._sparing, self.calls = Sparing(self._course, self._always, sites), Calls(self.timeline)
-        self._compiling = Compiling(self._closely.away, self._closely.back)
-        self._loaders, self._optimizers = Loaders(sites), Optimizers(sites)
-        self._graphs = Graphs(sites, self.fail, self._optimizers.parameters, self.mine)
-        self._pauses = Pauses(self._graphs, lambda: self._course.step)
-        self._closures = Closures(self.mine, self.timeline, self._making, self._optimizers.evaluated)
+        self.closed, self.sites, self.compilations = False, sites, compilations or CompilationRecorder()
+        self._sequence = StepSequence(steps, self, lambda: observers(self), found=found, in_step=in_step)
+        self.facts, self.timeline = self._sequence.facts, self._sequence.timeline
+        self._publish, self._on_training, self._records_all_backwards = publish, trains, True
+        self._hooks, self._phase_hooks = TorchHooks(self, self._sequence.light_span), PhaseHooks(self, self.timeline)
+        self._light_mode, self.calls = LightMode(self._sequence, self._hooks, sites), ForwardCalls(self.timeline)
+        self._compile_pause = CompilePause(self._phase_hooks.suspend, self._phase_hooks.resume)
+        self._loaders, self._optimizers = LoaderRecorder(sites), OptimizerRecorder(sites)
+        self._patterns = AutogradPatterns(sites, self.fail, self._optimizers.parameters, self.is_training_thread)
+        self._pauses = EvaluationPauses(self._patterns, lambda: self._sequence.step)
+        self._closures = ClosurePhases(
+            self.is_training_thread, self.timeline, self._batch_phase, self._optimizers.closure_called
+        )
         self._thread: int | None = None
-        self._backwards, self._forwards, self._close, self._busy = 0, 0, False, False
-        self._published = float("inf") if in_step else time.monotonic()  # work of one holds up others
+        self._backwards, self._forwards, self._is_detailed, self._is_busy = 0, 0, False, False
+        self._published_at = float("inf") if in_step else time.monotonic()  # work of one holds up others
 
     def install(self) -> None:
         """Begins listening."""
-        self._always.install()
+        self._hooks.install()
         self._publish(self.facts)
 
-    @safe
+    @stop_on_error
     def boundary(self) -> None:
         """A step ends here, and the next begins."""
         if not self.closed:
-            with self._own_work():
-                self._course.boundary()
+            with self._without_recording():
+                self._sequence.boundary()
                 self._after_boundary()
 
     def abandon(self) -> None:
@@ -97,23 +99,23 @@ class Watch(Listener):
         if self.closed:
             return
         self.closed = True
-        self._take_away(self._course.abandon)
-        self._always.remove()
+        self._remove_step_hooks(self._sequence.abandon)
+        self._hooks.remove()
 
-    @safe
+    @stop_on_error
     def close(self, why: str = "") -> None:
         """Ends watching; hooks of optimizers go at the next backward, since this may be called from one."""
         if self.closed:
             return
         self.closed = True
-        self._pauses.trains()  # it counts as long as its step is on
-        self._course.end_whole()
-        self._course.make_do()
-        self._take_away(self._course.end_close_watch)
-        self._always.remove_later()
+        self._pauses.end_evaluation()  # it counts as long as its step is on
+        self._sequence.end_whole_step()
+        self._sequence.use_early_steps()
+        self._remove_step_hooks(self._sequence.end_observers)
+        self._hooks.remove_later()
         self.facts.closed = why
         facts = self._collect(wait=True)
-        self._course.close()
+        self._sequence.close()
         self._publish(facts)
 
     def note_compilations(self) -> None:
@@ -123,275 +125,275 @@ class Watch(Listener):
 
     def remove(self) -> None:
         """Takes all away at once; not from inside an optimizer's step."""
-        self._always.remove()
+        self._hooks.remove()
 
     def fail(self, error: Exception) -> None:
         """An error of our own: what was seen so far is kept, and the script goes on."""
-        self.facts.failed(error)
+        self.facts.record_failure(error)
         self.closed = True
         last = (
-            partial(self._take_away, self._course.end_close_watch),
-            self._course.close,
-            self._always.remove_later,
+            partial(self._remove_step_hooks, self._sequence.end_observers),
+            self._sequence.close,
+            self._hooks.remove_later,
             partial(self._publish, self.facts),
         )
         for one in last:
             with suppress(Exception):  # what failed may fail again
                 one()
 
-    def _take_away(self, end_step: Callable[[], None]) -> None:
+    def _remove_step_hooks(self, end_step: Callable[[], None]) -> None:
         """Takes away whatever is put for some steps alone: what was put last goes first, whatever fails at that."""
         with ExitStack() as ways:
             if self.closed:
                 ways.callback(self.compilations.remove)
-            for way in (self._loaders.remove, self._closely.remove, end_step, self._graphs.remove):
+            for way in (self._loaders.remove, self._phase_hooks.remove, end_step, self._patterns.remove):
                 ways.callback(way)
-            ways.callback(self._compiling.remove)
+            ways.callback(self._compile_pause.remove)
 
     def _after_boundary(self) -> None:
-        if self._course.over:
-            self.close("enough was seen" if not self._course.measured() else "enough steps were seen")
-        elif self._course.is_lost():  # it may well be the script's last
-            self._close = self._graphs.on = False
-            self._take_away(self._course.relieve)
+        if self._sequence.is_over:
+            self.close("enough was seen" if not self._sequence.n_measured() else "enough steps were seen")
+        elif self._sequence.is_step_abandoned():  # it may well be the script's last
+            self._is_detailed = self._patterns.on = False
+            self._remove_step_hooks(self._sequence.stop_detailed_step)
 
-    def _collect(self, *, wait: bool = False) -> Facts:
+    def _collect(self, *, wait: bool = False) -> ProfileFacts:
         """All facts so far."""
-        return gathered(self._course, self._loaders, self._optimizers, self._graphs, self._pauses, wait=wait)
+        return gather_facts(self._sequence, self._loaders, self._optimizers, self._patterns, self._pauses, wait=wait)
 
     def begin(self, kind: Kind) -> Phase:
-        self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
-        self._forwards, self._close = 0, kind in CLOSE
+        self._patterns.on, self._optimizers.on = kind == "habits", kind == "instrumented"
+        self._forwards, self._is_detailed = 0, kind in CLOSE
         self.calls.begin()
-        self._compiling.listen()
-        self._loaders.begin(timed=kind == "habits", counted=self._close)
-        if self._close:
-            self._course.mark_ms = self._course.mark_ms or mark_ms(self.timeline.clock)
-            self._closely.install()
+        self._compile_pause.listen()
+        self._loaders.begin(timed=kind == "habits", counted=self._is_detailed)
+        if self._is_detailed:
+            self._sequence.mark_ms = self._sequence.mark_ms or measure_mark_ms(self.timeline.clock)
+            self._phase_hooks.install()
         if self.facts.by_hand:
             return "update"
-        return "python" if self._loaders.used else self._making()
+        return "python" if self._loaders.used else self._batch_phase()
 
-    def ready(self) -> None:
+    def observers_ready(self) -> None:
         """All that watch it closely have begun."""
-        wanted = self._course.wants_backwards()
-        self._hears = self._close or wanted or self.facts.updates_inside > 0
+        wanted = self._sequence.can_end_at_backward()
+        self._records_all_backwards = self._is_detailed or wanted or self.facts.updates_inside > 0
         if wanted:
-            self._always.wrap_backward()
+            self._hooks.wrap_backward()
 
     def flags(self) -> list[str]:
         """What has happened in the step that doesn't in every one."""
-        self._always.unwrap_backward()
-        self._pauses.trains()
-        return self._loaders.drawn()
+        self._hooks.unwrap_backward()
+        self._pauses.end_evaluation()
+        return self._loaders.drawn_loaders()
 
-    def again(self) -> None:
+    def restart_step(self) -> None:
         """The step begins anew."""
-        self._pauses.trains()
-        self._loaders.forget()
+        self._pauses.end_evaluation()
+        self._loaders.forget_step()
 
     def end(self, *, usual: bool = True) -> None:
         """A step has ended."""
-        self._graphs.end_evaluation()
-        self._closely.remove()
+        self._patterns.end_evaluation()
+        self._phase_hooks.remove()
         self._loaders.end()
-        self.calls.end(self._course.step)
-        if self._close and not self._course.is_early:
+        self.calls.end(self._sequence.step)
+        if self._is_detailed and not self._sequence.is_early:
             self.facts.functional = not self.calls.number
-            if usual and not self.calls.tells_samples:
+            if usual and not self.calls.has_sample_count:
                 self._loaders.rows = None
-        self._graphs.step_done(usual=usual)
-        amend_batch(self.facts, self._loaders, self._graphs.trained_on)
+        self._patterns.step_done(usual=usual)
+        amend_batch(self.facts, self._loaders, self._patterns.trained_on)
 
-    def anew(self) -> None:
+    def restart(self) -> None:
         """The script trains in another loop."""
         self.facts.batch, self.facts.notes, self.facts.trace = [], [], None
         self._optimizers.forget()
-        self._loaders = Loaders(self.sites)
-        self._graphs.remove()
-        self._graphs = Graphs(self.sites, self.fail, self._optimizers.parameters, self.mine)
-        self._pauses = Pauses(self._graphs, lambda: self._course.step)
+        self._loaders = LoaderRecorder(self.sites)
+        self._patterns.remove()
+        self._patterns = AutogradPatterns(self.sites, self.fail, self._optimizers.parameters, self.is_training_thread)
+        self._pauses = EvaluationPauses(self._patterns, lambda: self._sequence.step)
 
-    def between(self) -> None:
+    def between_steps(self) -> None:
         """A step has ended: what was seen is published now and then, outside of any step."""
-        if time.monotonic() - self._published > _PUBLISHED_S and self._course.measured():
+        if time.monotonic() - self._published_at > _PUBLISH_EVERY_S and self._sequence.n_measured():
             self._publish(self._collect())
-            self._published = time.monotonic()
+            self._published_at = time.monotonic()
 
-    def _event(self, event: Event, at: Any) -> None:
-        with self._own_work():
-            self._course.happened(event, at)
+    def _add_event(self, event: TrainingEvent, at: Any) -> None:
+        with self._without_recording():
+            self._sequence.add_event(event, at)
             self._after_boundary()
 
     @contextmanager
-    def _own_work(self) -> Iterator[None]:
+    def _without_recording(self) -> Iterator[None]:
         """What is done in here is the watch's own, and not watched."""
-        self._busy = True
+        self._is_busy = True
         try:
             yield
         finally:
-            self._busy = False
+            self._is_busy = False
 
-    def _making(self) -> Phase:
+    def _batch_phase(self) -> Phase:
         """What comes before the forward: making the batch, unless there are no modules to show where a forward begins."""
         return "forward" if self.facts.functional else "batch"
 
-    def mine(self) -> bool:
+    def is_training_thread(self) -> bool:
         """Whether this is the thread that trains, and not in something of the watch's own."""
-        return not (self.closed or self._busy) and self._thread in (None, threading.get_ident())
+        return not (self.closed or self._is_busy) and self._thread in (None, threading.get_ident())
 
-    def hears_backwards(self) -> bool:
+    def should_record_backward(self) -> bool:
         """In a step of which the end alone is noted, a backward that doesn't end it tells nothing."""
-        return (self._hears or self._pauses.evaluating) and self.mine()
+        return (self._records_all_backwards or self._pauses.is_evaluating) and self.is_training_thread()
 
-    def _trains(self) -> None:
+    def _note_training(self) -> None:
         """From the first backward or update on, its thread is the one that's watched."""
         if self._thread is None:
             self._thread = threading.get_ident()
-            self._course.trains()
-            self._begins()
-        self._pauses.trains()
+            self._sequence.note_training()
+            self._on_training()
+        self._pauses.end_evaluation()
 
-    @safe
+    @stop_on_error
     def backward_began(self, args: tuple, kwargs: dict) -> Any:
-        self._trains()
+        self._note_training()
         self._backwards += 1
         self._after_boundary()
         self.timeline.enter("backward")
-        if self._backwards == 1 and not self._optimizers.inside:
+        if self._backwards == 1 and not self._optimizers.is_inside:
             self.calls.backward()
-        if self._graphs.on and self._backwards == 1:
-            self._graphs.backward(args, self.sites.caller(4), self.facts.updates)
-            self._graphs.look_around(self.facts.anchor)
+        if self._patterns.on and self._backwards == 1:
+            self._patterns.backward(args, self.sites.caller_line(4), self.facts.updates)
+            self._patterns.note_modes(self.facts.anchor)
         return time.perf_counter()
 
-    @safe
+    @stop_on_error
     def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._backwards = max(0, self._backwards - 1)
         self.timeline.leave()
         if self._backwards or self.closed or token is None:
             return
-        self._optimizers.nested(time.perf_counter() - token)
-        self._graphs.backward_over()
-        updates_now = self.facts.by_hand or self._optimizers.inside
+        self._optimizers.exclude_time(time.perf_counter() - token)
+        self._patterns.backward_over()
+        updates_now = self.facts.by_hand or self._optimizers.is_inside
         creates_graph = len(args) > 3 and bool(args[3])
         self.timeline.turn("loss" if creates_graph else "update" if updates_now else "python")
-        if self._course.step is None:  # before the first one is timed
-            self.facts.device = self.timeline.follow(args[0])
+        if self._sequence.step is None:  # before the first one is timed
+            self.facts.device = self.timeline.use_clock_of(args[0])
 
-    @safe
-    def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-        if done and not self._backwards and not self._optimizers.inside and self._course.wants_backwards():
+    @stop_on_error
+    def backward_done(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        if done and not self._backwards and not self._optimizers.is_inside and self._sequence.can_end_at_backward():
             at = self.timeline.instant()
-            self._event(Event("backward", self.sites.caller(4)), at)
+            self._add_event(TrainingEvent("backward", self.sites.caller_line(4)), at)
 
-    @safe
+    @stop_on_error
     def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
-        if not self.mine():
+        if not self.is_training_thread():
             return None
-        self._trains()
+        self._note_training()
         self.timeline.enter("update")
         self._optimizers.began(optimizer)
-        return self._closures.heard(args, kwargs) if self._close else None
+        return self._closures.wrap_closure(args, kwargs) if self._is_detailed else None
 
-    @safe
+    @stop_on_error
     def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         inside = self._backwards > 0
-        if not self.mine():
+        if not self.is_training_thread():
             self.facts.updates_inside += inside and self.facts.device != "cpu"  # it has a thread for its backwards
             return
         self.timeline.leave()
-        at = self._course.stretch.ended or self.timeline.instant()  # what is done from here on is the watch's own
-        self._sparing.end()
-        self._graphs.updated(optimizer)
+        at = self._sequence.light_span.ended or self.timeline.instant()  # what is done from here on is the watch's own
+        self._light_mode.end()
+        self._patterns.optimizer_stepped(optimizer)
         outermost = self._optimizers.ended(optimizer)
         self.facts.updates_inside += inside
         if outermost and not inside:
-            where = self.sites.caller(5)
-            event = Event("update", where, self._optimizers.number(optimizer, where))
-            self._event(event, at)
-            if not (self._hears or self._optimizers.nests):
-                self._sparing.begin(optimizer, event, self._loaders)
+            where = self.sites.caller_line(5)
+            event = TrainingEvent("update", where, self._optimizers.number(optimizer, where))
+            self._add_event(event, at)
+            if not (self._records_all_backwards or self._optimizers.has_nested):
+                self._light_mode.begin(optimizer, event, self._loaders)
 
-    @safe
+    @stop_on_error
     def loading_began(self, args: tuple, kwargs: dict) -> Any:
         self.timeline.load()
         return time.perf_counter()
 
-    @safe
+    @stop_on_error
     def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
         spent = time.perf_counter() - (token or 0.0)
-        if isinstance(args[0], DataLoader) and not (done and self._loaders.opened_again(result, spent)):
-            self._sparing.unusual()
-        evaluates = self._pauses.evaluating or not torch.is_grad_enabled()
-        if done and self._loaders.drew(args[0], result, spent, evaluates=evaluates) and self.timeline.on:
-            self.calls.drawn = True
-            self.timeline.turn(self._making())
+        if isinstance(args[0], DataLoader) and not (done and self._loaders.iterator_made(result, spent)):
+            self._light_mode.note_unusual()
+        evaluates = self._pauses.is_evaluating or not torch.is_grad_enabled()
+        if done and self._loaders.batch_drawn(args[0], result, spent, evaluates=evaluates) and self.timeline.on:
+            self.calls.has_new_batch = True
+            self.timeline.turn(self._batch_phase())
 
-    @safe
+    @stop_on_error
     def saving_began(self, args: tuple, kwargs: dict) -> Any:
-        self._sparing.unusual()
+        self._light_mode.note_unusual()
         self.timeline.enter("logging")
         return time.perf_counter()
 
-    @safe
+    @stop_on_error
     def saving_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
-        self._pauses.saved(self.sites.caller(), token)
+        self._pauses.checkpoint_saved(self.sites.caller_line(), token)
 
-    @safe
+    @stop_on_error
     def threads_set(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-        self.facts.threads_set_at = self.sites.calls_itself() or self.facts.threads_set_at
+        self.facts.threads_set_at = self.sites.direct_caller_line() or self.facts.threads_set_at
 
-    @safe
+    @stop_on_error
     def mode_began(self, args: tuple, kwargs: dict) -> Any:
         self._pauses.mode_began()
 
-    @safe
+    @stop_on_error
     def mode_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._pauses.mode_ended(training=kwargs.get("mode", args[1] if len(args) > 1 else True))
-        if self._pauses.evaluating:
-            self._sparing.unusual()
+        if self._pauses.is_evaluating:
+            self._light_mode.note_unusual()
 
-    @safe
+    @stop_on_error
     def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         """An update that is written out by hand is over when gradients count again."""
         if self.facts.by_hand and self.timeline.depth == 1 and self.timeline.current == "update":
-            self.timeline.turn(self._making())
+            self.timeline.turn(self._batch_phase())
 
-    @safe
+    @stop_on_error
     def forward_began(self, args: tuple, kwargs: dict) -> Any:
         self._forwards += 1
         if self._forwards > 1 or self.timeline.loading:
             return None
         self._after_boundary()
-        self.calls.began(args, kwargs, self._making(), again=self._backwards > 0)
+        self.calls.began(args, kwargs, self._batch_phase(), again=self._backwards > 0)
         return time.perf_counter()
 
-    @safe
+    @stop_on_error
     def forward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._forwards = max(0, self._forwards - 1)
         if self._forwards or token is None:
             return
         self.timeline.leave()
         spent = time.perf_counter() - token
-        self._optimizers.nested(spent)
-        if self._backwards and not self._optimizers.inside:
-            self._graphs.recomputed(spent, self.sites.caller(4))
+        self._optimizers.exclude_time(spent)
+        if self._backwards and not self._optimizers.is_inside:
+            self._patterns.note_recomputation(spent, self.sites.caller_line(4))
         called = None if self._backwards else self.calls.ended(args, kwargs, result)
-        if called is not None and done and self._graphs.on:
-            lines = self.sites.callers(4)
-            self._graphs.forward(args, kwargs, result, spent, lines, called)
-        if called is not None and called.graded and self.timeline.on:
+        if called is not None and done and self._patterns.on:
+            lines = self.sites.caller_lines(4)
+            self._patterns.forward(args, kwargs, result, spent, lines, called)
+        if called is not None and called.has_gradient and self.timeline.on:
             note_batch(self.facts, self._loaders, called)
 
-    @safe
-    def step_computes(self, batch: Any) -> None:
+    @stop_on_error
+    def array_step_began(self, batch: Any) -> None:
         """A step that asks nothing of torch begins to compute; its parts are told to the timeline by those who know."""
-        self._trains()
-        self.calls.called(0)
+        self._note_training()
+        self.calls.note_call(0)
         self.facts.trained += 1
         inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
         if self.timeline.on:
-            note_batch(self.facts, self._loaders, given([inputs] if isinstance(inputs, Tensor) else []))
+            note_batch(self.facts, self._loaders, describe_inputs([inputs] if isinstance(inputs, Tensor) else []))

@@ -11,50 +11,50 @@ from typing import Any
 import torch
 
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.base.light_mode import Stretch, until_settled
+from hotloop.profiler.base.light_mode import LightSpan, steps_until_warm
 from hotloop.profiler.base.phases import HostClock, Timeline
-from hotloop.profiler.base.schedule import CLOSE, DEFAULT_STEPS, DISTURBING, SEVERAL, Kind, Observer, Stage, order
-from hotloop.profiler.base.step_detection import Event, Finder, Tally, ends_step
-from hotloop.profiler.base.step_facts import Facts, StepFact
-from hotloop.profiler.hooks.optimizer_hooks import Awaited
-from hotloop.profiler.hooks.resources import Cores, held_memory
+from hotloop.profiler.base.schedule import CLOSE, DEFAULT_STEPS, DELAYED, DISTURBING, Kind, Observer, StepHooks, order
+from hotloop.profiler.base.step_detection import Finder, Tally, TrainingEvent, is_end
+from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
+from hotloop.profiler.hooks.optimizer_hooks import NextUpdates
+from hotloop.profiler.hooks.resources import Cores, memory_in_use
 from hotloop.profiler.session.observer_group import ObserverGroup
-from hotloop.profiler.session.step_history import Seldom, Unread, early_steps
+from hotloop.profiler.session.step_history import PendingSteps, RareUpdates, early_steps
 
-_WARM_S = 0.2
-_MOST_WARM = 3
+_WARM_UP_S = 0.2
+_MAX_WARM_UP_STEPS = 3
 """Steps of warm-up after those that were needed to find the step, if they are short."""
 
-_HOPELESS = 24
+_MAX_EVENTS = 24
 """After so many updates and backwards without a step, a while of training is watched as a whole."""
 
 _WHOLE_S = 3.0
-_MOST_WHOLE = 200
+_MAX_WHOLE_EVENTS = 200
 """How long, and for how many updates and backwards at most."""
 
-_STRAYED = 10
+_MAX_STRAYS = 10
 """So often an update elsewhere since the last step, and the script has gone on to another loop."""
 
-_AWAITED = 400
+_MAX_AWAITED = 400
 """Backwards by which more updates are awaited, where an optimizer steps after all, or may."""
 
 _LIKE_CLEAN: tuple[Kind, ...] = ("clocked", "sampled")
 """Of those that disturb, the ones that take hardly longer than a clean one."""
 
-_LOST_S, _LOST = 30.0, 20.0
+_ABANDONED_S, _ABANDONED_FACTOR = 30.0, 20.0
 """So long, and so many times the median, and a step will hardly end any more as the others do."""
 
-SETTLED = 8
+ENOUGH_STEPS = 8
 """So many steps measured are kept, whatever loop comes next."""
 
 LONGEST_S = 30.0
 """Of watching, once so many are measured."""
 
-PATIENCE = 8.0
+AWAITED_FACTOR = 8.0
 """So many times as long, while updates are awaited."""
 
 
-class Course:
+class StepSequence:
     """Goes from step to step.
 
     Args:
@@ -76,40 +76,40 @@ class Course:
     def __init__(
         self,
         steps: int | None,
-        stage: Stage,
+        stage: StepHooks,
         observers: Callable[[], list[Observer]],
         *,
         found: bool,
         in_step: bool = False,
     ) -> None:
-        self.facts = Facts(torch=True)
+        self.facts = ProfileFacts(torch=True)
         self.timeline = Timeline(HostClock())
         self.step: StepFact | None = None
-        self.over, self.mark_ms, self._alone = False, 0.0, False
+        self.is_over, self.mark_ms, self._is_alone = False, 0.0, False
         self.observers = ObserverGroup()
-        self.cores, self.stretch, self.seldom = Cores(), Stretch(), Seldom()
-        self._stage, self._observers_of, self._unread = stage, observers, Unread()
-        self._finder, self._sought, self._strays, self._updates = Finder(), Tally(), Tally(), Awaited()
-        self._steps, self._limited = steps or DEFAULT_STEPS, steps is None and not in_step
-        self._anchor = None if found else Event("update", "")
-        self._found, self._in_step, self._left = found, in_step, order(self._steps)
+        self.cores, self.light_span, self.rare_updates = Cores(), LightSpan(), RareUpdates()
+        self._listener, self._observers_of, self._pending = stage, observers, PendingSteps()
+        self._finder, self._sought, self._strays, self._updates = Finder(), Tally(), Tally(), NextUpdates()
+        self._steps, self._is_time_limited = steps or DEFAULT_STEPS, steps is None and not in_step
+        self._anchor = None if found else TrainingEvent("update", "")
+        self._must_find_step, self._is_in_step, self._remaining_kinds = found, in_step, order(self._steps)
         self._began: Any = None
         self._first_s: float | None = None
-        self._warm = self._awaited = 0
+        self._warm_up_steps = self._awaited_steps = 0
         self._since = self._step_since = 0.0
-        self._first: Event | None = None
-        self._early: list[tuple[Event, StepFact]] = []
+        self._first: TrainingEvent | None = None
+        self._early: list[tuple[TrainingEvent, StepFact]] = []
 
-    def trains(self) -> None:
+    def note_training(self) -> None:
         """Something that trains is happening."""
         if self._first_s is None:
             self._first_s = time.perf_counter()
 
-    def wants_backwards(self) -> bool:
+    def can_end_at_backward(self) -> bool:
         """Whether a backward may end a step, as far as is known."""
-        return self._found and (self._anchor is None or self._anchor.what == "backward")
+        return self._must_find_step and (self._anchor is None or self._anchor.what == "backward")
 
-    def happened(self, event: Event, at: Any = None) -> None:
+    def add_event(self, event: TrainingEvent, at: Any = None) -> None:
         """Something that may end a step is done.
 
         Args:
@@ -117,23 +117,23 @@ class Course:
         """
         self.facts.trained += 1
         self.facts.updates += event.what == "update"
-        if not self._found:
+        if not self._must_find_step:
             return
         if self._anchor is None:
             self._end_early(event, at)
-            self._finder.saw(event)
+            self._finder.record(event)
             self._anchor = self._finder.anchor()
-            if self._anchor is not None and ends_step(self._anchor, event):
-                self._give_up()
+            if self._anchor is not None and is_end(self._anchor, event):
+                self._discard_step()
                 self._begin_measuring()
             else:
-                self._watch_whole(event)
+                self._record_whole(event)
                 self._begin_early()
-        elif not ends_step(self._anchor, event):
-            self._stray(event)
+        elif not is_end(self._anchor, event):
+            self._note_stray(event)
         else:
-            self.seldom.steps += 1
-            self._alone = not self._strays.most
+            self.rare_updates.steps += 1
+            self._is_alone = not self._strays.most
             if self._anchor.what == "update":
                 self._strays.clear()
             self.boundary(at)
@@ -144,10 +144,10 @@ class Course:
         return self.step is not None and self.step.kind == "early"
 
     def _begin_early(self) -> None:
-        if self.step is None and self._anchor is None and not self.measured() and len(self._early) < _HOPELESS:
+        if self.step is None and self._anchor is None and not self.n_measured() and len(self._early) < _MAX_EVENTS:
             self._next_step("early")
 
-    def _end_early(self, event: Event, at: Any) -> None:
+    def _end_early(self, event: TrainingEvent, at: Any) -> None:
         """Keeps what happened up to an event, in case that the script ends before its step is known."""
         if self.step is None or not self.is_early:
             self._first = event if not self._early else self._first
@@ -156,80 +156,80 @@ class Course:
         self._end_step(at)
         self.facts.steps = []
 
-    def make_do(self) -> None:
+    def use_early_steps(self) -> None:
         """Without any step that was measured, those few are given that were seen before."""
-        if self.measured() or self._first is None or not self._early:
+        if self.n_measured() or self._first is None or not self._early:
             return
-        self.settle(wait=True)
+        self.read_device_steps(wait=True)
         found = early_steps(self._first, self._early)
         if found is not None:
-            self.facts.ends_at(found[0])
+            self.facts.set_anchor(found[0])
             self.facts.steps = found[1]
 
-    def _watch_whole(self, event: Event) -> None:
+    def _record_whole(self, event: TrainingEvent) -> None:
         """Watches a while of training where no step is found for long."""
-        self._sought.saw(Event(event.what, "", event.which))
-        if self.step is None and self._sought.most == _HOPELESS:
+        self._sought.record(TrainingEvent(event.what, "", event.which))
+        if self.step is None and self._sought.most == _MAX_EVENTS:
             self._since = time.perf_counter()
             self.observers = ObserverGroup(self._observers_of())
             self._next_step("whole")
         elif self.step is not None and (
-            time.perf_counter() - self._since > _WHOLE_S or self._sought.most > _MOST_WHOLE
+            time.perf_counter() - self._since > _WHOLE_S or self._sought.most > _MAX_WHOLE_EVENTS
         ):
-            self.end_whole()
-            self.over = True
+            self.end_whole_step()
+            self.is_over = True
 
-    def end_whole(self) -> None:
+    def end_whole_step(self) -> None:
         """Keeps what was seen, if no steps but a while of training is watched."""
         if self.step is not None and self.step.kind == "whole":
             self._end_step()
 
-    def _give_up(self) -> None:
+    def _discard_step(self) -> None:
         """There are other steps than those that were watched so far."""
         if self.step is not None:
-            self._stage.flags()
-            self.end_close_watch()
-            self._stage.end()
+            self._listener.flags()
+            self.end_observers()
+            self._listener.end()
             self.step = None
         self.close()
         self.observers = ObserverGroup()
 
-    def _stray(self, event: Event) -> None:
+    def _note_stray(self, event: TrainingEvent) -> None:
         """Notices when the script trains in another loop now, or an optimizer steps where backwards were taken for steps."""
         assert self._anchor is not None
         by_hand = self._anchor.what == "backward"
         if event.what != "update":
             return
         if self.step is not None and not by_hand:
-            self.seldom.saw(event, self.step, self.stretch.passed)
-        if self.measured() >= SETTLED and not by_hand:
-            self._strays.saw(event)
-            self.over = self._limited and self._strays.most >= _STRAYED
+            self.rare_updates.record(event, self.step, self.light_span.passed)
+        if self.n_measured() >= ENOUGH_STEPS and not by_hand:
+            self._strays.record(event)
+            self.is_over = self._is_time_limited and self._strays.most >= _MAX_STRAYS
             return
         if not self._strays.most and not by_hand:
             self._finder = Finder()
-        self._strays.saw(event)
-        self._finder.saw(event)
+        self._strays.record(event)
+        self._finder.record(event)
         found = self._finder.anchor()
-        if found is not None and ends_step(found, event) and (by_hand or self._strays.most >= _STRAYED):
+        if found is not None and is_end(found, event) and (by_hand or self._strays.most >= _MAX_STRAYS):
             self._anchor = found
-            self._start_anew()
+            self._restart()
 
-    def _start_anew(self) -> None:
+    def _restart(self) -> None:
         """Nothing is kept of the loop before."""
-        self._give_up()
-        self._left, self._strays, self._awaited = order(self._steps), Tally(), 0
-        self._finder, self._updates, self.cores, self._first_s = Finder(), Awaited(), Cores(), time.perf_counter()
-        self._stage.anew()
+        self._discard_step()
+        self._remaining_kinds, self._strays, self._awaited_steps = order(self._steps), Tally(), 0
+        self._finder, self._updates, self.cores, self._first_s = Finder(), NextUpdates(), Cores(), time.perf_counter()
+        self._listener.restart()
         self._begin_measuring()
 
     def _begin_measuring(self) -> None:
         assert self._anchor is not None
-        self.facts.ends_at(self._anchor)
-        self._unread.drop_measured()
-        self.seldom = Seldom()
+        self.facts.set_anchor(self._anchor)
+        self._pending.drop_measured()
+        self.rare_updates = RareUpdates()
         self.facts.steps, self.facts.between_ms, self.facts.warm_up_s, self.facts.awaited = [], {}, 0.0, False
-        self._warm = self.stretch.left = 0
+        self._warm_up_steps = self.light_span.left = 0
         self._since = time.perf_counter()
         if not self.observers:
             self.observers = ObserverGroup(self._observers_of())
@@ -237,95 +237,95 @@ class Course:
 
     def boundary(self, at: Any = None) -> None:
         """A step has ended, at a mark of the clock's or now, and the next begins."""
-        self.trains()
+        self.note_training()
         if self.step is None:
             self._begin_measuring()
             return
-        if self.stretch.left:
-            self._rehearse()
+        if self.light_span.left:
+            self._pass_light_step()
             return
         self._end_step(at)
-        self.settle()
-        self._stage.between()
+        self.read_device_steps()
+        self._listener.between_steps()
         kind = self._next_kind()
         if kind is None:
-            self.over = True
+            self.is_over = True
         else:
             self._next_step(kind)
 
     def _next_kind(self) -> Kind | None:
         watched_s = time.perf_counter() - (self._first_s or 0.0)
-        short = self._in_step or watched_s < _WARM_S
-        if self._warm < 1 or (short and self._warm < _MOST_WARM):
-            self._warm += 1
+        short = self._is_in_step or watched_s < _WARM_UP_S
+        if self._warm_up_steps < 1 or (short and self._warm_up_steps < _MAX_WARM_UP_STEPS):
+            self._warm_up_steps += 1
             return "warm-up"
         if not self.facts.warm_up_s:
             self.facts.warm_up_s = watched_s
         if self._is_long():
             return None
-        if not self._left:
-            self._awaited += 1
-            return "settling" if self._awaited <= _AWAITED and self._awaits_updates() else None
-        kind = self._left[0]
-        if self._in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in DISTURBING:
+        if not self._remaining_kinds:
+            self._awaited_steps += 1
+            return "settling" if self._awaited_steps <= _MAX_AWAITED and self._awaits_updates() else None
+        kind = self._remaining_kinds[0]
+        if self._is_in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in DISTURBING:
             return "settling"  # whatever it took here, the other ranks decide alike
-        if not self._in_step and kind == "clean":
-            self.stretch.left = until_settled(self.facts.steps) + self.seldom.shift(self.measured())
-        return self._left.pop(0)
+        if not self._is_in_step and kind == "clean":
+            self.light_span.left = steps_until_warm(self.facts.steps) + self.rare_updates.extra_steps(self.n_measured())
+        return self._remaining_kinds.pop(0)
 
     def _is_long(self) -> bool:
         """Whether it is too long to go on."""
         passed_s = time.perf_counter() - self._since
-        if not self._limited or passed_s <= LONGEST_S or self.measured() < SETTLED:
+        if not self._is_time_limited or passed_s <= LONGEST_S or self.n_measured() < ENOUGH_STEPS:
             return False
-        return passed_s > PATIENCE * LONGEST_S or not self._awaits_updates()
+        return passed_s > AWAITED_FACTOR * LONGEST_S or not self._awaits_updates()
 
     def _awaits_updates(self) -> bool:
         """Whether a backward ends a step as far as is known, and updates may show yet that it is a piece of one."""
         facts = self.facts
-        facts.awaited = facts.by_hand and bool(self._strays.most or self._updates.still())
+        facts.awaited = facts.by_hand and bool(self._strays.most or self._updates.is_expected())
         return facts.awaited
 
-    def _rehearse(self) -> None:
+    def _pass_light_step(self) -> None:
         """A step goes by as the clean one after it will, with as little as possible between them."""
-        self.stretch.left -= 1
+        self.light_span.left -= 1
         assert self.step is not None
-        self._stage.again()
-        self.facts.went_by(self.step)
-        self.catch_up()
+        self._listener.restart_step()
+        self.facts.drop_step(self.step)
+        self.count_light_steps()
         self.cores.begin()
         self._began = self.timeline.instant()
 
-    def spares(self, event: Event) -> bool:
+    def can_go_light(self, event: TrainingEvent) -> bool:
         """Whether steps go by from here on that end with this update, and with no other one before it."""
-        return self.stretch.left > 0 and self._alone and self._anchor is not None and ends_step(self._anchor, event)
+        return self.light_span.left > 0 and self._is_alone and self._anchor is not None and is_end(self._anchor, event)
 
-    def catch_up(self) -> None:
+    def count_light_steps(self) -> None:
         """Counts the steps that went by unheard."""
-        passed, self.stretch.passed = self.stretch.passed, 0
-        self.seldom.steps += passed
+        passed, self.light_span.passed = self.light_span.passed, 0
+        self.rare_updates.steps += passed
         self.facts.trained, self.facts.updates = self.facts.trained + passed, self.facts.updates + passed
-        self._began = self.stretch.began if passed else self._began
+        self._began = self.light_span.began if passed else self._began
 
-    def measured(self) -> int:
+    def n_measured(self) -> int:
         """Steps whose times count."""
         return sum(step.kind in ("clean", "instrumented") for step in self.facts.steps)
 
-    def is_lost(self) -> bool:
+    def is_step_abandoned(self) -> bool:
         """Whether the step that is watched closely will hardly end any more: the script has gone on to something else."""
         if self.step is None or self.step.kind not in DISTURBING or self._anchor is None:
             return False
-        strays = self._anchor.what == "update" and self._strays.most >= _STRAYED
+        strays = self._anchor.what == "update" and self._strays.most >= _MAX_STRAYS
         passed_s = time.perf_counter() - self._step_since
-        return strays or (passed_s > _LOST_S and not self._in_step and self._is_held_up(_LOST))
+        return strays or (passed_s > _ABANDONED_S and not self._is_in_step and self._is_held_up(_ABANDONED_FACTOR))
 
-    def relieve(self) -> None:
+    def stop_detailed_step(self) -> None:
         """The step that is on is watched closely no more, and counts for nothing; the next one is, in its place."""
         assert self.step is not None
         if self.timeline.on:
             self._began = self.timeline.end()[0][0]
-        self.end_close_watch()
-        self._left.insert(0, self.step.kind)
+        self.end_observers()
+        self._remaining_kinds.insert(0, self.step.kind)
         self.step.kind = "settling"
 
     def _is_held_up(self, times: float) -> bool:
@@ -336,9 +336,9 @@ class Course:
 
     def _next_step(self, kind: Kind) -> None:
         self.step = StepFact(kind)
-        ground = self._stage.begin(kind)
+        ground = self._listener.begin(kind)
         self.observers.begin(kind)
-        self._stage.ready()
+        self._listener.observers_ready()
         self.cores.begin()
         if kind in CLOSE:
             self.timeline.begin(ground)
@@ -347,29 +347,29 @@ class Course:
         self._step_since = time.perf_counter()
 
     def _end_step(self, at: Any = None) -> None:
-        step, together = self.step, 1 + self.stretch.passed
+        step, together = self.step, 1 + self.light_span.passed
         assert step is not None
-        self.catch_up()
+        self.count_light_steps()
         at = self.timeline.instant() if at is None else at
         whole: list[tuple[Any, Phase]] = [(self._began, "unattributed"), (at, "unattributed")]
         marks = self.timeline.end(at) if self.timeline.on else whole
         step.cpu_ms, step.system_ms, step.pages = (one / together for one in self.cores.end(clean=step.kind == "clean"))
-        step.flags += self._stage.flags()
+        step.flags += self._listener.flags()
         usual = self._is_usual(step)
-        self.end_close_watch(drop=step.kind in DISTURBING and step.kind != "whole" and not usual)
+        self.end_observers(drop=step.kind in DISTURBING and step.kind != "whole" and not usual)
         if step.kind in CLOSE:  # asking takes the system's time
-            step.memory = held_memory(self.facts.device)
-        self._stage.end(usual=usual)
-        self._unread.add(step, marks)
+            step.memory = memory_in_use(self.facts.device)
+        self._listener.end(usual=usual)
+        self._pending.add(step, marks)
         self.facts.steps.append(step)
         self.step = None
 
     def _is_usual(self, step: StepFact) -> bool:
         """Whether nothing happened in it but what happens in half of the steps or more."""
-        held_up = step.kind in _LIKE_CLEAN and self._is_held_up(SEVERAL)
+        held_up = step.kind in _LIKE_CLEAN and self._is_held_up(DELAYED)
         return self.facts.has_usual_flags(step) and not held_up
 
-    def end_close_watch(self, *, drop: bool = True) -> None:
+    def end_observers(self, *, drop: bool = True) -> None:
         """Ends what watches the step that is on, and forgets what it saw of it if asked to."""
         if self.timeline.on:
             self.timeline.end()
@@ -389,8 +389,8 @@ class Course:
         self.timeline.on = False
         self.observers.drop_modules()
 
-    def settle(self, *, wait: bool = False) -> None:
+    def read_device_steps(self, *, wait: bool = False) -> None:
         """Reads the clock's marks of steps that the device has done; with `wait`, of all."""
-        if wait and self._unread and self.facts.device != "cpu":
+        if wait and self._pending and self.facts.device != "cpu":
             torch.accelerator.synchronize()
-        self._unread.read(self.timeline.clock, self.mark_ms)
+        self._pending.read(self.timeline.clock, self.mark_ms)

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from hotloop.profiler.base.call_sites import is_step
-from hotloop.profiler.base.transparency import forget_variables, keeps_variables, unseen
+from hotloop.profiler.base.transparency import can_keep_locals, clear_frame_variables, hide_from_compiler
 
 _SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
@@ -18,14 +18,14 @@ Line = tuple[str, int]
 """File and line."""
 
 
-@unseen
-class Follower:
+@hide_from_compiler
+class LineTracer:
     """Follows the lines of frames that are the user's own, from the innermost one that runs when it begins.
 
     A frame whose code may keep its dictionary of variables isn't followed, since Python fills that in for each line.
 
     Attributes:
-        line: the innermost line of the user's; None before there was one, and where `hide` says so.
+        line: the innermost line of the user's; None before there was one, and where `pause` says so.
     """
 
     def __init__(self, is_own: Callable[[CodeType], bool], moved: Callable[[], None]) -> None:
@@ -81,14 +81,14 @@ class Follower:
         self._on = False
         for frame in [*self._frames, *self._running(sys._getframe(1))]:
             frame.f_trace = None
-            forget_variables(frame)
+            clear_frame_variables(frame)
         self._lines, self._frames = [], []
 
-    def hide(self) -> None:
+    def pause(self) -> None:
         """What runs from here on was not called by the line that is on, as in a backward pass."""
         self._lines.append(None)
 
-    def unhide(self, depth: int) -> None:
+    def resume(self, depth: int) -> None:
         """Takes back to what it was at that depth."""
         del self._lines[depth:]
 
@@ -106,7 +106,7 @@ class Follower:
     def _owns(self, code: CodeType) -> bool:
         own = self._own.get(code)
         if own is None:
-            own = self._own[code] = self._is_own(code) and not keeps_variables(code)
+            own = self._own[code] = self._is_own(code) and not can_keep_locals(code)
         return own
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:

@@ -17,18 +17,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.loss import _Loss
 
 from hotloop.core.records.profile import ModuleTime
-from hotloop.profiler.base.transparency import unseen, variables
+from hotloop.profiler.base.transparency import frame_variables, hide_from_compiler
 
-_SCANS = 4
+_MAX_SCANS = 4
 """So often at most are all objects of the process looked through for the models that modules belong to."""
 
 _WRAPPERS = ("_orig_mod", "module")
 """Attributes by which torch's own wrappers (torch.compile, data parallel ones) hold the model."""
 
-_FRAMES = 40
+_MAX_FRAMES = 40
 
 
-class Name(NamedTuple):
+class ModuleName(NamedTuple):
     """Which model, and which of its modules; `model` is empty for parts in parentheses, which belong to none."""
 
     model: str
@@ -39,11 +39,11 @@ class Name(NamedTuple):
         return not self.model
 
 
-LOSS = Name("", "(loss)")
+LOSS_NAME = ModuleName("", "(loss)")
 
 
-@unseen
-class Place:
+@hide_from_compiler
+class ModulePlace:
     """What is known of a module's name; it doesn't keep the module alive.
 
     Attributes:
@@ -55,33 +55,35 @@ class Place:
 
     __slots__ = ("_ref", "inside", "kind", "name", "variable")
 
-    def __init__(self, module: nn.Module | None, kind: str, inside: Place | None = None, variable: str = "") -> None:
+    def __init__(
+        self, module: nn.Module | None, kind: str, inside: ModulePlace | None = None, variable: str = ""
+    ) -> None:
         self._ref = None if module is None else weakref.ref(module)
         self.kind, self.inside, self.variable = kind, inside, variable
-        self.name: Name | None = None
+        self.name: ModuleName | None = None
 
     @classmethod
-    def part(cls, name: str) -> Place:
+    def part(cls, name: str) -> ModulePlace:
         """Of what belongs to no module, such as `(loss)`."""
         place = cls(None, "")
-        place.name = Name("", name)
+        place.name = ModuleName("", name)
         return place
 
     @classmethod
-    def met(cls, module: nn.Module, inside: Place | None, caller: FrameType) -> Place:
+    def from_call(cls, module: nn.Module, inside: ModulePlace | None, caller: FrameType) -> ModulePlace:
         """Of a module that is about to be called from that frame."""
-        return cls(module, type(module).__name__, inside, "" if inside else variable_of(module, caller))
+        return cls(module, type(module).__name__, inside, "" if inside else find_variable_name(module, caller))
 
     @property
     def module(self) -> nn.Module | None:
         return None if self._ref is None else self._ref()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._ref is None or self._ref() is not None
 
 
-class Namer:
+class ModuleNames:
     """Gives places their names.
 
     Attributes:
@@ -89,52 +91,52 @@ class Namer:
     """
 
     def __init__(self) -> None:
-        self.kinds: dict[Name, str] = {}
+        self.kinds: dict[ModuleName, str] = {}
         self._models: dict[str, weakref.ref[nn.Module]] = {}
         self._scans = 0
-        self._by_id: dict[int, Name] = {}
+        self._by_id: dict[int, ModuleName] = {}
 
-    def name(self, places: Sequence[Place]) -> None:
+    def name(self, places: Sequence[ModulePlace]) -> None:
         """Names those that have no name yet; a module that is gone goes by its class, inside of where it was called."""
         unnamed = [place for place in places if place.name is None]
         if not unnamed:
             return
         known = self._known()
-        if any(id(place.module) not in known for place in unnamed if place.alive) and self._scans < _SCANS:
+        if any(id(place.module) not in known for place in unnamed if place.is_alive) and self._scans < _MAX_SCANS:
             self._scans += 1
             self._find_models(unnamed, known)
             known = self._known()
         for place in unnamed:
-            place.name = known.get(id(place.module)) if place.alive else None
+            place.name = known.get(id(place.module)) if place.is_alive else None
         for place in unnamed:
             place.name = place.name or self._fallback(place)
             self.kinds.setdefault(place.name, place.kind)
 
-    def know(self, model: nn.Module) -> None:
+    def add_model(self, model: nn.Module) -> None:
         """Notes a model that may never be called itself."""
         self._models[self._label(model, [])] = weakref.ref(model)
         self._known()
 
-    def name_of(self, module: int) -> Name | None:
+    def name_of(self, module: int) -> ModuleName | None:
         """The name of a module of the models found, by its id."""
         return self._by_id.get(module)
 
-    def _known(self) -> dict[int, Name]:
+    def _known(self) -> dict[int, ModuleName]:
         """Names of all modules of the models found, by id."""
-        found: dict[int, Name] = {}
+        found: dict[int, ModuleName] = {}
         for label, ref in self._models.items():
             model = ref()
             if model is None:
                 continue
             for path, module in model.named_modules():
-                name = named(label, model, path)
+                name = module_name(label, model, path)
                 found.setdefault(id(module), name)
                 if not isinstance(module, _wrapper_types()):
                     self.kinds[name] = type(module).__name__
         self._by_id = found
         return found
 
-    def _find_models(self, places: Sequence[Place], known: dict[int, Name]) -> None:
+    def _find_models(self, places: Sequence[ModulePlace], known: dict[int, ModuleName]) -> None:
         """Notes the models that modules without a name belong to: the outermost modules that hold them."""
         holders = _holders()
         for place in places:
@@ -148,42 +150,42 @@ class Namer:
             if all(ref() is not model for ref in self._models.values()):
                 self._models[self._label(model, places)] = weakref.ref(model)
 
-    def _label(self, model: nn.Module, places: Sequence[Place]) -> str:
+    def _label(self, model: nn.Module, places: Sequence[ModulePlace]) -> str:
         variable = next((place.variable for place in places if place.module is model and place.variable), "")
         label = variable or type(model).__name__.lower()
         taken = sum(1 for other in self._models if other.rstrip("0123456789") == label)
         return f"{label}{taken + 1}" if taken else label
 
-    def _fallback(self, place: Place) -> Name:
+    def _fallback(self, place: ModulePlace) -> ModuleName:
         if is_generated(place):
-            return self._of(place.inside) if place.inside else Name("", "(compiled)")
+            return self._name_or_fallback(place.inside) if place.inside else ModuleName("", "(compiled)")
         if place.inside is None:
-            return Name("", f"({place.variable or place.kind})")
-        inside = self._of(place.inside)
-        return Name(inside.model, f"{inside.path}.({place.kind})".removeprefix("."))
+            return ModuleName("", f"({place.variable or place.kind})")
+        inside = self._name_or_fallback(place.inside)
+        return ModuleName(inside.model, f"{inside.path}.({place.kind})".removeprefix("."))
 
-    def _of(self, place: Place) -> Name:
+    def _name_or_fallback(self, place: ModulePlace) -> ModuleName:
         return place.name or self._fallback(place)
 
 
-def named(label: str, model: nn.Module, path: str) -> Name:
+def module_name(label: str, model: nn.Module, path: str) -> ModuleName:
     """The name of a module of a model; one without parameters, such as a loss, is a part."""
     if next(model.parameters(), None) is None:
         is_loss = isinstance(model, _Loss) or type(model).__name__.lower().endswith("loss")
-        return LOSS if is_loss else Name("", f"({label})")
+        return LOSS_NAME if is_loss else ModuleName("", f"({label})")
     steps = path.split(".")
     while steps and steps[0] in _WRAPPERS and isinstance(model, _wrapper_types()):
         model = getattr(model, steps.pop(0))
-    return Name(label, ".".join(step for step in steps if step != "_orig_mod"))
+    return ModuleName(label, ".".join(step for step in steps if step != "_orig_mod"))
 
 
-@unseen
-def variable_of(value: Any, frame: FrameType | None) -> str:
+@hide_from_compiler
+def find_variable_name(value: Any, frame: FrameType | None) -> str:
     """The variable, or attribute of `self`, that holds a value in the nearest calling frame that has one."""
-    for _ in range(_FRAMES):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
-        for names in _scopes(frame):
+        for names in _visible_names(frame):
             found = next((name for name, other in names.items() if other is value and name != "self"), "")
             if found:
                 return found
@@ -191,10 +193,10 @@ def variable_of(value: Any, frame: FrameType | None) -> str:
     return ""
 
 
-@unseen
-def _scopes(frame: FrameType) -> Iterator[dict[str, Any]]:
+@hide_from_compiler
+def _visible_names(frame: FrameType) -> Iterator[dict[str, Any]]:
     """Names that code in a frame sees: its own, those of its `self`, and those of its file."""
-    names = variables(frame)
+    names = frame_variables(frame)
     if names is not None:
         yield names
         yield getattr(names.get("self"), "__dict__", {})
@@ -213,7 +215,7 @@ def _holders() -> dict[int, nn.Module]:
     return found
 
 
-def is_generated(place: Place) -> bool:
+def is_generated(place: ModulePlace) -> bool:
     """Whether it is code that a compiler made, rather than a module of the user's."""
     return place.kind in ("GraphModule", "InterpreterModule") and not place.variable
 
@@ -224,18 +226,20 @@ def _wrapper_types() -> tuple[type, ...]:
     return (*compiled, nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-class Own(NamedTuple):
+class OwnTime(NamedTuple):
     """Of one module per step, without the modules inside it."""
 
     forward_ms: float
     backward_ms: float
     calls: float
 
-    def __add__(self, other: Own) -> Own:  # type: ignore[override]
-        return Own(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: OwnTime) -> OwnTime:  # type: ignore[override]
+        return OwnTime(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def tree(own: Mapping[Name, Own], kinds: Mapping[Name, str], step_ms: float | None) -> list[ModuleTime]:
+def module_times(
+    own: Mapping[ModuleName, OwnTime], kinds: Mapping[ModuleName, str], step_ms: float | None
+) -> list[ModuleTime]:
     """Modules with everything inside them, each before those inside it; parts in parentheses stand last.
 
     Args:
@@ -243,16 +247,16 @@ def tree(own: Mapping[Name, Own], kinds: Mapping[Name, str], step_ms: float | No
         kinds: class by name, in the order in which the models define them.
         step_ms: that `share` is of; None for the sum of all modules.
     """
-    nothing = Own(0.0, 0.0, 0.0)
-    total: dict[Name, Own] = {}
+    nothing = OwnTime(0.0, 0.0, 0.0)
+    total: dict[ModuleName, OwnTime] = {}
     for name, times in own.items():
-        for above in upwards(name):
+        for above in enclosing_names(name):
             total[above] = total.get(above, nothing) + times
     models = dict.fromkeys(name.model for name in total if not name.is_part)
     whole_ms = step_ms or sum(times.forward_ms + times.backward_ms for times in own.values())
     return [
         ModuleTime(
-            name=spelled(name, alone=len(models) == 1),
+            name=format_name(name, alone=len(models) == 1),
             kind=kinds.get(name, ""),
             calls=own.get(name, nothing).calls,
             forward_ms=total[name].forward_ms,
@@ -265,40 +269,40 @@ def tree(own: Mapping[Name, Own], kinds: Mapping[Name, str], step_ms: float | No
     ]
 
 
-def spelled(name: Name, *, alone: bool) -> str:
+def format_name(name: ModuleName, *, alone: bool) -> str:
     """As a record gives it: the model's name stands before only where there are several models."""
     return name.path if alone or name.is_part else f"{name.model}.{name.path}".removesuffix(".")
 
 
-def upwards(name: Name) -> Iterator[Name]:
+def enclosing_names(name: ModuleName) -> Iterator[ModuleName]:
     """A name and those of all modules around it."""
     yield name
     path = name.path
     while path and not name.is_part:
         path = path.rpartition(".")[0]
-        yield Name(name.model, path)
+        yield ModuleName(name.model, path)
 
 
-def _ordered(names: Mapping[Name, Own], kinds: Mapping[Name, str]) -> list[Name]:
+def _ordered(names: Mapping[ModuleName, OwnTime], kinds: Mapping[ModuleName, str]) -> list[ModuleName]:
     """Models first, each with its modules as it defines them; a module stands before those inside it."""
     place = {name: at for at, name in enumerate(kinds)}
     models = list(dict.fromkeys(name.model for name in kinds))
 
-    def key(name: Name) -> tuple:
-        around = [place.get(above, len(place)) for above in reversed(list(upwards(name)))]
+    def key(name: ModuleName) -> tuple:
+        around = [place.get(above, len(place)) for above in reversed(list(enclosing_names(name)))]
         return name.is_part, models.index(name.model) if name.model in models else len(models), around, name
 
     return sorted(names, key=key)
 
 
-@unseen
-class Inputs:
+@hide_from_compiler
+class StepInputs:
     """Of the modules that were called in one step; it keeps none of the inputs alive."""
 
     def __init__(self) -> None:
-        self._given: defaultdict[tuple, dict[int, Place]] = defaultdict(dict)
+        self._given: defaultdict[tuple, dict[int, ModulePlace]] = defaultdict(dict)
 
-    def note(self, place: Place, inside: Place | None, args: tuple) -> None:
+    def note(self, place: ModulePlace, inside: ModulePlace | None, args: tuple) -> None:
         """A module is called, inside of another one's forward."""
         first = args[0] if args else None
         if inside is None or not isinstance(first, Tensor):
@@ -309,7 +313,7 @@ class Inputs:
             # What was written there since is another input, as in a stack of layers that add to one tensor.
             self._given[id(inside), place.kind, memory, first._version][id(place)] = place
 
-    def alike(self) -> Iterator[tuple[Place, int]]:
+    def alike(self) -> Iterator[tuple[ModulePlace, int]]:
         """Each of several modules of a kind that were given the same memory, and how many they are."""
         for places in self._given.values():
             if len(places) > 1:

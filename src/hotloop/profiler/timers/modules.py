@@ -31,14 +31,21 @@ from torch.autograd import Variable
 
 from hotloop.core.records.profile import ModuleTime
 from hotloop.profiler.base.schedule import middle_mean
-from hotloop.profiler.base.transparency import unseen
-from hotloop.profiler.hooks.module_calls import Seams
-from hotloop.profiler.timers.module_names import Name, Namer, Own, Place, is_generated, tree
+from hotloop.profiler.base.transparency import hide_from_compiler
+from hotloop.profiler.hooks.module_calls import ModuleCallHooks
+from hotloop.profiler.timers.module_names import (
+    ModuleName,
+    ModuleNames,
+    ModulePlace,
+    OwnTime,
+    is_generated,
+    module_times,
+)
 
-CALLS, REPEATS = 100, 3
+OVERHEAD_CALLS, OVERHEAD_REPEATS = 100, 3
 
 
-class Clock(Protocol):
+class SwitchClock(Protocol):
     cost_ns: int
 
     def begin(self) -> None: ...
@@ -53,7 +60,7 @@ class _View(nn.Module):
         return x.view_as(x)
 
 
-def measured_handover(clock: Clock) -> tuple[float, float]:
+def measure_clock_overhead(clock: SwitchClock) -> tuple[float, float]:
     """Nanoseconds that each call of a module adds forward, and each change of the module backward; takes 10 ms.
 
     The script's modes hear nothing of it.
@@ -64,19 +71,22 @@ def measured_handover(clock: Clock) -> tuple[float, float]:
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        plain, clocked = [_pass_ns(None) for _ in range(REPEATS)], [_pass_ns(clock) for _ in range(REPEATS)]
+        plain, clocked = (
+            [_time_pass_ns(None) for _ in range(OVERHEAD_REPEATS)],
+            [_time_pass_ns(clock) for _ in range(OVERHEAD_REPEATS)],
+        )
     forward, backward = (min(run[at] for run in clocked) - min(run[at] for run in plain) for at in (0, 1))
-    return max(0.0, forward / CALLS), max(0.0, backward / CALLS)
+    return max(0.0, forward / OVERHEAD_CALLS), max(0.0, backward / OVERHEAD_CALLS)
 
 
-def _pass_ns(clock: Clock | None) -> tuple[int, int]:
+def _time_pass_ns(clock: SwitchClock | None) -> tuple[int, int]:
     """Forward and backward through modules that take turns, less what the clock says that it took."""
     turns = (_View(), _View())
     x = first = torch.zeros(1, device="cpu", requires_grad=True)
     if clock is not None:
         clock.begin()
     began, cost = time.perf_counter_ns(), 0
-    for number in range(CALLS):
+    for number in range(OVERHEAD_CALLS):
         x = turns[number % 2](x)
     forward = time.perf_counter_ns()
     if clock is not None:
@@ -94,15 +104,15 @@ FORWARD, BACKWARD = 0, 1
 _LEAF = 2**64 - 1
 """The number of the nodes that accumulate gradients."""
 
-_STEPS = 512
+_MAX_STEPS = 512
 """Of so many steps at most are the times of a module kept."""
 
-_MOST_MADE = 1_000_000
+_MAX_SWITCHES = 1_000_000
 """Changes of the owner within a step that are kept at most."""
 
 
-@unseen
-class Owner:
+@hide_from_compiler
+class ClockOwner:
     """Who owns the clock: a module, or a part of the step that belongs to none.
 
     Attributes:
@@ -114,7 +124,7 @@ class Owner:
 
     __slots__ = ("calls", "inside", "ns", "place")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ModulePlace) -> None:
         self.place = place
         self.ns = [0, 0]
         self.calls = 0
@@ -124,7 +134,7 @@ class Owner:
         self.ns, self.calls, self.inside = [0, 0], 0, [0, 0]
 
 
-@unseen
+@hide_from_compiler
 class ModuleClock:
     """Times modules in the steps between `begin()` and `end()`; in between steps nothing of it is installed.
 
@@ -137,7 +147,7 @@ class ModuleClock:
         self,
         now: Callable[[], int] = time.perf_counter_ns,
         handover_ns: tuple[float, float] | None = None,
-        namer: Namer | None = None,
+        namer: ModuleNames | None = None,
     ) -> None:
         """
         Args:
@@ -148,24 +158,27 @@ class ModuleClock:
         self.cost_ns = 0
         self.notes: list[str] = []
         self._now = now
-        self._namer = namer or Namer()
-        self._owners: dict[int, Owner] = {}
-        self._outside, self._after = Owner(Place.part("(functional)")), Owner(Place.part("(loss)"))
-        self._apart = Owner(Place.part("(apart)"))
-        self._times: dict[Name, _Times] = {}
+        self._namer = namer or ModuleNames()
+        self._owners: dict[int, ClockOwner] = {}
+        self._outside_owner, self._after = (
+            ClockOwner(ModulePlace.part("(functional)")),
+            ClockOwner(ModulePlace.part("(loss)")),
+        )
+        self._apart = ClockOwner(ModulePlace.part("(apart)"))
+        self._times: dict[ModuleName, _Times] = {}
         self._steps = 0
         self._active = False
-        self._seams = Seams(self)
-        self._handover_ns = handover_ns
+        self._module_hooks = ModuleCallHooks(self)
+        self._overhead_ns = handover_ns
 
     def begin(self) -> None:
         """A step starts, on this thread."""
-        if self._handover_ns is None:
-            self._handover_ns = measured_handover(ModuleClock(handover_ns=(0.0, 0.0)))
-        self._owner, self._direction = self._outside, FORWARD
-        self._made: dict[int, tuple[list[int], list[Owner]]] = {}
+        if self._overhead_ns is None:
+            self._overhead_ns = measure_clock_overhead(ModuleClock(handover_ns=(0.0, 0.0)))
+        self._owner, self._direction = self._outside_owner, FORWARD
+        self._made: dict[int, tuple[list[int], list[ClockOwner]]] = {}
         self.cost_ns = 0
-        self._seams.open()
+        self._module_hooks.open()
         self._active = True
         self._since = self._now()
 
@@ -181,16 +194,16 @@ class ModuleClock:
         if not self._active:
             return
         self._active = False
-        self._seams.close()
+        self._module_hooks.close()
         self._made = {}
-        owners = [*self._owners.values(), self._outside, self._after]
+        owners = [*self._owners.values(), self._outside_owner, self._after]
         self._namer.name([owner.place for owner in owners])
-        found: dict[Name, Own] = {}
+        found: dict[ModuleName, OwnTime] = {}
         for owner in owners:
             self._add(owner, found)
             owner.clear()
         self._apart.clear()
-        self._owners = {key: owner for key, owner in self._owners.items() if owner.place.alive}
+        self._owners = {key: owner for key, owner in self._owners.items() if owner.place.is_alive}
         if keep:
             for name, step in found.items():
                 self._times.setdefault(name, _Times()).add(step)
@@ -209,44 +222,44 @@ class ModuleClock:
         Args:
             step_ms: of the step that `share` is of; None makes it the sum of all modules.
         """
-        return tree(self.own(), self._namer.kinds, step_ms)
+        return module_times(self.own(), self._namer.kinds, step_ms)
 
-    def own(self) -> dict[Name, Own]:
+    def own(self) -> dict[ModuleName, OwnTime]:
         """Own times of all modules so far, per step."""
         return {name: times.per_step(self._steps) for name, times in self._times.items()}
 
-    def _add(self, owner: Owner, found: dict[Name, Own]) -> None:
+    def _add(self, owner: ClockOwner, found: dict[ModuleName, OwnTime]) -> None:
         """Own times of an owner, less the handovers that happened while it had the clock, in ms."""
-        assert self._handover_ns is not None
-        own = [max(0.0, owner.ns[at] - owner.inside[at] * self._handover_ns[at]) / 1e6 for at in (FORWARD, BACKWARD)]
+        assert self._overhead_ns is not None
+        own = [max(0.0, owner.ns[at] - owner.inside[at] * self._overhead_ns[at]) / 1e6 for at in (FORWARD, BACKWARD)]
         name = owner.place.name
         assert name is not None
-        forward = 0.0 if owner in (self._outside, self._after) else own[FORWARD]
+        forward = 0.0 if owner in (self._outside_owner, self._after) else own[FORWARD]
         calls = 0 if is_generated(owner.place) else owner.calls
         if forward or own[BACKWARD] or calls:
-            found[name] = found.get(name, Own(0.0, 0.0, 0.0)) + Own(forward, own[BACKWARD], calls)
+            found[name] = found.get(name, OwnTime(0.0, 0.0, 0.0)) + OwnTime(forward, own[BACKWARD], calls)
 
-    def enter(self, module: nn.Module, args: tuple) -> Owner:
+    def enter(self, module: nn.Module, args: tuple) -> ClockOwner:
         """A module's forward begins; returns who had the clock."""
         now, before = self._now(), self._owner
         before.ns[self._direction] += now - self._since
         owner = self._owners.get(id(module))
         if owner is None or owner.place.module is not module:
-            inside = None if before in (self._outside, self._after) else before.place
-            owner = self._owners[id(module)] = Owner(Place.met(module, inside, sys._getframe(2)))
-        owner.calls += not self._seams.depth
-        self._hand_to(owner, before, now)
+            inside = None if before in (self._outside_owner, self._after) else before.place
+            owner = self._owners[id(module)] = ClockOwner(ModulePlace.from_call(module, inside, sys._getframe(2)))
+        owner.calls += not self._module_hooks.depth
+        self._switch_owner(owner, before, now)
         return before
 
-    def leave(self, before: Owner) -> None:
+    def leave(self, before: ClockOwner) -> None:
         """A module's forward has ended."""
         now = self._now()
         self._owner.ns[self._direction] += now - self._since
-        if before is self._outside and not self._seams.depth:
+        if before is self._outside_owner and not self._module_hooks.depth:
             before = self._after
-        self._hand_to(before, None, now)
+        self._switch_owner(before, None, now)
 
-    def aside(self) -> Owner | None:
+    def pause(self) -> ClockOwner | None:
         """What follows in this pass, or until whoever had the clock has it `back`, belongs to no module."""
         if not self._active:
             return None
@@ -254,12 +267,12 @@ class ModuleClock:
         self._reach(self._apart, None)
         return before
 
-    def back(self, before: Owner | None) -> None:
+    def resume(self, before: ClockOwner | None) -> None:
         """The clock goes on for who had it before."""
         if self._active and before is not None:
             self._reach(before, None)
 
-    def _hand_to(self, owner: Owner, counted: Owner | None, now: int) -> None:
+    def _switch_owner(self, owner: ClockOwner, counted: ClockOwner | None, now: int) -> None:
         """The clock goes on for somebody else, who makes the nodes from here on."""
         if counted is not None:
             counted.inside[self._direction] += 1
@@ -268,15 +281,15 @@ class ModuleClock:
         if numbers and numbers[-1] == number:
             owners[-1] = owner
         else:
-            if len(numbers) >= _MOST_MADE:  # the step goes on and on; of the oldest nodes hardly one is alive
-                del numbers[: _MOST_MADE // 2], owners[: _MOST_MADE // 2]
+            if len(numbers) >= _MAX_SWITCHES:  # the step goes on and on; of the oldest nodes hardly one is alive
+                del numbers[: _MAX_SWITCHES // 2], owners[: _MAX_SWITCHES // 2]
             numbers.append(number)
             owners.append(owner)
         self._owner = owner
         self._since = self._now()
         self.cost_ns += self._since - now
 
-    def _made_here(self) -> tuple[list[int], list[Owner]]:
+    def _made_here(self) -> tuple[list[int], list[ClockOwner]]:
         """From which number on who makes the nodes, on this thread."""
         return self._made.setdefault(threading.get_ident(), ([], []))
 
@@ -287,7 +300,7 @@ class ModuleClock:
         before.ns[direction] += now - self._since
         first, handles = self._hook(roots)
         self._direction = BACKWARD
-        self._hand_to(first or before, None, now)
+        self._switch_owner(first or before, None, now)
         try:
             yield
         finally:
@@ -296,15 +309,15 @@ class ModuleClock:
             for handle in handles:
                 handle.remove()
             self._direction = direction
-            self._hand_to(before, None, now)
+            self._switch_owner(before, None, now)
 
-    def _hook(self, roots: Any) -> tuple[Owner | None, list[Any]]:
+    def _hook(self, roots: Any) -> tuple[ClockOwner | None, list[Any]]:
         """Hooks the nodes where the owner changes; returns the owner of the first one, and the handles of the hooks."""
         numbers, owners = self._made_here()
         handles, first, last = [], None, None
-        for node, number in sorted(_nodes(roots).items(), key=itemgetter(1), reverse=True):
+        for node, number in sorted(_numbered_nodes(roots).items(), key=itemgetter(1), reverse=True):
             at = bisect_right(numbers, number) - 1
-            owner = owners[at] if at >= 0 else self._outside
+            owner = owners[at] if at >= 0 else self._outside_owner
             if last is None:
                 first = owner
             elif owner is not last:
@@ -315,39 +328,39 @@ class ModuleClock:
             handles.append(entered.register_prehook(partial(self._then, first)))
         return first, handles
 
-    def _then(self, owner: Owner, _: Any) -> None:
+    def _then(self, owner: ClockOwner, _: Any) -> None:
         """Who began a pass gets the clock back at its end: what the engine has to clear away is nobody else's."""
         Variable._execution_engine.queue_callback(partial(self._reach, owner, None))
 
-    def _reach(self, owner: Owner, _: Any) -> None:
+    def _reach(self, owner: ClockOwner, _: Any) -> None:
         """Backward has come to a node of another owner than those before."""
         now = self._now()
         self._owner.ns[self._direction] += now - self._since
-        self._hand_to(owner, owner, now)
+        self._switch_owner(owner, owner, now)
 
 
 class _Times:
     """Own times of one name in the steps that it took part in."""
 
     def __init__(self) -> None:
-        self._forward: deque[float] = deque(maxlen=_STEPS)
-        self._backward: deque[float] = deque(maxlen=_STEPS)
+        self._forward: deque[float] = deque(maxlen=_MAX_STEPS)
+        self._backward: deque[float] = deque(maxlen=_MAX_STEPS)
         self._calls = 0.0
         self._steps = 0
 
-    def add(self, step: Own) -> None:
+    def add(self, step: OwnTime) -> None:
         self._forward.append(step.forward_ms)
         self._backward.append(step.backward_ms)
         self._calls += step.calls
         self._steps += 1
 
-    def per_step(self, steps: int) -> Own:
+    def per_step(self, steps: int) -> OwnTime:
         """Of the steps that it took part in, times their share of all steps."""
         share = self._steps / steps
-        return Own(share * middle_mean(self._forward), share * middle_mean(self._backward), self._calls / steps)
+        return OwnTime(share * middle_mean(self._forward), share * middle_mean(self._backward), self._calls / steps)
 
 
-def _nodes(roots: Any) -> dict[Any, int]:
+def _numbered_nodes(roots: Any) -> dict[Any, int]:
     """All nodes of the graph below with their numbers; those that accumulate gradients left out."""
     with torch._C.DisableTorchFunction():  # a mode of the script's hears nothing
         waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]

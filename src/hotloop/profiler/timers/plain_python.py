@@ -10,21 +10,21 @@ import time
 from types import CodeType, FrameType
 from typing import Any, cast
 
-from hotloop.profiler.base.call_sites import Sites, is_library
-from hotloop.scripts.import_hook import AtImport
+from hotloop.profiler.base.call_sites import CallSites, is_library
+from hotloop.scripts.import_hook import ImportHook
 
 _INTERVAL_S = 0.004
 
 _SWITCH_S = 0.0002
 """With Python's own 5 ms all looks would find the lines that let go of the interpreter by themselves."""
 
-_MOST, _SHOWN = 10_000, 200
+_MAX_LINES, _MAX_RECORDS = 10_000, 200
 
-Place = tuple[int, int]
+CodeLine = tuple[int, int]
 """A line: id of its code, and number."""
 
 
-class PlainLines:
+class PlainLineSampler:
     """Samples the lines of one thread from `begin()` to `stop()`; a sample stands for the time since the one before.
 
     In training steps `lines.StackSampler` does so; it needs much that a script without torch shouldn't find imported.
@@ -33,9 +33,9 @@ class PlainLines:
     """
 
     def __init__(self) -> None:
-        self._sites, self._codes = Sites(), dict[int, CodeType]()
-        self._spent: dict[Place, list[float]] = {}
-        self._functions: dict[Place, list[float]] = {}
+        self._sites, self._codes = CallSites(), dict[int, CodeType]()
+        self._spent: dict[CodeLine, list[float]] = {}
+        self._functions: dict[CodeLine, list[float]] = {}
         self._over, self._ended = _thread.allocate_lock(), _thread.allocate_lock()
         self._thread, self._on = 0, False
         self._switch_s = self._set_s = 0.0
@@ -47,8 +47,8 @@ class PlainLines:
         self._set_s = sys.getswitchinterval()
         self._thread, self._on = _thread.get_ident(), True
         # Python warns of a fork beside another thread.
-        os.register_at_fork(before=self._pause, after_in_parent=self._go_on, after_in_child=self._forget)
-        self._go_on()
+        os.register_at_fork(before=self._pause, after_in_parent=self._resume, after_in_child=self._forget)
+        self._resume()
 
     def stop(self) -> None:
         """For good; once this returns, nothing is looked at any more."""
@@ -67,11 +67,11 @@ class PlainLines:
             self._ended.acquire()
             self._ended.release()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self._on and not self._over.locked():
             self._over.acquire()
             self._ended.acquire()
-            _thread.start_new_thread(self._look, ())
+            _thread.start_new_thread(self._sample, ())
 
     def _forget(self) -> None:
         """In a forked child there's no such thread."""
@@ -85,8 +85,8 @@ class PlainLines:
         """The same of functions, each at its first line."""
         return self._records(self._functions)
 
-    def _records(self, spent: dict[Place, list[float]]) -> list[dict[str, Any]]:
-        longest = sorted(spent.items(), key=lambda one: -one[1][1])[:_SHOWN]
+    def _records(self, spent: dict[CodeLine, list[float]]) -> list[dict[str, Any]]:
+        longest = sorted(spent.items(), key=lambda one: -one[1][1])[:_MAX_RECORDS]
         return [
             {
                 "where": self._sites.place(self._codes[code].co_filename, line),
@@ -98,7 +98,7 @@ class PlainLines:
             for (code, line), (total_s, own_s) in longest
         ]
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         before = time.perf_counter()
         while not self._over.acquire(timeout=_INTERVAL_S):
             now = time.perf_counter()
@@ -108,20 +108,20 @@ class PlainLines:
         self._ended.release()
 
     def _note(self, frame: FrameType | None, passed_s: float) -> None:
-        lines: set[Place] = set()
-        functions: set[Place] = set()
+        lines: set[CodeLine] = set()
+        functions: set[CodeLine] = set()
         while frame is not None:
             code, line = frame.f_code, frame.f_lineno
             if self._sites.is_own(code) and line is not None:
                 self._codes[id(code)] = code
-                _add(self._spent, (id(code), line), passed_s, lines)
-                _add(self._functions, (id(code), code.co_firstlineno), passed_s, functions)
+                _add_time(self._spent, (id(code), line), passed_s, lines)
+                _add_time(self._functions, (id(code), code.co_firstlineno), passed_s, functions)
             frame = frame.f_back
 
 
-def _add(spent: dict[Place, list[float]], place: Place, passed_s: float, known: set[Place]) -> None:
+def _add_time(spent: dict[CodeLine, list[float]], place: CodeLine, passed_s: float, known: set[CodeLine]) -> None:
     """The innermost place of a stack has the time to itself; each counts once, however often it calls itself."""
-    if place in known or (place not in spent and len(spent) >= _MOST):
+    if place in known or (place not in spent and len(spent) >= _MAX_LINES):
         return
     took = spent.setdefault(place, [0.0, 0.0])
     took[0] += passed_s
@@ -129,27 +129,27 @@ def _add(spent: dict[Place, list[float]], place: Place, passed_s: float, known: 
     known.add(place)
 
 
-def fitted(lines: list[dict[str, Any]], functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def fit_lines_to_functions(lines: list[dict[str, Any]], functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines whose own times add up to what was measured of their functions: looks rather find those that let go."""
-    measured = {_function(one): one["own_ms"] for one in functions}
+    measured = {_function_key(one): one["own_ms"] for one in functions}
     looked: dict[tuple[str, str], float] = {}
     for one in lines:
-        looked[_function(one)] = looked.get(_function(one), 0.0) + one["own_ms"]
+        looked[_function_key(one)] = looked.get(_function_key(one), 0.0) + one["own_ms"]
     found = []
     for one in lines:
-        name = _function(one)
+        name = _function_key(one)
         own_ms = one["own_ms"] * measured[name] / looked[name] if looked[name] and name in measured else one["own_ms"]
         found.append({**one, "own_ms": own_ms, "ms": max(one["ms"], own_ms)})
     return sorted(found, key=lambda one: -one["own_ms"])
 
 
-def _function(one: dict[str, Any]) -> tuple[str, str]:
+def _function_key(one: dict[str, Any]) -> tuple[str, str]:
     return one["where"].rpartition(":")[0], one["function"]
 
 
-_MOST_FUNCTIONS = 200
+_MAX_FUNCTIONS = 200
 
-_OTHERS = (
+_OTHER_PROFILERS = (
     "cProfile",
     "profile",
     "coverage",
@@ -162,7 +162,7 @@ _OTHERS = (
     "yappi",
 )
 
-_HEARS_ALL = hasattr(sys, "monitoring")
+_HAS_MONITORING = hasattr(sys, "monitoring")
 """From Python 3.12 on a profiler hears all threads, and would take what the one that samples lines calls for the script's."""
 
 
@@ -175,11 +175,11 @@ class PlainProfiler:
     def __init__(self) -> None:
         self.stopped_by = ""
         self._profiler: Any = _lsprof.Profiler(subcalls=True, builtins=True)
-        self._others = AtImport(_OTHERS, before=self.stop)
+        self._others = ImportHook(_OTHER_PROFILERS, before=self.stop)
         self._on = False
 
     def begin(self) -> None:
-        if _HEARS_ALL:
+        if _HAS_MONITORING:
             return
         self._others.begin()
         self._on = True
@@ -197,7 +197,7 @@ class PlainProfiler:
             else:  # somebody else has taken the place, which there's but one of, and keeps it
                 self.stopped_by = why or "sys.setprofile"
 
-    def functions(self, sites: Sites) -> list[dict[str, Any]]:
+    def functions(self, sites: CallSites) -> list[dict[str, Any]]:
         """As `profiles.LineTime`, one for each of the user's, at its first line, the longest first; ms are of the whole run."""
         found: list[dict[str, Any]] = []
         for entry in self._profiler.getstats():
@@ -214,7 +214,7 @@ class PlainProfiler:
                     "own_ms": (entry.inlinetime + inside) * 1e3,
                 }
             )
-        return sorted(found, key=lambda one: -one["own_ms"])[:_MOST_FUNCTIONS]
+        return sorted(found, key=lambda one: -one["own_ms"])[:_MAX_FUNCTIONS]
 
 
 def _is_own(code: CodeType | str) -> bool:

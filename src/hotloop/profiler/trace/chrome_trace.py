@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.profiler.timers.markers import MARK
-from hotloop.profiler.trace.events import Event, Reader
+from hotloop.profiler.trace.events import TraceEvent, TraceReader
 
-MOST_SPANS = 40_000
+MAX_SPANS = 40_000
 """The longest are kept."""
-_LARGE = 1_000_000
+_COMPRESSED_FROM_CHARS = 1_000_000
 """From so many characters on the file is compressed, which both viewers read."""
 
 
@@ -31,17 +31,17 @@ class Span(NamedTuple):
     about: dict[str, Any] = {}  # noqa: RUF012
 
 
-def spans_of(reader: Reader, events: Iterable[Event], place: Callable[[str, int], str]) -> list[Span]:
+def spans_of(reader: TraceReader, events: Iterable[TraceEvent], place: Callable[[str, int], str]) -> list[Span]:
     """A step as rows: its phases, modules and the user's lines, the operators, and what ran on devices."""
     spans: list[Span] = []
     for mark, start, end in reader.segments():
         module = "" if mark.module is None else (mark.module.path or mark.module.model)
         line = "" if mark.line is None else place(*mark.line)
-        for row, name in (("phases", mark.ran), ("modules", module), ("lines", line)):
-            _lengthen(spans, Span(row, name, start, end))
+        for row, name in (("phases", mark.executed_phase), ("modules", module), ("lines", line)):
+            _append_span(spans, Span(row, name, start, end))
     for maker, node in reader.nodes(events):
         if maker is not None and maker.module is not None:
-            _lengthen(spans, Span("modules backward", maker.module.path or maker.module.model, node.start, node.end))
+            _append_span(spans, Span("modules backward", maker.module.path or maker.module.model, node.start, node.end))
     for event in events:
         if not event.name.startswith(MARK):
             row = "operators" if event.thread == reader.thread and event.device == "cpu" else "others"
@@ -51,7 +51,7 @@ def spans_of(reader: Reader, events: Iterable[Event], place: Callable[[str, int]
     return spans
 
 
-def _lengthen(spans: list[Span], span: Span) -> None:
+def _append_span(spans: list[Span], span: Span) -> None:
     """Adds a span, to the one before in its row if that goes by the same name and is near."""
     if not span.name:
         return
@@ -70,7 +70,7 @@ def write_trace(path: Path, spans: Sequence[Span]) -> Path:
     """
     first = min((span.start for span in spans), default=0)
     rows = {row: number for number, row in enumerate(dict.fromkeys(span.row for span in spans))}
-    kept = sorted(spans, key=lambda span: span.start - span.end)[:MOST_SPANS]
+    kept = sorted(spans, key=lambda span: span.start - span.end)[:MAX_SPANS]
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": row}}
         for row, number in rows.items()
@@ -88,7 +88,7 @@ def write_trace(path: Path, spans: Sequence[Span]) -> Path:
         for span in sorted(kept, key=lambda span: (span.start, -span.end))
     ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-    if len(text) < _LARGE and path.suffix != ".gz":
+    if len(text) < _COMPRESSED_FROM_CHARS and path.suffix != ".gz":
         write_atomic(path, text, "--trace")
         return path
     path = path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")

@@ -17,24 +17,33 @@ from itertools import pairwise
 from typing import Any
 
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.costs.op_cost import Counts
+from hotloop.profiler.costs.op_cost import OpCost
 from hotloop.profiler.timers.line_tracer import Line
-from hotloop.profiler.timers.markers import MARK, Mark
-from hotloop.profiler.trace.inductor_kernels import GRAPH, Launch
-from hotloop.profiler.trace.totals import Within
+from hotloop.profiler.timers.markers import MARK, TraceMark
+from hotloop.profiler.trace.inductor_kernels import GRAPH_PREFIX, KernelLaunch
+from hotloop.profiler.trace.totals import OptimizerPart
 
-ENGINE = "autograd::engine::evaluate_function: "
-_WITHIN: dict[str, Within] = {"Optimizer.step#": "step", "Optimizer.zero_grad#": "zero_grad"}
-_UPDATES = tuple(_WITHIN)
-_ACCUMULATES = "AccumulateGrad"
+ENGINE_PREFIX = "autograd::engine::evaluate_function: "
+_OPTIMIZER_RANGES: dict[str, OptimizerPart] = {"Optimizer.step#": "step", "Optimizer.zero_grad#": "zero_grad"}
+_OPTIMIZER_NAMES = tuple(_OPTIMIZER_RANGES)
+_ACCUMULATE_NODE = "AccumulateGrad"
 """The node inside of which hooks run once a gradient is there; all others run before or after their node."""
-_LOADING = "enumerate(DataLoader)#"
-_WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
-_NOT_SHOWN = (MARK, GRAPH, ENGINE, _LOADING, "ProfilerStep#", "## Call CompiledFxGraph", "Pregraph", "AOTDispatcher")
+_LOADING_PREFIX = "enumerate(DataLoader)#"
+_WAITING_OPS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+_HIDDEN_NAMES = (
+    MARK,
+    GRAPH_PREFIX,
+    ENGINE_PREFIX,
+    _LOADING_PREFIX,
+    "ProfilerStep#",
+    "## Call CompiledFxGraph",
+    "Pregraph",
+    "AOTDispatcher",
+)
 
 
 @dataclass
-class Event:
+class TraceEvent:
     """An event as the profiler gives it; times in ns.
 
     Attributes:
@@ -59,7 +68,7 @@ class Event:
 
 
 @dataclass
-class Operator:
+class OperatorCall:
     """One call of an operator.
 
     Attributes:
@@ -75,18 +84,18 @@ class Operator:
         hooked: whether `line` called it while a backward ran, and not as a part of what a node computes.
     """
 
-    event: Event
+    event: TraceEvent
     phase: Phase
-    mark: Mark | None
+    mark: TraceMark | None
     line: Line | None
-    counts: Counts | None = None
-    launch: Launch | None = None
+    counts: OpCost | None = None
+    launch: KernelLaunch | None = None
     ns: int = 0
-    kernels: list[Event] = field(default_factory=list)
-    made: tuple[int, int] = (0, 0)
-    outer: Operator | None = None
-    within: Within = ""
-    hooked: bool = False
+    kernels: list[TraceEvent] = field(default_factory=list)
+    created_nodes: tuple[int, int] = (0, 0)
+    outer: OperatorCall | None = None
+    within: OptimizerPart = ""
+    is_in_hook: bool = False
 
     @property
     def outermost(self) -> str:
@@ -97,7 +106,7 @@ class Operator:
         return around.outermost or (around.event.name if around.event.name.startswith("aten::") else "")
 
 
-class Reader:
+class TraceReader:
     """Reads the events of one step.
 
     Args:
@@ -112,50 +121,50 @@ class Reader:
 
     def __init__(
         self,
-        marks: Sequence[Mark],
-        counts: Callable[[Event], Counts | None],
-        graphs: Sequence[Sequence[Launch]] = (),
+        marks: Sequence[TraceMark],
+        counts: Callable[[TraceEvent], OpCost | None],
+        graphs: Sequence[Sequence[KernelLaunch]] = (),
     ) -> None:
         self._marks, self._counts, self._graphs = marks, counts, graphs
         self._numbers = [mark.number for mark in marks]
         self._starts: list[int] = []
         self.thread = -1
-        self._node: Event | None = None
+        self._node: TraceEvent | None = None
 
-    def operators(self, events: Iterable[Event]) -> list[Operator]:
+    def operators(self, events: Iterable[TraceEvent]) -> list[OperatorCall]:
         """Operators on the thread that was marked, and backward on any other, with their kernels."""
         ordered = sorted(events, key=lambda event: (event.start, -event.end))
         found_marks = [event for event in ordered if event.name.startswith(MARK)]
         self._starts = [event.start for event in found_marks]
         self.thread = found_marks[0].thread if found_marks else -1
-        found: list[Operator] = []
-        by_id: dict[int, Operator] = {}
+        found: list[OperatorCall] = []
+        by_id: dict[int, OperatorCall] = {}
         for thread in {event.thread for event in ordered if event.device == "cpu"}:
             found += self._of_thread([e for e in ordered if e.thread == thread and e.device == "cpu"], by_id)
-        self._leave_closures_out(found)
+        self._exclude_closures(found)
         for event in ordered:
             if event.device != "cpu" and event.launched_by in by_id:
                 by_id[event.launched_by].kernels.append(event)
-        self._note_made(found)
+        self._note_created_nodes(found)
         return found
 
-    def segments(self) -> Iterator[tuple[Mark, int, int]]:
+    def segments(self) -> Iterator[tuple[TraceMark, int, int]]:
         """What held from when to when, in ns, as the marks say."""
         for number, (start, end) in enumerate(pairwise(self._starts)):
             if number < len(self._marks):
                 yield self._marks[number], start, end
 
-    def nodes(self, events: Iterable[Event]) -> Iterator[tuple[Mark | None, Event]]:
+    def nodes(self, events: Iterable[TraceEvent]) -> Iterator[tuple[TraceMark | None, TraceEvent]]:
         """The nodes that ran backward, with the mark under which each was made."""
-        last: Mark | None = None
+        last: TraceMark | None = None
         for event in sorted(events, key=lambda event: event.start):
-            if event.name.startswith(ENGINE):
+            if event.name.startswith(ENGINE_PREFIX):
                 last = self._maker_of(event) if event.number >= 0 else last
                 yield last, event
 
-    def _of_thread(self, events: list[Event], by_id: dict[int, Operator]) -> list[Operator]:
-        found: list[Operator] = []
-        around: list[tuple[Event, Operator | None, _Context]] = []
+    def _of_thread(self, events: list[TraceEvent], by_id: dict[int, OperatorCall]) -> list[OperatorCall]:
+        found: list[OperatorCall] = []
+        around: list[tuple[TraceEvent, OperatorCall | None, _Context]] = []
         for event in events:
             while around and around[-1][0].end <= event.start:
                 around.pop()
@@ -175,83 +184,83 @@ class Reader:
             around.append((event, operator if operator is not None else outer[1], context))
         return found
 
-    def _operator(self, event: Event, outer: Operator | None, context: _Context) -> Operator | None:
+    def _operator(self, event: TraceEvent, outer: OperatorCall | None, context: _Context) -> OperatorCall | None:
         """The operator that an event is, or is counted with; None for what is no operator."""
         if outer is not None and outer.counts is not None:
             return outer
-        if event.name.startswith(_NOT_SHOWN):
+        if event.name.startswith(_HIDDEN_NAMES):
             return None
-        mark, line, hooked = self._whose(event, context)
+        mark, line, hooked = self._owner_of(event, context)
         if mark is None and context.node is None:
             return None
-        hooked = hooked and (outer is None or outer.hooked or outer.event.name.endswith(_ACCUMULATES))
+        hooked = hooked and (outer is None or outer.is_in_hook or outer.event.name.endswith(_ACCUMULATE_NODE))
         phase, counts, launch = self._phase(event, mark, context), self._counts(event), context.launch(event.name)
-        return Operator(event, phase, mark, line, counts, launch, within=context.within, hooked=hooked)
+        return OperatorCall(event, phase, mark, line, counts, launch, within=context.within, is_in_hook=hooked)
 
-    def _context(self, event: Event, outer: _Context) -> _Context:
-        if event.name.startswith(ENGINE):
+    def _context(self, event: TraceEvent, outer: _Context) -> _Context:
+        if event.name.startswith(ENGINE_PREFIX):
             # A parameter's gradient is accumulated right after the node that made it.
             self._node = event if event.number >= 0 or self._node is None else self._node
             return _Context(self._node, outer.update, within=outer.within)
-        if event.name.startswith(GRAPH):
-            number = int(event.name.removeprefix(GRAPH))
+        if event.name.startswith(GRAPH_PREFIX):
+            number = int(event.name.removeprefix(GRAPH_PREFIX))
             launches = list(self._graphs[number]) if number < len(self._graphs) else []
             return _Context(outer.node, outer.update, launches, outer.within)
         if _is_update(event):
-            within = next(within for name, within in _WITHIN.items() if event.name.startswith(name))
+            within = next(within for name, within in _OPTIMIZER_RANGES.items() if event.name.startswith(name))
             return _Context(outer.node, event.start, outer.launches, within)
         return outer
 
-    def _whose(self, event: Event, context: _Context) -> tuple[Mark | None, Line | None, bool]:
+    def _owner_of(self, event: TraceEvent, context: _Context) -> tuple[TraceMark | None, Line | None, bool]:
         """The mark that an event belongs to, the user's line, and whether that called it while a backward ran."""
         now = self._mark_at(event.start) if event.thread == self.thread else None
         if context.node is None:
             return now, now.line if now is not None else None, False
         made = self._maker_of(context.node)
-        if now is None or not now.deep or now is not self._mark_after(context.node, event):
+        if now is None or not now.is_in_backward or now is not self._mark_after(context.node, event):
             return made, made.line if made is not None else None, False
         line = now.line or (made.line if made is not None else None)
         return (now if now.place is not None else made), line, now.line is not None
 
-    def _mark_at(self, start: int) -> Mark | None:
+    def _mark_at(self, start: int) -> TraceMark | None:
         at = bisect_right(self._starts, start) - 1
         return self._marks[at] if 0 <= at < len(self._marks) else None
 
-    def _mark_after(self, node: Event, event: Event) -> Mark | None:
+    def _mark_after(self, node: TraceEvent, event: TraceEvent) -> TraceMark | None:
         """The last mark before an event, if it was left since the node began to run."""
         at = bisect_right(self._starts, event.start) - 1
         return self._marks[at] if 0 <= at < len(self._marks) and self._starts[at] >= node.start else None
 
-    def _maker_of(self, node: Event) -> Mark | None:
+    def _maker_of(self, node: TraceEvent) -> TraceMark | None:
         """The mark under which a node was made, unless that was before the step or on another thread."""
         if node.number < 0 or (node.maker and self.thread >= 0 and node.maker != self.thread):
             return None
         at = bisect_right(self._numbers, node.number) - 1
         return self._marks[at] if at >= 0 else None
 
-    def _phase(self, event: Event, mark: Mark | None, context: _Context) -> Phase:
+    def _phase(self, event: TraceEvent, mark: TraceMark | None, context: _Context) -> Phase:
         if context.node is not None:
             return "backward"
         if context.update is not None and self._updates(mark, context.update):
             return "update"
         if mark is None:
             return "unattributed"
-        if mark.ran in ("python", "unattributed", "loss") and event.name.startswith(_WAITING):
+        if mark.executed_phase in ("python", "unattributed", "loss") and event.name.startswith(_WAITING_OPS):
             return "synchronisation"
-        return mark.ran
+        return mark.executed_phase
 
-    def _updates(self, mark: Mark | None, began: int) -> bool:
+    def _updates(self, mark: TraceMark | None, began: int) -> bool:
         """Whether what a mark holds for is an optimizer's own; the closure that it calls has marks of its own.
 
         Where one returns to the optimizer, the line is the one that called that, and the phase may be the closure's yet.
         """
         before = self._mark_at(began)
-        if mark is None or mark.ran == "update" or mark is before:
+        if mark is None or mark.executed_phase == "update" or mark is before:
             return True
         returned = before is not None and mark.line is not None and mark.line == before.line
-        return returned and mark.place is None and not mark.deep
+        return returned and mark.place is None and not mark.is_in_backward
 
-    def _leave_closures_out(self, found: Iterable[Operator]) -> None:
+    def _exclude_closures(self, found: Iterable[OperatorCall]) -> None:
         """What an optimizer's closure takes, with all that lies between its operators, is no time of the optimizer's."""
         for one in found:
             if one.event.thread == self.thread and _is_update(one.event):
@@ -259,21 +268,21 @@ class Reader:
                 others = (end - start for mark, start, end in inside if not self._updates(mark, one.event.start))
                 one.ns = max(0, one.ns - sum(others))
 
-    def _note_made(self, found: list[Operator]) -> None:
+    def _note_created_nodes(self, found: list[OperatorCall]) -> None:
         """Which nodes each operator made: from its number up to that of the next one."""
         forward = [o for o in found if o.event.number >= 0 and o.event.thread == self.thread and o.phase != "backward"]
         forward.sort(key=lambda operator: operator.event.start)
         last = self._numbers[-1] if self._numbers else 0
         after = [operator.event.number for operator in forward[1:]] + [last]
         for operator, following in zip(forward, after, strict=True):
-            operator.made = (operator.event.number, max(following, operator.event.number))
+            operator.created_nodes = (operator.event.number, max(following, operator.event.number))
         for operator in found:  # outer ones first: within a function of the user's own, autograd sees that alone
             if (
                 operator.outer is not None
                 and operator.event.number < 0
                 and operator.phase not in ("backward", "update")
             ):
-                operator.made = operator.outer.made
+                operator.created_nodes = operator.outer.created_nodes
 
 
 @dataclass(frozen=True)
@@ -282,12 +291,12 @@ class _Context:
     has yet to run.
     """
 
-    node: Event | None = None
+    node: TraceEvent | None = None
     update: int | None = None
-    launches: list[Launch] = field(default_factory=list)
-    within: Within = ""
+    launches: list[KernelLaunch] = field(default_factory=list)
+    within: OptimizerPart = ""
 
-    def launch(self, name: str) -> Launch | None:
+    def launch(self, name: str) -> KernelLaunch | None:
         """The next kernel of that name that the graph runs."""
         for at, launch in enumerate(self.launches):
             if launch.name == name:
@@ -295,21 +304,21 @@ class _Context:
         return None
 
 
-def _is_update(event: Event) -> bool:
-    return event.name.startswith(_UPDATES)
+def _is_update(event: TraceEvent) -> bool:
+    return event.name.startswith(_OPTIMIZER_NAMES)
 
 
-def walked(events: Iterable[Event]) -> set[int]:
+def backward_nodes(events: Iterable[TraceEvent]) -> set[int]:
     """Numbers of the nodes that ran backward."""
-    return {event.number for event in events if event.name.startswith(ENGINE)}
+    return {event.number for event in events if event.name.startswith(ENGINE_PREFIX)}
 
 
-_COPIES = re.compile(r"Memcpy (\w)to(\w)")
+_COPY_NAME = re.compile(r"Memcpy (\w)to(\w)")
 
 
-def copied(kernel: Event) -> str:
+def copy_direction(kernel: TraceEvent) -> str:
     """From and to which device a kernel copies, such as `cpu>cuda:0`; empty if it doesn't copy between devices."""
-    found = _COPIES.match(kernel.name)
+    found = _COPY_NAME.match(kernel.name)
     if found is None or found[1] == found[2]:
         return ""
     sides = {"H": "cpu", "D": kernel.device}

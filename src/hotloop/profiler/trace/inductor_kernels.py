@@ -23,18 +23,18 @@ from torch.utils._pytree import tree_leaves
 
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.base.transparency import unseen
-from hotloop.profiler.costs.operator_cost import operator_counts
+from hotloop.profiler.base.transparency import hide_from_compiler
+from hotloop.profiler.costs.operator_cost import count_operator
 
-GRAPH = "hotloop-graph#"
-PHASE = "hotloop_phase"
+GRAPH_PREFIX = "hotloop-graph#"
+PHASE_KEY = "hotloop_phase"
 """Key by which a node may say its phase."""
-_KERNELS = ("cpp_fused", "cpp_")
-_LINE = re.compile(r'File "(.+)", line (\d+)')
+_KERNEL_PREFIXES = ("cpp_fused", "cpp_")
+_LINE_PATTERN = re.compile(r'File "(.+)", line (\d+)')
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelPart:
     """What a kernel does for one module.
 
     Attributes:
@@ -53,15 +53,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """A kernel that a compiled graph runs, by the name that a profiler gives it."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[KernelPart, ...]
 
 
-@unseen
-class Compilations:
+@hide_from_compiler
+class CompilationRecorder:
     """Notes what is compiled between `install()` and `remove()`, and marks what runs between `begin()` and `end()`.
 
     Attributes:
@@ -70,10 +70,10 @@ class Compilations:
     """
 
     def __init__(self) -> None:
-        self.graphs: list[list[Launch]] = []
+        self.graphs: list[list[KernelLaunch]] = []
         self.model: nn.Module | None = None
-        self._making, self._running = Patches(), Patches()
-        self._open: dict[int, list[Launch]] = {}
+        self._current_kernels, self._running = Patches(), Patches()
+        self._open: dict[int, list[KernelLaunch]] = {}
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._caches: list[tuple[Any, str, Any]] = []
 
@@ -93,13 +93,13 @@ class Compilations:
         for owner, name, _ in self._caches:
             setattr(owner, name, False)
         for scheduling in (CppScheduling, TritonScheduling):
-            self._making.put(scheduling, "define_kernel", self._kernel)
-        self._making.put(Scheduler, "codegen_extern_call", self._extern)
-        self._making.put(CompiledFxGraph, "__init__", self._compiled)
+            self._current_kernels.patch(scheduling, "define_kernel", self._kernel)
+        self._current_kernels.patch(Scheduler, "codegen_extern_call", self._extern)
+        self._current_kernels.patch(CompiledFxGraph, "__init__", self._compiled)
 
     def remove(self) -> None:
         """Stops noting; what was noted stays."""
-        self._making.undo()
+        self._current_kernels.undo()
         for owner, name, before in self._caches:
             setattr(owner, name, before)
         self._caches = []
@@ -111,10 +111,10 @@ class Compilations:
         from torch._inductor.codecache import PyCodeCache
         from torch._inductor.output_code import CompiledFxGraph
 
-        self._running.put(CompiledFxGraph, "__call__", self._marked)
+        self._running.patch(CompiledFxGraph, "__call__", self._marked)
         for module in PyCodeCache.modules:
-            for name in [name for name in vars(module) if name.startswith(_KERNELS)]:
-                self._running.put(module, name, partial(_recorded, name))
+            for name in [name for name in vars(module) if name.startswith(_KERNEL_PREFIXES)]:
+                self._running.patch(module, name, partial(_record_kernel, name))
 
     def end(self) -> None:
         self._running.undo()
@@ -154,7 +154,7 @@ class Compilations:
             known, number = self._numbers.get(id(compiled), (None, -1))
             if known is None or known() is not compiled:
                 return call(compiled, inputs)
-            with _RecordFunctionFast(f"{GRAPH}{number}"):
+            with _RecordFunctionFast(f"{GRAPH_PREFIX}{number}"):
                 return call(compiled, inputs)
 
         return marked
@@ -162,16 +162,16 @@ class Compilations:
     def _note(self, name: str, nodes: Iterable[Any]) -> None:
         from torch._inductor.virtualized import V
 
-        self._open.setdefault(id(V.graph), []).append(Launch(name, parts_of(nodes)))
+        self._open.setdefault(id(V.graph), []).append(KernelLaunch(name, kernel_parts(nodes)))
 
 
-@unseen
-def _recorded(name: str, kernel: Any) -> Any:
+@hide_from_compiler
+def _record_kernel(name: str, kernel: Any) -> Any:
     def recorded(*args: Any) -> Any:
         with _RecordFunctionFast(name):
             return kernel(*args)
 
-    return unseen(recorded) if callable(kernel) else kernel
+    return hide_from_compiler(recorded) if callable(kernel) else kernel
 
 
 def operator_of(kernel: str) -> str:
@@ -183,26 +183,28 @@ def operator_of(kernel: str) -> str:
     return f"{library}::{steps[1].removeprefix('bias_')}"
 
 
-def parts_of(nodes: Iterable[Any]) -> tuple[Part, ...]:
+def kernel_parts(nodes: Iterable[Any]) -> tuple[KernelPart, ...]:
     """What some nodes of a graph compute for which module, the largest part first; a node counts once."""
     found: dict[tuple[int | None, Phase | None], list[tuple[float, float | None, Any]]] = {}
     for node in dict.fromkeys(nodes):
-        size = _size(node)
+        size = _node_numbers(node)
         if node.op == "call_function" and node.target is not getitem and size:
             flops = _flops(node)
-            key = (_module_of(node.meta), (node.meta.get("custom") or {}).get(PHASE))
+            key = (_module_of(node.meta), (node.meta.get("custom") or {}).get(PHASE_KEY))
             found.setdefault(key, []).append((flops or size, flops, node))
-    _give_away(found)
+    _assign_unowned_nodes(found)
     total = sum(work for parts in found.values() for work, _, _ in parts)
     parts = [
-        Part(module or 0, phase, _line_of(max(work, key=lambda one: one[0])[2]), _sum(work) / total, _known(work))
+        KernelPart(
+            module or 0, phase, _line_of(max(work, key=lambda one: one[0])[2]), _sum(work) / total, _known_or_none(work)
+        )
         for (module, phase), work in found.items()
         if total
     ]
     return tuple(sorted(parts, key=lambda part: -part.share))
 
 
-def _give_away(found: dict[tuple[int | None, Phase | None], list[tuple[float, float | None, Any]]]) -> None:
+def _assign_unowned_nodes(found: dict[tuple[int | None, Phase | None], list[tuple[float, float | None, Any]]]) -> None:
     """A node that the compiler itself wrote in place of others knows no module: it goes to the largest that has one."""
     for key in [key for key in found if key[0] is None]:
         others = [other for other in found if other[0] is not None]
@@ -210,18 +212,18 @@ def _give_away(found: dict[tuple[int | None, Phase | None], list[tuple[float, fl
             found[max(others, key=lambda other: (other[0] != 0, _sum(found[other])))] += found.pop(key)
 
 
-def _size(node: Any) -> float:
+def _node_numbers(node: Any) -> float:
     """Numbers that a node makes, as far as they are known."""
     shapes = [_shape(one) for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
     return float(sum(math.prod(shape) for shape in shapes if shape is not None))
 
 
 def _shape(tensor: Tensor) -> list[int] | None:
-    shape = [_hint(size) for size in tensor.shape]
+    shape = [_size_hint(size) for size in tensor.shape]
     return None if None in shape else shape
 
 
-def _hint(size: Any) -> Any:
+def _size_hint(size: Any) -> Any:
     """Of a size that may change the one that it has now, if that is known; to ask for an int would compile for it alone."""
     return size.node.hint if isinstance(size, SymInt | SymFloat | SymBool) else size
 
@@ -230,7 +232,7 @@ def _sum(work: Sequence[tuple[float, float | None, Any]]) -> float:
     return math.fsum(one for one, _, _ in work)
 
 
-def _known(work: Sequence[tuple[float, float | None, Any]]) -> float | None:
+def _known_or_none(work: Sequence[tuple[float, float | None, Any]]) -> float | None:
     known = [flops for _, flops, _ in work if flops is not None]
     return math.fsum(known) if len(known) == len(work) else None
 
@@ -244,7 +246,9 @@ def _flops(node: Any) -> float | None:
     if None in shapes:
         return None
     dtypes = [str(value.dtype) if isinstance(value, Tensor) else "Scalar" for value in values]
-    counts = operator_counts(schema.name, shapes, dtypes, [None if isinstance(v, Tensor) else _hint(v) for v in values])
+    counts = count_operator(
+        schema.name, shapes, dtypes, [None if isinstance(v, Tensor) else _size_hint(v) for v in values]
+    )
     return None if counts is None else counts.flops
 
 
@@ -257,5 +261,5 @@ def _module_of(meta: dict[str, Any]) -> int | None:
 
 
 def _line_of(node: Any) -> tuple[str, int] | None:
-    found = _LINE.findall(node.meta.get("stack_trace") or "")
+    found = _LINE_PATTERN.findall(node.meta.get("stack_trace") or "")
     return (found[-1][0], int(found[-1][1])) if found else None

@@ -20,22 +20,22 @@ from torch.nn.modules.loss import _Loss
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile_terms import Phase
 from hotloop.lowering.compile import capture
-from hotloop.profiler.trace.inductor_kernels import PHASE
+from hotloop.profiler.trace.inductor_kernels import PHASE_KEY
 
 
-class Labels:
+class NodeLabels:
     """Labels the nodes of the steps that are captured while `on()`."""
 
     def __init__(self) -> None:
         self._inside: list[nn.Module | None] = [None]
         self._numbers: list[int] = []
         self._makers: list[nn.Module | None] = []
-        self._walked = False
+        self._labelled_nodes = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
         patches = Patches()
-        patches.put(capture, "make_fx", self._tracing)
+        patches.patch(capture, "make_fx", self._tracing)
         try:
             yield
         finally:
@@ -50,9 +50,9 @@ class Labels:
 
             def labelled(*inputs: Any) -> Any:
                 patches = Patches()
-                patches.put(PythonKeyTracer, "call_module", self._called)
-                patches.put(fx.Graph, "create_node", self._created)
-                self._walked = False
+                patches.patch(PythonKeyTracer, "call_module", self._called)
+                patches.patch(fx.Graph, "create_node", self._created)
+                self._labelled_nodes = False
                 try:
                     return run(*inputs)
                 finally:
@@ -84,7 +84,7 @@ class Labels:
         def created(*args: Any, **kwargs: Any) -> fx.Node:
             node = create(*args, **kwargs)
             module, phase = self._now()
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), PHASE: phase}
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), PHASE_KEY: phase}
             node.meta["nn_module_stack"] = {} if module is None else {str(id(module)): ("", type(module))}
             return node
 
@@ -94,15 +94,15 @@ class Labels:
         """Whose node is made now, and in which phase."""
         running: Any = torch._C._current_autograd_node()
         if running is not None:
-            self._walked = True
+            self._labelled_nodes = True
             at = bisect_right(self._numbers, running._sequence_nr()) - 1
-            return _in_model(self._makers[at]) if at >= 0 else None, "backward"
+            return _innermost_user_module(self._makers[at]) if at >= 0 else None, "backward"
         called = self._inside[-1]
         if called is None:
-            return None, "update" if self._walked else "loss"
-        self._walked = False
-        return _in_model(called), "loss" if isinstance(called, _Loss) else "forward"
+            return None, "update" if self._labelled_nodes else "loss"
+        self._labelled_nodes = False
+        return _innermost_user_module(called), "loss" if isinstance(called, _Loss) else "forward"
 
 
-def _in_model(module: nn.Module | None) -> nn.Module | None:
+def _innermost_user_module(module: nn.Module | None) -> nn.Module | None:
     return None if isinstance(module, _Loss) else module

@@ -9,35 +9,35 @@ from statistics import median_low
 from typing import Any, Literal, NamedTuple
 
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.base.schedule import SEVERAL
+from hotloop.profiler.base.schedule import DELAYED
 from hotloop.profiler.timers.line_tracer import Line
-from hotloop.profiler.timers.module_names import Name
+from hotloop.profiler.timers.module_names import ModuleName
 
-Within = Literal["", "step", "zero_grad"]
+OptimizerPart = Literal["", "step", "zero_grad"]
 """What of an optimizer's an operator lies in."""
 
-_TELLING = 3
+_MIN_STEPS = 3
 """Steps from which on it can be told what is usual."""
 
 
-class Key(NamedTuple):
+class OperatorKey(NamedTuple):
     """What makes calls of operators one record."""
 
     name: str
     phase: Phase
-    module: Name | None
+    module: ModuleName | None
     line: Line | None
     shapes: tuple[str, ...]
     dtype: str
     device: str
     copies: str
     used: bool | None
-    within: Within = ""
+    within: OptimizerPart = ""
     outer: str = ""
-    hooked: bool = False
+    is_in_hook: bool = False
 
 
-class Sum:
+class OperatorTotal:
     """What the calls of one record come to."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Sum:
 
 
 @dataclass
-class Traced:
+class TracedSteps:
     """One step, or several.
 
     Attributes:
@@ -70,18 +70,18 @@ class Traced:
     """
 
     ms: float = 0.0
-    sums: dict[Key, Sum] = field(default_factory=lambda: defaultdict(Sum))
-    walls: Counter[tuple[Name | None, Phase]] = field(default_factory=Counter)
+    sums: dict[OperatorKey, OperatorTotal] = field(default_factory=lambda: defaultdict(OperatorTotal))
+    walls: Counter[tuple[ModuleName | None, Phase]] = field(default_factory=Counter)
     phases: Counter[Phase] = field(default_factory=Counter)
     grounds: list[Counter[tuple[Phase, Phase]]] = field(default_factory=list)
     line_runs: Counter[Line] = field(default_factory=Counter)
-    alike: dict[Name, int] = field(default_factory=dict)
-    fused: dict[Name, set[Name | None]] = field(default_factory=lambda: defaultdict(set))
-    around: dict[Name, Name | None] = field(default_factory=dict)
+    alike: dict[ModuleName, int] = field(default_factory=dict)
+    fused: dict[ModuleName, set[ModuleName | None]] = field(default_factory=lambda: defaultdict(set))
+    around: dict[ModuleName, ModuleName | None] = field(default_factory=dict)
     compiled_ns: dict[Phase, float] = field(default_factory=lambda: defaultdict(float))
     steps: int = 0
 
-    def add(self, other: Traced) -> None:
+    def add(self, other: TracedSteps) -> None:
         for key, total in other.sums.items():
             self.sums[key].add(total.ns, total.flops, total.bytes, total.calls)
         self.walls.update(other.walls)
@@ -99,33 +99,33 @@ class Traced:
         self.steps += other.steps
 
 
-def together(steps: Sequence[Traced]) -> Traced:
+def merge_typical_steps(steps: Sequence[TracedSteps]) -> TracedSteps:
     """All that were like the others: what a loop does now and then, such as sampling or a plot, makes a step longer.
 
     What an operator took longer in one of them because another program had its core is none of its time.
     """
-    found = Traced()
-    limit = SEVERAL * median_low(step.ms for step in steps) if steps else 0.0
+    found = TracedSteps()
+    limit = DELAYED * median_low(step.ms for step in steps) if steps else 0.0
     alike = [step for step in steps if step.ms <= limit]
     for step in alike:
         found.add(step)
     for key, total in found.sums.items():
-        if key.device == "cpu" and (held_up := _held_up([step.sums[key] for step in alike if key in step.sums])):
+        if key.device == "cpu" and (held_up := _delay_ns([step.sums[key] for step in alike if key in step.sums])):
             total.ns -= held_up
             found.ms -= held_up / 1e6
-            _lessen(found.walls, (key.module, key.phase), held_up)
-            _lessen(found.phases, key.phase, held_up)
+            _subtract_time(found.walls, (key.module, key.phase), held_up)
+            _subtract_time(found.phases, key.phase, held_up)
     return found
 
 
-def _lessen(times: Counter[Any], of: Any, ns: float) -> None:
+def _subtract_time(times: Counter[Any], of: Any, ns: float) -> None:
     if of in times:
         times[of] = max(0, times[of] - round(ns))
 
 
-def _held_up(sums: Sequence[Sum]) -> float:
+def _delay_ns(sums: Sequence[OperatorTotal]) -> float:
     """Nanoseconds that calls took beyond the usual in steps in which they took several times as long; of two, nobody knows."""
-    if len(sums) < _TELLING:
+    if len(sums) < _MIN_STEPS:
         return 0.0
     usual = median_low(one.ns / one.calls for one in sums)
-    return sum(one.ns - usual * one.calls for one in sums if one.ns > SEVERAL * usual * one.calls)
+    return sum(one.ns - usual * one.calls for one in sums if one.ns > DELAYED * usual * one.calls)

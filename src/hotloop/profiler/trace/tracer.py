@@ -20,19 +20,19 @@ from torch.autograd import ProfilerActivity, ProfilerConfig, ProfilerState
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile import OperatorTime
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.costs.op_cost import Counts
-from hotloop.profiler.costs.operator_cost import operator_counts
+from hotloop.profiler.costs.op_cost import OpCost
+from hotloop.profiler.costs.operator_cost import count_operator
 from hotloop.profiler.timers.line_tracer import Line
-from hotloop.profiler.timers.markers import Trail, Turn
-from hotloop.profiler.timers.module_names import LOSS, Name, Namer, spelled, upwards
+from hotloop.profiler.timers.markers import PhaseOfLines, TraceMarkers
+from hotloop.profiler.timers.module_names import LOSS_NAME, ModuleName, ModuleNames, enclosing_names, format_name
 from hotloop.profiler.trace.chrome_trace import Span, spans_of, write_trace
-from hotloop.profiler.trace.events import Event, Operator, Reader, copied, walked
-from hotloop.profiler.trace.inductor_kernels import Compilations, Launch
-from hotloop.profiler.trace.totals import Key, Traced, together
+from hotloop.profiler.trace.events import OperatorCall, TraceEvent, TraceReader, backward_nodes, copy_direction
+from hotloop.profiler.trace.inductor_kernels import CompilationRecorder, KernelLaunch
+from hotloop.profiler.trace.totals import OperatorKey, TracedSteps, merge_typical_steps
 
-_SHAPES = 8
+_MAX_SHAPES = 8
 """Of so many inputs at most are shapes given."""
-_SHOWN = 1000
+_MAX_RECORDS = 1000
 """Records that are given at most, those that take longest."""
 
 
@@ -48,9 +48,9 @@ class Tracer:
         is_own: Callable[[CodeType], bool],
         place: Callable[[str, int], str],
         current_phase: Callable[[], Phase] = lambda: "python",
-        namer: Namer | None = None,
-        compilations: Compilations | None = None,
-        turn: Turn = lambda phase, lines: phase,
+        namer: ModuleNames | None = None,
+        compilations: CompilationRecorder | None = None,
+        turn: PhaseOfLines = lambda phase, lines: phase,
     ) -> None:
         """
         Args:
@@ -62,32 +62,32 @@ class Tracer:
             turn: says the phase by the lines that run, too.
         """
         self.notes: list[str] = []
-        self._place, self._namer = place, namer or Namer()
-        self._compilations = compilations or Compilations()
-        self._trail = Trail(is_own, current_phase, turn)
-        self._steps: list[Traced] = []
+        self._place, self._namer = place, namer or ModuleNames()
+        self._compilations = compilations or CompilationRecorder()
+        self._markers = TraceMarkers(is_own, current_phase, turn)
+        self._steps: list[TracedSteps] = []
         self._spans: list[Span] = []
-        self._joined: tuple[int, Traced] | None = None
+        self._joined: tuple[int, TracedSteps] | None = None
         self._given: tuple[int, list[OperatorTime]] | None = None
-        self._on = self._theirs = False
+        self._on = self._script_profiler = False
         self._thread, self._began = 0, 0.0
         self._others = Patches()
         for name in ("_prepare_profiler", "_enable_profiler"):
-            self._others.put(torch.autograd.profiler, name, self._giving_way)
+            self._others.patch(torch.autograd.profiler, name, self._yield_to_script_profiler)
 
     def begin(self) -> None:
         """A step starts, on this thread; none is traced once the script has a profiler of its own."""
         running = torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
-        if self._theirs or running:
+        if self._script_profiler or running:
             self._note("The script runs a profiler of its own, so no operators were traced under it.")
             return
-        with _quiet():
+        with _silence_kineto():
             torch.autograd._prepare_profiler(_config(), _activities())
             torch.autograd._enable_profiler(_config(), _activities())
         self._compilations.begin()
-        self._trail.begin()
+        self._markers.begin()
         self._on, self._thread, self._began = True, threading.get_ident(), time.perf_counter()
-        if not self._trail.lines:
+        if not self._markers.lines:
             self._note("A debugger or a coverage tool traces the script, so operators have no lines.")
 
     def end(self) -> None:
@@ -95,20 +95,20 @@ class Tracer:
         if not self._on:
             return
         ms = (time.perf_counter() - self._began) * 1e3
-        events = [_event(raw) for raw in self._stop().events()]
-        if self._trail.full:
+        events = [_convert_event(raw) for raw in self._stop().events()]
+        if self._markers.full:
             self._note("A traced step ran too many lines; what came last in it has no module and no line of its own.")
-        self._namer.name([mark.place for mark in self._trail.marks if mark.place is not None])
-        reader = Reader(self._trail.marks, _counts, self._compilations.graphs)
+        self._namer.name([mark.place for mark in self._markers.marks if mark.place is not None])
+        reader = TraceReader(self._markers.marks, _event_cost, self._compilations.graphs)
         operators = reader.operators(events)
-        backward = walked(events)
-        step = Traced(ms, line_runs=Counter(self._trail.runs), steps=1)
+        backward = backward_nodes(events)
+        step = TracedSteps(ms, line_runs=Counter(self._markers.runs), steps=1)
         for operator in operators:
             self._add(step, operator, backward)
-        for place, many in self._trail.alike:
+        for place, many in self._markers.alike:
             if place.name is not None:
                 step.alike[place.name] = max(many, step.alike.get(place.name, 0))
-        _note_walls(step, reader, events, whole=not self._trail.full)
+        _note_walls(step, reader, events, whole=not self._markers.full)
         self._spans += spans_of(reader, events, self._place)
         self._steps.append(step)
 
@@ -124,16 +124,16 @@ class Tracer:
 
     def _stop(self) -> Any:
         self._on = False
-        self._trail.end()
+        self._markers.end()
         self._compilations.end()
         return torch.autograd._disable_profiler()
 
-    def _giving_way(self, start: Callable[..., Any]) -> Callable[..., Any]:
+    def _yield_to_script_profiler(self, start: Callable[..., Any]) -> Callable[..., Any]:
         """There can be but one profiler, and the script's own comes first."""
 
         @wraps(start)
         def started(*args: Any, **kwargs: Any) -> Any:
-            self._theirs = True
+            self._script_profiler = True
             if threading.get_ident() == self._thread:
                 self.drop()
             return start(*args, **kwargs)
@@ -141,10 +141,10 @@ class Tracer:
         return started
 
     @property
-    def _all(self) -> Traced:
+    def _typical_steps(self) -> TracedSteps:
         """All steps so far that were like the others."""
         if self._joined is None or self._joined[0] != len(self._steps):
-            self._joined = len(self._steps), together(self._steps)
+            self._joined = len(self._steps), merge_typical_steps(self._steps)
         return self._joined[1]
 
     def operators(self) -> list[OperatorTime]:
@@ -155,13 +155,13 @@ class Tracer:
         return self._given[1]
 
     def _records(self) -> list[OperatorTime]:
-        steps, place = max(1, self._all.steps), cache(self._place)
-        functions = self._trail.functions
+        steps, place = max(1, self._typical_steps.steps), cache(self._place)
+        functions = self._markers.functions
         found = [
             OperatorTime(
                 name=key.name,
                 phase=key.phase,
-                module="" if key.module is None else spelled(key.module, alone=self.alone),
+                module="" if key.module is None else format_name(key.module, alone=self.alone),
                 where="" if key.line is None else place(*key.line),
                 function="" if key.line is None else functions.get(key.line, ""),
                 calls=total.calls / steps,
@@ -176,54 +176,64 @@ class Tracer:
                 copies=key.copies,
                 within=key.within,
                 outer=key.outer,
-                hooked=key.hooked,
+                hooked=key.is_in_hook,
                 alike=self._alike_of(key.module),
             )
-            for key, total in self._all.sums.items()
+            for key, total in self._typical_steps.sums.items()
         ]
-        return sorted(found, key=lambda operator: -operator.ms)[:_SHOWN]
+        return sorted(found, key=lambda operator: -operator.ms)[:_MAX_RECORDS]
 
     def _runs_of(self, line: Line | None) -> float | None:
         """Per step."""
-        seen = self._all
+        seen = self._typical_steps
         return seen.line_runs[line] / max(1, seen.steps) if line is not None and line in seen.line_runs else None
 
-    def _alike_of(self, module: Name | None) -> int:
-        return max((self._all.alike.get(name, 0) for name in upwards(module)), default=0) if module is not None else 0
+    def _alike_of(self, module: ModuleName | None) -> int:
+        return (
+            max((self._typical_steps.alike.get(name, 0) for name in enclosing_names(module)), default=0)
+            if module is not None
+            else 0
+        )
 
     def walls(self) -> dict[tuple[str, Phase], float]:
         """Milliseconds that each module took forward and backward in a traced step by itself, and each phase without."""
-        steps = max(1, self._all.steps)
+        steps = max(1, self._typical_steps.steps)
         return {
-            ("" if module is None else spelled(module, alone=self.alone), phase): ns / steps / 1e6
-            for (module, phase), ns in self._all.walls.items()
+            ("" if module is None else format_name(module, alone=self.alone), phase): ns / steps / 1e6
+            for (module, phase), ns in self._typical_steps.walls.items()
         }
 
     def phases(self) -> dict[Phase, float]:
         """Milliseconds that each phase took in a traced step, with all that lies between its operators."""
-        return {phase: ns / max(1, self._all.steps) / 1e6 for phase, ns in self._all.phases.items()}
+        return {phase: ns / max(1, self._typical_steps.steps) / 1e6 for phase, ns in self._typical_steps.phases.items()}
 
     @property
     def grounds(self) -> list[Counter[tuple[Phase, Phase]]]:
         """Of each step that was traced to its end: nanoseconds of each phase of the timeline in each that the lines say."""
-        return self._all.grounds
+        return self._typical_steps.grounds
 
     def fused(self) -> dict[str, list[str]]:
         """Modules that compiled kernels compute for, with those that share a kernel with them."""
         return {
-            spelled(name, alone=self.alone): sorted(spelled(other, alone=self.alone) for other in others if other)
-            for name, others in self._all.fused.items()
+            format_name(name, alone=self.alone): sorted(
+                format_name(other, alone=self.alone) for other in others if other
+            )
+            for name, others in self._typical_steps.fused.items()
         }
 
-    def inside(self) -> dict[str, Name]:
+    def compiled_modules(self) -> dict[str, ModuleName]:
         """Those of them that lie inside of a compiled module, or step, by the name that operators give."""
-        return {spelled(name, alone=self.alone): name for name, around in self._all.around.items() if name != around}
+        return {
+            format_name(name, alone=self.alone): name
+            for name, around in self._typical_steps.around.items()
+            if name != around
+        }
 
     def compiled_shares(self) -> dict[Phase, float]:
         """Of the time outside of all modules and phases in which a compiled step ran, the shares of its kernels' phases."""
-        wall = self._all.walls.get((None, "unattributed"), 0)
-        total = max(wall, sum(self._all.compiled_ns.values()))
-        return {phase: ns / total for phase, ns in self._all.compiled_ns.items()} if wall else {}
+        wall = self._typical_steps.walls.get((None, "unattributed"), 0)
+        total = max(wall, sum(self._typical_steps.compiled_ns.values()))
+        return {phase: ns / total for phase, ns in self._typical_steps.compiled_ns.items()} if wall else {}
 
     def write(self, path: Path) -> Path | None:
         """Writes what was traced as a Chrome trace; returns its path, None if nothing was traced."""
@@ -232,28 +242,28 @@ class Tracer:
     @property
     def alone(self) -> bool:
         """Whether there is but one model."""
-        return len({key.module.model for key in self._all.sums if key.module and not key.module.is_part}) <= 1
+        return len({key.module.model for key in self._typical_steps.sums if key.module and not key.module.is_part}) <= 1
 
-    def _add(self, step: Traced, operator: Operator, backward: set[int]) -> None:
+    def _add(self, step: TracedSteps, operator: OperatorCall, backward: set[int]) -> None:
         module = operator.mark.module if operator.mark is not None else None
         if operator.phase == "backward":
-            module = module or LOSS
+            module = module or LOSS_NAME
         event, kernels = operator.event, operator.kernels
-        first, last = operator.made
+        first, last = operator.created_nodes
         used = any(number in backward for number in range(first, last)) if last > first and backward else None
-        key = Key(
-            _name_of(event),
+        key = OperatorKey(
+            _operator_name(event),
             operator.phase,
             module,
             operator.line,
-            tuple(_shape(shape) for shape in event.shapes[:_SHAPES] if shape),
-            next((_FLOATS[dtype] for dtype in event.dtypes if dtype in _FLOATS), ""),
+            tuple(_format_shape(shape) for shape in event.shapes[:_MAX_SHAPES] if shape),
+            next((_FLOAT_NAMES[dtype] for dtype in event.dtypes if dtype in _FLOAT_NAMES), ""),
             kernels[0].device if kernels else "cpu",
-            next(filter(None, map(copied, kernels)), ""),
+            next(filter(None, map(copy_direction, kernels)), ""),
             used,
             operator.within,
             operator.outermost,
-            operator.hooked,
+            operator.is_in_hook,
         )
         ns = sum(kernel.end - kernel.start for kernel in kernels) if kernels else max(0, operator.ns)
         counts = operator.counts
@@ -263,7 +273,7 @@ class Tracer:
         else:
             self._add_parts(step, key, operator.launch, ns)
 
-    def _add_parts(self, step: Traced, key: Key, launch: Launch, ns: float) -> None:
+    def _add_parts(self, step: TracedSteps, key: OperatorKey, launch: KernelLaunch, ns: float) -> None:
         """A compiled kernel counts for each of its modules by its share of the arithmetic."""
         names = [self._namer.name_of(part.module) or key.module for part in launch.parts]
         for part, name in zip(launch.parts, names, strict=True):
@@ -279,7 +289,7 @@ class Tracer:
             self.notes.append(note)
 
 
-_FLOATS = {
+_FLOAT_NAMES = {
     "float": "float32",
     "double": "float64",
     "c10::Half": "float16",
@@ -290,24 +300,24 @@ _FLOATS = {
 """The profiler's words for floating-point dtypes."""
 
 
-def _note_walls(step: Traced, reader: Reader, events: list[Event], *, whole: bool) -> None:
+def _note_walls(step: TracedSteps, reader: TraceReader, events: list[TraceEvent], *, whole: bool) -> None:
     grounds: Counter[tuple[Phase, Phase]] = Counter()
     for mark, start, end in reader.segments():
-        step.phases[mark.ran] += end - start
-        if not mark.deep:
-            step.walls[mark.module, mark.ran] += end - start
-            grounds[mark.ground, mark.phase] += end - start
+        step.phases[mark.executed_phase] += end - start
+        if not mark.is_in_backward:
+            step.walls[mark.module, mark.executed_phase] += end - start
+            grounds[mark.timeline_phase, mark.phase] += end - start
     for maker, node in reader.nodes(events):
-        step.walls[(maker.module if maker is not None else None) or LOSS, "backward"] += node.end - node.start
+        step.walls[(maker.module if maker is not None else None) or LOSS_NAME, "backward"] += node.end - node.start
     if whole:
         step.grounds.append(grounds)
 
 
-def _counts(event: Event) -> Counts | None:
-    return operator_counts(event.name, event.shapes, event.dtypes, event.arguments) if event.shapes else None
+def _event_cost(event: TraceEvent) -> OpCost | None:
+    return count_operator(event.name, event.shapes, event.dtypes, event.arguments) if event.shapes else None
 
 
-def _name_of(event: Event) -> str:
+def _operator_name(event: TraceEvent) -> str:
     """The operator's; what asks for another dtype alone has a name of its own beside what asks for a device."""
     dtype_alone = event.name == "aten::to" and len(event.arguments) == _ARGUMENTS_OF_DTYPE
     return "aten::to.dtype" if dtype_alone else event.name
@@ -317,16 +327,16 @@ _ARGUMENTS_OF_DTYPE = 5
 """Of `aten::to.dtype`: the tensor, the dtype, and three that every `aten::to` has."""
 
 
-def _shape(shape: Any) -> str:
+def _format_shape(shape: Any) -> str:
     """`8x10x28x28`; of a list of tensors, how many, and the first one's."""
     if isinstance(shape[0], int):
         return "x".join(map(str, shape))
     return f"{len(shape)} of {'x'.join(map(str, shape[0]))}"
 
 
-def _event(raw: Any) -> Event:
+def _convert_event(raw: Any) -> TraceEvent:
     kind = str(raw.device_type()).rpartition(".")[2].lower()
-    return Event(
+    return TraceEvent(
         raw.name(),
         raw.start_thread_id(),
         raw.start_ns(),
@@ -352,7 +362,7 @@ def _config() -> ProfilerConfig:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_kineto() -> Iterator[None]:
     """The profiler's library would write a line to the script's stderr; it asks for this when it is first used."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ[_LOG_LEVEL] = "9"

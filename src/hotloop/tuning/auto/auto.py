@@ -8,42 +8,42 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from hotloop.core.callback import Callback, any_of_users
-from hotloop.core.feasibility.forecast import Choice, Foreseen, Refused
-from hotloop.core.feasibility.violations import check, refused, settings
-from hotloop.core.hardware.devices import placed
-from hotloop.core.hardware.probe import here
+from hotloop.core.callback import Callback, has_user_callbacks
+from hotloop.core.feasibility.forecast import InfeasibleValue, PlanForecast, RankedPlan
+from hotloop.core.feasibility.violations import check, describe_axes, infeasible_values
+from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.number_formats import REDUCED
-from hotloop.core.plan_request import Wanted
-from hotloop.core.random.rng import preserved
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.hardware import Device, Hardware
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import During, Say
+from hotloop.core.reporter import ProgressReporter, Report
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
-from hotloop.lowering.build import lower, making_ready
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.build import lower, translate_memory_errors
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.program import Program
-from hotloop.lowering.task_facts import facts_of
+from hotloop.lowering.task_facts import task_facts
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
 from hotloop.tuning import cuda_rules
-from hotloop.tuning.rules import left_open, passed_over, ranked, unrolled
-from hotloop.tuning.search.candidates import laying_changes, rewriting_changes, without
-from hotloop.tuning.search.payoff import Memory, accepted, hoped
-from hotloop.tuning.search.step_profile import Makeup
+from hotloop.tuning.rules import open_questions, rank_plans, skipped_hints, why_not_compiled
+from hotloop.tuning.search.candidates import layout_changes, not_fixed, rewrite_changes
+from hotloop.tuning.search.payoff import RaceHistory, accepted_parities, estimate_payoff
+from hotloop.tuning.search.step_profile import StepProfile
 
-NOTHING_KEPT = Memory()
+EMPTY_HISTORY = RaceHistory()
 
 
-def lowered(
+def lower_requested(
     task: Task,
-    wanted: Wanted,
-    say: Say = lambda line: None,
-    during: During | None = None,
+    wanted: PlanRequest,
+    say: Report = lambda line: None,
+    during: ProgressReporter | None = None,
     done: int = 0,
     facts: TaskFacts | None = None,
-    memory: Memory = NOTHING_KEPT,
+    memory: RaceHistory = EMPTY_HISTORY,
     until: float = math.inf,
     callbacks: Sequence[Callback] = (),
 ) -> Program:
@@ -62,43 +62,43 @@ def lowered(
     Raises:
         PlanError: the plan can't be run here, and it was asked for by name.
     """
-    if not wanted.auto:
-        return lower(task, placed(wanted.plan), say, during)
-    say = _once(say)
-    considered = consider(task, wanted.plan, done, facts)
+    if not wanted.is_auto:
+        return lower(task, resolve_device(wanted.plan), say, during)
+    say = _say_once(say)
+    considered = list_options(task, wanted.plan, done, facts)
     choices = considered.choices
-    if wanted.asked:
+    if wanted.is_explicit:
         for line in considered.passed_over:
             say(f"auto passes over {line}")
-        if eager := _only_eager(considered):
+        if eager := _why_only_eager(considered):
             say(f"auto goes on eagerly: {eager}")
     else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
-    choices = _not_against(choices, memory, say)
-    watched = any_of_users([*task.callbacks, *callbacks])
-    program, plan = _weighed(task, considered.facts, choices, wanted, say, during, memory, until, watched)
-    if wanted.asked:
+    choices = _without_rejected(choices, memory, say)
+    watched = has_user_callbacks([*task.callbacks, *callbacks])
+    program, plan = _lower_best(task, considered.facts, choices, wanted, say, during, memory, until, watched)
+    if wanted.is_explicit:
         say(f"auto: {plan.brief()}")
     return program
 
 
-def _not_against(choices: list[Choice], memory: Memory, say: Say) -> list[Choice]:
+def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Report) -> list[RankedPlan]:
     """The choices without those that something was found against; the last, which is the baseline, stays."""
-    against = {choice.plan: memory.refuses(choice.plan) for choice in choices[:-1]}
+    against = {choice.plan: memory.why_refused(choice.plan) for choice in choices[:-1]}
     for plan, why in against.items():
         if why:
             say(f"auto passes over {plan.brief()}: {why}")
     return [choice for choice in choices if not against.get(choice.plan)]
 
 
-def _only_eager(considered: Considered) -> str:
+def _why_only_eager(considered: PlanOptions) -> str:
     """Why nothing could be compiled here, where that wasn't said with what was passed over; empty if it could."""
     refused = [one.violation.reason for one in considered.refused if one.axis == "compile"]
     said = any(line.startswith("compile=") for line in considered.passed_over)
-    return refused[0] if refused and not said else unrolled(considered.facts, considered.device.kind)
+    return refused[0] if refused and not said else why_not_compiled(considered.facts, considered.device.kind)
 
 
-def _once(say: Say) -> Say:
+def _say_once(say: Report) -> Report:
     """A Task may be lowered more than once before it trains, and what is said of it is said once."""
     said = set[str]()
 
@@ -110,33 +110,33 @@ def _once(say: Say) -> Say:
     return told
 
 
-def _weighed(
+def _lower_best(
     task: Task,
     facts: TaskFacts,
-    choices: list[Choice],
-    wanted: Wanted,
-    say: Say,
-    during: During | None,
-    memory: Memory,
+    choices: list[RankedPlan],
+    wanted: PlanRequest,
+    say: Report,
+    during: ProgressReporter | None,
+    memory: RaceHistory,
     until: float,
     watched: bool,
 ) -> tuple[Program, Plan]:
     """The best choice that isn't compiled; or the same compiled, where that pays, is faster indeed, and proven."""
     eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
-    program, plan = _first_lowered(task, eager, say, during)
-    allowed = accepted(wanted.plan)
-    ways, instead = _untried(choices, plan, facts, wanted, memory, say)
+    program, plan = _lower_first_possible(task, eager, say, during)
+    allowed = accepted_parities(wanted.plan)
+    ways, instead = _plans_to_compile(choices, plan, facts, wanted, memory, say)
     if not ways or facts.steps is None:
         return program, plan
-    if why := _unsettled(facts, plan):
+    if why := _why_not_raced(facts, plan):
         say(f"auto goes on eagerly: {why}")
         return program, plan
     rewrites = any(way.rewrites != "none" for way in ways)
     limit_s, program.watched = until - time.monotonic(), watched
-    to_come = memory.to_come(facts.steps)
+    to_come = memory.expected_future_steps(facts.steps)
     cheapest = min(ways, key=lambda way: way.compile != "none")  # what is recorded alone takes seconds
     with closing(program):
-        hope = hoped(
+        hope = estimate_payoff(
             program,
             facts.steps,
             way=cheapest.compile,
@@ -151,33 +151,35 @@ def _weighed(
         say(f"auto goes on eagerly: {hope}")
         return lower(task, plan, say, during), plan
     from hotloop.tuning.search.auto_search import (
-        Settling,  # proofs and races take a second to import, which other runs do without
+        AutoSearch,  # proofs and races take a second to import, which other runs do without
     )
 
     first = next((way for way in ways if way.compile != "none"), cheapest)
-    compiling = hope if first.compile == cheapest.compile else hope.by(first.compile, recorded=first.graphs != "none")
+    compiling = (
+        hope if first.compile == cheapest.compile else hope.for_way(first.compile, recorded=first.graphs != "none")
+    )
     say(f"auto compiles: {compiling}" if compiling.compilations else f"auto records: {hope}")
-    instead = [way for way in instead if hope.by(way.compile).compilations]
-    memory.spend()
-    last, most_s = choices[-1].plan, compiling.compiling_s
-    settling = Settling(task, facts, plan, last, allowed, say, during, watched, memory.keep, to_come, most_s)
-    verdict = settling.run(_likeliest_first(ways, hope.made), compiling.compilations, instead)
-    return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
+    instead = [way for way in instead if hope.for_way(way.compile).compilations]
+    memory.reset_step_count()
+    last, most_s = choices[-1].plan, compiling.compile_limit_s
+    settling = AutoSearch(task, facts, plan, last, allowed, say, during, watched, memory.save_verdict, to_come, most_s)
+    verdict = settling.run(_order_by_layout(ways, hope.made), compiling.compilations, instead)
+    return _lower_winner(task, [*ways, *instead, settling.fallback_plan], verdict, say, during, memory)
 
 
-def _untried(
-    choices: list[Choice], plan: Plan, facts: TaskFacts, wanted: Wanted, memory: Memory, say: Say
+def _plans_to_compile(
+    choices: list[RankedPlan], plan: Plan, facts: TaskFacts, wanted: PlanRequest, memory: RaceHistory, say: Report
 ) -> tuple[list[Plan], list[Plan]]:
-    """The ways to compile an eager plan that the choices allow; see `_promising`."""
+    """The ways to compile an eager plan that the choices allow; see `_plans_not_rejected`."""
     others = [one.plan for one in choices if one.plan.compile != plan.compile]
     compiled = [one for one in others if one.with_axes(compile=plan.compile) == plan]
-    allowed = accepted(wanted.plan)
-    steps = None if facts.steps is None else facts.steps + memory.to_come(facts.steps)
-    return _promising(_ways(compiled, plan, facts, wanted), plan, steps, allowed, memory, say)
+    allowed = accepted_parities(wanted.plan)
+    steps = None if facts.steps is None else facts.steps + memory.expected_future_steps(facts.steps)
+    return _plans_not_rejected(_compiled_variants(compiled, plan, facts, wanted), plan, steps, allowed, memory, say)
 
 
-def _promising(
-    whole: list[Plan], eager: Plan, steps: int | None, allowed: Collection[str], memory: Memory, say: Say
+def _plans_not_rejected(
+    whole: list[Plan], eager: Plan, steps: int | None, allowed: Collection[str], memory: RaceHistory, say: Report
 ) -> tuple[list[Plan], list[Plan]]:
     """The ways to compile a whole step that nothing found before speaks against; and what to compile where none can be.
 
@@ -185,9 +187,9 @@ def _promising(
     """
 
     def untried(ways: list[Plan]) -> list[Plan]:
-        against = {way: memory.against(way, eager, allowed, steps) for way in ways}
+        against = {way: memory.why_not_again(way, eager, allowed, steps) for way in ways}
         if len({way.layout for way in ways}) > 1:  # which makes a greater difference than whether a step is rewritten
-            lost = {(way.layout, way.compile): way for way in ways if memory.lost(way)}
+            lost = {(way.layout, way.compile): way for way in ways if memory.has_lost(way)}
             against |= {
                 way: f"{lost[way.layout, way.compile].brief()} was raced before, and lost"
                 for way in ways
@@ -199,13 +201,13 @@ def _promising(
         return [way for way in ways if not against[way]]
 
     ways = untried(whole)
-    if not whole or any(way not in ways and not memory.failed(way) for way in whole):  # one was compiled, and lost
+    if not whole or any(way not in ways and not memory.has_failed(way) for way in whole):  # one was compiled, and lost
         return ways, []
     instead = untried([eager.with_axes(compile="forward")])
     return (ways, instead) if ways else (instead, [])
 
 
-def _unsettled(facts: TaskFacts, plan: Plan) -> str:
+def _why_not_raced(facts: TaskFacts, plan: Plan) -> str:
     """Why compiled plans are neither raced nor proven beside an eager one; empty where they may be."""
     if not facts.exact:
         reason = facts.inexact[0] if facts.inexact else "its data has an order of its own"
@@ -220,45 +222,54 @@ def _unsettled(facts: TaskFacts, plan: Plan) -> str:
     )
 
 
-def _ways(compiled: list[Plan], eager: Plan, facts: TaskFacts, wanted: Wanted) -> list[Plan]:
+def _compiled_variants(compiled: list[Plan], eager: Plan, facts: TaskFacts, wanted: PlanRequest) -> list[Plan]:
     """The first of the compiled plans, with images laid with channels last, rewritten or both, and as it is.
 
     A compiler writes the update its own way. On CUDA see `cuda_rules`; there a recorded step need not be compiled.
     """
     fixed = wanted.plan.model_fields_set
-    if wanted.asked and eager.device.startswith("cuda"):
-        return cuda_rules.auto_ways(eager.with_axes(optimizer=wanted.plan.optimizer), facts, here(eager.device), fixed)
+    if wanted.is_explicit and eager.device.startswith("cuda"):
+        return cuda_rules.auto_cuda_plans(
+            eager.with_axes(optimizer=wanted.plan.optimizer), facts, probe_hardware(eager.device), fixed
+        )
     if not compiled:
         return []
     plan = compiled[0].with_axes(optimizer=wanted.plan.optimizer)
-    machine = here(plan.device)
-    laid, rewritten = (changes(facts, machine, plan) for changes in (laying_changes, rewriting_changes))
+    machine = probe_hardware(plan.device)
+    laid, rewritten = (changes(facts, machine, plan) for changes in (layout_changes, rewrite_changes))
     both = [{**one, **other} for one in laid for other in rewritten]
-    return [*(plan.with_axes(**change) for change in without([*both, *laid, *rewritten], fixed)), plan]
+    return [*(plan.with_axes(**change) for change in not_fixed([*both, *laid, *rewritten], fixed)), plan]
 
 
-def _likeliest_first(ways: list[Plan], made: Makeup | None) -> list[Plan]:
+def _order_by_layout(ways: list[Plan], made: StepProfile | None) -> list[Plan]:
     """Those with channels last are, unless the step has pooling that can be rewritten, for which images lie in the usual order."""
-    return sorted(ways, key=lambda way: way.layout != BASELINE.layout) if made is not None and made.pooled else ways
+    return (
+        sorted(ways, key=lambda way: way.layout != BASELINE.layout) if made is not None and made.has_pooling else ways
+    )
 
 
-def _settled(
-    task: Task, plans: list[Plan], verdict: Verdict | None, say: Say, during: During | None, memory: Memory
+def _lower_winner(
+    task: Task,
+    plans: list[Plan],
+    verdict: Verdict | None,
+    say: Report,
+    during: ProgressReporter | None,
+    memory: RaceHistory,
 ) -> tuple[Program, Plan]:
     """The winner, lowered anew, since training begins with what has run no step; the last of the plans compiles nothing."""
     if verdict is None:
         return lower(task, plans[-1], say, during), plans[-1]
     winner = next(plan for plan in plans if plan.brief() == verdict.winner)
-    program, plan = _first_lowered(task, [Choice(one, ()) for one in (winner, plans[-1])], say, during)
+    program, plan = _lower_first_possible(task, [RankedPlan(one, ()) for one in (winner, plans[-1])], say, during)
     if plan == winner:
-        memory.keep(_compiled_again(verdict, program.compile_s))
+        memory.save_verdict(_with_recompile_time(verdict, program.compile_s))
     if plan != plans[-1]:
         timing = verdict.plan(plan.brief())
         say(f"auto: {plan.brief()} is {timing.ratio:.2f} times as fast as the baseline, and {timing.parity}")
     return program, plan
 
 
-def _compiled_again(verdict: Verdict, seconds: float) -> Verdict:
+def _with_recompile_time(verdict: Verdict, seconds: float) -> Verdict:
     """With what compiling the winner once more takes: the runs that follow pay no more than that."""
     plans = [
         one.model_copy(update={"compile_warm_s": seconds}) if one.name == verdict.winner and one.compile_s else one
@@ -267,7 +278,9 @@ def _compiled_again(verdict: Verdict, seconds: float) -> Verdict:
     return verdict.model_copy(update={"plans": plans})
 
 
-def _first_lowered(task: Task, choices: list[Choice], say: Say, during: During | None) -> tuple[Program, Plan]:
+def _lower_first_possible(
+    task: Task, choices: list[RankedPlan], say: Report, during: ProgressReporter | None
+) -> tuple[Program, Plan]:
     """Whatever keeps a plan from being lowered is said once, for the first of them."""
     problem = ""
     for choice in choices:
@@ -285,7 +298,7 @@ def _first_lowered(task: Task, choices: list[Choice], say: Say, during: During |
 
 
 @dataclass(frozen=True)
-class Considered:
+class PlanOptions:
     """What `auto` makes of a Task on this machine.
 
     Attributes:
@@ -296,15 +309,15 @@ class Considered:
         facts: of the Task, with the steps that are left.
     """
 
-    choices: list[Choice]
+    choices: list[RankedPlan]
     passed_over: list[str]
-    refused: list[Refused]
+    refused: list[InfeasibleValue]
     left_open: list[str]
     device: Device
     facts: TaskFacts
 
 
-def consider(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = None) -> Considered:
+def list_options(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = None) -> PlanOptions:
     """What the rules of `auto` say; the axes set in making `base` are kept, and `facts` save building the model.
 
     Args:
@@ -313,58 +326,60 @@ def consider(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = No
     Raises:
         PlanError: those axes can't be run here.
     """
-    plain = placed(base)
+    plain = resolve_device(base)
     base = Plan(**{axis: getattr(plain, axis) for axis in base.model_fields_set})
-    facts, hardware = known(task, plain) if facts is None else (facts, here(plain.device))
-    facts = left_after(done, facts)
+    facts, hardware = feasibility_facts(task, plain) if facts is None else (facts, probe_hardware(plain.device))
+    facts = remaining_facts(done, facts)
     check(plain, facts, hardware)
     found = hardware.device(plain.device)
     assert found is not None
-    choices = ranked(facts, hardware, base)
-    return Considered(
+    choices = rank_plans(facts, hardware, base)
+    return PlanOptions(
         choices=choices,
         passed_over=[
-            f"{settings(plain.with_axes(**{wish.axis: wish.value}), problem)}: {problem.reason}"
-            for wish, problem in passed_over(facts, hardware, base)
+            f"{describe_axes(plain.with_axes(**{wish.axis: wish.value}), problem)}: {problem.reason}"
+            for wish, problem in skipped_hints(facts, hardware, base)
         ],
-        refused=refused(plain, facts, hardware),
-        left_open=left_open(facts, choices[0].plan),
+        refused=infeasible_values(plain, facts, hardware),
+        left_open=open_questions(facts, choices[0].plan),
         device=found,
         facts=facts,
     )
 
 
-def foreseen(task: Task, wanted: Wanted, facts: TaskFacts, memory: Memory, remembered: Plan | None) -> Foreseen:
-    """What `lowered` will do where it isn't told of a `remembered` plan, without lowering anything; see `consider`."""
-    considered, passed_over = consider(task, wanted.plan, facts=facts), list[str]()
+def forecast(
+    task: Task, wanted: PlanRequest, facts: TaskFacts, memory: RaceHistory, remembered: Plan | None
+) -> PlanForecast:
+    """What `lower_requested` will do where it isn't told of a `remembered` plan, without lowering anything; see `list_options`."""
+    considered, passed_over = list_options(task, wanted.plan, facts=facts), list[str]()
 
     def say(line: str) -> None:
         passed_over.append(line.removeprefix("auto passes over "))
 
-    choices = _not_against(considered.choices, memory, say)
+    choices = _without_rejected(considered.choices, memory, say)
     choice = next(one for one in choices if one.plan.compile == wanted.plan.compile)
-    ways, _ = _untried(choices, choice.plan, considered.facts, wanted, memory, say)
-    if ways and (why := _unsettled(considered.facts, choice.plan)):
+    ways, _ = _plans_to_compile(choices, choice.plan, considered.facts, wanted, memory, say)
+    if ways and (why := _why_not_raced(considered.facts, choice.plan)):
         say(f"compile={ways[0].compile}: {why}")
         ways = []
-    return Foreseen(
+    return PlanForecast(
         remembered=remembered,
         choice=choice,
-        compiled=[Choice(way, cuda_rules.reasons(way, choice.plan, considered.facts)) for way in ways],
+        compiled=[RankedPlan(way, cuda_rules.cuda_reasons(way, choice.plan, considered.facts)) for way in ways],
         passed_over=[*considered.passed_over, *passed_over],
-        left_open=left_open(considered.facts, ways[0] if ways else choice.plan),
+        left_open=open_questions(considered.facts, ways[0] if ways else choice.plan),
         refused=considered.refused,
         device=considered.device,
     )
 
 
-def left_after(done: int, facts: TaskFacts) -> TaskFacts:
+def remaining_facts(done: int, facts: TaskFacts) -> TaskFacts:
     """The facts with the steps that are left after so many."""
     return facts if facts.steps is None else facts.model_copy(update={"steps": max(facts.steps - done, 0)})
 
 
-def known(task: Task, plan: Plan) -> tuple[TaskFacts, Hardware]:
+def feasibility_facts(task: Task, plan: Plan) -> tuple[TaskFacts, Hardware]:
     """The facts that tell whether plans on the device of `plan` can be run, before any is lowered."""
-    with making_ready(plan), preserved():
-        facts = facts_of(Ingredients.of(task, plan))
-    return facts, here(plan.device)
+    with translate_memory_errors(plan), preserve_generators():
+        facts = task_facts(LoweringContext.from_task(task, plan))
+    return facts, probe_hardware(plan.device)

@@ -8,161 +8,175 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hotloop.core.callback import Callback
-from hotloop.core.feasibility.forecast import Foreseen
-from hotloop.core.files.source_files import digest_of, imported_packages, sources_elsewhere, versions_of
-from hotloop.core.hardware.devices import placed
+from hotloop.core.feasibility.forecast import PlanForecast
+from hotloop.core.files.source_files import external_sources, imported_packages, installed_versions, source_digest
+from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.versions import machine_name, speed_versions
-from hotloop.core.plan_request import Wanted
-from hotloop.core.random.rng import preserved
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import During, Say
+from hotloop.core.reporter import ProgressReporter, Report
 from hotloop.errors import MemoryExhausted, PlanError
-from hotloop.lowering.build import lower, making_ready
-from hotloop.lowering.context import Ingredients
+from hotloop.lowering.build import lower, translate_memory_errors
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.program import Program
-from hotloop.lowering.task_facts import facts_of
+from hotloop.lowering.task_facts import task_facts
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
-from hotloop.task_file import Loaded
-from hotloop.tuning.auto.auto import NOTHING_KEPT, foreseen, left_after, lowered
-from hotloop.tuning.search.payoff import Memory, accepted
-from hotloop.tuning.search.race_cache import Kept, best, in_vain, note_trained, recall, remember, trained
+from hotloop.task_file import LoadedTask
+from hotloop.tuning.auto.auto import EMPTY_HISTORY, forecast, lower_requested, remaining_facts
+from hotloop.tuning.search.payoff import RaceHistory, accepted_parities
+from hotloop.tuning.search.race_cache import (
+    CachedRace,
+    best_race,
+    load_races,
+    load_trained_steps,
+    save_races,
+    save_trained_steps,
+    unprofitable_plans,
+)
 
 
-def fingerprinted(loaded: Loaded) -> TaskFacts:
+def facts_with_fingerprint(loaded: LoadedTask) -> TaskFacts:
     """The Task's facts; their fingerprint depends on its source, on what that imports, and on parameters of its `task(...)`."""
-    with making_ready(BASELINE), preserved():
-        parts = Ingredients.of(loaded.task, BASELINE)
-        return facts_of(parts, hashlib.sha256(_source(loaded, parts).encode()).hexdigest())
+    with translate_memory_errors(BASELINE), preserve_generators():
+        parts = LoweringContext.from_task(loaded.task, BASELINE)
+        return task_facts(parts, hashlib.sha256(_source_digest(loaded, parts).encode()).hexdigest())
 
 
-def _source(loaded: Loaded, parts: Ingredients) -> str:
+def _source_digest(loaded: LoadedTask, parts: LoweringContext) -> str:
     """What the code of a Task in a file, and of what it imports, is told by; empty for one made in Python."""
     known = loaded.record
     if known is None:
         return ""
     layers = sorted({type(module).__module__ for module in parts.model.modules()})  # a file may import them by a text
-    elsewhere = digest_of(sources_elsewhere(loaded.files, layers))
+    elsewhere = source_digest(external_sources(loaded.files, layers))
     return repr(
-        (known.digest, elsewhere, sorted(known.parameters.items()), versions_of(imported_packages(loaded.files)))
+        (known.digest, elsewhere, sorted(known.parameters.items()), installed_versions(imported_packages(loaded.files)))
     )
 
 
-def remembered(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts | None = None) -> Plan | None:
+def cached_best_plan(
+    loaded: LoadedTask, wanted: PlanRequest, say: Report, facts: TaskFacts | None = None
+) -> Plan | None:
     """The plan that was found fastest for this Task, machine and versions, and proven; with the axes that were set."""
     if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
         return None
-    facts = facts or fingerprinted(loaded)
-    return _fastest(_fitting(wanted, _where(wanted, facts), say), wanted, facts)
+    facts = facts or facts_with_fingerprint(loaded)
+    return _fastest_plan(_matching_races(wanted, _race_key(wanted, facts), say), wanted, facts)
 
 
-Where = tuple[str, str, dict[str, str], str]
+RaceKey = tuple[str, str, dict[str, str], str]
 """Fingerprint of the Task, machine, versions and device: of which runs something is kept together."""
 
 
-def _where(wanted: Wanted, facts: TaskFacts) -> Where:
-    return facts.fingerprint, machine_name(), speed_versions(), placed(wanted.plan).device
+def _race_key(wanted: PlanRequest, facts: TaskFacts) -> RaceKey:
+    return facts.fingerprint, machine_name(), speed_versions(), resolve_device(wanted.plan).device
 
 
-def _fitting(wanted: Wanted, where: Where, say: Say) -> list[Kept]:
+def _matching_races(wanted: PlanRequest, where: RaceKey, say: Report) -> list[CachedRace]:
     """What was found of plans with the axes that were set.
 
     It counts only beside the baseline that this run would have: a plan of many workers may be the fastest of those and
     slower than none.
     """
-    kept, notes = recall(*where[:3])
-    _said(notes, say)
-    plan = placed(wanted.plan)
+    kept, notes = load_races(*where[:3])
+    _say_notes(notes, say)
+    plan = resolve_device(wanted.plan)
     asked = {*wanted.plan.model_fields_set, "device"}  # what was raced on one device says nothing of another
     baseline = Plan(device=plan.device, workers=plan.workers)
     beside = [one for one in kept if one.baseline.as_plan == baseline]
     return [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
 
 
-def _recalled(loaded: Loaded, wanted: Wanted, facts: TaskFacts, say: Say, done: int = 0) -> tuple[list[Kept], Memory]:
+def _load_history(
+    loaded: LoadedTask, wanted: PlanRequest, facts: TaskFacts, say: Report, done: int = 0
+) -> tuple[list[CachedRace], RaceHistory]:
     """What is known of the Task, whose run has done so many steps before; nothing of one without its source."""
     if loaded.record is None:
-        return [], NOTHING_KEPT
-    where = _where(wanted, facts)
-    kept = _fitting(wanted, where, say)
-    memory = Memory([one.timing for one in kept], lambda verdict: _said(remember(verdict), say))
-    if wanted.asked:
-        steps = max(0, trained(*where) - done)
-        memory = replace(memory, steps=steps, spend=lambda: _said(note_trained(*where, 0), say))
-    to_come = 0 if facts.steps is None else memory.to_come(facts.steps)
-    allowed = accepted(wanted.plan)
-    return kept, replace(memory, in_vain=in_vain(kept, facts.steps, allowed, to_come))
+        return [], EMPTY_HISTORY
+    where = _race_key(wanted, facts)
+    kept = _matching_races(wanted, where, say)
+    memory = RaceHistory([one.timing for one in kept], lambda verdict: _say_notes(save_races(verdict), say))
+    if wanted.is_explicit:
+        steps = max(0, load_trained_steps(*where) - done)
+        memory = replace(memory, steps=steps, reset_step_count=lambda: _say_notes(save_trained_steps(*where, 0), say))
+    to_come = 0 if facts.steps is None else memory.expected_future_steps(facts.steps)
+    allowed = accepted_parities(wanted.plan)
+    return kept, replace(memory, unprofitable=unprofitable_plans(kept, facts.steps, allowed, to_come))
 
 
-def _fastest(kept: list[Kept], wanted: Wanted, facts: TaskFacts, memory: Memory = NOTHING_KEPT) -> Plan | None:
-    to_come = 0 if facts.steps is None else memory.to_come(facts.steps)
-    found = best(kept, facts.steps, accepted(wanted.plan), to_come)
+def _fastest_plan(
+    kept: list[CachedRace], wanted: PlanRequest, facts: TaskFacts, memory: RaceHistory = EMPTY_HISTORY
+) -> Plan | None:
+    to_come = 0 if facts.steps is None else memory.expected_future_steps(facts.steps)
+    found = best_race(kept, facts.steps, accepted_parities(wanted.plan), to_come)
     return None if found is None else found.timing.as_plan
 
 
-def _said(notes: list[str], say: Say) -> None:
+def _say_notes(notes: list[str], say: Report) -> None:
     for note in notes:
         say(note)
 
 
-def known_by(loaded: Loaded, task: Task, wanted: Wanted) -> TaskFacts | None:
+def facts_for_step_count(loaded: LoadedTask, task: Task, wanted: PlanRequest) -> TaskFacts | None:
     """What runs of the Task are counted by; None where nobody asked for `auto`, and without a file.
 
     Raises:
         DeviceError: there is no such device here as the plan names.
     """
-    if not (wanted.auto and wanted.asked) or loaded.record is None:
+    if not (wanted.is_auto and wanted.is_explicit) or loaded.record is None:
         return None
-    placed(wanted.plan)  # a device that isn't there shows before a model is built
-    return fingerprinted(replace(loaded, task=task))
+    resolve_device(wanted.plan)  # a device that isn't there shows before a model is built
+    return facts_with_fingerprint(replace(loaded, task=task))
 
 
-def remember_steps(facts: TaskFacts | None, wanted: Wanted, steps: int, say: Say) -> None:
-    """Counts what a run has done for runs to come; see `known_by`."""
+def count_trained_steps(facts: TaskFacts | None, wanted: PlanRequest, steps: int, say: Report) -> None:
+    """Counts what a run has done for runs to come; see `facts_for_step_count`."""
     if facts is not None and steps > 0:
-        where = _where(wanted, facts)
-        _said(note_trained(*where, trained(*where) + steps), say)
+        where = _race_key(wanted, facts)
+        _say_notes(save_trained_steps(*where, load_trained_steps(*where) + steps), say)
 
 
-def foreseen_by_memory(loaded: Loaded, wanted: Wanted, say: Say) -> Foreseen:
-    """What `lowered_by_memory` will do under `auto`, as far as that is known before it.
+def forecast_from_cache(loaded: LoadedTask, wanted: PlanRequest, say: Report) -> PlanForecast:
+    """What `lower_cached_or_auto` will do under `auto`, as far as that is known before it.
 
     Raises:
         PlanError: the axes that were set can't be run here.
     """
-    placed(wanted.plan)
-    facts = fingerprinted(loaded)
-    kept, memory = _recalled(loaded, wanted, facts, say)
-    return foreseen(loaded.task, wanted, facts, memory, _fastest(kept, wanted, facts, memory))
+    resolve_device(wanted.plan)
+    facts = facts_with_fingerprint(loaded)
+    kept, memory = _load_history(loaded, wanted, facts, say)
+    return forecast(loaded.task, wanted, facts, memory, _fastest_plan(kept, wanted, facts, memory))
 
 
-def lowered_by_memory(
-    loaded: Loaded,
+def lower_cached_or_auto(
+    loaded: LoadedTask,
     task: Task,
-    wanted: Wanted,
-    say: Say,
-    during: During | None = None,
+    wanted: PlanRequest,
+    say: Report,
+    during: ProgressReporter | None = None,
     facts: TaskFacts | None = None,
     done: int = 0,
     until: float = math.inf,
     callbacks: Sequence[Callback] = (),
 ) -> Program:
-    """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and none
+    """Like `lower_requested`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and none
     that was found slower than the baseline, or broken; what it finds it remembers.
 
     Args:
-        facts: what `fingerprinted` says, where that is known already: to find it out, a model is built.
+        facts: what `facts_with_fingerprint` says, where that is known already: to find it out, a model is built.
         done: steps of the run that lie behind.
         until: when the run is to stop, by `time.monotonic()`.
         callbacks: of the run, beside the Task's.
     """
-    if not wanted.auto:
-        return lowered(task, wanted, say, during, done)
-    placed(wanted.plan)  # a device that isn't there shows before a model is built
-    loaded = Loaded(task, loaded.record, loaded.files)
-    facts = left_after(done, facts or fingerprinted(loaded))
-    kept, memory = _recalled(loaded, wanted, facts, say, done)
-    plan = _fastest(kept, wanted, facts, memory)
+    if not wanted.is_auto:
+        return lower_requested(task, wanted, say, during, done)
+    resolve_device(wanted.plan)  # a device that isn't there shows before a model is built
+    loaded = LoadedTask(task, loaded.record, loaded.files)
+    facts = remaining_facts(done, facts or facts_with_fingerprint(loaded))
+    kept, memory = _load_history(loaded, wanted, facts, say, done)
+    plan = _fastest_plan(kept, wanted, facts, memory)
     if plan is not None:
         try:
             program = lower(task, plan, say, during)
@@ -170,7 +184,7 @@ def lowered_by_memory(
             say(f"auto passes over the remembered plan {plan.brief()}: {error.given}")
         else:
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
-            if plan != _fastest(kept, wanted, facts):  # it was compiled again for runs to come
-                memory.spend()
+            if plan != _fastest_plan(kept, wanted, facts):  # it was compiled again for runs to come
+                memory.reset_step_count()
             return program
-    return lowered(task, wanted, say, during, facts=facts, memory=memory, until=until, callbacks=callbacks)
+    return lower_requested(task, wanted, say, during, facts=facts, memory=memory, until=until, callbacks=callbacks)

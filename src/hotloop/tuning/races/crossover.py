@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hotloop.core.records.race import Crossing, Timing
+from hotloop.core.records.race import Crossover, Timing
 
 Point = tuple[float, Timing]
 """A size, and what a plan took there."""
 
-_FLAT = 0.25
+_FLAT_EXPONENT = 0.25
 """A time that grows with less than this power of the size doesn't come from work that grows with it."""
 
-_STARVED = 0.5
+_FEED_BOUND_SHARE = 0.5
 """Share of a step from which on fetching its batch decides how long it takes."""
 
 
-def crossings(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> list[Crossing]:
+def crossovers(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> list[Crossover]:
     """Where the plan and the baseline take the same time, between sizes at which one and the other was shown to be faster.
 
     Args:
@@ -31,17 +31,17 @@ def crossings(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> lis
     reason = _reason(name, raced, [(size, timing) for size, timing in baseline if timing.step_ms is not None])
     sure = [place for place, (_, timing) in enumerate(raced) if timing.verdict in ("faster", "slower")]
     turns = [raced[a : b + 1] for a, b in pairwise(sure) if raced[a][1].verdict != raced[b][1].verdict]
-    return [_crossing(name, turn, reason) for turn in turns] or [Crossing(name=name, at=None, reason=reason)]
+    return [_crossover(name, turn, reason) for turn in turns] or [Crossover(name=name, at=None, reason=reason)]
 
 
-def _crossing(name: str, turn: Sequence[Point], reason: str) -> Crossing:
+def _crossover(name: str, turn: Sequence[Point], reason: str) -> Crossover:
     """From a size at which one was faster to one at which the other was; those between are undecided."""
     median, low, high = (
-        _crossed([(size, value) for size, timing in turn if (value := getattr(timing, edge)) is not None])
+        _crossover_sizes([(size, value) for size, timing in turn if (value := getattr(timing, edge)) is not None])
         for edge in ("ratio", "ratio_low", "ratio_high")
     )
     ends = [*median, *low, *high]
-    return Crossing(
+    return Crossover(
         name=name,
         at=median[0],
         low=min(ends),
@@ -51,7 +51,7 @@ def _crossing(name: str, turn: Sequence[Point], reason: str) -> Crossing:
     )
 
 
-def _crossed(points: Sequence[tuple[float, float]]) -> list[float]:
+def _crossover_sizes(points: Sequence[tuple[float, float]]) -> list[float]:
     """The sizes at which a ratio passes 1, its logarithm taken as straight in that of the size between two of them."""
     known = [(math.log(size), math.log(ratio)) for size, ratio in points]
     return [
@@ -65,17 +65,17 @@ def _reason(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> str:
     """What decides, as far as times alone tell."""
     if len(own) < 2 or len(baseline) < 2:
         return "too few sizes were measured to tell what decides"
-    return "; ".join(f"{who}: {_told(points)}" for who, points in ((name, own), ("the baseline", baseline)))
+    return "; ".join(f"{who}: {_describe_bounds(points)}" for who, points in ((name, own), ("the baseline", baseline)))
 
 
-def _told(points: Sequence[Point]) -> str:
+def _describe_bounds(points: Sequence[Point]) -> str:
     """What bounds one plan's step from the smallest to the largest size.
 
     A step waits for its batch where fetching and copying take most of its time. It is bound by overhead, which is what
     asking for operations costs (Python, launches on a GPU, threads that wait for each other), where its time doesn't grow with the size; else by the
     arithmetic and the memory traffic that grow with it.
     """
-    parts = [(small[0], large[0], _bound(small, large)) for small, large in pairwise(points)]
+    parts = [(small[0], large[0], _describe_bound(small, large)) for small, large in pairwise(points)]
     if len({bound for _, _, bound in parts}) == 1:
         return parts[0][2]
     told: list[str] = []
@@ -87,14 +87,14 @@ def _told(points: Sequence[Point]) -> str:
     return ", ".join(told)
 
 
-def _bound(small: Point, large: Point) -> str:
+def _describe_bound(small: Point, large: Point) -> str:
     (size, before), (larger, after) = small, large
     assert before.step_ms is not None and after.step_ms is not None
-    if (after.feed_ms or 0.0) > _STARVED * after.step_ms:
+    if (after.feed_ms or 0.0) > _FEED_BOUND_SHARE * after.step_ms:
         return "the copy and loading of batches decide"
     growth = math.log(after.step_ms / before.step_ms) / math.log(larger / size)
     return (
         "launches, Python and threads decide, its time hardly grows"
-        if growth < _FLAT
+        if growth < _FLAT_EXPONENT
         else "arithmetic and memory decide"
     )

@@ -15,34 +15,34 @@ from typing import Protocol
 from hotloop.tuning.races.runner import Clock
 from hotloop.tuning.races.statistics import (
     ENOUGH_PAIRS,
-    LEAST_PAIRS,
+    MIN_PAIRS,
     Ratio,
-    behind,
-    hopeless,
-    known_groups,
-    may_win,
+    can_be_dropped,
+    could_win,
+    decided_groups,
+    is_clearly_slower,
+    is_precise,
     ratio_of,
-    settled,
 )
 
 _WINDOW_S = {"cpu": 0.01}
 """On a CPU short, so that what interrupts it spoils some windows and leaves the others, which the median is of."""
 
-_WINDOW_ELSEWHERE_S = 0.1
+_ACCELERATOR_WINDOW_S = 0.1
 """On an accelerator long, so that waiting for it at both ends costs next to nothing."""
 
-_SETTLING = 0.2
+_UNTIMED_SHARE = 0.2
 """Share of a window's steps that is run before it, untimed; a step at least."""
 
-_LONG_S = 0.05
+_LONG_STEP_S = 0.05
 """Steps that last longer don't feel what the plan before left in the caches."""
 
-_ALIKE = 4.0
+_SAME_STEPS_RATIO = 4.0
 """Plans up to so many times as fast or slow as the baseline run the same steps, and so the same batches, as it."""
 
 
-class Windows(Protocol):
-    def settle(self, steps: int) -> None:
+class TimedWindows(Protocol):
+    def run_untimed(self, steps: int) -> None:
         """Runs steps that don't count."""
 
     def window(self, steps: int) -> float:
@@ -50,7 +50,7 @@ class Windows(Protocol):
 
 
 @dataclass(frozen=True)
-class Layout:
+class WindowSteps:
     """The windows of a plan.
 
     Attributes:
@@ -63,12 +63,12 @@ class Layout:
     passes: int
 
     @classmethod
-    def of(cls, device: str, step_s: float, baseline_s: float, brief: bool = False) -> Layout:
+    def of(cls, device: str, step_s: float, baseline_s: float, brief: bool = False) -> WindowSteps:
         """From what a step takes there, and what it takes the baseline."""
-        window_s = _WINDOW_S.get(device, _WINDOW_ELSEWHERE_S)
-        alike = baseline_s / _ALIKE < step_s < baseline_s * _ALIKE
+        window_s = _WINDOW_S.get(device, _ACCELERATOR_WINDOW_S)
+        alike = baseline_s / _SAME_STEPS_RATIO < step_s < baseline_s * _SAME_STEPS_RATIO
         steps = window_s / max(baseline_s if alike else step_s, 1e-7)
-        untimed = max(round(_SETTLING * steps), 1 if step_s < _LONG_S else 0)
+        untimed = max(round(_UNTIMED_SHARE * steps), 1 if step_s < _LONG_STEP_S else 0)
         return cls(max(1, round(steps)), untimed, 1 if brief and baseline_s >= window_s else 2)
 
     def round_s(self, step_s: float) -> float:
@@ -77,13 +77,13 @@ class Layout:
 
 
 @dataclass
-class Lane:
+class ContenderTimes:
     """One plan in the race.
 
     Attributes:
         name: for the progress bar.
         windows: what runs it.
-        steps, untimed, passes: see `Layout`.
+        steps, untimed, passes: see `WindowSteps`.
         group: a search lets plans of one group beat each other; those of different groups may be put together.
         times: seconds of a step, round by round.
         running: whether it goes on: False once it failed, or can't win any more.
@@ -93,13 +93,13 @@ class Lane:
     """
 
     name: str
-    windows: Windows
+    windows: TimedWindows
     steps: int = 1
     untimed: int = 0
     passes: int = 2
     group: str = ""
     times: list[float] = field(default_factory=list)
-    running: bool = True
+    is_running: bool = True
     error: Exception | None = None
     feed_s: Sequence[float] = ()
 
@@ -108,14 +108,14 @@ class Lane:
         fed_s = self.feed_s[len(self.times) % len(self.feed_s)] if self.feed_s else 0.0
         self.times.append(max(step_s, fed_s))
 
-    def lay_out(self, device: str, step_s: float, baseline_s: float, brief: bool = False) -> None:
-        """Chooses its windows, see `Layout.of`."""
-        layout = Layout.of(device, step_s, baseline_s, brief)
+    def set_layout(self, device: str, step_s: float, baseline_s: float, brief: bool = False) -> None:
+        """Chooses its windows, see `WindowSteps.of`."""
+        layout = WindowSteps.of(device, step_s, baseline_s, brief)
         self.steps, self.untimed, self.passes = layout.steps, layout.untimed, layout.passes
 
 
 @dataclass(frozen=True)
-class Limits:
+class RaceLimits:
     """When to stop: after so many seconds by this clock, if not before.
 
     Attributes:
@@ -128,9 +128,9 @@ class Limits:
 
 
 def run_rounds(
-    lanes: Sequence[Lane],
-    baseline: Lane,
-    limits: Limits,
+    lanes: Sequence[ContenderTimes],
+    baseline: ContenderTimes,
+    limits: RaceLimits,
     progress: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Runs rounds until each lane's interval is narrow enough, it lost, or the time is over; one round at least.
@@ -147,61 +147,63 @@ def run_rounds(
         started = limits.clock()
         if number and started - began + last > limits.seconds:
             return
-        running = _contested([lane for lane in lanes if lane.running], baseline, number, limits.brief)
+        running = _next_contenders([lane for lane in lanes if lane.is_running], baseline, number, limits.brief)
         if not running:
             return
-        _round(running[:: -1 if number % 2 else 1], baseline)
+        _run_round(running[:: -1 if number % 2 else 1], baseline)
         _drop_losers(running, baseline, limits.brief)
         number, last = number + 1, limits.clock() - started
         progress(min(1.0, (limits.clock() - began) / limits.seconds))
 
 
-def ratio(lane: Lane, baseline: Lane) -> Ratio:
+def ratio_to_baseline(lane: ContenderTimes, baseline: ContenderTimes) -> Ratio:
     return ratio_of(baseline.times, lane.times)
 
 
-def _round(lanes: Sequence[Lane], baseline: Lane) -> None:
+def _run_round(lanes: Sequence[ContenderTimes], baseline: ContenderTimes) -> None:
     taken: dict[int, float] = {}
     for lane in [*lanes, *(lane for lane in lanes[::-1] if lane.passes > 1)]:
-        if not lane.running:
+        if not lane.is_running:
             continue
         try:
-            lane.windows.settle(lane.untimed)
+            lane.windows.run_untimed(lane.untimed)
             taken[id(lane)] = taken.get(id(lane), 0.0) + lane.windows.window(lane.steps)
         except Exception as error:
             if lane is baseline:
                 raise
-            lane.running, lane.error = False, error
+            lane.is_running, lane.error = False, error
     for lane in lanes:
-        if lane.running:
+        if lane.is_running:
             lane.note(taken[id(lane)] / (lane.passes * lane.steps))
 
 
-def _drop_losers(lanes: Sequence[Lane], baseline: Lane, brief: bool) -> None:
-    found = {id(lane): ratio(lane, baseline) for lane in lanes if lane.running}
-    running = [lane for lane in lanes if lane.running]
+def _drop_losers(lanes: Sequence[ContenderTimes], baseline: ContenderTimes, brief: bool) -> None:
+    found = {id(lane): ratio_to_baseline(lane, baseline) for lane in lanes if lane.is_running}
+    running = [lane for lane in lanes if lane.is_running]
     for lane in running:
         if lane is baseline:
             continue
         rivals = [one for one in running if not brief or one is baseline or one.group == lane.group]
         if brief:
             best = max((found[id(one)] for one in rivals), key=lambda one: one.median)
-            lane.running = not hopeless(found[id(lane)], best)
+            lane.is_running = not can_be_dropped(found[id(lane)], best)
         else:
             best = max((found[id(one)] for one in rivals), key=lambda one: one.low or 0.0)
-            lane.running = may_win(found[id(lane)]) or not behind(found[id(lane)], best)
+            lane.is_running = could_win(found[id(lane)]) or not is_clearly_slower(found[id(lane)], best)
 
 
-def _contested(lanes: Sequence[Lane], baseline: Lane, rounds: int, brief: bool) -> list[Lane]:
+def _next_contenders(
+    lanes: Sequence[ContenderTimes], baseline: ContenderTimes, rounds: int, brief: bool
+) -> list[ContenderTimes]:
     """Those that the next round is for, the baseline with them; empty once enough is known."""
-    if rounds < (LEAST_PAIRS if brief else ENOUGH_PAIRS):
+    if rounds < (MIN_PAIRS if brief else ENOUGH_PAIRS):
         return list(lanes)
     groups: dict[str, list[Ratio]] = {}
     for lane in lanes:
         if lane is not baseline:
-            groups.setdefault(lane.group, []).append(ratio(lane, baseline))
+            groups.setdefault(lane.group, []).append(ratio_to_baseline(lane, baseline))
     if not brief:
-        return [] if all(settled(one) for found in groups.values() for one in found) else list(lanes)
-    known = known_groups(groups)
+        return [] if all(is_precise(one) for found in groups.values() for one in found) else list(lanes)
+    known = decided_groups(groups)
     contested = [lane for lane in lanes if lane is baseline or lane.group not in known]
     return contested if len(contested) > 1 else []

@@ -13,20 +13,20 @@ import torch
 
 from hotloop.core.state import Position
 from hotloop.data.sources import Samples, Stream
-from hotloop.lowering.failures.out_of_memory import Peak, present
-from hotloop.lowering.program import Outcome, Program
+from hotloop.lowering.failures.out_of_memory import PeakMemory, live_tensors
+from hotloop.lowering.program import AdvanceResult, Program
 
 Clock = Callable[[], float]
 
 
-def synchronise(*devices: torch.device) -> None:
+def synchronize_devices(*devices: torch.device) -> None:
     """Waits until the devices have done what they were asked for; the CPU has, whenever it is asked."""
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
 
-def peak_of_step(program: Program) -> int | None:
+def measure_peak_memory(program: Program) -> int | None:
     """The most bytes that one training step holds at a time beyond what was there before; None where nobody says,
     and where it takes several devices.
 
@@ -38,87 +38,87 @@ def peak_of_step(program: Program) -> int | None:
         return None
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
-        synchronise(device)
+        synchronize_devices(device)
         before = module.memory_allocated(device)
         module.reset_peak_memory_stats(device)
         program.advance(1)
-        synchronise(device)
+        synchronize_devices(device)
         return int(module.max_memory_allocated(device) - before)
     if device.type != "cpu" or plan.compile != "none":
         return None
     try:
-        with Peak(present(program, ())) as peak:
+        with PeakMemory(live_tensors(program, ())) as peak:
             program.advance(1)
     except NotImplementedError:  # of operations that torch shows to nobody
         return None
     return peak.bytes
 
 
-_SECONDS = 0.2
+_FEED_S = 0.2
 
-_BATCHES = 200
+_MAX_FEED_BATCHES = 200
 
-_LEAST = 3
+_MIN_PORTIONS = 3
 """Portions, however long they take."""
 
 
 def loading_workers(program: Program) -> int:
     """Worker processes that load batches before they are asked for; 0 where a batch is made when it is asked for."""
-    source, asked = program.parts.roles.train, program.parts.plan.workers
+    source, asked = program.parts.splits.train, program.parts.plan.workers
     if isinstance(source, Samples):
         return source.workers if asked is None else asked
     return getattr(source.loader, "num_workers", 0) if isinstance(source, Stream) else 0
 
 
-def feed_times(program: Program, clock: Clock = time.perf_counter) -> list[float]:
+def measure_feed_times(program: Program, clock: Clock = time.perf_counter) -> list[float]:
     """Seconds of a batch that comes onto the device with no step waiting for it, portion by portion; none with too few.
 
     Workers bring as many batches at a time as there are of them, so a portion is as many, else one. The program's feed is
     used up by this.
     """
     each = max(1, loading_workers(program))
-    batches = _batches(program)
-    if _taken(batches, each) < each:  # what starts the feed is not its pace
+    batches = _feed_batches(program)
+    if _consume_batches(batches, each) < each:  # what starts the feed is not its pace
         return []
-    synchronise(program.device)
+    synchronize_devices(program.device)
     found: list[float] = []
     began = last = clock()
-    while len(found) * each < _BATCHES and (last - began < _SECONDS or len(found) < _LEAST):
-        if _taken(batches, each) < each:
+    while len(found) * each < _MAX_FEED_BATCHES and (last - began < _FEED_S or len(found) < _MIN_PORTIONS):
+        if _consume_batches(batches, each) < each:
             break
-        synchronise(program.device)
+        synchronize_devices(program.device)
         now = clock()
         found.append((now - last) / each)
         last = now
     return found
 
 
-def feed_time(program: Program, clock: Clock = time.perf_counter) -> float | None:
+def mean_feed_time(program: Program, clock: Clock = time.perf_counter) -> float | None:
     """Their mean; None with too few batches."""
-    found = feed_times(program, clock)
+    found = measure_feed_times(program, clock)
     return statistics.fmean(found) if found else None
 
 
-def _batches(program: Program) -> Iterator[Any]:
+def _feed_batches(program: Program) -> Iterator[Any]:
     """Those of the present epoch; what workers load also beyond its end, as they do."""
     epoch, parts = program.position.epoch, program.parts
     if not loading_workers(program):
         return program.feed.epoch(epoch)
-    endless = isinstance(parts.roles.train, Samples)
+    endless = isinstance(parts.splits.train, Samples)
     epochs = itertools.count(epoch) if endless else range(epoch, max(epoch + 1, parts.task.epochs))
     return itertools.chain.from_iterable(map(program.feed.epoch, epochs))
 
 
-def _taken(batches: Iterator[Any], count: int) -> int:
+def _consume_batches(batches: Iterator[Any], count: int) -> int:
     return sum(1 for _ in itertools.islice(batches, count))
 
 
-WARM_S = 0.5
+WARM_UP_S = 0.5
 """What processors and allocators take to come into their stride."""
 
-_WARM_STEPS = 3
+_WARM_UP_STEPS = 3
 
-_LONG_S = 1.0
+_LONG_STEP_S = 1.0
 """Two steps that last longer warm up all that there is to warm."""
 
 
@@ -137,35 +137,35 @@ class Runner:
         self._begun_at = self._start.position.epoch  # the epoch of the data at which the run began last
         self._cold = True
 
-    def warm_up(self, seconds: float = WARM_S) -> tuple[float, float]:
+    def warm_up(self, seconds: float = WARM_UP_S) -> tuple[float, float]:
         """Runs until the first steps' costs are over, then puts the State back: `(first step, a step)` in seconds."""
         first, _ = self._run(1)
         total, done, rate = 0.0, 1, first
-        while steps := self._to_warm_up(seconds - total, done, rate):
+        while steps := self._next_warm_up_steps(seconds - total, done, rate):
             took, _ = self._run(steps)
             total, done, rate = total + took, done + steps, took / steps
-        self.put_back()
+        self.restore_state()
         return first, rate
 
-    def _to_warm_up(self, left_s: float, done: int, rate: float) -> int:
+    def _next_warm_up_steps(self, left_s: float, done: int, rate: float) -> int:
         """Steps to come next, 0 at the end; of several ranks, which take each step together, as the first has it."""
-        least = _WARM_STEPS if rate < _LONG_S else _WARM_STEPS - 1
+        least = _WARM_UP_STEPS if rate < _LONG_STEP_S else _WARM_UP_STEPS - 1
         steps = max(1, min(done, int(left_s / max(rate, 1e-7)))) if left_s > 0 or done < least else 0
-        return self.program.parts.world.of_first(steps)
+        return self.program.parts.world.broadcast_int(steps)
 
-    def glance(self, seconds: float) -> tuple[float, float]:
+    def quick_estimate(self, seconds: float) -> tuple[float, float]:
         """Warms up: `(a step, copying the State out and back)` in seconds."""
         _, step_s = self.warm_up(seconds)
         began = self._clock()
         self.program.restore(self.program.state())
         return step_s, self._clock() - began
 
-    def put_back(self) -> None:
+    def restore_state(self) -> None:
         """Goes to the State from before."""
         self.program.restore(self._start)
         self._begun_at, self._cold = self._start.position.epoch, True
 
-    def settle(self, steps: int) -> None:
+    def run_untimed(self, steps: int) -> None:
         """Runs steps that don't count, since another plan was there before: caches, threads, clocks of the device."""
         if self.program.prime():
             steps = max(steps, 1)
@@ -187,24 +187,24 @@ class Runner:
             seconds, samples, left = seconds + took, samples + outcome.samples, left - outcome.steps
         return seconds, samples
 
-    def _span(self, steps: int) -> tuple[float, Outcome]:
+    def _span(self, steps: int) -> tuple[float, AdvanceResult]:
         """Runs up to `steps` steps, not past the end of an epoch."""
         program = self.program
-        self.ready()
-        synchronise(*program.devices)
+        self.ensure_step()
+        synchronize_devices(*program.devices)
         began = self._clock()
         outcome = program.advance(steps)
         if outcome.ended:
             program.end_epoch(1.0)
-        synchronise(*program.devices)
+        synchronize_devices(*program.devices)
         return self._clock() - began, outcome
 
-    def ready(self) -> None:
+    def ensure_step(self) -> None:
         """Makes sure that there is a step to run."""
         if self.program.position.epoch - self._begun_at >= self.program.parts.task.epochs:
-            self._begin_again()
+            self._restart()
 
-    def _begin_again(self) -> None:
+    def _restart(self) -> None:
         """Goes to the beginning of training, at the next epoch of the data, so that its loaders go on as they are."""
         epoch = self.program.position.epoch + (1 if self.program.position.batch else 0)
         self.program.restore(replace(self._start, position=Position(epoch=epoch)))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hotloop.core.records.race import Timing, paying
-from hotloop.tuning.races.statistics import Ratio, answer
+from hotloop.core.records.race import Timing, with_payoff
+from hotloop.tuning.races.statistics import Ratio, verdict_of
 
-_ALIKE = 1.5
+_SAME_LOAD_RATIO = 1.5
 """Baselines of two races that differ by more ran beside another load, which plans of few threads feel less: of such a race a
 ratio says too much, and what a step took there says too little at most."""
 
 
-def with_starts(
+def add_startup_cost(
     timings: Iterable[Timing], baseline: str, starts: Mapping[str, tuple[float, float]], steps: int | None
 ) -> dict[str, Timing]:
     """Times of one race, by name: a Program is used in several races, and costs its start in the first alone.
@@ -22,10 +22,10 @@ def with_starts(
         starts: seconds of lowering each without compiling, and of compiling; nothing of those that failed.
         steps: of the whole run; None if unknown.
     """
-    return _beside_one({one.name: _with_start(one, starts.get(one.name), steps) for one in timings}, baseline)
+    return _rebase_all({one.name: _add_start(one, starts.get(one.name), steps) for one in timings}, baseline)
 
 
-def _with_start(timing: Timing, start: tuple[float, float] | None, steps: int | None) -> Timing:
+def _add_start(timing: Timing, start: tuple[float, float] | None, steps: int | None) -> Timing:
     if timing.step_ms is None or start is None:
         return timing
     startup_s, compile_s = max(start[0], timing.startup_s or 0.0), start[1]
@@ -33,30 +33,30 @@ def _with_start(timing: Timing, start: tuple[float, float] | None, steps: int | 
     return timing.model_copy(update={"startup_s": startup_s, "compile_s": compile_s, "run_s": run_s})
 
 
-def on_one_clock(timings: Mapping[str, Timing], baseline: str, steps: int | None) -> dict[str, Timing]:
+def rebase_timings(timings: Mapping[str, Timing], baseline: str, steps: int | None) -> dict[str, Timing]:
     """Times of several races, each beside its own baseline, as they would be beside that of the last one."""
     base_ms = timings[baseline].step_ms
     assert base_ms is not None
-    moved = {name: one if name == baseline else _beside(base_ms, one, steps) for name, one in timings.items()}
-    return _beside_one(moved, baseline)
+    moved = {name: one if name == baseline else _rebase(base_ms, one, steps) for name, one in timings.items()}
+    return _rebase_all(moved, baseline)
 
 
-def _beside_one(timings: Mapping[str, Timing], baseline: str) -> dict[str, Timing]:
-    return {name: paying(timing, timings[baseline]) for name, timing in timings.items()}
+def _rebase_all(timings: Mapping[str, Timing], baseline: str) -> dict[str, Timing]:
+    return {name: with_payoff(timing, timings[baseline]) for name, timing in timings.items()}
 
 
-def _beside(base_ms: float, timing: Timing, steps: int | None) -> Timing:
+def _rebase(base_ms: float, timing: Timing, steps: int | None) -> Timing:
     if not (timing.step_ms and timing.ratio):
         return timing
     step_ms = base_ms / timing.ratio
-    if not 1 / _ALIKE < timing.step_ms * timing.ratio / base_ms < _ALIKE:
+    if not 1 / _SAME_LOAD_RATIO < timing.step_ms * timing.ratio / base_ms < _SAME_LOAD_RATIO:
         step_ms = max(step_ms, timing.step_ms)
     ratios = {"ratio": timing.ratio, "ratio_low": timing.ratio_low, "ratio_high": timing.ratio_high}
     kept = base_ms / step_ms / timing.ratio
     figures: dict[str, Any] = {name: one and one * kept for name, one in ratios.items()}
     figures |= {"step_ms": step_ms, "samples_per_s": (timing.samples_per_s or 0.0) * timing.step_ms / step_ms}
     if kept < 1:
-        figures["verdict"] = answer(
+        figures["verdict"] = verdict_of(
             Ratio(figures["ratio"], figures["ratio_low"], figures["ratio_high"], timing.windows)
         )
     moved = timing.model_copy(update=figures)

@@ -10,24 +10,24 @@ from typing import Any
 import psutil
 import torch
 
-_BUSY = 0.1
+_BUSY_SHARE = 0.1
 """Share of the cores that others may use before it is worth a word."""
 
 
 @dataclass(frozen=True)
-class Used:
+class CpuUsage:
     """CPU seconds used so far: by all on the cores that this process may use, and by this process with its children."""
 
     at: float
-    by_all: float
-    by_us: float
+    all_s: float
+    own_s: float
 
     @classmethod
-    def now(cls) -> Used:
-        return cls(time.monotonic(), sum(_busy_s(times) for times in _cores()), _own())
+    def now(cls) -> CpuUsage:
+        return cls(time.monotonic(), sum(_busy_s(times) for times in _core_times()), _own_cpu_s())
 
 
-def _cores() -> list[Any]:
+def _core_times() -> list[Any]:
     """CPU times of the cores that this process may use; work on others is no trouble."""
     every = psutil.cpu_times(percpu=True)
     allowed = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(len(every))
@@ -40,7 +40,7 @@ def _busy_s(times: Any) -> float:
     return sum(times) - idle - guests
 
 
-def _own() -> float:
+def _own_cpu_s() -> float:
     """CPU seconds of this process, its children that are done, and those that run."""
     me = psutil.Process()
     total = sum(me.cpu_times()[:4])
@@ -52,15 +52,15 @@ def _own() -> float:
     return total
 
 
-def cores_of_others(before: Used, after: Used) -> float:
+def cores_used_by_others(before: CpuUsage, after: CpuUsage) -> float:
     """Cores that other programs kept busy on average, those of other virtual machines on this one included."""
     wall = max(after.at - before.at, 1e-9)
-    return max(0.0, (after.by_all - before.by_all) - (after.by_us - before.by_us)) / wall
+    return max(0.0, (after.all_s - before.all_s) - (after.own_s - before.own_s)) / wall
 
 
 def busy_note(others: float, cores: int) -> str:
     """What to say of a machine on which others kept so many of its cores busy; empty if it's not worth a word."""
-    if others < _BUSY * cores:
+    if others < _BUSY_SHARE * cores:
         return ""
     return (
         f"the machine was busy: other programs used {others:.1f} of its {cores} cores, so intervals are wider, and plans "
@@ -68,14 +68,14 @@ def busy_note(others: float, cores: int) -> str:
     )
 
 
-_SIZES = (256, 512)
+_MATRIX_SIZES = (256, 512)
 
 _ROUNDS = 12
 
-_MOST_S = 2.0
+_MAX_S = 2.0
 
 
-def crowding(threads: int, cores: int) -> float:
+def oversubscription(threads: int, cores: int) -> float:
     """How many times as long operations take with so many threads as with one for each core, or one alone; 1 or more.
 
     Of the two, the better counts: where other programs keep the cores busy, that is the one thread. Products and
@@ -83,19 +83,19 @@ def crowding(threads: int, cores: int) -> float:
     """
     before = torch.get_num_threads()
     ratios: list[float] = []
-    until = time.monotonic() + _MOST_S
+    until = time.monotonic() + _MAX_S
     try:
         with torch.inference_mode():
-            inputs = [torch.rand(size, size) for size in _SIZES]
+            inputs = [torch.rand(size, size) for size in _MATRIX_SIZES]
             while len(ratios) < _ROUNDS and (not ratios or time.monotonic() < until):
-                one, few, many = (_seconds(inputs, count) for count in (1, cores, threads))
+                one, few, many = (_time_matmuls(inputs, count) for count in (1, cores, threads))
                 ratios.append(many / min(one, few))
     finally:
         torch.set_num_threads(before)
     return max(1.0, statistics.median(ratios))
 
 
-def _seconds(inputs: list[torch.Tensor], threads: int) -> float:
+def _time_matmuls(inputs: list[torch.Tensor], threads: int) -> float:
     torch.set_num_threads(threads)
     for one in inputs:  # the first operation wakes the threads
         one @ one

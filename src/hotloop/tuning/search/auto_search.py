@@ -12,31 +12,31 @@ from functools import partial
 import torch
 
 from hotloop.core.hardware.versions import machine_name, speed_versions
-from hotloop.core.random.rng import preserved
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import During, Say
-from hotloop.errors import PlanError, told
+from hotloop.core.reporter import ProgressReporter, Report
+from hotloop.errors import PlanError, error_summary
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
-from hotloop.parity.proof import lacking, prove_programs
+from hotloop.parity.proof import missing_memory, prove_programs
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.tuning.races.measure import Entrant, measure
+from hotloop.tuning.races.measure import Contender, measure
 from hotloop.tuning.races.runner import Runner
-from hotloop.tuning.races.starts import with_starts
-from hotloop.tuning.search.budget import Budget, proving_s, saved_steps
-from hotloop.tuning.search.program_pool import COMPILING_S, Held, plans_at_once
+from hotloop.tuning.races.starts import add_startup_cost
+from hotloop.tuning.search.budget import Budget, estimate_proof_s, saved_steps
+from hotloop.tuning.search.program_pool import MAX_COMPILE_S, ProgramPool, max_programs_in_memory
 
-_GLANCE_S = 0.2
+_ESTIMATE_S = 0.2
 """For a first idea of the baseline's step."""
 
-_RACED = 1 / 2
+_RACING_SHARE = 1 / 2
 """Of what a search may race for."""
 
 
 @dataclass
-class Settling:
+class AutoSearch:
     """Compiled plans beside the eager one, of a Task on one device.
 
     Attributes:
@@ -55,17 +55,17 @@ class Settling:
     eager: Plan
     last: Plan
     accepted: Collection[str]
-    say: Say
-    during: During | None
-    watched: bool = False
-    keep: Callable[[Verdict], object] = lambda verdict: None
-    to_come: int = 0
-    compiling_s: float = COMPILING_S
+    say: Report
+    during: ProgressReporter | None
+    has_user_callbacks: bool = False
+    save_verdict: Callable[[Verdict], object] = lambda verdict: None
+    future_steps: int = 0
+    compile_limit_s: float = MAX_COMPILE_S
     _timings: dict[str, Timing] = field(default_factory=dict)
     _copying_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._held = Held(self.task, self._listened_to, compiling_s=self.compiling_s)
+        self._pool = ProgramPool(self.task, self._lower_and_report, compile_limit_s=self.compile_limit_s)
 
     def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
         """Compiles up to `most` of `ways`, the first that can be, and records one that isn't compiled; the winner is
@@ -78,64 +78,66 @@ class Settling:
         """
         began = time.monotonic()
         try:
-            winner = self._winner(ways, most, instead)
+            winner = self._find_winner(ways, most, instead)
         except Exception as error:  # what is wrong with the Task shows in training, and is explained there
-            self.say(f"auto goes on eagerly: its plans couldn't be raced ({told(error)[0]})")
+            self.say(f"auto goes on eagerly: its plans couldn't be raced ({error_summary(error)[0]})")
             return None
         except KeyboardInterrupt:
             if self.baseline.brief() in self._timings:
-                self.keep(self._verdict(self.otherwise, time.monotonic() - began))
+                self.save_verdict(self._make_verdict(self.fallback_plan, time.monotonic() - began))
             raise
         finally:
-            self._held.give_up(list(self._held.programs))
-        return None if self.baseline.brief() not in self._timings else self._verdict(winner, time.monotonic() - began)
+            self._pool.release(list(self._pool.programs))
+        return (
+            None if self.baseline.brief() not in self._timings else self._make_verdict(winner, time.monotonic() - began)
+        )
 
     @property
     def baseline(self) -> Plan:
         return Plan(device=self.eager.device, workers=self.eager.workers)
 
     @property
-    def otherwise(self) -> Plan:
+    def fallback_plan(self) -> Plan:
         """What is trained with where nothing compiled is, as far as was raced."""
         timing = self._timings.get(self.eager.brief())
         slower = timing is not None and timing.behind
         return self.last if slower and self.last == self.baseline else self.eager  # what the user set stays
 
-    def _winner(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan]) -> Plan:
+    def _find_winner(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan]) -> Plan:
         others = list(dict.fromkeys([self.baseline, self.eager]))
         gc.collect()  # what was timed before is gone
-        room = plans_at_once(self.facts, self.eager.device) - len(others)
+        room = max_programs_in_memory(self.facts, self.eager.device) - len(others)
         if room < 1:
             self.say("auto goes on eagerly: there is no memory for a compiled plan beside the eager one")
             return self.eager
-        step_s = self._glance()
-        if why := lacking([self._lowered(self.baseline)]):
+        step_s = self._time_baseline()
+        if why := missing_memory([self._lower(self.baseline)]):
             self.say(f"auto goes on eagerly: nothing compiled could be proven, since {why}")
             return self.eager
         compiled = [way for way in ways if way.compile != "none"]
-        ready = self._compiled(compiled, min(most, room))
+        ready = self._lower_compiled(compiled, min(most, room))
         if len(ready) < room:
-            ready += self._recorded([way for way in ways if way.compile == "none"])
+            ready += self._lower_recorded([way for way in ways if way.compile == "none"])
         if all(way.brief() in self._timings for way in ways):  # with why it can't be
-            ready = self._compiled(instead, 1)
+            ready = self._lower_compiled(instead, 1)
         if not ready:
             return self.eager
         names = " and ".join(plan.brief() for plan in ready)
         self.say(f"auto races {names} beside what runs eagerly, and proves the fastest")
         with nullcontext() if self.during is None else self.during("racing and proving plans", counted=False):
             self._race(others, ready, step_s)
-            return self._proven(ready)
+            return self._prove_fastest(ready)
 
-    def _glance(self) -> float:
+    def _time_baseline(self) -> float:
         """Seconds of the baseline's step; where there is no memory for it, that shows before anything is compiled."""
-        program, name = self._lowered(self.baseline), self.baseline.brief()
-        with preserved(*program.devices):
-            step_s, self._copying_s = Runner(program).glance(_GLANCE_S)
+        program, name = self._lower(self.baseline), self.baseline.brief()
+        with preserve_generators(*program.devices):
+            step_s, self._copying_s = Runner(program).quick_estimate(_ESTIMATE_S)
         program.close()  # its loaders rest while others are compiled
         self._timings[name] = Timing(name=name, plan=self.baseline.model_dump(), step_ms=1e3 * step_s)
         return step_s
 
-    def _compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
+    def _lower_compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
         """The first that can be; of several layouts of images one of each before a second, which makes less of a difference."""
         ready, alike = list[Plan](), list[Plan]()
         layouts = {way.layout for way in ways}
@@ -146,16 +148,16 @@ class Settling:
                 ready.append(way)
         return ready + [way for way in alike[: most - len(ready)] if self._can_be_lowered(way)]
 
-    def _recorded(self, ways: Sequence[Plan]) -> list[Plan]:
+    def _lower_recorded(self, ways: Sequence[Plan]) -> list[Plan]:
         """The first step that can be recorded as it runs eagerly, which takes seconds."""
         return next(([way] for way in ways if self._can_be_lowered(way)), [])
 
     def _can_be_lowered(self, way: Plan) -> bool:
         try:
-            self._lowered(way)
+            self._lower(way)
         except Exception as error:
-            why, passing = told(error)
-            self._pass_over(way, why)
+            why, passing = error_summary(error)
+            self._say_skipped(way, why)
             if isinstance(error, PlanError) and not passing:
                 self._timings[way.brief()] = Timing(name=way.brief(), plan=way.model_dump(), failure=why)
             return False
@@ -168,69 +170,69 @@ class Settling:
         """
         device, steps = torch.device(self.eager.device).type, self.facts.steps
         plans = [*others, *ready]
-        seconds = Budget.of(step_s, steps, None, device).race_s(_RACED, len(plans) - 1)
-        entrants = [Entrant(plan.brief(), partial(self._lowered, plan), plan, plan.brief()) for plan in plans]
+        seconds = Budget.of(step_s, steps, None, device).race_s(_RACING_SHARE, len(plans) - 1)
+        entrants = [Contender(plan.brief(), partial(self._lower, plan), plan, plan.brief()) for plan in plans]
         found = measure(entrants, self.baseline.brief(), steps=steps, time_limit_s=seconds, brief=True)
-        self._timings |= with_starts(found.plans, self.baseline.brief(), self._held.starts, steps)
+        self._timings |= add_startup_cost(found.plans, self.baseline.brief(), self._pool.starts, steps)
 
-    def _proven(self, ready: Sequence[Plan]) -> Plan:
+    def _prove_fastest(self, ready: Sequence[Plan]) -> Plan:
         """The fastest whose proof succeeds, of those that are faster than what is trained with otherwise; or that."""
-        otherwise = self.otherwise
+        otherwise = self.fallback_plan
         ratio = self._timings[otherwise.brief()].ratio or 1.0
         for plan in sorted(ready, key=lambda one: self._timings[one.brief()].ratio or 0.0, reverse=True):
             timing = self._timings[plan.brief()]
             if timing.failure is not None:
-                self._pass_over(plan, timing.failure)
+                self._say_skipped(plan, timing.failure)
             elif timing.verdict != "faster" or (timing.ratio or 0.0) <= ratio:
-                figures = _figures(timing, ratio)
-                self._pass_over(plan, figures if ratio == 1.0 else f"{figures}, and {otherwise.brief()} {ratio:.2f}")
-            elif why := self._too_long(timing, ratio):
-                self._pass_over(plan, why)
+                figures = _describe_speed(timing, ratio)
+                self._say_skipped(plan, figures if ratio == 1.0 else f"{figures}, and {otherwise.brief()} {ratio:.2f}")
+            elif why := self._why_no_proof(timing, ratio):
+                self._say_skipped(plan, why)
             else:
-                parity = self._parity(plan)
+                parity = self._prove(plan)
                 self._timings[plan.brief()] = timing.proven(parity)
                 if parity.parity in self.accepted:
                     return plan
-                self._pass_over(plan, f"it's {parity.parity}: {parity.reason}")
+                self._say_skipped(plan, f"it's {parity.parity}: {parity.reason}")
         if otherwise != self.eager:
             slower = self._timings[self.eager.brief()].ratio or 0.0
-            self._pass_over(self.eager, f"it's {slower:.2f} times as fast as the baseline")
+            self._say_skipped(self.eager, f"it's {slower:.2f} times as fast as the baseline")
         return otherwise
 
-    def _too_long(self, timing: Timing, ratio: float) -> str:
+    def _why_no_proof(self, timing: Timing, ratio: float) -> str:
         """Why a proof doesn't pay; empty if it does. `ratio` is that of what is trained with otherwise."""
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
-        steps = None if self.facts.steps is None else self.facts.steps + self.to_come
+        steps = None if self.facts.steps is None else self.facts.steps + self.future_steps
         saves_s = saved_steps(steps, timing.gain, ratio) * step_s
-        proof_s = proving_s(step_s, self._copying_s, self.facts.normed)
+        proof_s = estimate_proof_s(step_s, self._copying_s, self.facts.normed)
         if saves_s > proof_s:
             return ""
         looks = " with a look at each epoch whether callbacks change the step" if timing.looking_ms else ""
         return f"it saves {max(0.0, saves_s):.0f} s{looks}, and a proof takes about {proof_s:.0f} s"
 
-    def _parity(self, plan: Plan) -> Parity:
-        self._held.give_up(self._held.programs.keys() - {plan.brief()})
+    def _prove(self, plan: Plan) -> Parity:
+        self._pool.release(self._pool.programs.keys() - {plan.brief()})
         try:
-            return prove_programs(self.task, [self._lowered(plan)])[0]
+            return prove_programs(self.task, [self._lower(plan)])[0]
         except Exception as error:
-            reason, passing = told(error)
+            reason, passing = error_summary(error)
             return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0, short_of_memory=passing)
 
-    def _lowered(self, plan: Plan) -> Program:
-        return self._held.lowered(plan.brief(), plan)
+    def _lower(self, plan: Plan) -> Program:
+        return self._pool.get_program(plan.brief(), plan)
 
-    def _listened_to(self, task: Task, plan: Plan) -> Program:
+    def _lower_and_report(self, task: Task, plan: Plan) -> Program:
         """Lowers a plan, and says what goes on where it is compiled; the others were told of before."""
         program = lower(
             task, plan, *((self.say, self.during) if plan.compile != "none" or plan.graphs != "none" else ())
         )
-        program.watched = self.watched
+        program.watched = self.has_user_callbacks
         return program
 
-    def _pass_over(self, plan: Plan, why: str) -> None:
+    def _say_skipped(self, plan: Plan, why: str) -> None:
         self.say(f"auto passes over {plan.brief()}: {why}")
 
-    def _verdict(self, winner: Plan, seconds: float) -> Verdict:
+    def _make_verdict(self, winner: Plan, seconds: float) -> Verdict:
         return Verdict(
             task=self.task.name,
             fingerprint=self.facts.fingerprint,
@@ -244,7 +246,7 @@ class Settling:
         )
 
 
-def _figures(timing: Timing, ratio: float) -> str:
+def _describe_speed(timing: Timing, ratio: float) -> str:
     """Why a plan isn't taken beside one that is `ratio` times as fast as the baseline."""
     figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
     if timing.left_out and timing.verdict is None:

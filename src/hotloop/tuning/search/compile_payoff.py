@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hotloop.plan import Plan
 from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.step_profile import Makeup
+from hotloop.tuning.search.step_profile import StepProfile
 
 _COMPILE_S = {"package": 12.5, "step": 8.5, "forward": 8.5, "none": 2.0}
 """A compilation with nothing kept from an earlier one, of the smallest step; none at all where graphs are recorded."""
@@ -27,26 +27,26 @@ _OPERATION_TRACE_S = 0.6e-3
 _DISPATCH_S = 5e-6
 """What PyTorch spends on one operation, with autograd, whatever its size: 3 to 8 us on processors of today."""
 
-_AROUND_S = 2e-6
+_CALL_S = 2e-6
 """Of that, what a compiled step on a CPU saves besides the time that is measured inside of operations."""
 
-_CALLING_S = {"package": -30e-6, "step": 0.0}
+_STEP_CALL_S = {"package": -30e-6, "step": 0.0}
 """What a compiled step costs to call, more than an eager one."""
 
-_OF_FORWARD = 0.4
+_FORWARD_SHARE = 0.4
 """Of what is saved, where the update and what is between the parts stays with PyTorch."""
 
-_FUSED = 0.3
+_FUSED_SHARE = 0.3
 """What is left of the time of operations that a compiler writes itself: they share loops over one part of memory."""
 
 _LAUNCH_S = 1e-6
 """For each operation of a step that is recorded as a CUDA graph, between the end of one and the beginning of the next."""
 
-_LEAST_GAIN, _MOST_GAIN = 1.02, 8.0
+_MIN_GAIN, _MAX_GAIN = 1.02, 8.0
 
 
 @dataclass(frozen=True)
-class Chance:
+class CompileCandidate:
     """A way to compile.
 
     Attributes:
@@ -55,31 +55,31 @@ class Chance:
         won_s: of that, by going on with it.
         compile_s: that compiling takes.
         telling_s: that it takes to tell whether it is faster, and to prove it.
-        pooled: see `Makeup`.
+        pooled: see `StepProfile`.
     """
 
     plan: Plan
     run_s: float | None
-    won_s: float
+    saved_s: float
     compile_s: float
-    telling_s: float
-    pooled: bool = False
+    race_and_proof_s: float
+    has_pooling: bool = False
 
     @property
     def costs_s(self) -> float:
-        return self.compile_s + self.telling_s
+        return self.compile_s + self.race_and_proof_s
 
 
-def chances(
+def rate_candidates(
     plans: Iterable[Plan],
-    made: Makeup | None,
+    made: StepProfile | None,
     step_s: float,
     budget: Budget,
     *,
     recurrent: bool = False,
     proof_s: float = 0.0,
     looks: int = 0,
-) -> list[Chance]:
+) -> list[CompileCandidate]:
     """As they are preferred; those that leave most of the run first, where there is no time for two.
 
     Args:
@@ -91,29 +91,31 @@ def chances(
         proof_s: of a proof that the eager plan needn't have.
         looks: how often the run traces the compiled step again.
     """
-    found, pooled = list[Chance](), made is not None and made.pooled
+    found, pooled = list[CompileCandidate](), made is not None and made.has_pooling
     for plan in plans:
         seen = None if recurrent and plan.compile != "none" else made
         operations = None if seen is None else seen.operations
-        gain = compiling_gains(seen, step_s, plan.compile, recorded=plan.graphs != "none")
-        won_s = budget.wins_s(gain) - looks * trace_s(operations or 0)
-        takes_s = compile_s(operations, plan.compile)
-        found.append(Chance(plan, budget.run_s, won_s, takes_s, budget.settles_s() + proof_s, pooled))
-    tight = bool(found) and not budget.set_by_user and found[0].won_s < 2 * found[0].costs_s
-    return sorted(found, key=lambda one: one.costs_s - one.won_s) if tight else found
+        gain = estimate_compile_gain(seen, step_s, plan.compile, recorded=plan.graphs != "none")
+        won_s = budget.saves_s(gain) - looks * estimate_trace_s(operations or 0)
+        takes_s = estimate_compile_s(operations, plan.compile)
+        found.append(CompileCandidate(plan, budget.run_s, won_s, takes_s, budget.full_race_s() + proof_s, pooled))
+    tight = bool(found) and not budget.is_set_by_user and found[0].saved_s < 2 * found[0].costs_s
+    return sorted(found, key=lambda one: one.costs_s - one.saved_s) if tight else found
 
 
-def compile_s(operations: int | None, way: str = "package") -> float:
+def estimate_compile_s(operations: int | None, way: str = "package") -> float:
     """Seconds that a compilation takes with nothing kept from an earlier one; twice that on a slow or busy machine."""
     return _UNKNOWN_COMPILE_S if operations is None else _COMPILE_S[way] + operations * _OPERATION_COMPILE_S
 
 
-def trace_s(operations: int) -> float:
+def estimate_trace_s(operations: int) -> float:
     """Seconds of seeing once whether a compiled step of so many operations still does the same."""
     return operations * _OPERATION_TRACE_S
 
 
-def compiling_gains(made: Makeup | None, step_s: float, way: str = "package", *, recorded: bool = False) -> float:
+def estimate_compile_gain(
+    made: StepProfile | None, step_s: float, way: str = "package", *, recorded: bool = False
+) -> float:
     """By what factor a compiled step is faster, if a compiler does with it what it does with most; little if it isn't known.
 
     Args:
@@ -121,12 +123,12 @@ def compiling_gains(made: Makeup | None, step_s: float, way: str = "package", *,
         recorded: whether it becomes a CUDA graph, so that the host has little to do.
     """
     if made is None:
-        return _LEAST_GAIN
+        return _MIN_GAIN
     left_s = step_s - made.operations * _DISPATCH_S
     if made.busy_s is not None and recorded:
         left_s = made.busy_s + made.operations * _LAUNCH_S
     elif made.step_s is not None and made.library_s is not None and made.other_s is not None:
-        saved_s = (1 - _FUSED) * made.other_s + made.operations * _AROUND_S - _CALLING_S.get(way, 0.0)
-        saved_s *= _OF_FORWARD if way == "forward" else 1.0
+        saved_s = (1 - _FUSED_SHARE) * made.other_s + made.operations * _CALL_S - _STEP_CALL_S.get(way, 0.0)
+        saved_s *= _FORWARD_SHARE if way == "forward" else 1.0
         step_s, left_s = made.step_s, max(made.step_s - saved_s, made.library_s)
-    return min(_MOST_GAIN, max(_LEAST_GAIN, step_s / left_s if left_s > 0 else _MOST_GAIN))
+    return min(_MAX_GAIN, max(_MIN_GAIN, step_s / left_s if left_s > 0 else _MAX_GAIN))

@@ -13,13 +13,13 @@ from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.records.training import Record
 from hotloop.errors import HotloopError
 from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.race_cache import folder
+from hotloop.tuning.search.race_cache import races_folder
 
-_LONGER = 1.5
+_LONGER_RUN_FACTOR = 1.5
 """Times as long a run pays for another search."""
 
 
-class Earlier(Record):
+class FailedSearch(Record):
     """A search that found nothing.
 
     Attributes:
@@ -43,10 +43,10 @@ class Earlier(Record):
             return self.time_limit_s >= Budget.of(self.step_s, steps, None).racing_s
         if steps is None or self.steps is None:
             return steps == self.steps
-        return steps <= _LONGER * self.steps
+        return steps <= _LONGER_RUN_FACTOR * self.steps
 
 
-def about(fingerprint: str, machine: str, versions: Mapping[str, str], axes: Mapping[str, Any]) -> dict[str, Any]:
+def search_key(fingerprint: str, machine: str, versions: Mapping[str, str], axes: Mapping[str, Any]) -> dict[str, Any]:
     """The key of a search.
 
     Args:
@@ -56,7 +56,7 @@ def about(fingerprint: str, machine: str, versions: Mapping[str, str], axes: Map
     return {**where, "axes": dict(sorted(axes.items()))}
 
 
-def keep(search: Earlier) -> None:
+def save_failed_search(search: FailedSearch) -> None:
     """Remembers it; where that fails, the next one searches again."""
     try:
         write_atomic(_path(search.key), search.model_dump_json(indent=2))
@@ -64,16 +64,16 @@ def keep(search: Earlier) -> None:
         return
 
 
-def forget(key: dict[str, Any]) -> None:
+def delete_failed_search(key: dict[str, Any]) -> None:
     """For a search that found something."""
     with suppress(OSError):
         _path(key).unlink(missing_ok=True)
 
 
-def recall(key: dict[str, Any]) -> Earlier | None:
+def load_failed_search(key: dict[str, Any]) -> FailedSearch | None:
     """The last search in vain with this key; None where there is none, or none that can be read."""
     try:
-        found = Earlier.model_validate_json(_path(key).read_text(encoding="utf-8"))
+        found = FailedSearch.model_validate_json(_path(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if found.key == json.loads(json.dumps(key)) else None
@@ -81,4 +81,4 @@ def recall(key: dict[str, Any]) -> Earlier | None:
 
 def _path(key: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return folder().parent / "searches" / f"{digest}.json"
+    return races_folder().parent / "searches" / f"{digest}.json"

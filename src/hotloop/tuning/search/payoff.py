@@ -10,49 +10,49 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hotloop.core.format import milliseconds
+from hotloop.core.format import format_milliseconds
 from hotloop.core.number_formats import REDUCED
-from hotloop.core.processes.deadline import SEARCHED
-from hotloop.core.random.rng import preserved
-from hotloop.core.records.race import TRUSTED, Timing, Verdict
-from hotloop.data.feeds.feed import Treatment, open_feed
-from hotloop.data.splits import Roles
-from hotloop.errors import blame
-from hotloop.lowering.compile.runtime_checks import looks
-from hotloop.lowering.object_state.attributes import unchanged
+from hotloop.core.processes.deadline import SEARCH_SHARE
+from hotloop.core.random.rng import preserve_generators
+from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
+from hotloop.data.feeds.feed import BatchTransform, open_feed
+from hotloop.data.splits import DataSplits
+from hotloop.errors import describe_error
+from hotloop.lowering.compile.runtime_checks import recheck_count
+from hotloop.lowering.object_state.attributes import preserve_attributes
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.tuning.races.runner import Runner
-from hotloop.tuning.races.statistics import LEAST_PAIRS
-from hotloop.tuning.search.budget import PROVING_STEPS, proving_s, saved_steps
-from hotloop.tuning.search.compile_payoff import compile_s, compiling_gains, trace_s
-from hotloop.tuning.search.program_pool import COMPILING_S
-from hotloop.tuning.search.step_profile import Makeup, makeup
+from hotloop.tuning.races.statistics import MIN_PAIRS
+from hotloop.tuning.search.budget import PROOF_STEPS, estimate_proof_s, saved_steps
+from hotloop.tuning.search.compile_payoff import estimate_compile_gain, estimate_compile_s, estimate_trace_s
+from hotloop.tuning.search.program_pool import MAX_COMPILE_S
+from hotloop.tuning.search.step_profile import StepProfile, profile_step
 
-_DOUBT = 1.5
+_COMPILE_TIME_FACTOR = 1.5
 """Times what a compilation should take, which nobody asked to wait for: machines may be slow, or busy."""
 
-_COMPILING_LEAST_S = 120.0
+_MIN_COMPILE_LIMIT_S = 120.0
 """That any compilation may take."""
 
-_IN_VAIN = 2
+_MIN_PAYOFF_FACTOR = 2
 """Times what compiling, race and proof cost: so much must be hoped for, since a race may be lost, and a proof fail."""
 
-_RUNS_TO_COME = 10
+_MAX_FUTURE_RUNS = 10
 """At most that are expected: what is short now isn't made longer for the sake of long runs before."""
 
-_RACING_STEPS = 2 * LEAST_PAIRS
+_RACING_STEPS = 2 * MIN_PAIRS
 """Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
 
-_GLANCE_S, _LOOK_S = 0.05, 0.2
+_ESTIMATE_S, _MEASURE_S = 0.05, 0.2
 """For a first idea of a step, which tells that most short runs are too short; and for one to reckon with."""
 
-_BATCHES = 4
+_COMPARED_BATCHES = 4
 """That are compared: a compiled step is for batches that are alike, and runs others eagerly."""
 
 
 @dataclass(frozen=True)
-class Hope:
+class Payoff:
     """What compiling may save.
 
     Attributes:
@@ -74,71 +74,80 @@ class Hope:
     step_s: float
     gain: float | None = None
     load_s: float = 0.0
-    compile_s: float = compile_s(0)
+    compile_s: float = estimate_compile_s(0)
     limit_s: float = math.inf
-    made: Makeup | None = None
-    looks: int = 0
-    look_s: float = 0.0
+    made: StepProfile | None = None
+    rechecks: int = 0
+    recheck_s: float = 0.0
     copying_s: float = 0.0
-    to_come: int = 0
+    future_steps: int = 0
     normed: bool = False
-    doing: str = "compiling"
+    activity: str = "compiling"
 
-    def by(self, way: str, *, recorded: bool = False) -> Hope:
+    def for_way(self, way: str, *, recorded: bool = False) -> Payoff:
         """By another way to compile, as the plan's axis says it; as a CUDA graph, too, if it is recorded."""
         operations = None if self.made is None else self.made.operations
-        gain, look_s = compiling_gains(self.made, self.step_s, way, recorded=recorded), trace_s(operations or 0)
-        return replace(self, gain=gain, compile_s=compile_s(operations, way), look_s=look_s, doing=_doing(way))
+        gain, look_s = (
+            estimate_compile_gain(self.made, self.step_s, way, recorded=recorded),
+            estimate_trace_s(operations or 0),
+        )
+        return replace(
+            self, gain=gain, compile_s=estimate_compile_s(operations, way), recheck_s=look_s, activity=_activity(way)
+        )
 
     @property
-    def wins_s(self) -> float:
+    def saves_s(self) -> float:
         """Seconds that may be saved, of the run and of those to come."""
         share = 1.0 if self.gain is None else 1 - 1 / self.gain
-        return max(0.0, (self.steps + self.to_come) * self.step_s * share - self.looks * self.look_s)
+        return max(0.0, (self.steps + self.future_steps) * self.step_s * share - self.rechecks * self.recheck_s)
 
     def costs_s(self, compilations: int = 1) -> float:
         """Seconds that so many compilations and their races take, and a proof."""
         racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
-        proof_s = proving_s(self.step_s + self.load_s, self.copying_s, self.normed)
-        return compilations * _DOUBT * self.compile_s + racing_s + proof_s
+        proof_s = estimate_proof_s(self.step_s + self.load_s, self.copying_s, self.normed)
+        return compilations * _COMPILE_TIME_FACTOR * self.compile_s + racing_s + proof_s
 
-    def pays(self, compilations: int = 1) -> bool:
+    def is_worthwhile(self, compilations: int = 1) -> bool:
         """Whether they should save clearly more than they cost, and leave time to train; nor is any run twice as long."""
-        most_s = min(self.steps * self.step_s, SEARCHED * self.limit_s)
-        return self.costs_s(compilations) < min(self.wins_s / _IN_VAIN, most_s)
+        most_s = min(self.steps * self.step_s, SEARCH_SHARE * self.limit_s)
+        return self.costs_s(compilations) < min(self.saves_s / _MIN_PAYOFF_FACTOR, most_s)
 
     @property
-    def compiling_s(self) -> float:
+    def compile_limit_s(self) -> float:
         """That a compilation may take before it is given up: as long as it may save, within limits."""
-        return min(COMPILING_S, max(_COMPILING_LEAST_S, self.wins_s), max(1.0, SEARCHED * self.limit_s))
+        return min(MAX_COMPILE_S, max(_MIN_COMPILE_LIMIT_S, self.saves_s), max(1.0, SEARCH_SHARE * self.limit_s))
 
     @property
     def compilations(self) -> int:
         """How many of two pay."""
-        return 0 if self.gain is None else sum(map(self.pays, (1, 2)))
+        return 0 if self.gain is None else sum(map(self.is_worthwhile, (1, 2)))
 
     def __str__(self) -> str:
         most = "can save at most" if self.gain is None else "should save about"
-        loading = f", its batch {milliseconds(1e3 * self.load_s)}" if self.load_s > self.step_s else ""
-        long = self.costs_s() >= SEARCHED * self.limit_s
+        loading = f", its batch {format_milliseconds(1e3 * self.load_s)}" if self.load_s > self.step_s else ""
+        long = self.costs_s() >= SEARCH_SHARE * self.limit_s
         limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
-        looking = f" with {self.looks:,} looks for what callbacks change" if self.looks else ""
-        lost = ", which a lost race would waste" if self.costs_s() < self.wins_s <= _IN_VAIN * self.costs_s() else ""
-        runs = f" and of {self.to_come:,} in runs to come, as there were before" if self.to_come else ""
-        if self.to_come and self.costs_s() >= self.steps * self.step_s:
+        looking = f" with {self.rechecks:,} looks for what callbacks change" if self.rechecks else ""
+        lost = (
+            ", which a lost race would waste"
+            if self.costs_s() < self.saves_s <= _MIN_PAYOFF_FACTOR * self.costs_s()
+            else ""
+        )
+        runs = f" and of {self.future_steps:,} in runs to come, as there were before" if self.future_steps else ""
+        if self.future_steps and self.costs_s() >= self.steps * self.step_s:
             lost = ", longer than the run itself"
         return (
-            f"a step takes {milliseconds(1e3 * self.step_s)}{loading}, so {self.doing} {most} {self.wins_s:,.0f} s"
+            f"a step takes {format_milliseconds(1e3 * self.step_s)}{loading}, so {self.activity} {most} {self.saves_s:,.0f} s"
             f" of the {self.steps:,} steps left{runs}{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}{lost}"
         )
 
 
-def _doing(way: str) -> str:
+def _activity(way: str) -> str:
     return "recording" if way == "none" else "compiling"
 
 
 @dataclass(frozen=True)
-class Memory:
+class RaceHistory:
     """What races found of a Task before, and who is told what the next one finds.
 
     Attributes:
@@ -149,44 +158,44 @@ class Memory:
     """
 
     timings: Sequence[Timing] = ()
-    keep: Callable[[Verdict], None] = lambda verdict: None
+    save_verdict: Callable[[Verdict], None] = lambda verdict: None
     steps: int = 0
-    spend: Callable[[], None] = lambda: None
-    in_vain: Collection[Plan] = ()
+    reset_step_count: Callable[[], None] = lambda: None
+    unprofitable: Collection[Plan] = ()
 
-    def to_come(self, steps: int) -> int:
+    def expected_future_steps(self, steps: int) -> int:
         """Steps of runs that may follow one of so many: as many as there were, as skis are bought by who has spent as much
         on renting."""
-        return min(self.steps, _RUNS_TO_COME * steps)
+        return min(self.steps, _MAX_FUTURE_RUNS * steps)
 
     @property
-    def _found(self) -> dict[Plan, Timing]:
+    def _timings_by_plan(self) -> dict[Plan, Timing]:
         return {timing.as_plan: timing for timing in self.timings}
 
-    def refuses(self, plan: Plan) -> str:
+    def why_refused(self, plan: Plan) -> str:
         """Why a plan isn't to be trained with, whatever speaks for it; empty where it may be."""
-        timing = self._found.get(plan)
+        timing = self._timings_by_plan.get(plan)
         if timing is not None and timing.parity == "broken":
             return "it was found broken"
         return "it was found slower than the baseline" if timing is not None and timing.behind else ""
 
-    def failed(self, plan: Plan) -> bool:
+    def has_failed(self, plan: Plan) -> bool:
         """Whether a plan can't be run, whatever its speed."""
-        timing = self._found.get(plan)
+        timing = self._timings_by_plan.get(plan)
         return timing is not None and timing.failure is not None
 
-    def lost(self, plan: Plan) -> bool:
+    def has_lost(self, plan: Plan) -> bool:
         """Whether a race found it no faster than the baseline."""
-        timing = self._found.get(plan)
+        timing = self._timings_by_plan.get(plan)
         return timing is not None and timing.failure is None and (timing.behind or timing.verdict == "no difference")
 
-    def against(self, plan: Plan, eager: Plan, accepted: Collection[str], steps: int | None) -> str:
+    def why_not_again(self, plan: Plan, eager: Plan, accepted: Collection[str], steps: int | None) -> str:
         """Why a compiled plan needn't be tried again in a run of so many steps; empty where nothing speaks against it."""
-        found = self._found
+        found = self._timings_by_plan
         timing = found.get(plan)
         if timing is None:
             return ""
-        if plan in self.in_vain:
+        if plan in self.unprofitable:
             return "it is faster and proven, and takes longer to start than it saves"
         if timing.failure is not None:
             return f"it failed before ({timing.failure})"
@@ -195,20 +204,20 @@ class Memory:
         ratio, beside = timing.ratio or 0.0, (found[eager].ratio if eager in found else None) or 1.0
         if (timing.decided or timing.left_out) and ratio <= beside:
             return "it was raced before, and isn't faster"
-        if timing.verdict == "no difference" and timing.windows >= LEAST_PAIRS:
+        if timing.verdict == "no difference" and timing.windows >= MIN_PAIRS:
             return "it was raced before for as long as a search races, and isn't clearly faster"
         unproven = timing.verdict == "faster" and timing.parity is None
-        if unproven and saved_steps(steps, timing.gain, beside) <= PROVING_STEPS:
+        if unproven and saved_steps(steps, timing.gain, beside) <= PROOF_STEPS:
             return "it was raced before, and its proof takes longer than it saves"
         return ""
 
 
-def accepted(asked: Plan) -> tuple[str, ...]:
+def accepted_parities(asked: Plan) -> tuple[str, ...]:
     """Classes of parity that may be chosen; a reduced precision only where the user's plan asks for it."""
-    return (*TRUSTED, "reduced-precision") if asked.precision in REDUCED else TRUSTED
+    return (*TRUSTED_CLASSES, "reduced-precision") if asked.precision in REDUCED else TRUSTED_CLASSES
 
 
-def hoped(
+def estimate_payoff(
     program: Program,
     steps: int,
     *,
@@ -218,7 +227,7 @@ def hoped(
     limit_s: float = math.inf,
     to_come: int = 0,
     normed: bool = False,
-) -> Hope | str:
+) -> Payoff | str:
     """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
 
     Args:
@@ -230,34 +239,36 @@ def hoped(
         limit_s: seconds until the run is to stop.
     """
     try:
-        with _on_one_batch(program):
-            often = looks(program.watched, steps + to_come, program.feed.batches)
-            step_s, copying_s = Runner(program).glance(_GLANCE_S)
-            least_s = compile_s(0, way)
-            hope = Hope(
+        with _repeat_first_batch(program):
+            often = recheck_count(program.watched, steps + to_come, program.feed.batches)
+            step_s, copying_s = Runner(program).quick_estimate(_ESTIMATE_S)
+            least_s = estimate_compile_s(0, way)
+            hope = Payoff(
                 steps,
                 step_s,
                 compile_s=least_s,
                 limit_s=limit_s,
-                looks=often,
+                rechecks=often,
                 copying_s=copying_s,
-                to_come=to_come,
+                future_steps=to_come,
                 normed=normed,
-                doing=_doing(way),
+                activity=_activity(way),
             )
-            if not hope.pays():
+            if not hope.is_worthwhile():
                 return hope
-        if not _alike(program):
+        if not _has_equal_batches(program):
             return "its batches differ in keys or shapes, and a compiled step is for batches that are alike"
-        with _on_one_batch(program):
-            step_s = Runner(program).warm_up(_LOOK_S)[1]
-            made = makeup(program, rewrites=rewrites)
-        return replace(hope, step_s=step_s, load_s=_loading_s(program), made=made).by(way, recorded=recorded)
+        with _repeat_first_batch(program):
+            step_s = Runner(program).warm_up(_MEASURE_S)[1]
+            made = profile_step(program, rewrites=rewrites)
+        return replace(hope, step_s=step_s, load_s=_measure_loading_s(program), made=made).for_way(
+            way, recorded=recorded
+        )
     except Exception as error:  # what is wrong with the Task shows in training, and is explained there
-        return f"its steps couldn't be timed ({blame(error)})"
+        return f"its steps couldn't be timed ({describe_error(error)})"
 
 
-def _loading_s(program: Program) -> float:
+def _measure_loading_s(program: Program) -> float:
     """Seconds of making a batch as the Task gives it, which the baseline of race and proof does at each step."""
     parts = program.parts
     with _first_batches(program, parts.task.roles) as batches:
@@ -266,24 +277,24 @@ def _loading_s(program: Program) -> float:
         return time.perf_counter() - began
 
 
-def _alike(program: Program) -> bool:
+def _has_equal_batches(program: Program) -> bool:
     """Whether the first batches have the same keys and shapes; the last one of an epoch may have fewer samples."""
     from hotloop.lowering.steps.compiled_step import (
-        signature,  # torch's compiler comes with it, which short runs do without
+        batch_signature,  # torch's compiler comes with it, which short runs do without
     )
 
     batches = program.feed.batches
-    most = _BATCHES if batches is None else max(1, min(_BATCHES, batches - 1))
+    most = _COMPARED_BATCHES if batches is None else max(1, min(_COMPARED_BATCHES, batches - 1))
     with _first_batches(program) as found:
-        return len({signature(batch) for batch, _ in itertools.islice(found, most)}) == 1
+        return len({batch_signature(batch) for batch, _ in itertools.islice(found, most)}) == 1
 
 
 @contextmanager
-def _first_batches(program: Program, roles: Roles | None = None) -> Iterator[Iterator[tuple[Any, int]]]:
+def _first_batches(program: Program, roles: DataSplits | None = None) -> Iterator[Iterator[tuple[Any, int]]]:
     """Its batches from the first on, out of a feed of their own; generators stay as they are."""
-    parts, roles = program.parts, roles or program.parts.roles
-    treatment = Treatment(parts.device, parts.task.seed, roles.prepare, parts.task.augment)
-    with preserved(*program.devices), unchanged(parts.task):
+    parts, roles = program.parts, roles or program.parts.splits
+    treatment = BatchTransform(parts.device, parts.task.seed, roles.prepare, parts.task.augment)
+    with preserve_generators(*program.devices), preserve_attributes(parts.task):
         feed = open_feed(roles.train, roles.order, treatment, workers=0)
         try:
             yield feed.epoch(0)
@@ -292,20 +303,20 @@ def _first_batches(program: Program, roles: Roles | None = None) -> Iterator[Ite
 
 
 @contextmanager
-def _on_one_batch(program: Program) -> Iterator[None]:
+def _repeat_first_batch(program: Program) -> Iterator[None]:
     """Has the Program run on its first batch again and again; generators stay as they are, and no data is run through."""
     own = program.feed
     with _first_batches(program) as batches:
         batch = next(batches)
-    program.feed = _Again(*batch, own.batches)
+    program.feed = _RepeatedBatch(*batch, own.batches)
     try:
-        with preserved(*program.devices):
+        with preserve_generators(*program.devices):
             yield
     finally:
         program.feed = own
 
 
-class _Again:
+class _RepeatedBatch:
     """A feed of one batch, as often as an epoch has batches."""
 
     reseeds = False

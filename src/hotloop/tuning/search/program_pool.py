@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hotloop.core.hardware.limits import room_bytes
+from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.core.processes.deadline import Deadline
-from hotloop.core.processes.signals import at_most
+from hotloop.core.processes.signals import time_limit
 from hotloop.core.records.training import TaskFacts
 from hotloop.errors import PlanError
 from hotloop.lowering.build import lower
@@ -20,12 +20,12 @@ from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
 
-COMPILING_S = 1800.0
+MAX_COMPILE_S = 1800.0
 """After which a compilation is given up: torch's compiler doesn't come to an end of every network."""
 
 
 @dataclass
-class Held:
+class ProgramPool:
     """Programs of one Task.
 
     Attributes:
@@ -39,9 +39,9 @@ class Held:
     lower: Callable[[Task, Plan], Program] = lambda task, plan: lower(task, plan)
     programs: dict[str, Program] = field(default_factory=dict)
     starts: dict[str, tuple[float, float]] = field(default_factory=dict)
-    compiling_s: float = COMPILING_S
+    compile_limit_s: float = MAX_COMPILE_S
 
-    def lowered(self, name: str, plan: Plan) -> Program:
+    def get_program(self, name: str, plan: Plan) -> Program:
         """The Program of that name, lowered from the plan if it isn't there.
 
         Raises:
@@ -49,20 +49,22 @@ class Held:
         """
         if name not in self.programs:
             began = time.perf_counter()
-            limited = nullcontext() if plan.compile == "none" else at_most(self.compiling_s, self._given_up)
+            limited = (
+                nullcontext() if plan.compile == "none" else time_limit(self.compile_limit_s, self._compile_limit_error)
+            )
             with limited:
                 program = self.programs[name] = self.lower(self.task, plan)
             self.starts.setdefault(name, (time.perf_counter() - began - program.compile_s, program.compile_s))
         return self.programs[name]
 
-    def _given_up(self) -> PlanError:
+    def _compile_limit_error(self) -> PlanError:
         return PlanError(
-            f"compiling it was given up after {self.compiling_s:,.0f} s",
+            f"compiling it was given up after {self.compile_limit_s:,.0f} s",
             expected="a compiler that comes to its end",
             fix="choose compile=none",
         )
 
-    def give_up(self, names: Iterable[str]) -> None:
+    def release(self, names: Iterable[str]) -> None:
         """Frees the memory of Programs."""
         held = [name for name in names if name in self.programs]
         for name in held:
@@ -70,10 +72,10 @@ class Held:
         if held:
             gc.collect()  # models and optimizers refer to each other
 
-    def compiled_again_s(self, name: str, plan: Plan, deadline: Deadline) -> float:
+    def recompile_s(self, name: str, plan: Plan, deadline: Deadline) -> float:
         """Seconds of compiling once more; as many as the first time where that fails, or the deadline ends it."""
         try:
-            with deadline.enforced("compiling again"):
+            with deadline.enforce("compiling again"):
                 program = self.lower(self.task, plan)
         except Exception:
             return self.starts[name][1] if name in self.starts else 0.0
@@ -85,19 +87,21 @@ class Held:
             program.close()
 
 
-_EACH = 28
+_BYTES_PER_PARAMETER = 28
 """Bytes for each parameter: it, its gradient, two figures of an optimizer, and the copy that the State goes back to."""
 
-_SHARE = 0.6
+_MEMORY_SHARE = 0.6
 """Of the free memory; the rest is for what a step computes with, and for the proof."""
 
 
-def plans_at_once(facts: TaskFacts, device: str) -> int:
+def max_programs_in_memory(facts: TaskFacts, device: str) -> int:
     """Of one Task, beside those that are there already."""
-    return int(_SHARE * room_bytes(torch.device(device)) / (_EACH * max(1, facts.parameters)))
+    return int(
+        _MEMORY_SHARE * free_memory_bytes(torch.device(device)) / (_BYTES_PER_PARAMETER * max(1, facts.parameters))
+    )
 
 
-def in_groups(wanted: list[str], size: int) -> list[list[str]]:
+def split_evenly(wanted: list[str], size: int) -> list[list[str]]:
     """As few groups as there must be, of about the same size; none of more than `size`, which is 1 at least."""
     count = -(-len(wanted) // max(1, size))
     return [wanted[number::count] for number in range(count)]

@@ -21,21 +21,21 @@ from pydantic import Field, ValidationError
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.user_folders import cache_folder
-from hotloop.core.records.race import TRUSTED, Timing, Verdict
+from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
 from hotloop.core.records.training import Record
 from hotloop.errors import HotloopError, PlanError
 from hotloop.plan import BASELINE, Plan
 
 _DEPENDS_ON = ("hotloop", "torch", "nvidia_driver", "compiler", "allocator")
 
-_UNLESS_USUAL = ("switches",)
+_UNLESS_DEFAULT = ("switches",)
 """The same, where they aren't as torch begins."""
 
-_CLOCK_S = 2.0
+_FILE_TIME_RESOLUTION_S = 2.0
 """By how much times of files may be coarser than the clock."""
 
 
-class Kept(Record):
+class CachedRace(Record):
     """A plan's result in one race.
 
     Attributes:
@@ -55,7 +55,7 @@ class Kept(Record):
         """Whether what was compiled is still there; folders of caches are cleared, those below /tmp at each start."""
         return bool(self.compiled) and all(map(os.path.isfile, self.compiled))
 
-    def wins_s(self, steps: int | None, step_ms: float) -> float:
+    def saves_s(self, steps: int | None, step_ms: float) -> float:
         """Seconds that the plan wins in a run of so many steps, of which the baseline's take `step_ms`; in a step if None.
 
         Starting and compiling count against the start of the same race's baseline.
@@ -65,36 +65,36 @@ class Kept(Record):
         return baseline.finishes(steps) - own.finishes(steps)
 
 
-def folder() -> Path:
+def races_folder() -> Path:
     """Where this user's results are kept."""
     return cache_folder() / "races"
 
 
-def remember(verdict: Verdict) -> list[str]:
+def save_races(verdict: Verdict) -> list[str]:
     """Keeps what a race found; returns a note if that failed, which costs nothing but racing again."""
     base = verdict.plan(verdict.baseline)
     if base.as_plan.with_axes(device="cpu", workers=None) != BASELINE or base.step_ms is None:
         return []
-    where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
+    where = _identity(verdict.fingerprint, verdict.machine, verdict.versions)
     try:
-        for timing in map(_without_proof_in_vain, verdict.plans):
+        for timing in map(_without_failed_proof, verdict.plans):
             timing = _with_interval(timing)
-            if timing.plan and _tells(timing):
+            if timing.plan and _is_worth_caching(timing):
                 key, path = _key(where, timing, base), _path(where, timing, base)
-                compiled = _compiled(timing, path.stem, time.time() - verdict.seconds)
-                _keep(Kept(key=key, timing=timing, baseline=base, compiled=compiled), path)
+                compiled = _compiled_files(timing, path.stem, time.time() - verdict.seconds)
+                _save(CachedRace(key=key, timing=timing, baseline=base, compiled=compiled), path)
     except HotloopError as error:
         return [f"what the race found couldn't be kept: {error.given}"]
     return []
 
 
-def _compiled(timing: Timing, name: str, since: float) -> list[str]:
+def _compiled_files(timing: Timing, name: str, since: float) -> list[str]:
     """Files that go with what was compiled: packages used since the race began, its own among them; or one in torch's cache."""
     if timing.compile_warm_s is None:
         return []
     if timing.plan.get("compile") == "package":
-        packages = (folder().parent / "packages").glob("*.pt2")
-        return [str(path) for path in packages if _used(path) >= since - _CLOCK_S]
+        packages = (races_folder().parent / "packages").glob("*.pt2")
+        return [str(path) for path in packages if _last_used_s(path) >= since - _FILE_TIME_RESOLUTION_S]
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # it was imported to compile, which others do without
 
     mark = Path(cache_dir()) / "hotloop" / name
@@ -105,7 +105,7 @@ def _compiled(timing: Timing, name: str, since: float) -> list[str]:
     return [str(mark)]
 
 
-def _used(path: Path) -> float:
+def _last_used_s(path: Path) -> float:
     """When a package was used last; another process may forget it meanwhile."""
     try:
         return path.stat().st_mtime
@@ -113,7 +113,7 @@ def _used(path: Path) -> float:
         return 0.0
 
 
-def _without_proof_in_vain(timing: Timing) -> Timing:
+def _without_failed_proof(timing: Timing) -> Timing:
     """Without a parity that only says that memory or disk was lacking; one from before stays then."""
     if timing.failure is not None or not timing.short_of_memory:
         return timing
@@ -127,28 +127,28 @@ def _with_interval(timing: Timing) -> Timing:
     return timing.model_copy(update={"verdict": None, "left_out": False})
 
 
-def _tells(timing: Timing) -> bool:
+def _is_worth_caching(timing: Timing) -> bool:
     """Whether anything was found that is worth keeping; a search's last baseline may have run for longer, or less, than it."""
     if timing.failure is not None:
         return not timing.short_of_memory
     return timing.verdict is not None or timing.left_out or timing.parity is not None
 
 
-def _keep(new: Kept, path: Path) -> None:
+def _save(new: CachedRace, path: Path) -> None:
     """Writes a result in the place of an earlier one, of which stays what this race says nothing of."""
     try:
-        before = Kept.model_validate_json(path.read_text(encoding="utf-8"))
+        before = CachedRace.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = new
-    kept = new if before.key != new.key else _merged(before, new)
+    kept = new if before.key != new.key else _merge(before, new)
     write_atomic(path, kept.model_dump_json(indent=2))
 
 
-def _merged(before: Kept, new: Kept) -> Kept:
+def _merge(before: CachedRace, new: CachedRace) -> CachedRace:
     """The newer figures, unless they leave undecided what was decided before; and the newest proof there is."""
     if before.timing.failure is not None or new.timing.failure is not None:
         return new
-    figures = before if _sureness(new.timing) < _sureness(before.timing) else new
+    figures = before if _certainty(new.timing) < _certainty(before.timing) else new
     settled = before.timing.parity not in (None, "unproven") and new.timing.parity not in ("unproven", "broken")
     shorter = settled and new.timing.states < before.timing.states
     proof = before.timing if new.timing.parity is None or shorter else new.timing
@@ -158,19 +158,19 @@ def _merged(before: Kept, new: Kept) -> Kept:
     return figures.model_copy(update={"timing": figures.timing.model_copy(update=known)})
 
 
-def _sureness(timing: Timing) -> int:
+def _certainty(timing: Timing) -> int:
     return 2 if timing.decided else 1 if timing.verdict is not None or timing.left_out else 0
 
 
-def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple[list[Kept], list[str]]:
+def load_races(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple[list[CachedRace], list[str]]:
     """What was kept for this Task, machine and versions, failures too; and a note for each file that can't be read.
 
     Compiling once more counts as short only where what was compiled is still there.
     """
-    where, found, notes = _about(fingerprint, machine, versions), [], []
-    for path in sorted(_place(where).glob("*.json")):
+    where, found, notes = _identity(fingerprint, machine, versions), [], []
+    for path in sorted(_race_folder(where).glob("*.json")):
         try:
-            kept = Kept.model_validate_json(path.read_text(encoding="utf-8"))
+            kept = CachedRace.model_validate_json(path.read_text(encoding="utf-8"))
             if kept.key != _key(where, kept.timing, kept.baseline):
                 raise ValueError("its content is not what its name says")
             _ = kept.timing.as_plan, kept.baseline.as_plan  # another hotloop may have had other axes
@@ -178,16 +178,18 @@ def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple
             why = "not what hotloop wrote" if isinstance(error, ValidationError) else error
             notes.append(f"the result kept in {path} can't be used ({why}), and is passed over")
             continue
-        found.append(kept if kept.is_compiled else _cold(kept))
+        found.append(kept if kept.is_compiled else _without_compiled_files(kept))
     return found, notes
 
 
-def _cold(kept: Kept) -> Kept:
+def _without_compiled_files(kept: CachedRace) -> CachedRace:
     """It must be compiled as at first."""
     return kept.model_copy(update={"timing": kept.timing.model_copy(update={"compile_warm_s": None})})
 
 
-def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED, to_come: int = 0) -> Kept | None:
+def best_race(
+    kept: Sequence[CachedRace], steps: int | None, accepted: Collection[str] = TRUSTED_CLASSES, to_come: int = 0
+) -> CachedRace | None:
     """The plan of an accepted parity that was found faster than the baseline and finishes such a run first; or None.
 
     Ratios of several races stand beside one time of the baseline's step, the middle one of those measured.
@@ -195,26 +197,28 @@ def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TR
     Args:
         to_come: steps of runs that may follow, for which what must be compiled anew is compiled as well.
     """
-    able = _able(kept, steps, accepted)
-    wins = {number: one.wins_s(*_reckoned(one, able, steps, to_come)) for number, one in enumerate(able)}
+    able = _acceptable(kept, steps, accepted)
+    wins = {number: one.saves_s(*_expected_run(one, able, steps, to_come)) for number, one in enumerate(able)}
     first = max(wins, key=lambda number: wins[number], default=None)
     return able[first] if first is not None and wins[first] > 0 else None
 
 
-def in_vain(
-    kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED, to_come: int = 0
+def unprofitable_plans(
+    kept: Sequence[CachedRace], steps: int | None, accepted: Collection[str] = TRUSTED_CLASSES, to_come: int = 0
 ) -> list[Plan]:
     """Plans that are faster and proven, and take longer to start than they save."""
-    able = _able(kept, steps, accepted)
-    return [one.timing.as_plan for one in able if one.wins_s(*_reckoned(one, able, steps, to_come)) <= 0]
+    able = _acceptable(kept, steps, accepted)
+    return [one.timing.as_plan for one in able if one.saves_s(*_expected_run(one, able, steps, to_come)) <= 0]
 
 
-def _able(kept: Sequence[Kept], steps: int | None, accepted: Collection[str]) -> list[Kept]:
+def _acceptable(kept: Sequence[CachedRace], steps: int | None, accepted: Collection[str]) -> list[CachedRace]:
     faster = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in accepted]
     return [one for one in faster if one.timing.proven_for(steps)]
 
 
-def _reckoned(one: Kept, able: Sequence[Kept], steps: int | None, to_come: int) -> tuple[int | None, float]:
+def _expected_run(
+    one: CachedRace, able: Sequence[CachedRace], steps: int | None, to_come: int
+) -> tuple[int | None, float]:
     """For how many steps a plan is reckoned with, and a step of the baseline's: for those to come if it's compiled for them,
     unless that takes longer than the run itself."""
     step_ms = statistics.median(each.baseline.step_ms or 0.0 for each in able)
@@ -224,35 +228,37 @@ def _reckoned(one: Kept, able: Sequence[Kept], steps: int | None, to_come: int) 
     return steps, step_ms
 
 
-def trained(fingerprint: str, machine: str, versions: Mapping[str, str], device: str) -> int:
+def load_trained_steps(fingerprint: str, machine: str, versions: Mapping[str, str], device: str) -> int:
     """Steps that runs of this Task have done on such a device before, and that were not spent; 0 where nothing is kept."""
     try:
-        return max(0, int(_steps_file(_about(fingerprint, machine, versions), device).read_text(encoding="utf-8")))
+        return max(0, int(_steps_file(_identity(fingerprint, machine, versions), device).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return 0
 
 
-def note_trained(fingerprint: str, machine: str, versions: Mapping[str, str], device: str, steps: int) -> list[str]:
+def save_trained_steps(
+    fingerprint: str, machine: str, versions: Mapping[str, str], device: str, steps: int
+) -> list[str]:
     """Keeps them; returns a note if that failed. Of two runs that end at once, one may not be counted."""
     try:
-        write_atomic(_steps_file(_about(fingerprint, machine, versions), device), f"{steps}\n")
+        write_atomic(_steps_file(_identity(fingerprint, machine, versions), device), f"{steps}\n")
     except HotloopError as error:
         return [f"the run's steps couldn't be noted for runs to come: {error.given}"]
     return []
 
 
 def _steps_file(where: dict[str, Any], device: str) -> Path:
-    return _place(where) / f"steps-{device.partition(':')[0]}"
+    return _race_folder(where) / f"steps-{device.partition(':')[0]}"
 
 
-def _about(fingerprint: str, machine: str, versions: Mapping[str, str]) -> dict[str, Any]:
+def _identity(fingerprint: str, machine: str, versions: Mapping[str, str]) -> dict[str, Any]:
     known = {name: versions.get(name) for name in _DEPENDS_ON}
-    known |= {name: versions[name] for name in _UNLESS_USUAL if name in versions}
+    known |= {name: versions[name] for name in _UNLESS_DEFAULT if name in versions}
     return {"task": fingerprint, "machine": machine, "versions": known}
 
 
-def _place(where: dict[str, Any]) -> Path:
-    return folder() / _digest(where)
+def _race_folder(where: dict[str, Any]) -> Path:
+    return races_folder() / _digest(where)
 
 
 def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, Any]:
@@ -260,7 +266,7 @@ def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, A
 
 
 def _path(where: dict[str, Any], timing: Timing, baseline: Timing) -> Path:
-    return _place(where) / f"{_digest(_key(where, timing, baseline))}.json"
+    return _race_folder(where) / f"{_digest(_key(where, timing, baseline))}.json"
 
 
 def _digest(value: dict[str, Any]) -> str:

@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from hotloop.core.dispatch_mode import Onlooker
+from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.lowering.program import Program
-from hotloop.lowering.rewrites.conv_in_pool import LIKELY_TERMS
-from hotloop.lowering.rewrites.dropout_from_words import share_of
-from hotloop.lowering.rewrites.mm_by_onednn import multiplied_faster
-from hotloop.lowering.rewrites.pool_as_max import window_in
+from hotloop.lowering.rewrites.conv_in_pool import MAX_FAST_TERMS
+from hotloop.lowering.rewrites.dropout_from_words import share_of_ones
+from hotloop.lowering.rewrites.mm_by_onednn import is_faster_by_onednn
+from hotloop.lowering.rewrites.pool_as_max import window_of_call
 from hotloop.tuning.races.runner import Runner
 
-_LOOKS, _ROUNDS, _ENOUGH_S = 3, 10, 0.3
+_PROFILED_STEPS, _MAX_ROUNDS, _ENOUGH_S = 3, 10, 0.3
 """Steps that are looked at in a round, after as many that are only timed: a machine's speed changes from second to second."""
 
-_LIBRARY = (
+_LIBRARY_OPS = (
     *("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_int_mm", "dot", "mv", "addmv"),
     *("convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
     *("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"),
@@ -36,11 +36,11 @@ _LIBRARY = (
 """Operations that stay calls of a library in a compiled step, or that a compiler writes no better than PyTorch has them;
 so do those with `attention`, `lstm` or `linalg` in the name."""
 
-_GROUPED, _ONE_PLACE = 0.64, 0.43
+_GROUPED_RATIO, _POINTWISE_RATIO = 0.64, 0.43
 """With channels last, convolutions in groups took 0.55 times as long and those of one place 0.7 times (GhostNet, RegNet and
 MobileNet on two cores of an AMD EPYC), and of what a compiler writes 0.3 times is left."""
 
-_FEW_PLACES = 25
+_SMALL_FILTER = 25
 """Of a filter; of 7 x 7 places, as in ConvNeXt, it took 0.8 times as long."""
 
 _SMALLEST_WINDOW = 4
@@ -48,7 +48,7 @@ _SMALLEST_WINDOW = 4
 
 
 @dataclass(frozen=True)
-class Makeup:
+class StepProfile:
     """What a step is made of.
 
     Attributes:
@@ -65,10 +65,10 @@ class Makeup:
     library_s: float | None = None
     other_s: float | None = None
     busy_s: float | None = None
-    pooled: bool = False
+    has_pooling: bool = False
 
 
-def makeup(program: Program, *, rewrites: bool = True) -> Makeup | None:
+def profile_step(program: Program, *, rewrites: bool = True) -> StepProfile | None:
     """Looks at some training steps, operation by operation; the State stays as it was.
 
     None where torch doesn't show them one by one, as with `torch.cond`.
@@ -77,45 +77,51 @@ def makeup(program: Program, *, rewrites: bool = True) -> Makeup | None:
         rewrites: whether the plan that is to be compiled has them.
     """
     runner, began = Runner(program), time.perf_counter()
-    rounds: list[Makeup] = []
+    rounds: list[StepProfile] = []
     try:
-        while len(rounds) < _ROUNDS and (not rounds or time.perf_counter() - began < _ENOUGH_S):
-            rounds.append(_looked_at(runner, rewrites))
+        while len(rounds) < _MAX_ROUNDS and (not rounds or time.perf_counter() - began < _ENOUGH_S):
+            rounds.append(_profile_once(runner, rewrites))
     except NotImplementedError:
         return None
     finally:
-        runner.put_back()
+        runner.restore_state()
     operations = rounds[0].operations
     if program.device.type != "cpu":
-        return Makeup(operations, busy_s=_busy_s(runner) if program.device.type == "cuda" else None)
+        return StepProfile(operations, busy_s=_device_busy_s(runner) if program.device.type == "cuda" else None)
     parts = [[one.step_s or 0.0, one.library_s or 0.0, one.other_s or 0.0] for one in rounds]
     step_s, library_s, other_s = map(statistics.median, zip(*parts, strict=True))
-    return Makeup(operations, step_s, library_s, other_s, pooled=rounds[0].pooled)
+    return StepProfile(operations, step_s, library_s, other_s, has_pooling=rounds[0].has_pooling)
 
 
-def _looked_at(runner: Runner, rewrites: bool) -> Makeup:
-    step_s = runner.window(_LOOKS) / _LOOKS
-    with _Timing(rewrites) as seen:
-        runner.window(_LOOKS)
-    runner.put_back()
-    return Makeup(seen.count // _LOOKS, step_s, seen.library_s / _LOOKS, seen.other_s / _LOOKS, pooled=seen.pools)
+def _profile_once(runner: Runner, rewrites: bool) -> StepProfile:
+    step_s = runner.window(_PROFILED_STEPS) / _PROFILED_STEPS
+    with _OperatorTimer(rewrites) as seen:
+        runner.window(_PROFILED_STEPS)
+    runner.restore_state()
+    return StepProfile(
+        seen.count // _PROFILED_STEPS,
+        step_s,
+        seen.library_s / _PROFILED_STEPS,
+        seen.other_s / _PROFILED_STEPS,
+        has_pooling=seen.has_pooling,
+    )
 
 
-def _busy_s(runner: Runner) -> float | None:
+def _device_busy_s(runner: Runner) -> float | None:
     """Seconds of a step for which the device computes, which the host may keep waiting for the rest; None where nobody tells,
     as beside another profiler."""
     try:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            runner.window(_LOOKS)
+            runner.window(_PROFILED_STEPS)
     except RuntimeError:
         return None
     finally:
-        runner.put_back()
+        runner.restore_state()
     kernels = [event for event in seen.events() or () if event.device_type != DeviceType.CPU]
-    return sum(event.self_device_time_total for event in kernels) / 1e6 / _LOOKS or None
+    return sum(event.self_device_time_total for event in kernels) / 1e6 / _PROFILED_STEPS or None
 
 
-class _Timing(Onlooker):
+class _OperatorTimer(ReadOnlyDispatchMode):
     """Counts operations, and times them; on a CPU each has been computed when it returns."""
 
     def __init__(self, rewrites: bool) -> None:
@@ -130,13 +136,13 @@ class _Timing(Onlooker):
         began = time.perf_counter()
         result = function(*args, **(kwargs or {}))
         took_s = time.perf_counter() - began
-        name, stays = function.overloadpacket.__name__, _stays(function, args, self.rewrites, kwargs)
+        name, stays = function.overloadpacket.__name__, _is_library_call(function, args, self.rewrites, kwargs)
         backward = name == "convolution_backward"
         weights = args[2 if backward else 1].data_ptr() if name.startswith("convolution") and not stays else None
         if weights is not None:
             self._convolved_s[weights] += took_s
         elif stays:
-            share = _turned_faster(name, args)
+            share = _compiled_share(name, args)
             self._stays_s += (1 - share) * took_s
             self._other_s += share * took_s
         else:
@@ -159,7 +165,7 @@ class _Timing(Onlooker):
             self._weights_of[result.data_ptr()] = known
 
     @property
-    def pools(self) -> bool:
+    def has_pooling(self) -> bool:
         return bool(self._pooled)
 
     @property
@@ -175,36 +181,36 @@ def _has_memory(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def _stays(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str, Any] | None = None) -> bool:
+def _is_library_call(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str, Any] | None = None) -> bool:
     """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten, pooling in
     windows that touch and a mask of dropout too, and a product where oneDNN is faster."""
     if function.namespace not in ("aten", "prim", "prims"):
         return True  # nobody knows what those of others do inside
     name = function.overloadpacket.__name__
-    if name in ("mm", "addmm") and rewrites and multiplied_faster(*args[-2:]):
+    if name in ("mm", "addmm") and rewrites and is_faster_by_onednn(*args[-2:]):
         return False
     if name == "bernoulli_":
-        return not rewrites or share_of(function, args, kwargs or {}) is None
+        return not rewrites or share_of_ones(function, args, kwargs or {}) is None
     if name.startswith("max_pool2d_with_indices"):
-        return not (rewrites and window_in(*args[name.endswith("backward") :][:5]))
+        return not (rewrites and window_of_call(*args[name.endswith("backward") :][:5]))
     if name.startswith("convolution"):
         return not (rewrites and _can_be_rewritten(name, args))
-    return name in _LIBRARY or any(part in name for part in ("attention", "lstm", "linalg"))
+    return name in _LIBRARY_OPS or any(part in name for part in ("attention", "lstm", "linalg"))
 
 
-def _turned_faster(name: str, args: Sequence[Any]) -> float:
+def _compiled_share(name: str, args: Sequence[Any]) -> float:
     """The share of a convolution's time that counts as written by the compiler: it lays images with channels last, where oneDNN
     takes less time for filters that see one place, or a few channels."""
     if not name.startswith("convolution"):
         return 0.0
-    image, filters, groups = _convolved(name, args)
+    image, filters, groups = _convolution_operands(name, args)
     if image.ndim != 4 or not image.is_cpu or not image.is_contiguous():
         return 0.0
     places = filters.shape[2:].numel()
-    return _GROUPED if groups > 1 and places <= _FEW_PLACES else _ONE_PLACE if places == 1 else 0.0
+    return _GROUPED_RATIO if groups > 1 and places <= _SMALL_FILTER else _POINTWISE_RATIO if places == 1 else 0.0
 
 
-def _convolved(name: str, args: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
+def _convolution_operands(name: str, args: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
     """Image, filters and groups of a convolution, or of its backward."""
     return (args[1], args[2], args[9]) if name == "convolution_backward" else (args[0], args[1], args[8])
 
@@ -212,7 +218,7 @@ def _convolved(name: str, args: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
 def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
     """A convolution as `conv_in_pool` takes it, if its result is pooled: of images that learn nothing themselves, in one group."""
     backward = name == "convolution_backward"
-    image, filters, groups = _convolved(name, args)
+    image, filters, groups = _convolution_operands(name, args)
     learns, transposed = (args[10][0], args[7]) if backward else (image.requires_grad, args[6])
-    small = filters[0].numel() * _SMALLEST_WINDOW <= LIKELY_TERMS
+    small = filters[0].numel() * _SMALLEST_WINDOW <= MAX_FAST_TERMS
     return image.ndim == 4 and groups == 1 and small and not learns and not transposed

@@ -27,21 +27,21 @@ import torch
 from torch.distributed import rpc
 from torch.distributed.rpc import constants
 
-from hotloop.core.hardware.devices import devices
-from hotloop.core.patches import patched
-from hotloop.core.processes.signals import INTERRUPTING
-from hotloop.distributed.fork_safety import FORK_BYTES, check_room
+from hotloop.core.hardware.devices import device_names
+from hotloop.core.patches import patch_attribute
+from hotloop.core.processes.signals import STOP_SIGNALS
+from hotloop.distributed.fork_safety import FORK_BYTES, check_process_memory
 from hotloop.distributed.watchdog import LONGEST_WAIT_S
-from hotloop.errors import HotloopError, TrainingError, blame
-from hotloop.lowering.parameter_server.scheduler import Answer, Look, Lost, Work, nothing
-from hotloop.lowering.parameter_server.server import Weights
-from hotloop.lowering.parameter_server.workers.worker import Host, Recipe
+from hotloop.errors import HotloopError, TrainingError, describe_error
+from hotloop.lowering.parameter_server.scheduler import PollHook, WorkerAnswer, WorkerLost, WorkItem, no_poll
+from hotloop.lowering.parameter_server.server import WeightVersion
+from hotloop.lowering.parameter_server.workers.worker import RemoteTask, WorkerHost
 from hotloop.plan import Plan
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 """How often a server that waits for gradients looks whether its workers live."""
 
-_DYING_S = 1.0
+_EXIT_WAIT_S = 1.0
 """How long a worker that can't be reached may take to be seen dead."""
 
 _JOIN_S = 60.0
@@ -49,13 +49,13 @@ _JOIN_S = 60.0
 
 
 @dataclass(frozen=True)
-class _Unreached:
+class _WorkerUnreachable:
     """What RPC says of a worker in place of an answer; that it died, too, in words that change with the moment."""
 
-    why: str
+    reason: str
 
 
-class ProcessCrew:
+class ProcessPool:
     """Worker processes, each with a replica of its own.
 
     Args:
@@ -68,15 +68,15 @@ class ProcessCrew:
         TrainingError: a process ended before it began.
     """
 
-    def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
-        check_room(workers, FORK_BYTES, "workers")
-        self._answers: queue.SimpleQueue[tuple[int, Answer | _Unreached]] = queue.SimpleQueue()
+    def __init__(self, recipe: RemoteTask, plan: Plan, workers: int) -> None:
+        check_process_memory(workers, FORK_BYTES, "workers")
+        self._answers: queue.SimpleQueue[tuple[int, WorkerAnswer | _WorkerUnreachable]] = queue.SimpleQueue()
         self._folder = tempfile.TemporaryDirectory(prefix="hotloop-")
         self._processes: dict[int, BaseProcess] = {}
         self._closed = False
         self._turn = rpc._init_counter
         try:
-            with _over_loopback():
+            with _use_loopback():
                 self._start(workers)
                 self._join_workers(workers)
         except BaseException:
@@ -84,9 +84,9 @@ class ProcessCrew:
             raise
         self._hosts = [
             rpc.remote(
-                _name(worker, self._turn),
-                Host,
-                args=(recipe, plan.with_axes(device=device_of(worker, plan.device, devices())), workers),
+                _unique_name(worker, self._turn),
+                WorkerHost,
+                args=(recipe, plan.with_axes(device=worker_device(worker, plan.device, device_names())), workers),
                 timeout=0,
             )
             for worker in range(workers)
@@ -97,33 +97,34 @@ class ProcessCrew:
             self.close()
             raise
 
-    def give(self, worker: int, work: Work, weights: Weights) -> None:
+    def submit(self, worker: int, work: WorkItem, weights: WeightVersion) -> None:
         if worker in self._processes:
-            self._ask(worker, Host.gradient, work, weights)
+            self._ask(worker, WorkerHost.gradient, work, weights)
 
-    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
+    def receive(self, look: PollHook = no_poll) -> tuple[int, WorkerAnswer]:
         while True:
             try:
                 worker, answer = self._answers.get_nowait()
             except queue.Empty:
-                if (lost := self._dead()) is not None:
+                if (lost := self._dead_workers()) is not None:
                     return lost
                 if not self._processes:
                     raise TrainingError("all workers are gone", fix="see above how each ended") from None
                 try:
-                    worker, answer = self._answers.get(timeout=_LOOK_S)
+                    worker, answer = self._answers.get(timeout=_POLL_S)
                 except queue.Empty:
                     look()
                     continue
-            if worker not in self._processes and not isinstance(answer, Lost):  # of one that died nothing else counts
+            # of one that died nothing else counts
+            if worker not in self._processes and not isinstance(answer, WorkerLost):
                 continue
-            return worker, self._why(worker, answer) if isinstance(answer, _Unreached) else answer
+            return worker, self._exit_reason(worker, answer) if isinstance(answer, _WorkerUnreachable) else answer
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        with _over_loopback():
+        with _use_loopback():
             rpc.shutdown(graceful=False)
         self._end_processes()
 
@@ -132,7 +133,7 @@ class ProcessCrew:
         return {worker: process.pid or 0 for worker, process in self._processes.items()}
 
     def _start(self, workers: int) -> None:
-        context = _context()
+        context = _spawn_context()
         began: dict[Any, int] = {}
         for worker in range(workers):
             ours, theirs = context.Pipe(duplex=False)
@@ -149,18 +150,20 @@ class ProcessCrew:
                 try:
                     pipe.recv()
                 except EOFError:
-                    self._processes[worker].join(_DYING_S)
-                    raise _stillborn(worker, self._processes[worker].exitcode) from None
+                    self._processes[worker].join(_EXIT_WAIT_S)
+                    raise _start_failure(worker, self._processes[worker].exitcode) from None
                 finally:
                     pipe.close()
 
     def _join_workers(self, workers: int) -> None:
         try:
-            _join(f"server-{self._turn}", 0, workers + 1, self._folder.name, threads=4)
+            _join_rpc(f"server-{self._turn}", 0, workers + 1, self._folder.name, threads=4)
         except RuntimeError as error:
-            if (lost := self._dead()) is None:
-                raise TrainingError(f"the workers can't be reached: {blame(error)}") from error
-            raise TrainingError(f"worker {lost[0]} {lost[1].why} before its first batch", fix="start again") from error
+            if (lost := self._dead_workers()) is None:
+                raise TrainingError(f"the workers can't be reached: {describe_error(error)}") from error
+            raise TrainingError(
+                f"worker {lost[0]} {lost[1].reason} before its first batch", fix="start again"
+            ) from error
 
     def _make_ready(self) -> None:
         """Waits until all workers have built their replicas, so that the first epoch's time doesn't include this.
@@ -178,7 +181,7 @@ class ProcessCrew:
                 )
 
         for worker in range(len(self._hosts)):
-            self._ask(worker, Host.make_ready)
+            self._ask(worker, WorkerHost.make_ready)
         answers = []
         for _ in self._hosts:
             answers.append(self.receive(check_time))
@@ -193,31 +196,33 @@ class ProcessCrew:
                 self._answers.put((worker, future.value()))
             except RuntimeError as error:
                 if "eof" not in str(error).lower() and "shut" not in str(error).lower():  # those tell of its death
-                    self._answers.put((worker, _Unreached(blame(error))))
+                    self._answers.put((worker, _WorkerUnreachable(describe_error(error))))
 
         host = self._hosts[worker]
         try:
-            asked = rpc.rpc_async(_name(worker, self._turn), _call, args=(host, method, *arguments), timeout=0)
+            asked = rpc.rpc_async(
+                _unique_name(worker, self._turn), _call_method, args=(host, method, *arguments), timeout=0
+            )
         except RuntimeError as error:  # the worker died before its host was made
-            self._answers.put((worker, _Unreached(blame(error))))
+            self._answers.put((worker, _WorkerUnreachable(describe_error(error))))
         else:
             asked.add_done_callback(arrived)
 
-    def _dead(self) -> tuple[int, Lost] | None:
+    def _dead_workers(self) -> tuple[int, WorkerLost] | None:
         for worker, process in self._processes.items():
             if process.exitcode is not None:
                 del self._processes[worker]
-                return worker, Lost(_ended(process.exitcode))
+                return worker, WorkerLost(_describe_exit(process.exitcode))
         return None
 
-    def _why(self, worker: int, unreached: _Unreached) -> Answer:
+    def _exit_reason(self, worker: int, unreached: _WorkerUnreachable) -> WorkerAnswer:
         """Whether it died, or lives and can't be reached."""
         process = self._processes[worker]
-        process.join(_DYING_S)
+        process.join(_EXIT_WAIT_S)
         if process.exitcode is None:
-            return TrainingError(f"worker {worker} can't be reached: {unreached.why}")
+            return TrainingError(f"worker {worker} can't be reached: {unreached.reason}")
         del self._processes[worker]
-        return Lost(_ended(process.exitcode))
+        return WorkerLost(_describe_exit(process.exitcode))
 
     def _end_processes(self) -> None:
         for process in self._processes.values():
@@ -227,7 +232,7 @@ class ProcessCrew:
         self._folder.cleanup()
 
 
-def device_of(worker: int, device: str, here: Sequence[str]) -> str:
+def worker_device(worker: int, device: str, here: Sequence[str]) -> str:
     """The device of a worker: those of the plan's kind in turn.
 
     Args:
@@ -237,7 +242,7 @@ def device_of(worker: int, device: str, here: Sequence[str]) -> str:
     return alike[worker % len(alike)] if len(alike) > 1 else device
 
 
-def _context() -> Any:
+def _spawn_context() -> Any:
     """Processes that share nothing with this one, as CUDA and OpenMP need; made of one that has torch, where that goes."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -246,7 +251,7 @@ def _context() -> Any:
     return context
 
 
-def _call(host: Any, method: Any, *arguments: Any) -> Any:
+def _call_method(host: Any, method: Any, *arguments: Any) -> Any:
     """In a worker: a method of what lives there."""
     return method(host.local_value(), *arguments)
 
@@ -257,14 +262,15 @@ def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -
     Args:
         turn: how often the server's process used RPC before; torch numbers its uses, and the numbers must agree.
     """
-    for number in INTERRUPTING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # these reach all processes of a terminal; the server ends its workers
     watch = threading.Thread(target=_end_with_parent, daemon=True)
     watch.start()
     began.send(worker)
     rpc._init_counter = turn
     with suppress(RuntimeError):  # another process hasn't joined: the server reports which, and ends the workers
-        _join(_name(worker, turn), worker + 1, world, folder, threads=1)  # its operations have threads of their own
+        # its operations have threads of their own
+        _join_rpc(_unique_name(worker, turn), worker + 1, world, folder, threads=1)
     watch.join()
 
 
@@ -275,19 +281,19 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _join(name: str, rank: int, world: int, folder: str, *, threads: int) -> None:
+def _join_rpc(name: str, rank: int, world: int, folder: str, *, threads: int) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=threads, rpc_timeout=60, init_method=f"file://{folder}/meeting"
     )
     # torch 2.13 waits 24 days for a process that was killed before it joined, and has no option for this time.
-    limited = patched(constants, "DEFAULT_PROCESS_GROUP_TIMEOUT", lambda _: timedelta(seconds=_JOIN_S))
+    limited = patch_attribute(constants, "DEFAULT_PROCESS_GROUP_TIMEOUT", lambda _: timedelta(seconds=_JOIN_S))
     with limited, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use
         rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
 
 
 @contextmanager
-def _over_loopback() -> Iterator[None]:
+def _use_loopback() -> Iterator[None]:
     """What is started within talks over the loopback interface, unless told otherwise, and logs errors alone."""
     settings = {
         "TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -302,18 +308,18 @@ def _over_loopback() -> Iterator[None]:
             del os.environ[name]
 
 
-def _name(worker: int, turn: int) -> str:
+def _unique_name(worker: int, turn: int) -> str:
     """Another one each time: torch counts what a set of names has done since the server's process began."""
     return f"worker-{worker}-{turn}"
 
 
-def _ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _stillborn(worker: int, code: int | None) -> TrainingError:
+def _start_failure(worker: int, code: int | None) -> TrainingError:
     if code is not None and code < 0:
-        return TrainingError(f"worker {worker} {_ended(code)} before its first batch", fix="start again")
+        return TrainingError(f"worker {worker} {_describe_exit(code)} before its first batch", fix="start again")
     return TrainingError(
         f"the process of worker {worker} ended before it began",
         expected="a script that starts to train only if it is the main program",

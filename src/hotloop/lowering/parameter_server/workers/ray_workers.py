@@ -6,18 +6,25 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from hotloop.distributed.ray.cluster import connect, explaining, ray_module
+from hotloop.distributed.ray.cluster import connect, ray_module, translate_ray_errors
 from hotloop.errors import HotloopError, TrainingError
-from hotloop.lowering.parameter_server.scheduler import Answer, Look, Lost, Ready, Work, nothing
-from hotloop.lowering.parameter_server.server import Weights
-from hotloop.lowering.parameter_server.workers.worker import Host, Recipe
+from hotloop.lowering.parameter_server.scheduler import (
+    PollHook,
+    WorkerAnswer,
+    WorkerLost,
+    WorkerReady,
+    WorkItem,
+    no_poll,
+)
+from hotloop.lowering.parameter_server.server import WeightVersion
+from hotloop.lowering.parameter_server.workers.worker import RemoteTask, WorkerHost
 from hotloop.plan import Plan
 
 _START_RETRIES = 3
 """How often Ray starts a worker again that dies before its first batch."""
 
 
-class ActorCrew:
+class ActorPool:
     """Actors in the cluster that Ray knows of (`RAY_ADDRESS`, or one that runs on this machine), else in one of its own.
 
     A Task from a file is read from the run's folder, which all machines of the cluster must see.
@@ -28,36 +35,36 @@ class ActorCrew:
         TrainingError: Ray's object store is full, or a worker died again and again before its first batch.
     """
 
-    def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+    def __init__(self, recipe: RemoteTask, plan: Plan, workers: int) -> None:
         self._ray = ray_module()
         self._own = not self._ray.is_initialized()
         if self._own:
             connect()
         self._pending: dict[Any, int] = {}
-        self._waiting: deque[tuple[int, Answer]] = deque()
+        self._waiting: deque[tuple[int, WorkerAnswer]] = deque()
         self._weights: tuple[int, Any] = (-1, None)
         self._actors: list[Any] = []
         try:
-            with explaining(self._ray):
+            with translate_ray_errors(self._ray):
                 self._start(recipe, plan, workers)
         except BaseException:
             self.close()
             raise
-        self._waiting.extend((worker, Ready()) for worker in range(workers))
+        self._waiting.extend((worker, WorkerReady()) for worker in range(workers))
 
-    def give(self, worker: int, work: Work, weights: Weights) -> None:
+    def submit(self, worker: int, work: WorkItem, weights: WeightVersion) -> None:
         if self._weights[0] != weights.version:
-            with explaining(self._ray):
+            with translate_ray_errors(self._ray):
                 self._weights = weights.version, self._ray.put(weights)  # once, however many workers get them
         self._pending[self._actors[worker].gradient.remote(work, self._weights[1])] = worker
 
-    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
+    def receive(self, look: PollHook = no_poll) -> tuple[int, WorkerAnswer]:
         if self._waiting:
             return self._waiting.popleft()
-        with explaining(self._ray):
-            return self._received(look)
+        with translate_ray_errors(self._ray):
+            return self._receive(look)
 
-    def _received(self, look: Look) -> tuple[int, Answer]:
+    def _receive(self, look: PollHook) -> tuple[int, WorkerAnswer]:
         done: list[Any] = []
         while not done:  # in pieces, so that Ctrl-C is handled
             done, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=0.2)
@@ -69,7 +76,7 @@ class ActorCrew:
         except self._ray.exceptions.RayActorError:
             back = self._actors[worker].make_ready.options(max_task_retries=-1)  # which waits until the actor is back
             self._pending[back.remote()] = worker
-            return worker, Lost("died, and Ray starts it again")
+            return worker, WorkerLost("died, and Ray starts it again")
 
     def close(self) -> None:
         for actor in self._actors:
@@ -79,9 +86,9 @@ class ActorCrew:
         if self._own and self._ray.is_initialized():
             self._ray.shutdown()
 
-    def _start(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+    def _start(self, recipe: RemoteTask, plan: Plan, workers: int) -> None:
         options = self._resources(plan, workers) | {"max_restarts": -1, "scheduling_strategy": "SPREAD"}
-        actor = self._ray.remote(**options)(Host)
+        actor = self._ray.remote(**options)(WorkerHost)
         self._actors = [actor.remote(recipe, plan, workers) for _ in range(workers)]
         left = self._actors
         for _ in range(_START_RETRIES + 1):

@@ -21,19 +21,26 @@ import torch
 from hotloop.core.random.rng import generator_for
 from hotloop.errors import PlanError, TrainingError
 from hotloop.lowering.build import lower
-from hotloop.lowering.parameter_server.scheduler import Answer, Look, Lost, Ready, Work, nothing
-from hotloop.lowering.parameter_server.server import Policy, Weights
-from hotloop.lowering.parameter_server.server_program import ServedProgram, served
-from hotloop.lowering.parameter_server.workers.worker import Replica
+from hotloop.lowering.parameter_server.scheduler import (
+    PollHook,
+    WorkerAnswer,
+    WorkerLost,
+    WorkerReady,
+    WorkItem,
+    no_poll,
+)
+from hotloop.lowering.parameter_server.server import StalenessPolicy, WeightVersion
+from hotloop.lowering.parameter_server.server_program import ParameterServerProgram, parameter_server_program
+from hotloop.lowering.parameter_server.workers.worker import WorkerReplica
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
 
-Times = Callable[[int, int], float]
+StepTimes = Callable[[int, int], float]
 """`(worker, how many batches it had before)` -> virtual seconds that the next one takes it."""
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadyTimes:
     """Each worker always takes as long: `seconds[worker]`, or the last of them for those without one."""
 
     seconds: Sequence[float] = (1.0,)
@@ -43,7 +50,7 @@ class Steady:
 
 
 @dataclass(frozen=True)
-class Uneven:
+class UniformTimes:
     """Times drawn anew for each batch, uniformly from `mean * (1 - spread)` to `mean * (1 + spread)`."""
 
     mean: float = 1.0
@@ -56,7 +63,7 @@ class Uneven:
 
 
 @dataclass(frozen=True)
-class Exponential:
+class ExponentialTimes:
     """Times drawn anew for each batch, of this mean, many short and some very long."""
 
     mean: float = 1.0
@@ -67,7 +74,7 @@ class Exponential:
         return self.mean * float(drawn)
 
 
-class VirtualCrew:
+class SimulatedPool:
     """Workers that are one replica, and take turns on it in the order of a virtual clock.
 
     Args:
@@ -80,27 +87,29 @@ class VirtualCrew:
         now: virtual seconds since the beginning.
     """
 
-    def __init__(self, replica: Replica, workers: int, times: Times, deaths: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, replica: WorkerReplica, workers: int, times: StepTimes, deaths: Mapping[int, float] | None = None
+    ) -> None:
         if workers < 1:
             raise PlanError(f"{workers} workers", expected="1 or more")
         self.now = 0.0
         self._replica, self._times, self._deaths = replica, times, dict(deaths or {})
         self._number = itertools.count()  # of equal times, what was handed out first comes first
         self._had = [0] * workers
-        self._coming: list[tuple[float, int, int, tuple[Work, Weights] | Ready | Lost]] = []
+        self._coming: list[tuple[float, int, int, tuple[WorkItem, WeightVersion] | WorkerReady | WorkerLost]] = []
         for worker in range(workers):
-            self._push(0.0, worker, Ready())
+            self._push(0.0, worker, WorkerReady())
 
-    def give(self, worker: int, work: Work, weights: Weights) -> None:
+    def submit(self, worker: int, work: WorkItem, weights: WeightVersion) -> None:
         done = self.now + self._times(worker, self._had[worker])
         self._had[worker] += 1
         death = self._deaths.get(worker, math.inf)
         if death <= done and death < math.inf:
-            self._push(max(death, self.now), worker, Lost("died"))
+            self._push(max(death, self.now), worker, WorkerLost("died"))
         elif done < math.inf:
             self._push(done, worker, (work, weights))
 
-    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
+    def receive(self, look: PollHook = no_poll) -> tuple[int, WorkerAnswer]:
         if not self._coming:
             raise TrainingError("no worker is left that would ever answer", fix="look at the times and the deaths")
         self.now, _, worker, what = heapq.heappop(self._coming)
@@ -109,35 +118,35 @@ class VirtualCrew:
     def close(self) -> None:
         self._coming.clear()
 
-    def _push(self, when: float, worker: int, what: tuple[Work, Weights] | Ready | Lost) -> None:
+    def _push(self, when: float, worker: int, what: tuple[WorkItem, WeightVersion] | WorkerReady | WorkerLost) -> None:
         heapq.heappush(self._coming, (when, next(self._number), worker, what))
 
 
-def simulated(
+def simulate_training(
     task: Task,
     *,
     workers: int,
-    times: Times = Steady(),
-    policy: Policy = Policy(),  # noqa: B008 - frozen
+    times: StepTimes = SteadyTimes(),
+    policy: StalenessPolicy = StalenessPolicy(),  # noqa: B008 - frozen
     deaths: Mapping[int, float] | None = None,
     plan: Plan = BASELINE,
-) -> ServedProgram:
+) -> ParameterServerProgram:
     """A Program that trains `task` asynchronously in virtual time; `feed.crew.now` tells the time.
 
     Args:
         workers: how many there would be.
-        times: how many virtual seconds a batch takes a worker: `Steady`, `Uneven`, `Exponential`, or a function of one's own.
+        times: how many virtual seconds a batch takes a worker: `SteadyTimes`, `UniformTimes`, `ExponentialTimes`, or a function of one's own.
         policy: what is done about stale gradients.
         deaths: worker -> the virtual time at which it is gone.
         plan: how the gradients are computed.
     """
-    program = served(lower(task, plan).parts, policy)
-    program.employ(crew_of(task, workers, times, deaths, plan))
+    program = parameter_server_program(lower(task, plan).parts, policy)
+    program.set_workers(simulated_workers(task, workers, times, deaths, plan))
     return program
 
 
-def crew_of(
-    task: Task, workers: int, times: Times, deaths: Mapping[int, float] | None = None, plan: Plan = BASELINE
-) -> VirtualCrew:
-    """New workers for `ServedProgram.employ`; see `simulated`."""
-    return VirtualCrew(Replica(task, plan), workers, times, deaths)
+def simulated_workers(
+    task: Task, workers: int, times: StepTimes, deaths: Mapping[int, float] | None = None, plan: Plan = BASELINE
+) -> SimulatedPool:
+    """New workers for `ParameterServerProgram.set_workers`; see `simulate_training`."""
+    return SimulatedPool(WorkerReplica(task, plan), workers, times, deaths)

@@ -13,26 +13,26 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from hotloop.core.float32_switches import read, running_under
-from hotloop.core.number_formats import Switches
-from hotloop.core.random.rng import preserved
+from hotloop.core.float32_switches import apply_switches, read_switches
+from hotloop.core.number_formats import Float32Switches
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import SourceRecord
 from hotloop.core.state import Position, put_values
 from hotloop.core.task_parts.module_modes import set_training
-from hotloop.data.feeds.rank_rows import Positions
-from hotloop.errors import HotloopError, NonFiniteError, PlanError, TaskError, TrainingError, blame
+from hotloop.data.feeds.rank_rows import RandomAccessFeed
+from hotloop.errors import HotloopError, NonFiniteError, PlanError, TaskError, TrainingError, describe_error
 from hotloop.lowering.build import lower
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.failures.explanation import explained
+from hotloop.lowering.failures.explanation import explain_error
 from hotloop.lowering.failures.location import step_under_way
-from hotloop.lowering.parameter_server.scheduler import Answer, Gradient, Ready, Work
-from hotloop.lowering.parameter_server.server import Weights
+from hotloop.lowering.parameter_server.scheduler import Gradient, WorkerAnswer, WorkerReady, WorkItem
+from hotloop.lowering.parameter_server.server import WeightVersion
 from hotloop.plan import Plan
-from hotloop.task import Computed, Task, overridden
+from hotloop.task import StepResult, Task, override_fields
 from hotloop.task_file import load_from_run
 
 
-class Replica:
+class WorkerReplica:
     """Computes gradients; random draws follow from the place of the batch, whoever computes it and when.
 
     Args:
@@ -45,9 +45,9 @@ class Replica:
         self._model: nn.Module = parts.model
         self._step = _GradientStep(parts)
         self._step.draws.always = True
-        self._positions = Positions(self._program.feed)
+        self._positions = RandomAccessFeed(self._program.feed)
 
-    def gradient(self, work: Work, weights: Weights) -> Gradient:
+    def gradient(self, work: WorkItem, weights: WeightVersion) -> Gradient:
         """The gradient of the mean loss of a batch.
 
         Raises:
@@ -57,15 +57,15 @@ class Replica:
         number = work.epoch * (self._program.feed.batches or 0) + work.batch
         self._program.position = Position(number, work.epoch, work.batch)
         try:
-            with preserved(self._program.device):
+            with preserve_generators(self._program.device):
                 self._load(weights)
-                return self._checked(self._computed(work, number))
+                return self._check(self._compute(work, number))
         except HotloopError:
             raise
         except Exception as error:
-            raise explained(error, self._program, None) from error
+            raise explain_error(error, self._program, None) from error
 
-    def _computed(self, work: Work, number: int) -> Gradient:
+    def _compute(self, work: WorkItem, number: int) -> Gradient:
         parts = self._program.parts
         batch, samples = self._positions.at(work.epoch, work.batch)
         set_training(self._model, parts.in_eval)
@@ -85,7 +85,7 @@ class Replica:
             scalars={name: value.detach().cpu() for name, value in computed.scalars.items()},
         )
 
-    def _checked(self, gradient: Gradient) -> Gradient:
+    def _check(self, gradient: Gradient) -> Gradient:
         """The same, if it may be sent."""
         found = [value for value in gradient.gradients if value is not None]
         if any(value.is_sparse for value in found):
@@ -103,7 +103,7 @@ class Replica:
         return gradient
 
     @torch.no_grad()
-    def _load(self, weights: Weights) -> None:
+    def _load(self, weights: WeightVersion) -> None:
         for target, value in zip(self._model.parameters(), weights.parameters, strict=True):
             target.copy_(value)
         for buffer, value in zip(self._model.buffers(), weights.buffers, strict=True):
@@ -113,7 +113,7 @@ class Replica:
 class _GradientStep(EagerStep):
     """A step that ends before the update: clipping and all that follows is the server's."""
 
-    def gradients_of(self, batch: object, samples: int, number: int) -> Computed:
+    def gradients_of(self, batch: object, samples: int, number: int) -> StepResult:
         """Leaves the gradients in the parameters; `number` is what the step's random draws follow from."""
         return self._backward(batch, samples, number)
 
@@ -122,7 +122,7 @@ class _GradientStep(EagerStep):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RemoteTask:
     """What crosses over to another process of this machine.
 
     Attributes:
@@ -136,10 +136,12 @@ class Recipe:
     record: SourceRecord | None = None
     pickled: bytes = b""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    switches: Switches = field(default_factory=read)
+    switches: Float32Switches = field(default_factory=read_switches)
 
     @classmethod
-    def of(cls, task: Task, source: Path, record: SourceRecord | None, overrides: Mapping[str, Any]) -> Recipe:
+    def from_task(
+        cls, task: Task, source: Path, record: SourceRecord | None, overrides: Mapping[str, Any]
+    ) -> RemoteTask:
         """That of a run's Task.
 
         Raises:
@@ -151,7 +153,7 @@ class Recipe:
             return cls(pickled=cloudpickle.dumps(replace(task, callbacks=())))
         except Exception as error:
             raise TaskError(
-                f"the Task can't be sent to other processes: {blame(error)}",
+                f"the Task can't be sent to other processes: {describe_error(error)}",
                 expected="functions, data sets and arrays that can be pickled",
                 fix="put the Task into a file, and run: hotloop train file.py",
             ) from error
@@ -161,44 +163,44 @@ class Recipe:
         if self.record is None or self.source is None:
             loaded: Task = cloudpickle.loads(self.pickled)
             return loaded
-        return overridden(load_from_run(self.source, self.record), self.overrides)
+        return override_fields(load_from_run(self.source, self.record), self.overrides)
 
 
-class Host:
+class WorkerHost:
     """A replica, made of a recipe where it is needed; errors are answers like others.
 
     Args:
         workers: how many share the machine's cores.
     """
 
-    def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+    def __init__(self, recipe: RemoteTask, plan: Plan, workers: int) -> None:
         self._recipe, self._plan, self._workers = recipe, plan, workers
-        self._replica: Replica | None = None
+        self._replica: WorkerReplica | None = None
 
-    def make_ready(self) -> Answer:
+    def make_ready(self) -> WorkerAnswer:
         if self._plan.threads is None:
             torch.set_num_threads(max(1, torch.get_num_threads() // self._workers))
         try:
             task = self._recipe.task()  # its file may set other switches than the run has
-            with running_under(self._recipe.switches, torch.device(self._plan.device).type):
-                self._replica = Replica(task, self._plan)
+            with apply_switches(self._recipe.switches, torch.device(self._plan.device).type):
+                self._replica = WorkerReplica(task, self._plan)
         except Exception as error:
-            return _told(error)
-        return Ready()
+            return _error_answer(error)
+        return WorkerReady()
 
-    def gradient(self, work: Work, weights: Weights) -> Answer:
+    def gradient(self, work: WorkItem, weights: WeightVersion) -> WorkerAnswer:
         if self._replica is None and isinstance(answer := self.make_ready(), HotloopError):
             return answer
         assert self._replica is not None
         try:
             return self._replica.gradient(work, weights)
         except Exception as error:
-            return _told(error)
+            return _error_answer(error)
 
     def pid(self) -> int:
         """Of the process that it lives in."""
         return os.getpid()
 
 
-def _told(error: Exception) -> HotloopError:
-    return error if isinstance(error, HotloopError) else TrainingError(f"a worker raised {blame(error)}")
+def _error_answer(error: Exception) -> HotloopError:
+    return error if isinstance(error, HotloopError) else TrainingError(f"a worker raised {describe_error(error)}")
