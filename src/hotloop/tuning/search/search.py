@@ -63,14 +63,14 @@ _VARIANT_GAIN = 0.15
 
 @dataclass
 class PlanSearch:
-    """One search for one Task on one device.
+    """A search for the fastest plan of one Task on one device.
 
     Attributes:
         baseline: eager on the device under torch's settings; `base` also has the axes that the user set, named in `fixed`.
         rules: the best uncompiled plan by the rules alone, which a run without a search takes.
         deadline: a race, compilation or proof that should end later is skipped.
-        failed: reasons by name of plans that failed in an earlier race; the search skips these plans.
-        timings: by plan name, from the plan's last race, relative to the baseline of the last race.
+        failed: reasons of plans that failed in an earlier race and are skipped, by name.
+        timings: by plan name, from its last race, relative to the last race's baseline.
     """
 
     task: Task
@@ -97,7 +97,7 @@ class PlanSearch:
         self.pool = ProgramPool(self.task)
 
     def run(self) -> str:
-        """The name of the plan that finishes this run first and is proven equal: the baseline, if none is."""
+        """Returns the name of the proven plan that finishes this run first; the baseline's, if no plan is proven."""
         with closing(self.pool):
             try:
                 with self.deadline.enforce("the search", reserve_s=-GRACE_S):
@@ -143,7 +143,7 @@ class PlanSearch:
         return BASELINE
 
     def _time_baseline(self) -> tuple[float, float]:
-        """Seconds of the baseline's step, and of copying its State out and back."""
+        """Returns the seconds of the baseline's step, and of copying its State out and back."""
         program = self.pool.get_program(BASELINE, self.baseline)
         try:
             with preserve_generators(*program.devices):
@@ -153,7 +153,6 @@ class PlanSearch:
 
     @property
     def has_results(self) -> bool:
-        """Whether anything was found of any plan but the baseline."""
         return has_results(self.timings)
 
     @property
