@@ -51,7 +51,7 @@ def test_all_data_may_be_one_batch(batch_size: int, one: bool) -> None:
 
 
 def test_ranks_have_as_many_steps_as_the_first_has_time_for_or_as_were_asked_for() -> None:
-    world: Any = SimpleNamespace(alone=False, of_first=lambda value: value)
+    world: Any = SimpleNamespace(is_single=False, broadcast_int=lambda value: value)
     assert [agree_on_steps(steps, 1.0, world) for steps in (None, 200)] == [30, 200]
 
 

@@ -51,7 +51,7 @@ class RankCommPhases:
             self._clock.pause()
 
 
-_SENDING_METHODS = ((ParameterHost, "collect"), (ParameterHost, "spread"), (WeightAverage, "take"))
+_SENDING_METHODS = ((ParameterHost, "collect"), (ParameterHost, "broadcast"), (WeightAverage, "take"))
 """What does nothing but send and receive, with all that makes it ready."""
 
 

@@ -41,7 +41,7 @@ def profile_script(
     end = run_script(
         path,
         arguments,
-        inside="hotloop.profiler.script_child:begin",
+        inside="hotloop.profiler.script_child:wait_for_torch",
         settings=settings,
         stop_after_s=stop_after_s,
         stdout=stdout,

@@ -24,7 +24,8 @@ def wait_for_torch(settings: dict[str, Any]) -> None:
     """Waits for torch, and profiles functions until then; lines, until something trains.
 
     Args:
-        settings: `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None; `try_s`, for a race of the compiled network, or None.
+        settings: `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None;
+            `try_s`, for a race of the compiled network, or None.
     """
     path = sys.path[:]  # the script's folder isn't in it yet
     lines = PlainLineSampler()

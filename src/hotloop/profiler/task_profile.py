@@ -228,7 +228,7 @@ def _hook_program(program: Program, watch: ProfilerSession) -> Iterator[None]:
 _ARRAYS_PHASES: dict[str, Phase] = {
     "_clear_gradients": "update",
     "_arrays": "batch",
-    "_compared": "loss",
+    "_compare_first": "loss",
     "_clip_unscaled": "update",
     "_update": "update",
     "step_schedule": "update",

@@ -150,8 +150,8 @@ def asked(command: str, **environment: str) -> str:
     ],
 )
 def test_what_the_environment_says_stays(variable: str, value: str) -> None:
-    assert asked("print(machine.in_use())") == "glibc"
-    assert asked("print(machine.in_use())", **{variable: value}) == "None"
+    assert asked("print(machine.active_allocator())") == "glibc"
+    assert asked("print(machine.active_allocator())", **{variable: value}) == "None"
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, for an allocator to preload")
@@ -161,7 +161,7 @@ def test_another_allocator_that_is_preloaded_is_not_told(tmp_path: Path) -> None
         "#include <stddef.h>\nextern void *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
     )
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    assert asked("print(machine.in_use())", LD_PRELOAD=str(library)) == "None"
+    assert asked("print(machine.active_allocator())", LD_PRELOAD=str(library)) == "None"
 
 
 def test_what_can_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def output_not_moved(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_comes_home_to_the_plan_s_device(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ModulePlaces, "run_across_devices", lambda self, name: self.named[""])
+    patch.setattr(ModulePlaces, "run_across_devices", lambda self, name: self.named_modules[""])
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_whole_batches_are_loaded_only_where_rows_depend_on_others(collate: Any,
 
 
 def test_backward_is_watched_operator_by_operator_only_where_it_draws(seen: list[Any]) -> None:
-    assert seen[0]["modes"] == {False: "NoneType", True: "WholeDraws"}
+    assert seen[0]["modes"] == {False: "NoneType", True: "GlobalBatchRng"}
 
 
 def test_a_norm_that_looks_at_other_ranks_by_itself_cannot_be_tried(seen: list[Any]) -> None:

@@ -39,17 +39,17 @@ class Quiet:
         self.kinds.append(kind)
         return "python"
 
-    def again(self) -> None:
+    def restart_step(self) -> None:
         assert self.kinds[-1] == "clean"
         self.kinds.insert(-1, "settling")
 
-    def ready(self) -> None: ...
+    def observers_ready(self) -> None: ...
     def flags(self) -> list[str]:
         return []
 
     def end(self, *, usual: bool = True) -> None: ...
-    def anew(self) -> None: ...
-    def between(self) -> None: ...
+    def restart(self) -> None: ...
+    def between_steps(self) -> None: ...
 
 
 class Even:
@@ -68,7 +68,7 @@ class Even:
     def idle_ms(self, first: float, last: float) -> float:
         return 0.0
 
-    def passed(self, mark: float) -> bool:
+    def has_passed(self, mark: float) -> bool:
         return True
 
 

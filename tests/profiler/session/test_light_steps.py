@@ -44,7 +44,7 @@ class Hand:
     def idle_ms(self, first: Instant, last: Instant) -> float:
         return 0.0
 
-    def passed(self, mark: Instant) -> bool:
+    def has_passed(self, mark: Instant) -> bool:
         return True
 
 
