@@ -60,11 +60,14 @@ def no_process_of_ray_is_left() -> Iterator[None]:
 
 
 def _services(mark: str) -> list[str]:
-    """The command lines of Ray's services with this mark; Ray's workers end with their service."""
+    """The command lines of Ray's services with this mark; Ray's workers end with their service.
+
+    The server of multiprocessing's forks lives as long as the tests, and names Ray's folder in its command line.
+    """
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             line = " ".join(process.cmdline())
-            if process.environ().get(MARK) == mark and "/ray/" in line:
+            if process.environ().get(MARK) == mark and "/ray/" in line and "multiprocessing." not in line:
                 found.append(line)
     return found
