@@ -141,6 +141,8 @@ def run_app(app: typer.Typer) -> None:
         else:
             _report_error("UsageError", _usage(error), "--json" in sys.argv)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # a further Ctrl-C after the command's own handlers are gone
+        code = INTERRUPTED
     ended = code if isinstance(code, int) else 0
     if ended == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the same key, still pressed, would break Python's own end
