@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Parity
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Report, Reporter
 from hotloop.lowering.failures.explanation import explain_error
 from hotloop.parity.convergence import check_convergence, check_seeds
 from hotloop.parity.proof import prove_programs
@@ -16,6 +16,7 @@ from hotloop.task import Task
 from hotloop.task_file import LoadedTask
 from hotloop.tuning.auto.recall import lower_cached_or_auto
 from hotloop.tuning.contenders import check_comparable
+from hotloop.tuning.run_context import RunContext
 
 Progress = Callable[[str, int, int], None]
 """Told what is done, how much of it is done, and of how much."""
@@ -62,7 +63,7 @@ def check_requested(
     if converge:
         check_seeds(converge)
     task = loaded.task
-    program = lower_cached_or_auto(loaded, task, wanted, say)
+    program = lower_cached_or_auto(RunContext(loaded, wanted=wanted, reporter=Reporter(say)))
     try:
         parity = prove_programs(task, [program], progress=lambda *count: progress("states", *count))[0]
         plan = program.parts.plan

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hotloop.core.hardware import machine
@@ -17,11 +18,9 @@ from hotloop.core.plan_request import BASELINE as BY_NAME
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.processes.signals import Terminated, end_reason
 from hotloop.core.records.race import Crossover, Parity, RaceScaling, Timing, Verdict, best_plan_name
-from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Report, Reporter
 from hotloop.core.terminal import Terminal
 from hotloop.errors import DeviceError, HotloopError, TaskError, error_summary
-from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_plans
 from hotloop.plan import BASELINE, Plan
 from hotloop.report.race import race_progress_bar
@@ -32,6 +31,7 @@ from hotloop.tuning.contenders import PlanReference, RaceSpec
 from hotloop.tuning.races.crossover import Point, crossovers
 from hotloop.tuning.races.measure import Contender, measure
 from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.race_cache import save_races
 
 DEFAULT_RACE_S = 60.0
@@ -117,11 +117,12 @@ def race_loaded(
     for device in contest.devices or ():
         check_device(device, "--devices")
     task = override_fields(loaded.task, overrides)
-    facts = facts_with_fingerprint(replace(loaded, task=task))
+    known_task = replace(loaded, task=task)
+    facts = facts_with_fingerprint(known_task)
     entrants = [
         Contender(
             name,
-            _lower_later(loaded, task, wanted, say, facts),
+            partial(lower_cached_or_auto, RunContext(known_task, wanted=wanted, reporter=Reporter(say), facts=facts)),
             None if wanted.is_auto else _resolved_plan(wanted.plan),
         )
         for name, wanted in entries.items()
@@ -175,12 +176,6 @@ def _resolved_plan(plan: Plan) -> Plan:
         return resolve_device(plan)
     except DeviceError:
         return plan
-
-
-def _lower_later(
-    loaded: LoadedTask, task: Task, wanted: PlanRequest, say: Report, facts: TaskFacts
-) -> Callable[[], Program]:
-    return lambda: lower_cached_or_auto(loaded, task, wanted, say, facts=facts)
 
 
 def _with_proofs(

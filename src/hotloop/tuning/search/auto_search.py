@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,8 +13,6 @@ import torch
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Parity, Timing, Verdict
-from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import ProgressReporter, Report
 from hotloop.errors import PlanError, error_summary
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
@@ -25,7 +22,9 @@ from hotloop.task import Task
 from hotloop.tuning.races.measure import Contender, measure
 from hotloop.tuning.races.runner import Runner
 from hotloop.tuning.races.starts import add_startup_cost
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.budget import Budget, estimate_proof_s, saved_steps
+from hotloop.tuning.search.payoff import RaceHistory, accepted_parities
 from hotloop.tuning.search.program_pool import MAX_COMPILE_S, ProgramPool, max_programs_in_memory
 
 _ESTIMATE_S = 0.2
@@ -42,29 +41,21 @@ class AutoSearch:
     Attributes:
         eager: what is trained with otherwise; or `last`, the baseline with the axes that the user set, where the race finds
             that faster.
-        accepted: classes of parity that may be chosen.
-        say: is told what was passed over, and why.
-        watched: whether callbacks of the user's are called in the run.
-        keep: is told what was found until Ctrl-C ended it.
-        to_come: steps of runs that may follow, to which a proof is worth as much.
-        compiling_s: that compiling a plan may take.
+        memory: saves what was found until Ctrl-C ended the search.
+        compile_limit_s: seconds that compiling a plan may take.
     """
 
-    task: Task
-    facts: TaskFacts
+    context: RunContext
     eager: Plan
     last: Plan
-    accepted: Collection[str]
-    say: Report
-    during: ProgressReporter | None
-    has_user_callbacks: bool = False
-    save_verdict: Callable[[Verdict], object] = lambda verdict: None
-    future_steps: int = 0
+    memory: RaceHistory
     compile_limit_s: float = MAX_COMPILE_S
     _timings: dict[str, Timing] = field(default_factory=dict)
     _copying_s: float = 0.0
 
     def __post_init__(self) -> None:
+        assert self.context.facts is not None
+        self.task, self.facts, self.say = self.context.task, self.context.facts, self.context.say
         self._pool = ProgramPool(self.task, self._lower_and_report, compile_limit_s=self.compile_limit_s)
 
     def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
@@ -84,7 +75,7 @@ class AutoSearch:
             return None
         except KeyboardInterrupt:
             if self.baseline.brief() in self._timings:
-                self.save_verdict(self._make_verdict(self.fallback_plan, time.monotonic() - began))
+                self.memory.save_verdict(self._make_verdict(self.fallback_plan, time.monotonic() - began))
             raise
         finally:
             self._pool.release(list(self._pool.programs))
@@ -124,7 +115,7 @@ class AutoSearch:
             return self.eager
         names = " and ".join(plan.brief() for plan in ready)
         self.say(f"auto races {names} beside what runs eagerly, and proves the fastest")
-        with nullcontext() if self.during is None else self.during("racing and proving plans", counted=False):
+        with self.context.reporter.during("racing and proving plans", counted=False):
             self._race(others, ready, step_s)
             return self._prove_fastest(ready)
 
@@ -191,7 +182,7 @@ class AutoSearch:
             else:
                 parity = self._prove(plan)
                 self._timings[plan.brief()] = timing.proven(parity)
-                if parity.parity in self.accepted:
+                if parity.parity in accepted_parities(self.context.wanted.plan):
                     return plan
                 self._say_skipped(plan, f"it's {parity.parity}: {parity.reason}")
         if otherwise != self.eager:
@@ -202,7 +193,9 @@ class AutoSearch:
     def _why_no_proof(self, timing: Timing, ratio: float) -> str:
         """Why a proof doesn't pay; empty if it does. `ratio` is that of what is trained with otherwise."""
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
-        steps = None if self.facts.steps is None else self.facts.steps + self.future_steps
+        steps = (
+            None if self.facts.steps is None else self.facts.steps + self.memory.expected_future_steps(self.facts.steps)
+        )
         saves_s = saved_steps(steps, timing.gain, ratio) * step_s
         proof_s = estimate_proof_s(step_s, self._copying_s, self.facts.normed)
         if saves_s > proof_s:
@@ -223,10 +216,9 @@ class AutoSearch:
 
     def _lower_and_report(self, task: Task, plan: Plan) -> Program:
         """Lowers a plan, and says what goes on where it is compiled; the others were told of before."""
-        program = lower(
-            task, plan, *((self.say, self.during) if plan.compile != "none" or plan.graphs != "none" else ())
-        )
-        program.watched = self.has_user_callbacks
+        is_reported = plan.compile != "none" or plan.graphs != "none"
+        program = lower(task, plan, *((self.say, self.context.reporter.bar) if is_reported else ()))
+        program.watched = self.context.has_user_callbacks
         return program
 
     def _say_skipped(self, plan: Plan, why: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.files.user_folders import key_digest
 from hotloop.core.records.training import Record
 from hotloop.errors import HotloopError
 from hotloop.tuning.search.budget import Budget
@@ -80,5 +80,4 @@ def load_failed_search(key: dict[str, Any]) -> FailedSearch | None:
 
 
 def _path(key: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return races_folder().parent / "searches" / f"{digest}.json"
+    return races_folder().parent / "searches" / f"{key_digest(key)}.json"

@@ -8,8 +8,6 @@ for, which tells whether it is trained again and again.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import statistics
 import time
@@ -20,7 +18,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.files.user_folders import cache_folder
+from hotloop.core.files.user_folders import cache_folder, key_digest
 from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
 from hotloop.core.records.training import Record
 from hotloop.errors import HotloopError, PlanError
@@ -258,7 +256,7 @@ def _identity(fingerprint: str, machine: str, versions: Mapping[str, str]) -> di
 
 
 def _race_folder(where: dict[str, Any]) -> Path:
-    return races_folder() / _digest(where)
+    return races_folder() / key_digest(where)
 
 
 def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, Any]:
@@ -266,8 +264,4 @@ def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, A
 
 
 def _path(where: dict[str, Any], timing: Timing, baseline: Timing) -> Path:
-    return _race_folder(where) / f"{_digest(_key(where, timing, baseline))}.json"
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return _race_folder(where) / f"{key_digest(_key(where, timing, baseline))}.json"
