@@ -38,7 +38,7 @@ class Reporter:
 
     def during(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]:
         """Shows `doing` while the context lasts, with a count of samples if `counted`."""
-        return _report_lines(self.say, doing) if self.bar is None else self.bar(doing, counted)
+        return _report_lines(self.say, doing) if self.bar is None else self.bar(doing, counted=counted)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Starting a training and going on with one: from what was asked for to a run and how it ended."""
+"""Starts and resumes runs."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSe
 
 
 def check_options(task: Task, stop_after: str | None, checkpoint_every: str) -> float:
-    """Seconds that a new run of a Task has; what is wrong with these options shows before an hour of it.
+    """Checks options before training, and returns the time limit in seconds.
 
     Raises:
-        PlanError: one of the two texts is no time.
-        TaskError: the Task is to be watched by data that it doesn't have.
+        PlanError: `stop_after` or `checkpoint_every` is no time.
+        TaskError: the Task monitors a metric of data that it doesn't have.
     """
     CheckpointCadence.parse(checkpoint_every)
     limit_s = math.inf if stop_after is None else parse_seconds(stop_after, "stop-after")
@@ -146,9 +146,9 @@ def resume_run(context: RunContext, path: Path) -> tuple[Run, RunOutcome]:
 
 
 def _feasible_own_plan(own: Plan, axes: Mapping[str, Any]) -> Plan:
-    """A run's own plan; memory that the rules had it keep is not kept where nobody can be told to, with the same bits.
+    """Returns a run's plan without an allocator that this process can't use; the results have the same bits.
 
-    The names of the stages are for the run's number of ranks; `PlanRequest.with_split` restores them for this number.
+    The stages depend on the number of ranks; `PlanRequest.with_split` restores them for the same number.
     """
     own = own if "split" in axes else own.with_axes(split="auto")
     asked = "allocator" in axes or machine.active_allocator() is not None
@@ -196,7 +196,7 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
 
 @contextmanager
 def _restore_switches(handle: Run, wanted: PlanRequest, say: Report) -> Iterator[None]:
-    """Has torch's switches as they were when the run began, for its steps and for its evaluations."""
+    """Sets torch's switches as at the start of the run."""
     now, device = read_switches(), resolve_device(wanted.plan).device.partition(":")[0]
     then = now | handle.record.switches
     handle.record = handle.record.model_copy(update={"switches": then})
@@ -207,7 +207,7 @@ def _restore_switches(handle: Run, wanted: PlanRequest, say: Report) -> Iterator
 
 
 def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
-    """The epoch at which the run is over: an early stop counts as the end."""
+    """Returns the last epoch; an early stop counts as the end."""
     return task.epochs if final["reason"] == "finished" else len(handle.epochs)
 
 
@@ -280,7 +280,6 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
 
 
 def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | None, say: Report) -> Program:
-    """The Program with workers that train the run's Task, if its plan is asynchronous."""
     plan, record = program.parts.plan, handle.record
     if plan.parallel != "async":
         return program
@@ -289,15 +288,14 @@ def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | No
 
 
 def _default_callbacks(task: Task, program: Program, say: Report) -> list[Callback]:
-    """The Task's own callbacks, and the pictures."""
     return [*task.callbacks, draw_curves, *_tensorboard_callbacks(task, program, say)]
 
 
 def _tensorboard_callbacks(task: Task, program: Program, say: Report) -> list[Callback]:
-    """A writer for TensorBoard, if it is installed; the graph is drawn for models that take a batch's inputs.
+    """Returns a writer for TensorBoard if it is installed; models that take a batch's inputs get a graph.
 
-    The graph is that of a copy: a callback of the user's may know the model that the factory returned last. Ranks make a
-    model of their own, since the one that trains can't run on a single rank.
+    The graph is of a copy, since a user's callback may use the model that the factory returned last. With several ranks
+    the graph is of a new model, since the trained model can't run on a single rank.
     """
     if not tensorboard.is_installed():
         return []
@@ -312,23 +310,22 @@ def _tensorboard_callbacks(task: Task, program: Program, say: Report) -> list[Ca
 
 
 def _new_folder(run: Path | None, name: str) -> Path:
-    """The folder of a new run."""
     path = run or _unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     Run.check_new(path)
     return path
 
 
 def _unused_path(path: Path) -> Path:
-    """`path`, or where that is taken `path` with a number."""
+    """Returns `path`, with a number if `path` exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 
 def task_of_run(run: Run, task: Task | None = None, *, trust: bool = False, say: Report = lambda line: None) -> Task:
-    """The Task of a run: the one given, the one it was just trained with, or the copy of its source in the folder.
+    """Returns the Task of a run: `task`, the Task of this process, or that of the source in the folder.
 
     Args:
-        trust: let that copy run, whoever started the run; `say` is told if that can't be stored.
+        trust: run that source, whoever started the run.
     """
     task = task or run.task
     if task is None:

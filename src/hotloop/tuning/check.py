@@ -1,4 +1,4 @@
-"""The public functions that compare plans: they wire the stages of measuring and proving together."""
+"""Checks whether a plan gives the baseline's result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hotloop.tuning.contenders import check_comparable
 from hotloop.tuning.run_context import RunContext
 
 Progress = Callable[[str, int, int], None]
-"""Told what is done, how much of it is done, and of how much."""
+"""Called with the activity, the completed number, and the total."""
 
 
 def check(
@@ -31,16 +31,15 @@ def check(
     say: Report = lambda line: None,
     progress: Progress = lambda doing, done, total: None,
 ) -> Parity:
-    """Whether a plan gives the same result as the baseline on its device, and how that was found.
+    """Returns whether a plan gives the same result as the baseline on its device, with the evidence.
 
     Args:
         plan: a `Plan`, a TOML file, `auto` or `arrays`.
-        device: where, whatever the plan says.
-        converge: also train to the end with so many seeds, under the plan and under the baseline, and test whether both
-            end alike. That takes as long as it sounds; where a training fails, or at Ctrl-C, the proof and what was
-            trained until then are the result, and its `convergence.ended` says so.
-        say: is told what the plan's lowering has to say.
-        progress: told of states compared, and of trainings done.
+        device: overrides the plan's device.
+        converge: also train to the end with this number of seeds, under the plan and under the baseline, and compare the
+            ends. If a training fails, or at Ctrl-C, the result has what was trained, and `convergence.ended` says why.
+        say: called with notes of lowering.
+        progress: called with the numbers of compared states and of completed trainings.
 
     Raises:
         PlanError: the plan can't be run here.
@@ -58,7 +57,7 @@ def check(
 def check_requested(
     loaded: LoadedTask, wanted: PlanRequest, *, converge: int, say: Report, progress: Progress
 ) -> Parity:
-    """See `check`; `auto` is what `train` takes for it."""
+    """Checks like `check`; `auto` is the plan that `train` takes."""
     check_comparable(wanted.plan)
     if converge:
         check_seeds(converge)

@@ -1,4 +1,4 @@
-"""From what was asked for to a Program: a plan asked for by name runs or is an error; `auto` goes down its list."""
+"""Lowers the requested plan: a named plan runs or is an error; `auto` takes the best plan of the rules."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def lower_requested(context: RunContext, memory: RaceHistory = EMPTY_HISTORY) ->
 
 
 def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Report) -> list[RankedPlan]:
-    """The choices without those that something was found against; the last, which is the baseline, stays."""
+    """Returns the choices that no earlier race excludes; the baseline stays."""
     against = {choice.plan: memory.why_refused(choice.plan) for choice in choices[:-1]}
     for plan, why in against.items():
         if why:
@@ -82,14 +82,14 @@ def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Repor
 
 
 def _why_only_eager(considered: PlanOptions) -> str:
-    """Why nothing could be compiled here, where that wasn't said with what was passed over; empty if it could."""
+    """Returns why nothing can be compiled, unless that was reported; empty if it can."""
     refused = [one.violation.reason for one in considered.refused if one.axis == "compile"]
     said = any(line.startswith("compile=") for line in considered.passed_over)
     return refused[0] if refused and not said else why_not_compiled(considered.facts, considered.device.kind)
 
 
 def _say_once(say: Report) -> Report:
-    """A Task may be lowered more than once before it trains, and what is said of it is said once."""
+    """Reports each line once: a Task may be lowered several times before training."""
     said = set[str]()
 
     def told(line: str) -> None:
@@ -172,7 +172,7 @@ def _lower_faster(
 def _plans_to_compile(
     choices: list[RankedPlan], plan: Plan, facts: TaskFacts, wanted: PlanRequest, memory: RaceHistory, say: Report
 ) -> tuple[list[Plan], list[Plan]]:
-    """The ways to compile an eager plan that the choices allow; see `_plans_not_rejected`."""
+    """Returns the ways to compile an eager plan that the choices allow, see `_plans_not_rejected`."""
     others = [one.plan for one in choices if one.plan.compile != plan.compile]
     compiled = [one for one in others if one.with_axes(compile=plan.compile) == plan]
     allowed = accepted_parities(wanted.plan)
@@ -183,14 +183,14 @@ def _plans_to_compile(
 def _plans_not_rejected(
     whole: list[Plan], eager: Plan, steps: int | None, allowed: Collection[str], memory: RaceHistory, say: Report
 ) -> tuple[list[Plan], list[Plan]]:
-    """The ways to compile a whole step that nothing found before speaks against; and what to compile where none can be.
+    """Returns whole compiled steps that no earlier race excludes; and plans to try if these fail.
 
-    That is all but the update, as with an optimizer that counts in numbers.
+    The latter compile all but the update, for optimizers that count in Python numbers.
     """
 
     def untried(ways: list[Plan]) -> list[Plan]:
         against = {way: memory.why_not_again(way, eager, allowed, steps) for way in ways}
-        if len({way.layout for way in ways}) > 1:  # which makes a greater difference than whether a step is rewritten
+        if len({way.layout for way in ways}) > 1:  # the layout matters more than rewrites
             lost = {(way.layout, way.compile): way for way in ways if memory.has_lost(way)}
             against |= {
                 way: f"{lost[way.layout, way.compile].brief()} was raced before, and lost"
@@ -210,7 +210,7 @@ def _plans_not_rejected(
 
 
 def _why_not_raced(facts: TaskFacts, plan: Plan) -> str:
-    """Why compiled plans are neither raced nor proven beside an eager one; empty where they may be."""
+    """Returns why compiled plans aren't raced against an eager plan; empty if they may be."""
     if not facts.exact:
         reason = facts.inexact[0] if facts.inexact else "its data has an order of its own"
         return f"{reason}, so nothing compiled can be proven"
@@ -225,9 +225,9 @@ def _why_not_raced(facts: TaskFacts, plan: Plan) -> str:
 
 
 def _compiled_variants(compiled: list[Plan], eager: Plan, facts: TaskFacts, wanted: PlanRequest) -> list[Plan]:
-    """The first of the compiled plans, with images laid with channels last, rewritten or both, and as it is.
+    """Returns the first compiled plan with channels last, rewrites or both, and unchanged; on CUDA see `cuda_rules`.
 
-    A compiler writes the update its own way. On CUDA see `cuda_rules`; there a recorded step need not be compiled.
+    The compiler generates the update itself, so the optimizer's implementation is the requested one.
     """
     fixed = wanted.plan.model_fields_set
     if wanted.is_explicit and eager.device.startswith("cuda"):
@@ -244,7 +244,7 @@ def _compiled_variants(compiled: list[Plan], eager: Plan, facts: TaskFacts, want
 
 
 def _order_by_layout(ways: list[Plan], made: StepProfile | None) -> list[Plan]:
-    """Those with channels last are, unless the step has pooling that can be rewritten, for which images lie in the usual order."""
+    """Puts channels last behind if the step has pooling that rewrites support, which needs the usual layout."""
     return (
         sorted(ways, key=lambda way: way.layout != BASELINE.layout) if made is not None and made.has_pooling else ways
     )
@@ -267,7 +267,7 @@ def _lower_winner(
 
 
 def _with_recompile_time(verdict: Verdict, seconds: float) -> Verdict:
-    """With what compiling the winner once more takes: the runs that follow pay no more than that."""
+    """Returns the verdict with the seconds of a repeated compilation, which later runs take."""
     plans = [
         one.model_copy(update={"compile_warm_s": seconds}) if one.name == verdict.winner and one.compile_s else one
         for one in verdict.plans
@@ -294,14 +294,14 @@ def _lower_first_possible(context: RunContext, choices: list[RankedPlan]) -> tup
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What `auto` makes of a Task on this machine.
+    """The plans of `auto` for a Task on this machine.
 
     Attributes:
         choices: best first; the last is the baseline.
-        passed_over: what should pay but can't be run here, each with the reason.
-        refused: values of each axis that can't be run here, starting from the baseline.
-        left_open: what lowering the first choice will find out.
-        facts: of the Task, with the steps that are left.
+        passed_over: infeasible hints with their reasons.
+        refused: infeasible values of each axis, relative to the baseline.
+        left_open: what lowering the first choice finds out.
+        facts: of the Task, with the remaining steps.
     """
 
     choices: list[RankedPlan]
@@ -313,10 +313,11 @@ class PlanOptions:
 
 
 def list_options(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = None) -> PlanOptions:
-    """What the rules of `auto` say; the axes set in making `base` are kept, and `facts` save building the model.
+    """Applies the rules of `auto`; axes that are set in `base` stay.
 
     Args:
-        done: steps of the run that lie behind.
+        done: completed steps of the run.
+        facts: default from a new model.
 
     Raises:
         PlanError: those axes can't be run here.
@@ -345,7 +346,7 @@ def list_options(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None 
 def forecast(
     task: Task, wanted: PlanRequest, facts: TaskFacts, memory: RaceHistory, remembered: Plan | None
 ) -> PlanForecast:
-    """What `lower_requested` will do where it isn't told of a `remembered` plan, without lowering anything; see `list_options`."""
+    """Forecasts, without lowering, what `lower_requested` does if no plan is `remembered`; see `list_options`."""
     considered, passed_over = list_options(task, wanted.plan, facts=facts), list[str]()
 
     def say(line: str) -> None:
@@ -369,12 +370,12 @@ def forecast(
 
 
 def remaining_facts(done: int, facts: TaskFacts) -> TaskFacts:
-    """The facts with the steps that are left after so many."""
+    """Returns the facts with the steps that remain after `done` steps."""
     return facts if facts.steps is None else facts.model_copy(update={"steps": max(facts.steps - done, 0)})
 
 
 def feasibility_facts(task: Task, plan: Plan) -> tuple[TaskFacts, Hardware]:
-    """The facts that tell whether plans on the device of `plan` can be run, before any is lowered."""
+    """Returns the facts and the hardware that decide the feasibility of plans on the device of `plan`."""
     with translate_memory_errors(plan), preserve_generators():
         facts = task_facts(LoweringContext.from_task(task, plan))
     return facts, probe_hardware(plan.device)

@@ -1,4 +1,4 @@
-"""What earlier races found of a Task, for the run that follows."""
+"""Cached results of earlier races for the next run of a Task."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from hotloop.tuning.search.race_cache import (
 
 
 def facts_with_fingerprint(loaded: LoadedTask) -> TaskFacts:
-    """The Task's facts; their fingerprint depends on its source, on what that imports, and on parameters of its `task(...)`."""
+    """Returns the facts; the fingerprint depends on the source, its imports, and the parameters of `task(...)`."""
     with translate_memory_errors(BASELINE), preserve_generators():
         parts = LoweringContext.from_task(loaded.task, BASELINE)
         return task_facts(parts, hashlib.sha256(_source_digest(loaded, parts).encode()).hexdigest())
 
 
 def _source_digest(loaded: LoadedTask, parts: LoweringContext) -> str:
-    """What the code of a Task in a file, and of what it imports, is told by; empty for one made in Python."""
+    """Returns a text that identifies the code of a Task in a file; empty for a Task from Python."""
     known = loaded.record
     if known is None:
         return ""
-    layers = sorted({type(module).__module__ for module in parts.model.modules()})  # a file may import them by a text
+    layers = sorted({type(module).__module__ for module in parts.model.modules()})  # a file may import modules by name
     elsewhere = source_digest(external_sources(loaded.files, layers))
     return repr(
         (known.digest, elsewhere, sorted(known.parameters.items()), installed_versions(imported_packages(loaded.files)))
@@ -56,15 +56,15 @@ def _source_digest(loaded: LoadedTask, parts: LoweringContext) -> str:
 def cached_best_plan(
     loaded: LoadedTask, wanted: PlanRequest, say: Report, facts: TaskFacts | None = None
 ) -> Plan | None:
-    """The plan that was found fastest for this Task, machine and versions, and proven; with the axes that were set."""
-    if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
+    """Returns the fastest proven plan for this Task, machine and versions, with the axes that are set."""
+    if loaded.record is None:  # without its source a Task has no unique fingerprint
         return None
     facts = facts or facts_with_fingerprint(loaded)
     return _fastest_plan(_matching_races(wanted, _race_key(wanted, facts), say), wanted, facts)
 
 
 RaceKey = tuple[str, str, dict[str, str], str]
-"""Fingerprint of the Task, machine, versions and device: of which runs something is kept together."""
+"""Fingerprint of the Task, machine, versions and device."""
 
 
 def _race_key(wanted: PlanRequest, facts: TaskFacts) -> RaceKey:
@@ -72,15 +72,14 @@ def _race_key(wanted: PlanRequest, facts: TaskFacts) -> RaceKey:
 
 
 def _matching_races(wanted: PlanRequest, where: RaceKey, say: Report) -> list[CachedRace]:
-    """What was found of plans with the axes that were set.
+    """Returns the results of plans with the axes that are set, relative to the baseline of this run.
 
-    It counts only beside the baseline that this run would have: a plan of many workers may be the fastest of those and
-    slower than none.
+    Results of other baselines don't count: the fastest plan with many workers may be slower than one without.
     """
     kept, notes = load_races(*where[:3])
     _say_notes(notes, say)
     plan = resolve_device(wanted.plan)
-    asked = {*wanted.plan.model_fields_set, "device"}  # what was raced on one device says nothing of another
+    asked = {*wanted.plan.model_fields_set, "device"}  # results hold for one device
     baseline = Plan(device=plan.device, workers=plan.workers)
     beside = [one for one in kept if one.baseline.as_plan == baseline]
     return [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
@@ -89,7 +88,7 @@ def _matching_races(wanted: PlanRequest, where: RaceKey, say: Report) -> list[Ca
 def _load_history(
     loaded: LoadedTask, wanted: PlanRequest, facts: TaskFacts, say: Report, done: int = 0
 ) -> tuple[list[CachedRace], RaceHistory]:
-    """What is known of the Task, whose run has done so many steps before; nothing of one without its source."""
+    """Returns the cached races and the history of the Task; both are empty for a Task without source."""
     if loaded.record is None:
         return [], EMPTY_HISTORY
     where = _race_key(wanted, facts)
@@ -137,10 +136,10 @@ def count_trained_steps(context: RunContext, steps: int) -> None:
 
 
 def forecast_from_cache(loaded: LoadedTask, wanted: PlanRequest, say: Report) -> PlanForecast:
-    """What `lower_cached_or_auto` will do under `auto`, as far as that is known before it.
+    """Forecasts what `lower_cached_or_auto` does under `auto`.
 
     Raises:
-        PlanError: the axes that were set can't be run here.
+        PlanError: the axes that are set can't be run here.
     """
     resolve_device(wanted.plan)
     facts = facts_with_fingerprint(loaded)

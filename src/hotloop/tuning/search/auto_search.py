@@ -1,4 +1,4 @@
-"""What a long run under `auto` takes: compiled plans are raced beside the eager one, and the fastest is proven."""
+"""The search of `auto` in a long run: races compiled plans against the eager plan, and proves the fastest."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from hotloop.tuning.search.payoff import RaceHistory, accepted_parities
 from hotloop.tuning.search.program_pool import MAX_COMPILE_S, ProgramPool, max_programs_in_memory
 
 _ESTIMATE_S = 0.2
-"""For a first idea of the baseline's step."""
+"""Seconds of the first estimate of the baseline's step."""
 
 _RACING_SHARE = 1 / 2
-"""Of what a search may race for."""
+"""Share of a search's racing time."""
 
 
 @dataclass
@@ -59,18 +59,17 @@ class AutoSearch:
         self._pool = ProgramPool(self.task, self._lower_and_report, compile_limit_s=self.compile_limit_s)
 
     def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
-        """Compiles up to `most` of `ways`, the first that can be, and records one that isn't compiled; the winner is
-        `otherwise`, or faster and proven.
+        """Races up to `most` compiled plans and a recorded plan; the winner is the fallback plan, or faster and proven.
 
-        What can't be compiled is in the Verdict too. None where there was no memory for a race, or it failed.
+        Failed compilations are in the Verdict, too. None if the race failed or lacked memory.
 
         Args:
-            instead: of which one is compiled where no way can be, whatever the memory.
+            instead: plans of which one is compiled if no way can be, whatever the memory.
         """
         began = time.monotonic()
         try:
             winner = self._find_winner(ways, most, instead)
-        except Exception as error:  # what is wrong with the Task shows in training, and is explained there
+        except Exception as error:  # training explains errors of the Task
             self.say(f"auto goes on eagerly: its plans couldn't be raced ({error_summary(error)[0]})")
             return None
         except KeyboardInterrupt:
@@ -89,14 +88,14 @@ class AutoSearch:
 
     @property
     def fallback_plan(self) -> Plan:
-        """What is trained with where nothing compiled is, as far as was raced."""
+        """The plan to train with if no compiled plan wins."""
         timing = self._timings.get(self.eager.brief())
         slower = timing is not None and timing.behind
-        return self.last if slower and self.last == self.baseline else self.eager  # what the user set stays
+        return self.last if slower and self.last == self.baseline else self.eager  # axes that the user sets stay
 
     def _find_winner(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan]) -> Plan:
         others = list(dict.fromkeys([self.baseline, self.eager]))
-        gc.collect()  # what was timed before is gone
+        gc.collect()  # the Program that was timed before
         room = max_programs_in_memory(self.facts, self.eager.device) - len(others)
         if room < 1:
             self.say("auto goes on eagerly: there is no memory for a compiled plan beside the eager one")
@@ -109,7 +108,7 @@ class AutoSearch:
         ready = self._lower_compiled(compiled, min(most, room))
         if len(ready) < room:
             ready += self._lower_recorded([way for way in ways if way.compile == "none"])
-        if all(way.brief() in self._timings for way in ways):  # with why it can't be
+        if all(way.brief() in self._timings for way in ways):  # all failed
             ready = self._lower_compiled(instead, 1)
         if not ready:
             return self.eager
@@ -120,16 +119,16 @@ class AutoSearch:
             return self._prove_fastest(ready)
 
     def _time_baseline(self) -> float:
-        """Seconds of the baseline's step; where there is no memory for it, that shows before anything is compiled."""
+        """Returns the seconds of the baseline's step; a lack of memory shows before any compilation."""
         program, name = self._lower(self.baseline), self.baseline.brief()
         with preserve_generators(*program.devices):
             step_s, self._copying_s = Runner(program).quick_estimate(_ESTIMATE_S)
-        program.close()  # its loaders rest while others are compiled
+        program.close()  # stops its loaders during compilations
         self._timings[name] = Timing(name=name, plan=self.baseline.model_dump(), step_ms=1e3 * step_s)
         return step_s
 
     def _lower_compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
-        """The first that can be; of several layouts of images one of each before a second, which makes less of a difference."""
+        """Returns the first plans that can be lowered; one of each layout before a second of the same."""
         ready, alike = list[Plan](), list[Plan]()
         layouts = {way.layout for way in ways}
         for way in ways:
@@ -140,7 +139,7 @@ class AutoSearch:
         return ready + [way for way in alike[: most - len(ready)] if self._can_be_lowered(way)]
 
     def _lower_recorded(self, ways: Sequence[Plan]) -> list[Plan]:
-        """The first step that can be recorded as it runs eagerly, which takes seconds."""
+        """Returns the first eager step that can be recorded."""
         return next(([way] for way in ways if self._can_be_lowered(way)), [])
 
     def _can_be_lowered(self, way: Plan) -> bool:
@@ -155,10 +154,7 @@ class AutoSearch:
         return True
 
     def _race(self, others: Sequence[Plan], ready: Sequence[Plan], step_s: float) -> None:
-        """On real batches, in pairs; a plan that fails is out, and so is one that loses against the baseline.
-
-        None is left out for another one: the eager plan goes on if no other is proven, and the slower compiled one may be.
-        """
+        """Races each plan in a group of its own: a slower plan stays in the race, since the faster one may fail its proof."""
         device, steps = torch.device(self.eager.device).type, self.facts.steps
         plans = [*others, *ready]
         seconds = Budget.of(step_s, steps, None, device).race_s(_RACING_SHARE, len(plans) - 1)
@@ -167,7 +163,7 @@ class AutoSearch:
         self._timings |= add_startup_cost(found.plans, self.baseline.brief(), self._pool.starts, steps)
 
     def _prove_fastest(self, ready: Sequence[Plan]) -> Plan:
-        """The fastest whose proof succeeds, of those that are faster than what is trained with otherwise; or that."""
+        """Returns the fastest plan whose proof succeeds among those faster than the fallback plan; else the fallback plan."""
         otherwise = self.fallback_plan
         ratio = self._timings[otherwise.brief()].ratio or 1.0
         for plan in sorted(ready, key=lambda one: self._timings[one.brief()].ratio or 0.0, reverse=True):
@@ -191,7 +187,7 @@ class AutoSearch:
         return otherwise
 
     def _why_no_proof(self, timing: Timing, ratio: float) -> str:
-        """Why a proof doesn't pay; empty if it does. `ratio` is that of what is trained with otherwise."""
+        """Returns why a proof doesn't pay; empty if it does. `ratio` is the speed of the fallback plan."""
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
         steps = (
             None if self.facts.steps is None else self.facts.steps + self.memory.expected_future_steps(self.facts.steps)
@@ -215,7 +211,7 @@ class AutoSearch:
         return self._pool.get_program(plan.brief(), plan)
 
     def _lower_and_report(self, task: Task, plan: Plan) -> Program:
-        """Lowers a plan, and says what goes on where it is compiled; the others were told of before."""
+        """Lowers a plan; reports compilation alone, since notes of eager plans were reported before."""
         is_reported = plan.compile != "none" or plan.graphs != "none"
         program = lower(task, plan, *((self.say, self.context.reporter.bar) if is_reported else ()))
         program.watched = self.context.has_user_callbacks
@@ -239,7 +235,7 @@ class AutoSearch:
 
 
 def _describe_speed(timing: Timing, ratio: float) -> str:
-    """Why a plan isn't taken beside one that is `ratio` times as fast as the baseline."""
+    """Returns why a plan isn't taken instead of a plan of speed `ratio`."""
     figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
     if timing.left_out and timing.verdict is None:
         return f"it was left out after {timing.windows} pairs, since {figures}"
