@@ -12,6 +12,9 @@ from typing import Protocol
 Report = Callable[[str], None]
 """Shows a line to the user at once."""
 
+Progress = Callable[[str, float], None]
+"""Takes an activity, and its completed share from 0 to 1."""
+
 SampleProgress = Callable[[int, int], None]
 """Takes `(samples read, of how many)`."""
 

@@ -23,7 +23,7 @@ _ASSUMED_WRITE_BYTES_PER_S = 300e6
 
 @dataclass
 class SpanPacer:
-    """Chooses the number of a span's steps from the measured seconds of a step; `step_s` is None before the first span."""
+    """Chooses a span's steps from the measured seconds of a step; `step_s` is None before the first span."""
 
     step_s: float | None = None
     span_s: float = _SPAN_S
@@ -48,7 +48,7 @@ class SpanPacer:
 
 @dataclass
 class CheckpointCadence:
-    """Decides when a checkpoint is due: every `steps` steps, every `seconds` seconds, or at a cost of `share` of the time."""
+    """Decides when a checkpoint is due: each `steps` steps, each `seconds` seconds, or at a cost of `share` of the time."""
 
     steps: int | None = None
     seconds: float | None = None

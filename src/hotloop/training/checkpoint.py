@@ -87,7 +87,7 @@ def check_storable(tree: Any, path: str) -> None:
 
 
 def _safetensors_pieces(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
-    """Writes the format here: safetensors' own library would assemble the file in memory, or choose its temporary name."""
+    """Returns the file in pieces: safetensors' library would assemble it in memory, or choose its temporary name."""
     header: dict[str, Any] = {"__metadata__": metadata}
     at, names = (
         0,
@@ -279,7 +279,7 @@ class CheckpointFolder:
 
 
 def best_file(path: Path) -> str | None:
-    """Returns the file of a checkpoint's best epoch, read from the header; None if there is none, or the header is invalid."""
+    """Returns the file of a checkpoint's best epoch, read from the header; None without one, or if that is invalid."""
     try:
         with open(open_regular(path), "rb") as file:
             length = int.from_bytes(file.read(8), "little")

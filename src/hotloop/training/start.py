@@ -215,8 +215,8 @@ def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
 def _run_locked(context: RunContext, handle: Run) -> Iterator[None]:
     """Locks the run's folder while it is trained, and counts the steps for later runs.
 
-    A new run that fails before its first checkpoint is removed. A run whose resumption fails before its first event keeps
-    its plan and record.
+    A new run that fails before its first step is removed. A resumed run that fails before its first event keeps its plan
+    and record.
     """
     handle.lock()
     before, events, reached = handle.as_written(), _event_count(handle), handle.reached()

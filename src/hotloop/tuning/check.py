@@ -36,8 +36,8 @@ def check(
     Args:
         plan: a `Plan`, a TOML file, `auto` or `arrays`.
         device: overrides the plan's device.
-        converge: also train to the end with this number of seeds, under the plan and under the baseline, and compare the
-            ends. If a training fails, or at Ctrl-C, the result has what was trained, and `convergence.ended` says why.
+        converge: also train to the end with this number of seeds, under the plan and the baseline, and compare the ends.
+            If a training fails, or at Ctrl-C, the result has what was trained, and `convergence.ended` says why.
         say: called with notes of lowering.
         progress: called with the numbers of compared states and of completed trainings.
 

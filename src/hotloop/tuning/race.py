@@ -18,7 +18,7 @@ from hotloop.core.plan_request import BASELINE as BY_NAME
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.processes.signals import Terminated, end_reason
 from hotloop.core.records.race import Crossover, Parity, RaceScaling, Timing, Verdict, best_plan_name
-from hotloop.core.reporter import Report, Reporter
+from hotloop.core.reporter import Progress, Report, Reporter
 from hotloop.core.terminal import Terminal
 from hotloop.errors import DeviceError, HotloopError, TaskError, error_summary
 from hotloop.parity.proof import prove_plans
@@ -41,7 +41,6 @@ _MEASURING_SHARE = 2 / 3
 """Share of a time limit for preparing and measuring, if a proof follows."""
 
 Prove = Callable[[Task, Sequence[Plan], Callable[[int, int], None]], list[Parity]]
-Progress = Callable[[str, float], None]
 
 
 def prove_all(task: Task, plans: Sequence[Plan], progress: Callable[[int, int], None]) -> list[Parity]:
@@ -159,7 +158,7 @@ def race_loaded(
 
 
 def _with_choice_as_startup(verdict: Verdict, entries: Mapping[str, PlanRequest]) -> Verdict:
-    """Returns the verdict without the compiled plan of `auto`, which `auto` caches itself: its startup includes the search."""
+    """Returns the verdict without the compiled plan of `auto`, whose startup includes the search; `auto` caches it."""
     plans = [
         one
         for one in verdict.plans

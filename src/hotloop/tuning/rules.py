@@ -107,8 +107,8 @@ def _residency_hints(hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
 def _optimizer_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
     """Yields an optimizer implementation.
 
-    On a CPU, lists of parameters win with hundreds of small parameters, and lose to caches otherwise. The fused kernel is
-    slower than plain SGD's single operation.
+    On a CPU, lists of parameters win with hundreds of small parameters, and lose to caches otherwise. The fused kernel
+    is slower than plain SGD's single operation.
     """
     device = find_device(plan, hardware)
     ways = [("fused", "one kernel")]

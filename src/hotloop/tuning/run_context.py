@@ -1,4 +1,4 @@
-"""What the user asked of one run, as one value from the front door to lowering."""
+"""The request of one run as one value, from the front door to lowering."""
 
 from __future__ import annotations
 

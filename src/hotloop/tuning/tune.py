@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from hotloop.core.processes.deadline import Deadline
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Progress, Report
 from hotloop.core.terminal import Terminal
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
@@ -35,8 +35,6 @@ from hotloop.tuning.search.candidates import SEARCHED_AXES
 from hotloop.tuning.search.findings import BASELINE
 from hotloop.tuning.search.race_cache import load_races, save_races
 from hotloop.tuning.search.search import PlanSearch
-
-Progress = Callable[[str, float], None]
 
 
 def tune(

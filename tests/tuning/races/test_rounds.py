@@ -44,7 +44,7 @@ class Plan:
     breaks_at: float | None = None
     windows: int = 0
 
-    def settle(self, steps: int) -> None:
+    def run_untimed(self, steps: int) -> None:
         self._run(steps)
 
     def window(self, steps: int) -> float:

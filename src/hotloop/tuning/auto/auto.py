@@ -102,7 +102,7 @@ def _say_once(say: Report) -> Report:
 
 @dataclass(frozen=True)
 class _PlannedRace:
-    """The eager plan, `last` for a slower eager plan, compiled forms, and those to try where no form can be compiled."""
+    """The eager plan, `last` for a slower eager plan, compiled forms, and those to try if no form can be compiled."""
 
     eager: Plan
     last: Plan

@@ -67,8 +67,7 @@ def _reason(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> str:
 def _describe_bounds(points: Sequence[Point]) -> str:
     """Returns what bounds a plan's step from the smallest to the largest size.
 
-    The bound is the batch if fetching and copying take most of the time; overhead (Python, launches, waiting threads) if
-    the time doesn't grow with the size; else arithmetic and memory traffic.
+    The bound is the batch if fetching and copying take most of the time; overhead (Python, launches, waits) if the time doesn't grow with the size; else arithmetic and memory traffic.
     """
     parts = [(small[0], large[0], _describe_bound(small, large)) for small, large in pairwise(points)]
     if len({bound for _, _, bound in parts}) == 1:

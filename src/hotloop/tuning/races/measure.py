@@ -15,6 +15,7 @@ from hotloop.core.format import format_milliseconds
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Timing, with_payoff
+from hotloop.core.reporter import Progress
 from hotloop.errors import HotloopError, TimeOverError, describe_error, error_summary
 from hotloop.lowering.failures.explanation import explain_error
 from hotloop.lowering.program import Program
@@ -31,14 +32,11 @@ from hotloop.tuning.races.runner import (
 )
 from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio, spans_margin, verdict_of
 
-Progress = Callable[[str, float], None]
-"""Called with the current activity, and its completed share."""
-
 _BRIEF_WARM_UP_S = 0.05
 """Seconds of warm-up in a search, where earlier plans have warmed up the machine."""
 
 _TIME_SHARE = 0.5
-"""Share of the time until the deadline for one part of the race; in a search, whose races are shorter, `_SEARCH_TIME_SHARE`."""
+"""Share of the time until the deadline for one part of the race; in a search `_SEARCH_TIME_SHARE`."""
 
 _SEARCH_TIME_SHARE = 0.8
 

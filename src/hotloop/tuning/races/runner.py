@@ -69,7 +69,7 @@ def loading_workers(program: Program) -> int:
 
 
 def measure_feed_times(program: Program, clock: Clock = time.perf_counter) -> list[float]:
-    """Returns seconds of a batch on its way to the device without steps, portion by portion; empty with too few batches.
+    """Returns seconds of a batch's way to the device without steps, portion by portion; empty with too few batches.
 
     A portion has a batch for each worker, since workers deliver at the same time. The epoch's batches are consumed.
     """

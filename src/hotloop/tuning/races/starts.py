@@ -9,8 +9,8 @@ from hotloop.core.records.race import Timing, with_payoff
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 _SAME_LOAD_RATIO = 1.5
-"""Ratio of two races' baselines from which the machine's load differed. Plans of few threads suffer less from load, so the
-ratio of such a race is too large; the measured step time is an upper bound of the speed."""
+"""Ratio of two races' baselines from which the machine's load differed. Plans of few threads suffer less from load, so
+the ratio of such a race is too large; the measured step time is an upper bound of the speed."""
 
 
 def add_startup_cost(

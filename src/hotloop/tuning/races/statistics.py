@@ -32,7 +32,7 @@ _CLEARLY_SLOWER_RATIO = 1.1
 
 @dataclass(frozen=True)
 class Ratio:
-    """The baseline's time divided by a plan's time: median over `pairs` pairs, and interval, None with too few pairs."""
+    """The baseline's time divided by a plan's: median over `pairs` pairs, and interval, None with too few pairs."""
 
     median: float
     low: float | None
@@ -48,9 +48,9 @@ class Ratio:
 def ratio_of(baseline: Sequence[float], own: Sequence[float], confidence: float | None = None) -> Ratio:
     """Returns the median ratio of paired times with its interval, by default of 99 % confidence.
 
-    The ends are order statistics by the binomial distribution (Conover, Practical Nonparametric Statistics, 3rd edition,
-    section 3.2), valid for any distribution of independent pairs at a fixed number of pairs: 99 % from 8 pairs, 95 % from
-    6. A bootstrap interval is too narrow with few pairs.
+    The ends are order statistics by the binomial distribution (Conover, Practical Nonparametric Statistics, 3rd ed.,
+    section 3.2), valid for any distribution of independent pairs at a fixed number of pairs: 99 % from 8 pairs, 95 %
+    from 6. A bootstrap interval is too narrow with few pairs.
 
     Args:
         baseline, own: seconds of a step in each pair, above zero; surplus values of the longer one are ignored.

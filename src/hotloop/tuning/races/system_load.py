@@ -77,8 +77,8 @@ _MAX_S = 2.0
 def oversubscription(threads: int, cores: int) -> float:
     """Returns the slowdown of operations with `threads` threads relative to one per core or one alone; at least 1.
 
-    The faster of the two counts: on busy cores that is one thread. The result is the median of many rounds, and takes up
-    to 2 s.
+    The faster of the two counts: on busy cores that is one thread. The result is the median of many rounds, within
+    2 s.
     """
     before = torch.get_num_threads()
     ratios: list[float] = []

@@ -39,8 +39,7 @@ class AutoSearch:
     """Compiled plans beside the eager one, of a Task on one device.
 
     Attributes:
-        eager: what is trained with otherwise; or `last`, the baseline with the axes that the user set, where the race finds
-            that faster.
+        eager: the plan without a compilation; if slower than the baseline, `last`, the baseline with the user's axes.
         memory: saves what was found until Ctrl-C ended the search.
         compile_limit_s: seconds that compiling a plan may take.
     """
@@ -154,7 +153,7 @@ class AutoSearch:
         return True
 
     def _race(self, others: Sequence[Plan], ready: Sequence[Plan], step_s: float) -> None:
-        """Races each plan in a group of its own: a slower plan stays in the race, since the faster one may fail its proof."""
+        """Races each plan in its own group: a slower plan stays in the race, since the faster may fail its proof."""
         device, steps = torch.device(self.eager.device).type, self.facts.steps
         plans = [*others, *ready]
         seconds = Budget.of(step_s, steps, None, device).race_s(_RACING_SHARE, len(plans) - 1)
@@ -163,7 +162,7 @@ class AutoSearch:
         self._timings |= add_startup_cost(found.plans, self.baseline.brief(), self._pool.starts, steps)
 
     def _prove_fastest(self, ready: Sequence[Plan]) -> Plan:
-        """Returns the fastest plan whose proof succeeds among those faster than the fallback plan; else the fallback plan."""
+        """Returns the fastest plan whose proof succeeds, if it is faster than the fallback plan; else that plan."""
         otherwise = self.fallback_plan
         ratio = self._timings[otherwise.brief()].ratio or 1.0
         for plan in sorted(ready, key=lambda one: self._timings[one.brief()].ratio or 0.0, reverse=True):

@@ -88,7 +88,7 @@ class Budget:
         deadline: Deadline | None = None,
         copying_s: float = 0.0,
     ) -> Budget:
-        """Returns the budget from the seconds of a step and of a copy of the State; a user's time limit always holds."""
+        """Returns the budget from the seconds of a step and a copy of the State; a user's time limit always holds."""
         run_s = None if steps is None else steps * step_s
         round_s = WindowSteps.of(device.partition(":")[0], step_s, step_s, brief=True).round_s(step_s)
         proof_s = estimate_proof_s(step_s, copying_s)  # of an eager plan, which rounds like the baseline

@@ -34,7 +34,7 @@ def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int
 
 
 def likely(changes: Iterable[AxisChange], rules: Plan | None) -> list[AxisChange]:
-    """Returns the changes without those that are rarely the best: foreach beside fused, and the allocator of `rules`."""
+    """Returns the changes without those that are rarely best: foreach beside fused, and the allocator of `rules`."""
     changes = list(changes)
     unlikely: list[AxisChange] = [] if rules is None else [{"allocator": rules.allocator}]
     if {"optimizer": "fused"} in changes:

@@ -47,7 +47,7 @@ _MIN_GAIN, _MAX_GAIN = 1.02, 8.0
 
 @dataclass(frozen=True)
 class CompileCandidate:
-    """A compiled plan with its expected seconds: of the run without it (None if unknown), saved, and of the compilation."""
+    """A compiled plan with expected seconds: of the run without it (None if unknown), saved, and of compilation."""
 
     plan: Plan
     run_s: float | None

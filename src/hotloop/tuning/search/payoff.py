@@ -208,7 +208,7 @@ class RaceHistory:
 
 
 def accepted_parities(asked: Plan) -> tuple[str, ...]:
-    """Returns the parity classes that a winner may have; `reduced-precision` if the user's plan reduces the precision."""
+    """Returns the parity classes that a winner may have; `reduced-precision` if the user's plan reduces it."""
     return (*TRUSTED_CLASSES, "reduced-precision") if asked.precision in REDUCED else TRUSTED_CLASSES
 
 

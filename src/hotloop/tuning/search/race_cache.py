@@ -1,7 +1,7 @@
 """Results of races in the user's cache folder: one file for each plan, Task, machine and versions.
 
-Ratios to the plain baseline are compared, since times of different days aren't comparable. Permanent failures are cached,
-too; a lack of memory, disk space or a compiler is not. A further file counts the trained steps of the Task.
+Ratios to the plain baseline are compared, since times of different days aren't comparable. Permanent failures are
+cached, too; a lack of memory, disk space or a compiler is not. A further file counts the trained steps of the Task.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class PlanSearch:
     """A search for the fastest plan of one Task on one device.
 
     Attributes:
-        baseline: eager on the device under torch's settings; `base` also has the axes that the user set, named in `fixed`.
+        baseline: eager on the device with torch's settings; `base` also has the axes that the user sets (`fixed`).
         rules: the best uncompiled plan by the rules alone, which a run without a search takes.
         deadline: a race, compilation or proof that should end later is skipped.
         failed: reasons of plans that failed in an earlier race and are skipped, by name.
@@ -302,10 +302,7 @@ class PlanSearch:
         """Profiles the plan's step; None if that fails, since the plan itself has run."""
         try:
             program = self.pool.get_program(name, plan)
-            with (
-                preserve_generators(*program.devices),
-                closing(program),
-            ):
+            with preserve_generators(*program.devices), closing(program):  # frees what it stores for steps
                 return profile_step(program)
         except Exception:
             return None

@@ -37,8 +37,8 @@ _LIBRARY_OPS = (
 `lstm` or `linalg` in the name."""
 
 _GROUPED_RATIO, _POINTWISE_RATIO = 0.64, 0.43
-"""Share of time that counts as compiled. With channels last, grouped convolutions took 0.55 and 1 x 1 ones 0.7 of the time
-(GhostNet, RegNet, MobileNet on two cores of an AMD EPYC); compiled operations take 0.3."""
+"""Share of time that counts as compiled. With channels last, grouped convolutions took 0.55 and 1 x 1 ones 0.7 of the
+time (GhostNet, RegNet, MobileNet on two cores of an AMD EPYC); compiled operations take 0.3."""
 
 _SMALL_FILTER = 25
 """Largest filter with this gain, in places; 7 x 7 as in ConvNeXt took 0.8 of the time."""
@@ -178,7 +178,7 @@ def _has_memory(value: Any) -> bool:
 
 
 def _is_library_call(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str, Any] | None = None) -> bool:
-    """Whether a compiled step calls the same library; rewrites cover small convolutions, pooling, dropout, some products."""
+    """Whether a compiled step calls the same library; rewrites cover small convolutions, pooling, dropout, products."""
     if function.namespace not in ("aten", "prim", "prims"):
         return True  # custom operations are opaque
     name = function.overloadpacket.__name__
