@@ -16,8 +16,10 @@ from bench.speed.job import Evaluate, Job, main
 from bench.speed.lanes import UNSEARCHED, axes_of, base_of
 from bench.speed.marks import Marks
 from hotloop.core.plan_request import PlanRequest
+from hotloop.core.reporter import Reporter
 from hotloop.task_file import LoadedTask, load_task
 from hotloop.training.start import start_run
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.tune import cached_or_tuned_plan
 
 
@@ -51,15 +53,15 @@ def planned(job: Job, loaded: LoadedTask) -> dict[str, Any]:
 def train(job: Job) -> Evaluate:
     loaded = load_task("bench.speed.tasks:task", {"name": job.workload.name, "epochs": str(job.epochs)})
     folder = tempfile.TemporaryDirectory()
-    run, _ = start_run(
+    context = RunContext(
         loaded,
-        run=Path(folder.name) / "run",
         callbacks=[Counting(job.marks)],
         # In turns with others, most of the time that goes by is theirs: it must not make checkpoints due.
         checkpoint_every="1000h" if job.marks.in_turns else "auto",
-        say=lambda line: job.marks.report(event="said", line=line),
+        reporter=Reporter(lambda line: job.marks.report(event="said", line=line)),
         **planned(job, loaded),
     )
+    run, _ = start_run(context, Path(folder.name) / "run")
     job.marks.report(event="plan", plan=run.plan.model_dump(exclude_none=True), brief=run.plan.brief())
 
     def evaluate() -> tuple[float, float]:

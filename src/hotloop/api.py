@@ -38,6 +38,7 @@ from hotloop.task_file import LoadedTask
 from hotloop.training.run import FollowerRun, Run
 from hotloop.training.start import resume_run, start_run, task_of_run
 from hotloop.tuning.auto.recall import forecast_from_cache
+from hotloop.tuning.run_context import RunContext
 
 
 def fit(
@@ -78,26 +79,22 @@ def fit(
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
     ranked = plan_to_launch(plan, axes, path if resume else None)
     display = _ArgumentDisplay(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
-    common: dict[str, Any] = dict(
+    context = RunContext(
+        LoadedTask(task, None, {}),
         plan=plan,
         axes=axes,
         stop_after=stop_after,
-        callbacks=[*callbacks, display],
-        say=display.say,
-        during=display.during,
+        checkpoint_every=None if resume else checkpoint_every,
         rank_timeout=rank_timeout,
+        callbacks=[*callbacks, display],
+        reporter=display.reporter,
     )
     if resume and run is None:
         raise RunError("resume=True without a run", expected="run= the folder to go on with")
 
     def train() -> Run:
         try:
-            if resume and path is not None:
-                handle, ended = resume_run(path, task=task, **common)
-            else:
-                handle, ended = start_run(
-                    LoadedTask(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common
-                )
+            handle, ended = resume_run(context, path) if resume and path else start_run(context, path)
         finally:
             display.close()
         for line in [] if isinstance(handle, FollowerRun) else summary(handle.path, handle.plan.brief(), ended.final):

@@ -80,7 +80,7 @@ def test_what_was_trained_is_read_back_after_memory_and_clock_were(monkeypatch: 
     folders: list[Path] = []
     read: list[bool] = []
 
-    def started(loaded: object, *, run: Path, **_: object) -> tuple[Any, None]:
+    def started(context: object, run: Path) -> tuple[Any, None]:
         folders.append(run.parent)
         return SimpleNamespace(plan=Plan()), None
 

@@ -13,6 +13,7 @@ import torch
 import hotloop as library
 from hotloop.report.progress import progress_bar
 from tests.support.processes.in_process_command import Done, Hotloop, commands
+from tests.support.runs import start_run
 
 DIGITS = """
 import torch
@@ -38,10 +39,9 @@ def folder(tmp_path_factory) -> Path:
     """A folder with a trained run, whose Task's file has gone since, and pictures to look at."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "digits_of_a_test.py").write_text(DIGITS)
-    from hotloop import api
     from hotloop.task_file import load_task
 
-    api.start_run(
+    start_run(
         load_task(str(folder / "digits_of_a_test.py"), {"width": "9"}), run=folder / "run", axes={"device": "cpu"}
     )
     (folder / "digits_of_a_test.py").unlink()

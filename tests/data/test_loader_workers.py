@@ -24,8 +24,8 @@ import hotloop
 from hotloop.data.dataset_changes import dataset_summary
 from hotloop.errors import DataError, dead_dataloader_worker
 from hotloop.task_file import LoadedTask
-from hotloop.training import start
 from tests.support.programs import labelled
+from tests.support.runs import start_run
 
 MORE = pytest.mark.more
 X, Y = labelled(40)
@@ -299,7 +299,7 @@ def test_a_signal_ends_a_wait_for_a_batch_and_saves(kind: Any, number: signal.Si
     data = kind(file, after=16)
     task = a_task(DataLoader(data, batch_size=8, num_workers=1), callbacks=[data.begins])
     thread = signalling(file, number)
-    run, ended = start.start_run(LoadedTask(task, None, {}), plan="baseline", run=tmp_path / "run")
+    run, ended = start_run(LoadedTask(task, None, {}), plan="baseline", run=tmp_path / "run")
     thread.join()
     assert ended.reason == number.name
     saved, _ = run.checkpoints.newest(print)
@@ -313,7 +313,7 @@ def test_a_signal_ends_a_wait_for_validation_data(tmp_path: Path) -> None:
     held_out = DataLoader(data, batch_size=8, num_workers=1)
     thread = signalling(file, signal.SIGTERM)
     task = a_task(DataLoader(Rows(), batch_size=8), validation=held_out, callbacks=[data.begins])
-    run, ended = start.start_run(LoadedTask(task, None, {}), plan="baseline", run=tmp_path / "run")
+    run, ended = start_run(LoadedTask(task, None, {}), plan="baseline", run=tmp_path / "run")
     thread.join()
     assert ended.reason == "SIGTERM" and run.journal()[-1]["step"] == 5
 
@@ -450,13 +450,11 @@ def test_data_read_into_memory_that_changes_later_is_said_once(tmp_path: Path) -
             data.level = float(view.epoch)
 
     task = a_task(DataLoader(data, batch_size=8), callbacks=[harder], epochs=4)
-    start.start_run(
-        LoadedTask(task, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "run", say=said.append
-    )
+    start_run(LoadedTask(task, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "run", say=said.append)
     assert sum("has changed since it was read into memory" in line for line in said) == 1
     said.clear()
     steady = a_task(DataLoader(Rows(), batch_size=8), callbacks=[lambda view: None])
-    start.start_run(
+    start_run(
         LoadedTask(steady, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "steady", say=said.append
     )
     assert not any("has changed" in line for line in said)

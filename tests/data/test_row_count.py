@@ -18,7 +18,7 @@ import hotloop
 from hotloop.data.row_count import SecondDimension, count_rows
 from hotloop.plan import BASELINE, Plan
 from hotloop.task_file import LoadedTask
-from hotloop.training.start import start_run
+from tests.support.runs import start_run
 
 DRAWS = torch.Generator().manual_seed(0)
 X, Y = torch.randn(12, 4, generator=DRAWS), torch.randn(12, 1, generator=DRAWS)

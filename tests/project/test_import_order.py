@@ -68,6 +68,7 @@ ORDER = (
     "parity/*",
     "explainer/layers/*",
     "explainer/*",
+    "tuning/run_context",
     "tuning/contenders",
     "tuning/rules",
     "tuning/cuda_rules",

@@ -24,9 +24,9 @@ from hotloop.report.profile import profile_page
 from hotloop.report.profile_charts import write_charts
 from hotloop.task_file import LoadedTask, load_task
 from hotloop.training.run import Run
-from hotloop.training.start import resume_run
 from hotloop.tuning.auto import recall
 from hotloop.tuning.search import race_cache
+from tests.support.runs import lower_cached_or_auto, resume_run
 
 OLD = Path(__file__).parents[1] / "support/files_of_0_1_0" / "default_precision"
 """Two epochs of six in all, a race of baseline and fused optimizer, and `hotloop profile --json`; of the Task in `run/source`."""
@@ -111,7 +111,7 @@ def use_the_race() -> None:
     facts = recall.facts_with_fingerprint(digits()).model_copy(update={"fingerprint": key_of(OLD / "races")["task"]})
     said: list[str] = []
     wanted = PlanRequest.from_value("auto", {"device": "cpu"})
-    program = recall.lower_cached_or_auto(digits(), digits().task, wanted, said.append, facts=facts)
+    program = lower_cached_or_auto(digits(), wanted, said.append, facts=facts)
     assert said == ["auto: optimizer=fused, remembered as the fastest that is proven equal"]
     assert program.parts.plan == Plan(device="cpu", optimizer="fused")
 

@@ -21,11 +21,11 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.lowering.build import lower
 from hotloop.plan import BASELINE, Plan
 from hotloop.training.run import Run
-from hotloop.training.start import resume_run
 from hotloop.tuning.auto.recall import _matching_races
 from hotloop.tuning.search import failed_searches, race_cache
 from hotloop.tuning.search.race_cache import load_races
 from tests.support.programs import a_task
+from tests.support.runs import resume_run
 from tests.support.tuning.handmade_verdicts import VERSIONS, timing, verdict
 
 OLD = Path(__file__).parents[1] / "support/files_of_0_1_0"

@@ -22,6 +22,7 @@ from hotloop.training.run import Run
 from tests.support.killed_training import EPOCHS
 from tests.support.processes.resumed_training import disagreements
 from tests.support.programs import a_task
+from tests.support.runs import resume_run, start_run
 
 USED_AS_IT_IS = ("run.json", "plan.toml")
 
@@ -29,7 +30,6 @@ USED_AS_IT_IS = ("run.json", "plan.toml")
 def trained(path: Path, said: list[str], stop: int | None = None) -> None:
     """Trains a small Task to its end, or goes on with it; or is killed after a step."""
     from hotloop.task_file import LoadedTask
-    from hotloop.training import start
     from hotloop.training.cadence import SpanPacer
     from tests.support.killed_training import Killed, at_step, kill
 
@@ -43,9 +43,9 @@ def trained(path: Path, said: list[str], stop: int | None = None) -> None:
         common = dict(axes={"device": "cpu"}, callbacks=callbacks, say=said.append)
         try:
             if path.exists():
-                start.resume_run(path, task=task, **common)
+                resume_run(path, task=task, **common)
             else:
-                start.start_run(LoadedTask(task, None, {}), run=path, checkpoint_every="3", **common)
+                start_run(LoadedTask(task, None, {}), run=path, checkpoint_every="3", **common)
         except Killed:
             pass
 

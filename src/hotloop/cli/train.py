@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,6 +144,7 @@ def train(
     from hotloop.task_file import load_task
     from hotloop.training.run import FollowerRun, Run
     from hotloop.training.start import check_options
+    from hotloop.tuning.run_context import RunContext
 
     if (ranked := plan_to_launch(plan, on_top, resume)) is not None:
         if ranked.workforce == "ray":
@@ -152,30 +154,32 @@ def train(
         raise typer.Exit(launch(local_rank_count(ranked), own_command(), say)[1])
     display = TrainingDisplay(console)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}
-    common: dict[str, Any] = dict(
-        overrides=overrides,
+    context = RunContext(
         plan=plan,
         axes=on_top,
+        overrides=overrides,
         stop_after=stop_after,
-        callbacks=[display],
-        say=display.say,
-        during=display.during,
+        checkpoint_every=checkpoint_every,
         rank_timeout=rank_timeout,
+        trust=trust,
+        callbacks=[display],
+        reporter=display.reporter,
     )
     with stdout_for(as_json):
         try:
             if resume is not None:
-                handle, ended = api.resume_run(resume, checkpoint_every=checkpoint_every, trust=trust, **common)
+                handle, ended = api.resume_run(context, resume)
             else:
                 assert task is not None
-                loaded, often, began = load_task(task, given), checkpoint_every or "auto", time.monotonic()
+                loaded, began = load_task(task, given), time.monotonic()
                 if tune:
-                    until = began + check_options(override_fields(loaded.task, overrides), stop_after, often)
+                    known_task = override_fields(loaded.task, overrides)
+                    until = began + check_options(known_task, stop_after, checkpoint_every or "auto")
                     if run is not None:
                         Run.check_new(run)
                     if (found := _find_plan(loaded, on_top, overrides, until, display)) is not None:
-                        common |= {"plan": found, "axes": {}}
-                handle, ended = api.start_run(loaded, run=run, checkpoint_every=often, began=began, **common)
+                        context = replace(context, plan=found, axes={})
+                handle, ended = api.start_run(replace(context, loaded=loaded), run, began)
         finally:
             display.close()
     if isinstance(handle, FollowerRun):

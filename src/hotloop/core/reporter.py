@@ -1,4 +1,4 @@
-"""What is shown while something takes long: a bar of the caller's, else lines now and then."""
+"""Reports to the user: lines, and the progress of long work."""
 
 from __future__ import annotations
 
@@ -6,28 +6,46 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 Report = Callable[[str], None]
 """Shows a line to the user at once."""
 
+Progress = Callable[[str, float], None]
+"""Takes an activity, and its completed share from 0 to 1."""
+
+SampleProgress = Callable[[int, int], None]
+"""Takes `(samples read, of how many)`."""
+
 _REPORT_INTERVAL_S = 10.0
 
 
 class ProgressReporter(Protocol):
-    """Shows `doing` while the context lasts; unless `counted`, nothing is told of how far it is."""
+    """Shows `doing` while the context lasts, with a count of samples if `counted`."""
 
     def __call__(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]: ...
 
 
-def report_in_lines(say: Report) -> ProgressReporter:
-    """For where there is no bar."""
-    return partial(_report_lines, say)
+@dataclass(frozen=True)
+class Reporter:
+    """Reports lines and the progress of long work to the user; silent by default.
+
+    Attributes:
+        say: shows a line at once.
+        bar: shows a progress bar. Without a bar, counted work shows a line every 10 s.
+    """
+
+    say: Report = lambda line: None
+    bar: ProgressReporter | None = None
+
+    def during(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]:
+        """Shows `doing` while the context lasts, with a count of samples if `counted`."""
+        return _report_lines(self.say, doing) if self.bar is None else self.bar(doing, counted=counted)
 
 
 @contextmanager
-def _report_lines(say: Report, doing: str, counted: bool = True) -> Iterator[SampleProgress]:
+def _report_lines(say: Report, doing: str) -> Iterator[SampleProgress]:
     said = time.monotonic()
 
     def progress(done: int, samples: int) -> None:
@@ -39,7 +57,7 @@ def _report_lines(say: Report, doing: str, counted: bool = True) -> Iterator[Sam
     yield progress
 
 
-SILENT = report_in_lines(lambda line: None)
+SILENT = Reporter()
 
 
 @contextmanager
@@ -69,7 +87,3 @@ def _stream_handlers() -> list[logging.Handler]:
     loggers = [logger for name, logger in known.items() if f"{name}.".startswith("torch.")]
     handlers = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]
     return [handler for handler in handlers if type(handler) is logging.StreamHandler]
-
-
-SampleProgress = Callable[[int, int], None]
-"""Is told `(samples read, of how many)`; that none is read yet, while some are looked at."""

@@ -14,7 +14,7 @@ from hotloop.core.feasibility.violations import check, is_plain
 from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.random.rng import preserve_generators
-from hotloop.core.reporter import ProgressReporter, Report, report_in_lines
+from hotloop.core.reporter import ProgressReporter, Report, Reporter
 from hotloop.core.task_parts.named_optimizers import NamedOptimizers
 from hotloop.data.feeds.feed import BatchTransform, Feed, open_feed
 from hotloop.data.feeds.rank_rows import RankRowsFeed, WholeBatchFeed, uses_whole_batch
@@ -92,7 +92,7 @@ def lower(
     if plan.ranked:
         plan = plan.with_axes(ranks=World.from_group(plan).ranks)  # those that are there, whatever was there before
     with translate_memory_errors(plan), preserve_generators():
-        parts = replace(LoweringContext.from_task(task, plan), say=say, during=during or report_in_lines(say))
+        parts = replace(LoweringContext.from_task(task, plan), reporter=Reporter(say, during))
         parts = replace(parts, trial_optimizer=trial_optimizer(task, parts.model))
         _check_plan(parts)
         for transform in TRANSFORMS:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from hotloop.core.feasibility.rank_plans import JOINT_MODES
 from hotloop.core.number_formats import Float32Switches
-from hotloop.core.reporter import SILENT, ProgressReporter, Report
+from hotloop.core.reporter import SILENT, Report, Reporter, SampleProgress
 from hotloop.core.state import put_values
 from hotloop.core.task_parts.keras import is_built
 from hotloop.core.task_parts.memory_layout import check_memory
@@ -45,8 +45,7 @@ class LoweringContext:
         scaled: whether the loss is scaled before backward, as fp16 needs.
         around: contexts that each training step runs in.
         switches: torch's, of the format in which products are computed, as the step has them.
-        say: shows a line to the user at once, while something takes long.
-        during: shows that it does, and how far it is.
+        reporter: shows lines and the progress of long work to the user.
         world: the ranks that share the training.
         meter: of the time that this rank spends on the others.
         notes: lines that the user should read about how the Plan was lowered.
@@ -67,14 +66,20 @@ class LoweringContext:
     scaled: bool = False
     around: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
     switches: Float32Switches = field(default_factory=dict)
-    say: Report = lambda line: None
-    during: ProgressReporter = SILENT
+    reporter: Reporter = SILENT
     world: World = SINGLE_RANK
     meter: CommMeter = field(default_factory=CommMeter)
     notes: tuple[str, ...] = ()
     elsewhere: tuple[torch.device, ...] = ()
     in_eval: frozenset[str] = frozenset()
     trial_optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def say(self) -> Report:
+        return self.reporter.say
+
+    def during(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]:
+        return self.reporter.during(doing, counted)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

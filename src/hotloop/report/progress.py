@@ -28,6 +28,7 @@ from rich.text import Text
 
 from hotloop.core.callback import View
 from hotloop.core.processes.signals import REASONS
+from hotloop.core.reporter import Reporter
 from hotloop.core.terminal import Bar
 
 
@@ -80,6 +81,10 @@ class TrainingDisplay:
     def during(self) -> Callable[..., AbstractContextManager[Callable[[int, int | None], None]]] | None:
         """Shows, on a terminal, work that takes long, see `progress_bar`; None elsewhere, where lines have to do."""
         return partial(progress_bar, self.console) if self.console.is_terminal else None
+
+    @property
+    def reporter(self) -> Reporter:
+        return Reporter(self.say, self.during)
 
     def __call__(self, view: View) -> None:
         if view.event in ("start", "progress", "epoch"):

@@ -1,4 +1,4 @@
-"""How many steps to run before looking up, and when to write a checkpoint."""
+"""Number of steps between checks of the training loop, and times of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from hotloop.core.records.training import EpochRecord
 from hotloop.errors import PlanError, shorten
 
 _SPAN_S = 0.1
-"""Duration of a span: long enough for its fixed costs, short enough for a progress bar and Ctrl-C."""
+"""Seconds of a span: long enough for its fixed costs, short enough for a progress bar and Ctrl-C."""
 
 RANKS_SPAN_S = 0.3
-"""The same for ranks, which send each other a message before each span."""
+"""Seconds of a span of several ranks, which exchange a message before each span."""
 
 _ASSUMED_WRITE_BYTES_PER_S = 300e6
-"""What a disk is taken to write until the first checkpoint has told; only the first one's date depends on it."""
+"""Assumed speed of the disk before the first checkpoint; only the time of that checkpoint depends on this speed."""
 
 
 @dataclass
 class SpanPacer:
-    """Chooses the number of a span's steps from the measured time of a step.
-
-    Attributes:
-        step_s: seconds of a step; None before the first span.
-        span_s: seconds that a span should take.
-    """
+    """Chooses a span's steps from the measured seconds of a step; `step_s` is None before the first span."""
 
     step_s: float | None = None
     span_s: float = _SPAN_S
@@ -44,7 +39,7 @@ class SpanPacer:
     def remaining_s(
         self, history: Sequence[EpochRecord], epochs: int, batches: int | None, done: int = 0
     ) -> float | None:
-        """What so many epochs of `batches` steps will take, of whose first some are done; None while unknown."""
+        """Estimates the seconds of `epochs` epochs after `done` steps of the first; None while unknown."""
         if batches is None or self.step_s is None:
             return None
         evaluation_s = sum(r.seconds - r.samples / r.samples_per_s for r in history[-1:] if r.samples_per_s)
@@ -53,12 +48,7 @@ class SpanPacer:
 
 @dataclass
 class CheckpointCadence:
-    """When a checkpoint is due.
-
-    Attributes:
-        steps: each so many steps; or
-        seconds: each so many seconds; or, with neither, as often as costs at most `share` of the run's time.
-    """
+    """Decides when a checkpoint is due: each `steps` steps, each `seconds` seconds, or at a cost of `share` of the time."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -68,7 +58,7 @@ class CheckpointCadence:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointCadence:
-        """`auto`, a number of steps such as `500`, or a time such as `90s`."""
+        """Reads `auto`, a number of steps such as `500`, or a time such as `90s`."""
         if text == "auto":
             return cls()
         if re.fullmatch(r"[0-9]{1,18}", text) and int(text) > 0:
@@ -78,7 +68,7 @@ class CheckpointCadence:
         raise PlanError(f"checkpoint-every={shorten(text)}", expected="auto, a number of steps, or a time such as 90s")
 
     def steps_left(self, step: int) -> int | None:
-        """Steps until one is due; None if that goes by time."""
+        """Returns the steps until a checkpoint is due; None if checkpoints go by time."""
         return None if self.steps is None else self.steps - step % self.steps
 
     def is_due(self, step: int) -> bool:
@@ -91,10 +81,9 @@ class CheckpointCadence:
         return self.seconds if self.seconds is not None else max(5.0, self.cost_s / self.share)
 
     def estimate_cost(self, nbytes: int) -> None:
-        """Notes how large a checkpoint will be, before one was written."""
         self.cost_s = nbytes / _ASSUMED_WRITE_BYTES_PER_S
 
     def record_cost(self, cost_s: float) -> None:
-        """Notes what a checkpoint cost, from the State's copy to the durable file."""
+        """Records the seconds of a checkpoint, from the copy of the State to the durable file."""
         self.cost_s = cost_s if not self.cost_s else max(cost_s, 0.5 * (cost_s + self.cost_s))
         self._last = time.monotonic()

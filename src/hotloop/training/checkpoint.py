@@ -1,7 +1,7 @@
-"""Checkpoints: a State and what belongs to it in one safetensors file that is written whole or not at all.
+"""Checkpoints: a State with its history in one safetensors file, written atomically.
 
-A file's name ends in the SHA-256 of its content, so that one rename makes it durable together with its checksum, and a
-torn or changed file is known as such. Loading reads numbers and JSON; no code in the file can run.
+A file's name ends in the SHA-256 of its content: one rename publishes file and checksum, and damage is detected. Loading
+reads numbers and JSON; no code in the file can run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
-"""What every version of safetensors can read, by its names; tensors of other formats are kept as their bytes."""
+"""Formats that every version of safetensors reads; tensors of other formats are stored as bytes."""
 
 _NUMPY_NUMBERS = {
     name: np.dtype(name).type
     for name in ("bool", "float16", "float32", "float64", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)))
 }
-"""NumPy's numbers that Python's hold without loss, by name; learning rates may be such."""
+"""NumPy types that Python numbers represent without loss; a learning rate may have such a type."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,7 @@ class BestEpoch:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A State with the epochs that led to it.
-
-    Attributes:
-        history: all epochs done.
-        best: the best of them, if there is one.
-        epoch_s: seconds of training in the epoch under way.
-    """
+    """A State with the completed epochs and their best; `epoch_s` is the training time of the epoch under way."""
 
     state: State
     history: list[EpochRecord] = field(default_factory=list)
@@ -70,10 +64,10 @@ class Checkpoint:
 
 
 def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
-    """The bytes of a checkpoint's file, in pieces: tensors as they lie in memory, since there may be no room for a copy.
+    """Returns a checkpoint's file in pieces; tensors are not copied, since memory may be short.
 
     Raises:
-        CheckpointError: the State holds something that is neither a number, a text nor a tensor.
+        CheckpointError: the State has a value that is no number, text or tensor.
     """
     tensors: dict[str, Tensor] = {}
     tree = {name: _pack(value, name, tensors) for name, value in vars(checkpoint.state).items() if name != "position"}
@@ -88,14 +82,17 @@ def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
 
 
 def check_storable(tree: Any, path: str) -> None:
-    """Raises CheckpointError if a checkpoint can't store a part of the State; `path` says which part this is."""
+    """Raises CheckpointError if a checkpoint can't store the part of the State at `path`."""
     _pack(tree, path, {})
 
 
 def _safetensors_pieces(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
-    """A safetensors file; its own library would put it together in memory, or write it under names that we don't know."""
+    """Returns the file in pieces: safetensors' library would assemble it in memory, or choose its temporary name."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    at, names = 0, sorted(tensors, key=lambda name: -tensors[name].itemsize)  # wide ones first: each lies aligned
+    at, names = (
+        0,
+        sorted(tensors, key=lambda name: -tensors[name].itemsize),
+    )  # wide types first, so that each tensor is aligned
     for name in names:
         tensor, end = tensors[name], at + tensors[name].nbytes
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
@@ -106,7 +103,7 @@ def _safetensors_pieces(tensors: dict[str, Tensor], metadata: dict[str, str]) ->
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
-    """Of each number the lowest first."""
+    """Returns the bytes in little-endian order."""
     content = tensor.reshape(-1).view(torch.uint8)
     if sys.byteorder == "big":
         content = content.reshape(tensor.numel(), tensor.itemsize).flip(1).reshape(-1)
@@ -114,7 +111,6 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def decode(content: bytes, path: Path) -> Checkpoint:
-    """The checkpoint in a file's bytes."""
     try:
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -130,7 +126,7 @@ def decode(content: bytes, path: Path) -> Checkpoint:
 
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; tensors move to `tensors`, containers and NumPy's numbers are marked."""
+    """Returns `value` as JSON with marked containers and NumPy numbers; tensors go to `tensors`."""
     if isinstance(value, Tensor):
         return _pack_tensor(value, path, tensors)
     if isinstance(value, dict):
@@ -150,7 +146,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _pack_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if value.layout is not torch.strided or value.is_quantized:
         raise _unstorable_error(path, "a sparse or quantized tensor")
-    while path in tensors:  # two places of one name, such as `c` in `a/b` and `b/c` in `a`
+    while path in tensors:  # `c` in `a/b` and `b/c` in `a` have the same path
         path += "'"
     value = value.detach().contiguous()
     if value.dtype in _DTYPE_NAMES:
@@ -197,10 +193,10 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint in `path`, its checksum proven first.
+    """Loads the checkpoint in `path` after a check of its checksum.
 
     Raises:
-        CheckpointError: the file is gone, is torn, was changed, or is no checkpoint.
+        CheckpointError: the file is absent, incomplete, changed, or no checkpoint.
     """
     name = _FILE_NAME.fullmatch(path.name)
     if name is None:
@@ -217,37 +213,33 @@ def load(path: Path) -> Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: the last few in `folder`, the best epoch's weights in `folder/best`.
-
-    Attributes:
-        keep: how many of the last to keep; two, so that a torn newest one has one before it.
-    """
+    """The checkpoints of one run: the last `keep` in `folder`, the best epoch's weights in `folder/best`."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self.best_folder, self.keep = folder, folder / "best", keep
         self._bad: set[Path] = set()
 
     def files(self) -> list[Path]:
-        """The checkpoints' files, newest first."""
+        """Returns the checkpoints' files, newest first."""
         found = [path for path in self.folder.glob("step-*.safetensors") if _FILE_NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: (_step_of(path), _written_ns(path)), reverse=True)
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Writes a checkpoint, then removes those that are no longer kept."""
+        """Writes a checkpoint, then removes older ones."""
         path = _write(self.folder, checkpoint)
         self._prune(path)
         return path
 
     def save_best(self, state: State, history: list[EpochRecord]) -> str:
-        """Writes the weights of the best epoch; the file's name goes into the checkpoints that refer to it."""
+        """Writes the weights of the best epoch; returns the file's name, to which checkpoints refer."""
         return _write(self.best_folder, Checkpoint(state, history)).name
 
     def newest(
         self, say: Callable[[str], None] = lambda line: None, *, best_needed: bool = True
     ) -> tuple[Checkpoint, Path] | None:
-        """The newest checkpoint that is good, as is the best epoch it refers to; bad ones are passed over, aloud.
+        """Returns the newest valid checkpoint with a valid best epoch, and reports those that are skipped.
 
-        Where no best epoch is good any more and `best_needed` is false, the newest good State is given without one.
+        Without any valid best epoch, returns the newest valid State without one unless `best_needed`.
         """
         without_best: tuple[Checkpoint, Path] | None = None
         for path in self.files():
@@ -272,7 +264,6 @@ class CheckpointFolder:
         return without_best
 
     def load_best(self, best: BestEpoch) -> Checkpoint:
-        """The weights of the best epoch."""
         return load(self.best_folder / best.file)
 
     def _prune(self, newest: Path) -> None:
@@ -288,7 +279,7 @@ class CheckpointFolder:
 
 
 def best_file(path: Path) -> str | None:
-    """The file that a checkpoint names as its best, read from its header alone; None if it names none, or is bad."""
+    """Returns the file of a checkpoint's best epoch, read from the header; None without one, or if that is invalid."""
     try:
         with open(open_regular(path), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -315,7 +306,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> Path:
 def _written_ns(path: Path) -> int:
     try:
         return path.lstat().st_mtime_ns
-    except FileNotFoundError:  # removed a moment ago by a training under way
+    except FileNotFoundError:  # removed by a training under way
         return 0
 
 
@@ -325,7 +316,7 @@ def _step_of(path: Path) -> int:
 
 
 def has_only_finite_parameters(state: State) -> bool:
-    """Whether every trained parameter is a finite number: what is not must never become the last good checkpoint."""
+    """Whether every trained parameter is finite: other States must not become the last valid checkpoint."""
     trained = [state.parameters[name] for group in state.optimizer["groups"] for name in group["params"]]
     values = [value for value in trained if value.numel() and (value.is_floating_point() or value.is_complex())]
     return bool(torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf")))) if values else True

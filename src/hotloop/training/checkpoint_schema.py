@@ -1,4 +1,4 @@
-"""Schema of a checkpoint's document. The checksum shows that the document is unchanged; the schema, that it is valid."""
+"""Schema of a checkpoint's document: the checksum shows that a document is unchanged, the schema that it is valid."""
 
 from __future__ import annotations
 

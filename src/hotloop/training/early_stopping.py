@@ -1,4 +1,4 @@
-"""What the figures of past epochs decide: which is best, and whether to stop. A function of the history alone."""
+"""The best epoch, and whether to stop: a function of the history alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ FINISHED = "finished"
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a training ended.
+    """The end of a training.
 
     Attributes:
-        reason: `finished`, `SIGINT`, `SIGTERM`, `SIGHUP`, `stop-after`, or what stopped it early.
-        finished: whether there is nothing left to do.
-        final: figures on the test data; None if it was interrupted.
+        reason: `finished`, `SIGINT`, `SIGTERM`, `SIGHUP`, `stop-after`, or the reason of an early stop.
+        final: metrics of the test data; None after an interruption.
     """
 
     reason: str
@@ -32,13 +31,12 @@ _MINIMIZED = ("loss", "error", "perplexity", "mse", "mae", "rmse")
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Watches one figure.
+    """Rules for one metric.
 
     Attributes:
-        figure: such as `validation_loss`.
-        falls: whether smaller is better.
-        stop_below: stop once the figure is better than this.
-        patience: stop after so many epochs without a new best.
+        figure: the metric, such as `validation_loss`.
+        stop_below: stop when the metric is better than this value.
+        patience: stop after this number of epochs without a new best.
     """
 
     figure: str
@@ -61,10 +59,10 @@ class EarlyStopping:
         return cls(figure, falls, **rules)  # type: ignore[arg-type]
 
     def value(self, record: EpochRecord) -> float:
-        """The watched figure of an epoch.
+        """Returns the metric of an epoch.
 
         Raises:
-            TaskError: epochs have no such figure.
+            TaskError: epochs have no such metric.
         """
         value = record.figure(self.figure)
         if value is None:
@@ -81,7 +79,7 @@ class EarlyStopping:
         return one < other if self.is_minimized else one > other
 
     def best(self, history: list[EpochRecord]) -> EpochRecord | None:
-        """The first of the best epochs."""
+        """Returns the first of the best epochs."""
         best = None
         for record in history:
             if best is None or self.is_better(self.value(record), self.value(best)):
@@ -89,7 +87,7 @@ class EarlyStopping:
         return best
 
     def verdict(self, history: list[EpochRecord]) -> str | None:
-        """Why to stop, or None to go on."""
+        """Returns why to stop; None to continue."""
         best = self.best(history)
         if best is None:
             return None

@@ -1,4 +1,4 @@
-"""The training loop: spans of steps, epochs, checkpoints, stopping and going on."""
+"""The training loop: spans of steps, epochs, checkpoints, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -40,21 +40,19 @@ def train_loop(
     callbacks: Sequence[Callback] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> RunOutcome:
-    """Trains to the end of the Task's epochs, or until something stops it; either way the run can be gone on with.
+    """Trains to the end of the Task's epochs or to a stop; either way the run can be resumed.
 
     Args:
-        relower: makes the Program; called again when a trouble must be replayed from the last good State.
+        relower: makes the Program; called again to replay an error from the last valid State.
         run: the run's folder, locked by the caller.
-        resume: go on from the newest good checkpoint.
-        stop_after_s: stop cleanly after so many seconds.
-        callbacks: see each `View`.
-        say: shows a line to the user.
+        resume: continue from the newest valid checkpoint.
+        stop_after_s: stop cleanly after this number of seconds.
 
     Raises:
-        NonFiniteError, MemoryExhausted, DiskError, TaskError: training can't go on; the last good checkpoint stays.
-        CheckpointError: none to go on from is good, or it is another Task's.
+        NonFiniteError, MemoryExhausted, DiskError, TaskError: training can't continue; the last valid checkpoint stays.
+        CheckpointError: no checkpoint is valid, or the checkpoint is of another Task.
     """
-    interrupts = StopSignals(stop_after_s)  # the clock runs while data are prepared, too
+    interrupts = StopSignals(stop_after_s)  # the time limit includes the preparation of data
     program = relower()
     with preserve_generators(*program.devices), translate_worker_death():
         loop = _TrainingLoop(program, run, relower, interrupts, callbacks, say)
@@ -102,7 +100,7 @@ class _TrainingLoop:
         return self.program.parts.world
 
     def begin(self, resume: bool) -> None:
-        """Starts, or goes back to the newest good checkpoint."""
+        """Starts, or restores the newest valid checkpoint."""
         if resume:
             self._restore_checkpoint()
         else:
@@ -137,7 +135,7 @@ class _TrainingLoop:
         self.run.log("resume", step=step, plan=plan, file=path.name if found else None, repeated_at_most=repeated)
 
     def train(self) -> str:
-        """Runs spans until something says stop; returns why."""
+        """Runs spans until a stop; returns its reason."""
         while True:
             at_epoch_start = self.program.position.batch == 0
             if at_epoch_start and self.program.position.epoch >= self.task.epochs:
@@ -161,7 +159,7 @@ class _TrainingLoop:
 
     @RANK_PROGRESS.within("end")
     def end(self, reason: str) -> RunOutcome:
-        """Saves; reads the test data if training is over."""
+        """Saves, and evaluates the test data if training is over."""
         interrupted = reason in REASONS
         if self._saved != self.program.position or self._best_state is not None:
             self._save()
@@ -191,7 +189,7 @@ class _TrainingLoop:
             outcome = self.program.advance(steps)
             sums = self.program.read_sums()
         except StopRequested:
-            return  # the wait for a batch has ended, and `_next` reports why
+            return  # from the wait for a batch; `_next_span` returns the reason
         except Exception as error:
             self.run.mark(self.program.position.step)
             self._save_before_error(self.world if isinstance(error, PartsDifferError) else None)
@@ -215,11 +213,11 @@ class _TrainingLoop:
             self._end_epoch(sums)
 
     def _check_storable(self) -> None:
-        if self.world.is_single:  # else all ranks would have to ask together
+        if self.world.is_single:  # gathering the state of several ranks is a collective operation
             check_storable(self.program.optimizer_state(), "optimizer")
 
     def _end_epoch(self, sums: dict[str, float]) -> None:
-        """Validates and records an epoch; if a signal interrupts this, its last batch stays the position."""
+        """Validates and records an epoch; after an interruption the position stays at the last batch."""
         position, started = self.program.position, time.perf_counter()
         validation: dict[str, float] = {}
         if (source := self.program.parts.splits.validation) is not None:
@@ -241,14 +239,16 @@ class _TrainingLoop:
         self.history.append(record)
         self.program.end_epoch(self.stopping.value(record))
         self.run.add_metrics(record)
-        if validation and self.stopping.best(self.history) is record:  # else nobody reads other weights than the last
+        if (
+            validation and self.stopping.best(self.history) is record
+        ):  # without validation only the last weights are used
             self._note_best(record)
         self._comm.add_step(record.epoch, self.program.take_spent(), self._train_s - self._earlier_s, self._steps)
         self._begin_epoch()
         self._call_callbacks("epoch")
 
     def _evaluate(self, source: Source, name: str) -> dict[str, float]:
-        """Figures of the validation or test data; one that is no number is told."""
+        """Returns metrics of the validation or test data, and reports those that aren't finite."""
         try:
             check, largest = self.interrupts.check, self.program.parts.is_joint.all_reduce_max
             values = evaluate(self.program, source, lambda *batch: check(self._reserve_s, largest)).values
@@ -262,7 +262,7 @@ class _TrainingLoop:
         return values
 
     def _check_figure(self, record: EpochRecord) -> None:
-        """What steers must be a number."""
+        """Raises if the metric of early stopping isn't finite."""
         value = self.stopping.value(record)
         if math.isfinite(value):
             return
@@ -272,7 +272,7 @@ class _TrainingLoop:
         raise nonfinite_figure_error(self.program, source, self.stopping.figure, value, self._saved_step)
 
     def _note_best(self, record: EpochRecord) -> None:
-        """Keeps the best weights in memory; they are written with the next checkpoint, which refers to them."""
+        """Stores the best weights in memory; the next checkpoint writes them and refers to them."""
         self._best_state = self.program.weights()
         self.best = BestEpoch(record.epoch, self.stopping.value(record), file="")
 
@@ -301,7 +301,7 @@ class _TrainingLoop:
         )
 
     def _final_figures(self, reason: str) -> dict[str, Any]:
-        """Figures of the chosen weights: the best epoch's where validation steers, else the last."""
+        """Returns metrics of the best epoch's weights by validation; without validation, of the last weights."""
         roles = self.program.parts.splits
         chosen, epoch = "last", self.program.position.epoch
         if roles.validation is not None and (best := self.best) is not None:
@@ -314,7 +314,7 @@ class _TrainingLoop:
         return {**figures, "weights": chosen, "epoch": epoch, "reason": reason}
 
     def _recent_loss(self, sums: dict[str, float]) -> float | None:
-        """Mean training loss since the last look."""
+        """Returns the mean training loss since the last call."""
         loss, weight = sums["loss"] - self._read[0], sums["weight"] - self._read[1]
         self._read = sums["loss"], sums["weight"]
         return loss / weight if weight else self._loss
@@ -335,12 +335,12 @@ class _TrainingLoop:
         return explain_rank_error(error, self.program, self._saved_step, during)
 
     def _find_nonfinite(self, reached: int) -> HotloopError:
-        """Replays from the last good State to name the step and the module."""
+        """Replays from the last valid State to name the step and the module."""
         if not self.world.is_single:
             return nonfinite_error_of_ranks(reached)
         found = self.run.checkpoints.newest(self.say, best_needed=False)
         self.program.close()
-        self.program.optimizer.state.clear()  # makes room for the second program
+        self.program.optimizer.state.clear()  # frees memory for the second Program
         self.say("the loss or a parameter is no longer finite; replaying from the last good state to find the place")
         self.program = self.relower()
         self.program.run_eagerly()
@@ -352,7 +352,9 @@ class _TrainingLoop:
 
     @property
     def learning_rate(self) -> float:
-        return float(self.program.optimizer.param_groups[0].get("lr", math.nan))  # an own class may have none
+        return float(
+            self.program.optimizer.param_groups[0].get("lr", math.nan)
+        )  # a user's optimizer class may have none
 
     @property
     def _samples_per_s(self) -> float:
@@ -365,7 +367,7 @@ class _TrainingLoop:
     @RANK_PROGRESS.within("callbacks")
     def _call_callbacks(self, event: Event, *, reason: str = "", final: dict | None = None) -> None:
         position = self.program.position
-        # Copies, so that nothing that a callback does to them reaches training.
+        # Copies, so that callbacks can't change the history.
         self._shown += tuple(record.model_copy(deep=True) for record in self.history[len(self._shown) :])
         view = View(
             event=event,
@@ -391,7 +393,7 @@ class _TrainingLoop:
                 raise explain_callback_error(error, callback, view, self._saved_step) from error
 
     def _save_before_error(self, here: World | None = SINGLE_RANK) -> None:
-        """Saves what was trained before an error ends it, if all ranks are `here` to agree."""
-        self.callbacks = ()  # none is to hear of that checkpoint
+        """Saves before an error ends training, if all ranks are `here` to take part."""
+        self.callbacks = ()  # callbacks don't get an event of this checkpoint
         if here == self.world and self.program.position.step and self._saved != self.program.position:
             self._save()

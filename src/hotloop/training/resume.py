@@ -1,4 +1,4 @@
-"""Whether a run can be gone on with: from a good checkpoint, under the data and the schedule it was started with."""
+"""Checks of a resumed run: a valid checkpoint, unchanged data, a schedule that is long enough."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ _REMEDY = "use the Task that the run was started with, or start a new run"
 
 
 def check_overrides(facts: TaskFacts, task: Task, overrides: Mapping[str, Any]) -> None:
-    """Only how long to train may change: all else decides which samples come next, so the run would be neither one.
-
-    Raises:
-        RunError: batch size or seed differ from those of the run's facts and Task.
-    """
+    """Raises RunError if an override changes the batch size or the seed, and with these the order of the data."""
     fixed = {"batch_size": facts.batch_size, "seed": task.seed}
     for name, value in fixed.items():
         if overrides.get(name, value) != value:
@@ -33,11 +29,10 @@ def check_overrides(facts: TaskFacts, task: Task, overrides: Mapping[str, Any]) 
 
 
 def newest_valid_checkpoint(run: Run, say: Callable[[str], None]) -> tuple[Checkpoint, Path] | None:
-    """The newest good checkpoint and its file; None if training had not yet come to the first one.
+    """Returns the newest valid checkpoint and its file; None if none was written.
 
     Raises:
-        CheckpointError: there are some, and none is good; or there were some, and all are gone. Starting over unasked
-            would lose what was trained.
+        CheckpointError: no checkpoint is valid, or all were removed. A silent restart would lose the training.
     """
     checkpoints, saved = run.checkpoints, run.last_saved()
     found = checkpoints.newest(say, best_needed=False)
@@ -57,10 +52,10 @@ def newest_valid_checkpoint(run: Run, say: Callable[[str], None]) -> tuple[Check
 
 
 def restore_program(program: Program, checkpoint: Checkpoint, path: Path) -> None:
-    """Puts a checkpoint's State back.
+    """Restores a checkpoint's State.
 
     Raises:
-        CheckpointError: it is another Task's, or holds what no training has written.
+        CheckpointError: the checkpoint is of another Task, or has invalid content.
     """
     position, batches = checkpoint.state.position, program.feed.batches
     try:
@@ -79,11 +74,7 @@ def restore_program(program: Program, checkpoint: Checkpoint, path: Path) -> Non
 
 
 def check_data(facts: TaskFacts, program: Program) -> None:
-    """A position means something only in the data, and the batches, that it was reached in.
-
-    Raises:
-        RunError: samples, batch size, order or what is held out differ from `facts`, the run's own.
-    """
+    """Raises RunError if samples, batch size, order or held-out samples differ from the run's `facts`."""
     roles = program.parts.splits
     samples = roles.order.samples if roles.order else None
     if (facts.samples, facts.batch_size) != (samples, roles.batch_size):
@@ -101,11 +92,7 @@ def check_data(facts: TaskFacts, program: Program) -> None:
 
 
 def check_schedule(program: Program) -> None:
-    """A schedule laid out for fewer steps would fail at its end, hours later.
-
-    Raises:
-        RunError: the Task's epochs take more steps than the restored schedule has left.
-    """
+    """Raises RunError if the remaining epochs take more steps than the restored schedule has left."""
     task, position, left = program.parts.task, program.position, program.schedule_left()
     epochs = task.epochs - position.epoch
     needed = epochs if task.schedule_every == "epoch" else epochs * (program.feed.batches or 0) - position.batch

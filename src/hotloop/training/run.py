@@ -1,11 +1,11 @@
-"""A run: a folder that holds all there is to know of one training, and outlives the Task's file.
+"""A run: the folder of one training, independent of the Task's file.
 
 run.json          what was trained, from which source, with which versions
 plan.toml         how
 source/           the Task's file and the local modules it imports
-journal.jsonl     what happened, in order; lines are only ever added
-metrics.jsonl     a line per epoch; metrics.csv is the same as a table
-checkpoints/      the last good ones; best/ holds the best epoch's weights
+journal.jsonl     events in order, append-only
+metrics.jsonl     a line per epoch; metrics.csv has the same as a table
+checkpoints/      the last two; best/ has the best epoch's weights
 """
 
 from __future__ import annotations
@@ -36,22 +36,14 @@ from hotloop.training.checkpoint import CheckpointFolder
 _UNFINISHED = ".unfinished"
 
 _DIGITS = 20
-"""Of the number in the file `reached`."""
+"""Digits of the number in the file `reached`."""
 
 _STALE_LOCK_S = 2.0
-"""A worker that was being started when its training was killed holds the run until it comes to run itself."""
+"""Seconds for which a starting worker of a killed training may still have the lock."""
 
 
 class Run:
-    """The folder of one training.
-
-    Attributes:
-        path: the folder.
-        record: what it says of itself.
-        plan: how it was last run.
-        checkpoints: its checkpoints.
-        task: the Task, where this process has it.
-    """
+    """The folder of one training; `plan` is the last plan, `task` the Task if this process has it."""
 
     def __init__(self, path: Path, record: RunRecord, plan: Plan) -> None:
         self.path, self.record, self.plan = path, record, plan
@@ -63,15 +55,15 @@ class Run:
 
     @classmethod
     def create(cls, path: Path, record: RunRecord, plan: Plan, files: Mapping[str, bytes]) -> Run:
-        """A new run in `path`, which must be empty or not yet there.
+        """Creates a run in `path`.
 
         Raises:
-            RunError: `path` holds a run already, is a file, or can't be written.
+            RunError: `path` has a run or other files, is a file, or can't be written.
         """
         cls.check_new(path)
         with translate_write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            (path / _UNFINISHED).touch()  # a kill from here on leaves no run, and nothing in the way of a new one
+            (path / _UNFINISHED).touch()  # after a kill from here on, a new run may take the folder
             shutil.rmtree(path / "source", ignore_errors=True)
         for name, content in files.items():
             write_atomic(path / "source" / name, content)
@@ -98,10 +90,10 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """The run in `path`.
+        """Opens the run in `path`.
 
         Raises:
-            RunError: there is none, or it can't be read.
+            RunError: there is no run, or it can't be read.
         """
         path = Path(path)
         with translate_write_errors(path):
@@ -131,14 +123,14 @@ class Run:
         return self.path / "source"
 
     def as_written(self) -> Run:
-        """The run as its folder has it now."""
+        """Reads the run from its folder again."""
         return Run.open(self.path)
 
     def lock(self) -> None:
-        """Claims the run for this process until it ends or `unlock`s, and removes what a killed one left half-written.
+        """Locks the run for this process, and removes incomplete files of a killed one.
 
         Raises:
-            RunError: another process is training in it.
+            RunError: another process trains in the run.
         """
         with translate_write_errors(self.path):
             if not (self._acquire_lock(0) or self._acquire_stale_lock()):
@@ -154,7 +146,7 @@ class Run:
         return True
 
     def _acquire_stale_lock(self) -> bool:
-        """Waits for what a killed training's workers hold; where a living one ends meanwhile, the run isn't as it was read."""
+        """Waits for workers of a killed training; False if a living training ended meanwhile, which changed the run."""
         before = self._journal_bytes()
         if not self._acquire_lock(_STALE_LOCK_S):
             return False
@@ -164,7 +156,7 @@ class Run:
         return True
 
     def _journal_bytes(self) -> int | None:
-        """Bytes in the journal; None where there is none."""
+        """Returns the size of the journal; None without a journal."""
         path = self.path / "journal.jsonl"
         return path.stat().st_size if path.exists() else None
 
@@ -175,14 +167,14 @@ class Run:
         self._lock.release()
 
     def discard(self) -> bool:
-        """Removes the folder of a run that has come to nothing: no step done, and so no checkpoint; False if it has."""
+        """Removes the folder of a run without a step or a checkpoint; otherwise returns False."""
         if self.reached() or self.checkpoints.files():
             return False
         shutil.rmtree(self.path, ignore_errors=True)
         return True
 
     def keep(self, *, plan: Plan | None = None, record: RunRecord | None = None) -> None:
-        """Notes that the run goes on under another plan, or with other overrides."""
+        """Stores another plan or record."""
         before = self.plan, self.record
         self.plan, self.record = plan or self.plan, record or self.record
         if self.plan != before[0]:
@@ -201,25 +193,25 @@ class Run:
         return True
 
     def note_all_inexact(self, reasons: Iterable[str], say: Callable[[str], None]) -> None:
-        """Records reasons as `note_inexact` does, and says those that are new."""
+        """Records reasons as `note_inexact` does, and reports new reasons."""
         for reason in reasons:
             if self.note_inexact(reason):
                 say(reason)
 
     def log(self, event: str, **fields: Any) -> None:
-        """Adds a line to the journal, durably."""
+        """Appends a line to the journal, durably."""
         line = _as_line({"event": event, "time": round(time.time(), 3), **fields})
         append(self.path / "journal.jsonl", line.encode())
 
     def journal(self) -> list[dict[str, Any]]:
-        """The journal's events; damaged lines are passed over, see `damages`."""
+        """Returns the journal's events without damaged lines, see `damages`."""
         return self._events().rows
 
     def _events(self) -> JournalRows:
         return read_events(self.path / "journal.jsonl")
 
     def damages(self) -> list[str]:
-        """A line for each file that is damaged, and what is used instead of it."""
+        """Returns a line for each damaged file that says what is used instead."""
         found = read_step(self.path / "reached")[1]
         changed = f"run.json or plan.toml in {self.path} was changed since hotloop wrote it, and is used as it is now"
         return [
@@ -232,7 +224,7 @@ class Run:
         ]
 
     def mark(self, step: int) -> None:
-        """Notes, cheaply, that steps before `step` may be done; tells after a kill how many are repeated."""
+        """Records at low cost that steps before `step` may be done; after a kill this tells how many are repeated."""
         path = self.path / "reached"
         with translate_write_errors(path):
             if self._reached is None:
@@ -240,29 +232,27 @@ class Run:
                 if self._reached.seek(0, os.SEEK_END) > _DIGITS:  # it is damaged
                     self._reached.truncate(_DIGITS)
             self._reached.seek(0)
-            self._reached.write(
-                b"%0*d" % (_DIGITS, step)
-            )  # as long as ever, in one piece, in place: a kill can't tear it
+            self._reached.write(b"%0*d" % (_DIGITS, step))  # a fixed length in place: a kill can't tear the number
 
     def reached(self) -> int:
-        """The step noted last; where the note is damaged the last one in the journal, and 0 if there is none."""
+        """Returns the step of the last `mark`; if the mark is damaged, the last step in the journal, or 0."""
         step, damage = read_step(self.path / "reached")
         if damage:
             return max((event["step"] for event in self.journal() if "step" in event), default=0)
         return step or 0
 
     def last_saved(self) -> int | None:
-        """The step of the last checkpoint in the journal; None if it has none."""
+        """Returns the step of the last checkpoint in the journal; None without a checkpoint."""
         return next((event["step"] for event in reversed(self.journal()) if event["event"] == "checkpoint"), None)
 
     def write_metrics(self, history: list[EpochRecord]) -> None:
-        """Writes both tables anew."""
+        """Rewrites both tables."""
         rows = [record.flat() for record in history]
         write_atomic(self.path / "metrics.jsonl", "".join(map(_as_line, rows)))
         write_atomic(self.path / "metrics.csv", _as_csv(rows, header=True))
 
     def add_metrics(self, record: EpochRecord) -> None:
-        """Adds one epoch to both tables."""
+        """Appends one epoch to both tables."""
         row = record.flat()
         table = self.path / "metrics.csv"
         first = not table.exists() or table.stat().st_size == 0
@@ -276,12 +266,12 @@ class Run:
 
     @property
     def epochs(self) -> list[dict[str, Any]]:
-        """The epochs done, as `train --json` prints them."""
+        """The completed epochs, as `train --json` prints them."""
         return read_metrics(self.path / "metrics.jsonl").rows
 
     @property
     def reason(self) -> str:
-        """Why training stopped last: `finished`, `SIGINT`, `stop-after` and so on; empty while it goes on or was killed."""
+        """Why training stopped last, such as `finished` or `SIGINT`; empty during training or after a kill."""
         last: dict[str, Any] = next(
             (e for e in reversed(self.journal()) if e["event"] in ("start", "resume", "stop")), {}
         )
@@ -289,7 +279,7 @@ class Run:
 
     @property
     def final(self) -> dict[str, Any] | None:
-        """The figures on the test data, once the run has finished; None before."""
+        """Metrics of the test data after the run has finished; None before."""
         for event in reversed(self.journal()):
             if event["event"] in ("start", "resume"):
                 return None
@@ -299,7 +289,7 @@ class Run:
 
 
 class FollowerRun(Run):
-    """A run as ranks other than the first have it: they train along, and write nothing."""
+    """The run of ranks other than the first, which write nothing."""
 
     def as_written(self) -> Run:
         return self
@@ -334,7 +324,6 @@ def is_run(path: Path) -> bool:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    """The content of run.json."""
     try:
         document = json.loads(read_regular(path) or b"")
         if isinstance(document, dict):
@@ -349,11 +338,7 @@ def _damaged_record(path: Path) -> RunError:
 
 
 def _check_complete(path: Path, plan: Plan, record: RunRecord) -> None:
-    """A plan that was cut off is no plan with fewer axes.
-
-    Raises:
-        PlanError: axes are missing that hotloop writes.
-    """
+    """Raises PlanError if a truncated file lacks axes that hotloop writes."""
     is_sealed = bool(record.switches) and record.versions.get("hotloop") == __version__
     written = [axis for axis, field in Plan.model_fields.items() if field.default is not None]
     lacking = [axis for axis in (written if is_sealed else ["engine", "device"]) if axis not in plan.model_fields_set]
@@ -366,7 +351,7 @@ def _check_complete(path: Path, plan: Plan, record: RunRecord) -> None:
 
 
 def _seal(document: Mapping[str, Any], plan: str) -> str:
-    """A checksum of run.json and plan.toml."""
+    """Returns a checksum of run.json and plan.toml."""
     own = {key: value for key, value in document.items() if key != "seal"}
     return hashlib.sha256((json.dumps(own, sort_keys=True) + plan).encode()).hexdigest()
 
@@ -377,7 +362,7 @@ def _with_seal(record: RunRecord, plan: Plan) -> str:
 
 
 def _as_line(row: Mapping[str, Any]) -> str:
-    """A line of JSON, which has no NaN and no infinity: such figures become null."""
+    """Returns a line of JSON; NaN and infinity become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 

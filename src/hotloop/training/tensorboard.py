@@ -1,4 +1,4 @@
-"""Scalars and the model's graph for TensorBoard, where it is installed."""
+"""Scalars and the model's graph for TensorBoard, if TensorBoard is installed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ def is_installed() -> bool:
 
 
 class TensorBoard:
-    """A callback that writes a run's figures below `<run>/tensorboard`.
+    """A callback that writes a run's metrics below `<run>/tensorboard`.
 
     Args:
-        graph: gives a model of its own and example inputs, to draw the model's graph; None draws none.
-        say: shows a line to the user.
+        graph: returns a separate model and example inputs for the graph; None draws no graph.
     """
 
     def __init__(self, graph: Callable[[], tuple[nn.Module, Any]] | None, say: Callable[[str], None]) -> None:
@@ -36,7 +35,7 @@ class TensorBoard:
     def __call__(self, view: View) -> None:
         if view.event == "start":
             self._open(view)
-        elif self._graph is not None and view.step:  # a model that ran: what fails in the first step shows there alone
+        elif self._graph is not None and view.step:  # after the first step, which reports a failing model better
             self._write_graph(self._graph)
         if view.event == "epoch":
             self._write(view)
@@ -46,7 +45,7 @@ class TensorBoard:
     def _open(self, view: View) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a killed run wrote past its checkpoint is hidden by the steps that are now repeated.
+        # Hides what a killed run wrote after its checkpoint; these steps are repeated.
         purge = view.step if view.history or view.step else None
         self._writer = SummaryWriter(str(view.run / "tensorboard"), purge_step=purge)
         if view.step:
@@ -57,13 +56,13 @@ class TensorBoard:
         assert self._writer is not None
         try:
             model, inputs = graph()
-            with warnings.catch_warnings(), redirect_stdout(StringIO()):  # torch prints what it also raises
-                warnings.simplefilter("ignore")  # tracing warns of each Python branch; the picture says enough
+            with warnings.catch_warnings(), redirect_stdout(StringIO()):  # torch also prints its errors
+                warnings.simplefilter("ignore")  # tracing warns of each Python branch
                 self._writer.add_graph(model.eval(), inputs)
             del model, inputs
-        except Exception as error:  # tracing fails in as many ways as there are models, and training needs no picture
+        except Exception as error:  # tracing fails in many ways, and training needs no graph
             self._say(f"TensorBoard gets no graph of this model, since it can't be traced ({type(error).__name__})")
-        gc.collect()  # a model that was traced refers to itself, and would keep its memory for as long as Python lets it
+        gc.collect()  # a traced model is a reference cycle
 
     def _write(self, view: View) -> None:
         assert self._writer is not None

@@ -1,4 +1,4 @@
-"""The public functions that compare plans: they wire the stages of measuring and proving together."""
+"""Checks whether a plan gives the baseline's result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Parity
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Report, Reporter
 from hotloop.lowering.failures.explanation import explain_error
 from hotloop.parity.convergence import check_convergence, check_seeds
 from hotloop.parity.proof import prove_programs
@@ -16,9 +16,10 @@ from hotloop.task import Task
 from hotloop.task_file import LoadedTask
 from hotloop.tuning.auto.recall import lower_cached_or_auto
 from hotloop.tuning.contenders import check_comparable
+from hotloop.tuning.run_context import RunContext
 
 Progress = Callable[[str, int, int], None]
-"""Told what is done, how much of it is done, and of how much."""
+"""Called with the activity, the completed number, and the total."""
 
 
 def check(
@@ -30,16 +31,15 @@ def check(
     say: Report = lambda line: None,
     progress: Progress = lambda doing, done, total: None,
 ) -> Parity:
-    """Whether a plan gives the same result as the baseline on its device, and how that was found.
+    """Returns whether a plan gives the same result as the baseline on its device, with the evidence.
 
     Args:
         plan: a `Plan`, a TOML file, `auto` or `arrays`.
-        device: where, whatever the plan says.
-        converge: also train to the end with so many seeds, under the plan and under the baseline, and test whether both
-            end alike. That takes as long as it sounds; where a training fails, or at Ctrl-C, the proof and what was
-            trained until then are the result, and its `convergence.ended` says so.
-        say: is told what the plan's lowering has to say.
-        progress: told of states compared, and of trainings done.
+        device: overrides the plan's device.
+        converge: also train to the end with this number of seeds, under the plan and the baseline, and compare the ends.
+            If a training fails, or at Ctrl-C, the result has what was trained, and `convergence.ended` says why.
+        say: called with notes of lowering.
+        progress: called with the numbers of compared states and of completed trainings.
 
     Raises:
         PlanError: the plan can't be run here.
@@ -57,12 +57,12 @@ def check(
 def check_requested(
     loaded: LoadedTask, wanted: PlanRequest, *, converge: int, say: Report, progress: Progress
 ) -> Parity:
-    """See `check`; `auto` is what `train` takes for it."""
+    """Checks like `check`; `auto` is the plan that `train` takes."""
     check_comparable(wanted.plan)
     if converge:
         check_seeds(converge)
     task = loaded.task
-    program = lower_cached_or_auto(loaded, task, wanted, say)
+    program = lower_cached_or_auto(RunContext(loaded, wanted=wanted, reporter=Reporter(say)))
     try:
         parity = prove_programs(task, [program], progress=lambda *count: progress("states", *count))[0]
         plan = program.parts.plan

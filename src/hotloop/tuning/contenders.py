@@ -1,4 +1,4 @@
-"""Which plans race against each other: from what was asked for to a list of names."""
+"""The plans of a race, each with a name."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ def check_comparable(plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class RaceSpec:
-    """Which plans race, and for how long; see `race`.
-
-    Attributes:
-        axes: set on top of each plan but the baseline.
-    """
+    """Plans and time limit of a race, see `race`; `axes` are set on top of each plan except the baseline."""
 
     plans: Sequence[PlanReference]
     baseline: PlanReference = BY_NAME
@@ -43,16 +39,16 @@ class RaceSpec:
     time_limit: str | None = None
 
     def deadline(self, began: float) -> Deadline:
-        """When all must be over that began then, by `time.monotonic()`."""
+        """Returns the deadline of a race that began at `began`, by `time.monotonic()`."""
         return Deadline.from_limit(
             None if self.time_limit is None else parse_seconds(self.time_limit, "time-limit"), began
         )
 
     def requested_plans(self) -> tuple[dict[str, PlanRequest], str]:
-        """What was asked for by name, and the baseline's name.
+        """Returns the requests by name, and the baseline's name.
 
         Raises:
-            PlanError: one plan alone, or one that doesn't exist, or can't be raced.
+            PlanError: there is a single plan, or a plan that doesn't exist or can't be raced.
         """
         self.deadline(0.0)
         plans = [*([] if self.baseline in self.plans else [self.baseline]), *self.plans]
@@ -87,7 +83,7 @@ def _name(plan: PlanReference) -> str:
 
 
 def _unused_name(name: str, axes: Mapping[str, Any], where: str, taken: Mapping[str, Any]) -> str:
-    """The name of a plan there; where that is taken with the axes set on it, and then with a number."""
+    """Returns the plan's name, with its axes if that is taken, and else with a number."""
     with_axes = " ".join([name, *(f"{axis}={value}" for axis, value in axes.items())])
     numbered = (f"{with_axes}{where} ({number})" for number in itertools.count(2))
     return next(one for one in itertools.chain([name + where, with_axes + where], numbered) if one not in taken)

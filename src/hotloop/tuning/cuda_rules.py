@@ -31,7 +31,7 @@ def is_cuda(plan: Plan, hardware: Hardware) -> bool:
 
 
 def graph_changes(facts: TaskFacts) -> list[AxisChange]:
-    """Returns the ways to record steps, probably fastest first. `violations` checks that the data fits on the device."""
+    """Returns the ways to record steps, probably fastest first; `violations` checks that the data fits."""
     several = next((count for count in _STEPS_PER_REPLAY if facts.batches is None or 2 * count <= facts.batches), None)
     return [*([] if several is None else [{"graphs": several}]), {"graphs": "step"}]
 
@@ -78,7 +78,7 @@ def _changes(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
 
 
 def _compiled_changes(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
-    """Yields rewrites first if products and convolutions are small, else the choice of algorithm and memory layout first."""
+    """Yields rewrites first for small products and convolutions, else the choice of algorithm and memory layout."""
     timings, layouts = list(_cudnn_timing(way, facts)), list(_channels_last(facts))
     on_tensor_cores = [{**layout, **algorithm} for layout in layouts for algorithm in timings or [{}]]
     eagerly = [{"compile": "none", **change} for change in list(_eager_changes(way, facts))[:1]]

@@ -1,4 +1,4 @@
-"""Speed and truth of plans, side by side: `race` wires measuring and parity."""
+"""The race of plans: measures speed and proves parity."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hotloop.core.hardware import machine
@@ -17,11 +18,9 @@ from hotloop.core.plan_request import BASELINE as BY_NAME
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.processes.signals import Terminated, end_reason
 from hotloop.core.records.race import Crossover, Parity, RaceScaling, Timing, Verdict, best_plan_name
-from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Progress, Report, Reporter
 from hotloop.core.terminal import Terminal
 from hotloop.errors import DeviceError, HotloopError, TaskError, error_summary
-from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_plans
 from hotloop.plan import BASELINE, Plan
 from hotloop.report.race import race_progress_bar
@@ -32,26 +31,25 @@ from hotloop.tuning.contenders import PlanReference, RaceSpec
 from hotloop.tuning.races.crossover import Point, crossovers
 from hotloop.tuning.races.measure import Contender, measure
 from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.race_cache import save_races
 
 DEFAULT_RACE_S = 60.0
-"""For the windows that are measured, if there is no time limit."""
+"""Seconds of the measured windows without a time limit."""
 
 _MEASURING_SHARE = 2 / 3
-"""Of a time limit, for preparing and measuring where a proof follows."""
+"""Share of a time limit for preparing and measuring, if a proof follows."""
 
 Prove = Callable[[Task, Sequence[Plan], Callable[[int, int], None]], list[Parity]]
-Progress = Callable[[str, float], None]
 
 
 def prove_all(task: Task, plans: Sequence[Plan], progress: Callable[[int, int], None]) -> list[Parity]:
-    """How true the results of plans are."""
-    gc.collect()  # what was raced may be in memory yet: models and optimizers refer to each other
+    gc.collect()  # frees raced Programs, whose models and optimizers refer to each other
     return prove_plans(task, plans, progress=progress)
 
 
 PROVE: Prove | None = prove_all
-"""What proves that a plan gives the baseline's result; None asks for no proof."""
+"""Proves that a plan gives the baseline's result; None for no proof."""
 
 
 def race(
@@ -64,22 +62,21 @@ def race(
     prove: Prove | None = PROVE,
     progress: bool = True,
 ) -> Verdict:
-    """Measures plans side by side on this machine, and says which finishes this run first.
+    """Measures plans side by side on this machine, and returns which finishes this run first.
 
     Args:
         plans: `baseline`, `auto`, `arrays`, TOML files or `Plan` values; the same one twice is raced against itself.
-        baseline: the plan that the others are compared with; it takes part, asked for or not.
-        devices: race each plan on each of them, such as `["cpu", "cuda"]`; default where each plan says.
-        time_limit: for all of it, such as `60s`: preparing, measuring and proving. Default 60 s for what is measured,
-            with preparing and proving on top.
-        prove: tells how true the results of plans are; None leaves that out, and then any plan may win.
+        baseline: the plan that the others are compared with; it always takes part.
+        devices: race each plan on each device, such as `["cpu", "cuda"]`; default the device of each plan.
+        time_limit: for preparing, measuring and proving, such as `60s`; default 60 s for measuring alone.
+        prove: returns the parity of plans; without it any plan may win.
         progress: show a progress bar.
 
     Returns:
-        A figure for each plan, and the winner. A plan that can't be run has a `failure` in place of figures.
+        A Timing for each plan, and the winner. A plan that can't be run has a `failure` in place of times.
 
     Raises:
-        PlanError: one plan alone, or one that doesn't exist.
+        PlanError: a single plan, or a plan that doesn't exist.
         DeviceError: a device isn't on this machine.
         HotloopError: the baseline can't be run.
     """
@@ -105,11 +102,11 @@ def race_loaded(
     deadline: Deadline | None = None,
     racing_s: float = DEFAULT_RACE_S,
 ) -> Verdict:
-    """Races plans of a loaded Task; see `race`. A signal in the proof ends it with what was raced.
+    """Races plans of a loaded Task, see `race`; a signal during the proof ends it, and the times remain.
 
     Args:
-        deadline: when the race must be over; default the contest's time limit from now on.
-        racing_s: for the windows that are measured, as far as the deadline allows.
+        deadline: of the race; default from the contest's time limit.
+        racing_s: for the measured windows, within the deadline.
     """
     began = time.monotonic()
     deadline = deadline or contest.deadline(began)
@@ -117,11 +114,12 @@ def race_loaded(
     for device in contest.devices or ():
         check_device(device, "--devices")
     task = override_fields(loaded.task, overrides)
-    facts = facts_with_fingerprint(replace(loaded, task=task))
+    known_task = replace(loaded, task=task)
+    facts = facts_with_fingerprint(known_task)
     entrants = [
         Contender(
             name,
-            _lower_later(loaded, task, wanted, say, facts),
+            partial(lower_cached_or_auto, RunContext(known_task, wanted=wanted, reporter=Reporter(say), facts=facts)),
             None if wanted.is_auto else _resolved_plan(wanted.plan),
         )
         for name, wanted in entries.items()
@@ -142,8 +140,8 @@ def race_loaded(
         versions=speed_versions(),
         seconds=time.monotonic() - began,
     )
-    known = loaded.record is not None  # without its source, a Task can't be told from another of the same shapes
-    # Before the proof, too, which may be stopped, or take more memory than there is.
+    known = loaded.record is not None  # without its source a Task has no unique fingerprint
+    # Also before the proof, which may be interrupted or run out of memory.
     notes = save_races(_with_choice_as_startup(verdict, entries)) if known else []
     if prove is not None:
         try:
@@ -160,7 +158,7 @@ def race_loaded(
 
 
 def _with_choice_as_startup(verdict: Verdict, entries: Mapping[str, PlanRequest]) -> Verdict:
-    """Without what `auto` compiled, which it keeps by itself: here the time to choose it counts as its start."""
+    """Returns the verdict without the compiled plan of `auto`, whose startup includes the search; `auto` caches it."""
     plans = [
         one
         for one in verdict.plans
@@ -170,23 +168,16 @@ def _with_choice_as_startup(verdict: Verdict, entries: Mapping[str, PlanRequest]
 
 
 def _resolved_plan(plan: Plan) -> Plan:
-    """The plan as it will be known by, also where it fails."""
     try:
         return resolve_device(plan)
     except DeviceError:
         return plan
 
 
-def _lower_later(
-    loaded: LoadedTask, task: Task, wanted: PlanRequest, say: Report, facts: TaskFacts
-) -> Callable[[], Program]:
-    return lambda: lower_cached_or_auto(loaded, task, wanted, say, facts=facts)
-
-
 def _with_proofs(
     task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress, deadline: Deadline
 ) -> list[Timing]:
-    """The plans with their parity; the same plan is proven once, and the one that others are held against not at all."""
+    """Returns the plans with their parity; each plan is proven once, and the baseline not at all."""
     base = next(timing for timing in plans if timing.name == baseline).as_plan
     known: dict[Plan, Parity] = {}
     if base.with_axes(device="cpu") == BASELINE:
@@ -205,7 +196,7 @@ def _prove_in_time(
     try:
         with deadline.enforce("the proof"):
             return prove(task, plans, lambda done, total: progress("proving", done / total))
-    except Exception as error:  # what was raced is no worse for it
+    except Exception as error:  # the times stay valid
         reason, passing = error_summary(error)
         unproven = Parity(plan="", parity="unproven", reason=reason, states=0, short_of_memory=passing)
         return [unproven.model_copy(update={"plan": plan.brief()}) for plan in plans]
@@ -225,11 +216,11 @@ def race_scales(
     say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> RaceScaling:
-    """Races plans at several sizes of the Task in a file; speed alone, since a proof is of one size.
+    """Races plans without proofs at several sizes of the Task in a file.
 
     Args:
         reference, parameters: see `load_task`.
-        scale: the parameter of the file's `task(...)` that is changed, and its values.
+        scale: the parameter of the file's `task(...)` to change, and its values.
     """
     name, values = scale
     sizes = _sizes(name, values)

@@ -1,4 +1,4 @@
-"""The written rules of `--plan auto`: what to run a Task with, best first, without measuring anything."""
+"""The rules of `--plan auto`: plans for a Task, best first, without measurements."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hotloop.core.records.training import TaskFacts
 from hotloop.plan import BASELINE, Plan
 
 MIN_COMPILED_STEPS = 600
-"""What is compiled has to be proven, which takes as long as 250 steps; whether it pays in a longer run, timing tells."""
+"""Steps below which no compilation pays: its proof alone takes as long as 250 steps."""
 
 _MEMORY_SHARE = 0.5
-"""Of a device's free memory, for the data; the rest is for model, activations and workspaces."""
+"""Share of a device's free memory for the data; the rest is for model, activations and workspaces."""
 
 
 @dataclass(frozen=True)
 class PlanHint:
-    """One change to the baseline that should pay."""
+    """A change to the baseline that should pay."""
 
     axis: str
     value: str
@@ -29,9 +29,9 @@ class PlanHint:
 
 
 def rank_plans(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[RankedPlan]:
-    """The feasible plans that the rules allow, best first; the last is the baseline on its device.
+    """Returns the feasible plans of the rules, best first; the last is the baseline on its device.
 
-    Axes that were set in making `base` are kept; empty if they can't be run. Nothing here reduces the precision.
+    Axes that are set in `base` stay; the list is empty if these can't be run. No rule reduces the precision.
     """
     plain, reasons = _base_on_device(hardware, base), tuple(_baseline_reasons(facts, hardware, base))
     if violations(plain, facts, hardware):
@@ -40,7 +40,7 @@ def rank_plans(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[RankedP
         wish for wish in _hints(facts, hardware, base) if not violations(_plan_text(plain, wish), facts, hardware)
     ]
     choices = []
-    # The wish named last is the likeliest to fail when it is lowered, so it's the first to be given up.
+    # The last hint is the most likely to fail in lowering, so it is dropped first.
     for given_up in range(len(wishes) + 1):
         for dropped in combinations(reversed(wishes), given_up):
             kept = [wish for wish in wishes if wish not in dropped]
@@ -51,14 +51,14 @@ def rank_plans(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[RankedP
 
 
 def skipped_hints(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tuple[PlanHint, Violation]]:
-    """What should pay but can't be run here, with the first reason."""
+    """Returns hints that can't be run here, each with its first reason."""
     plain = _base_on_device(hardware, base)
     found = ((wish, violations(_plan_text(plain, wish), facts, hardware)) for wish in _hints(facts, hardware, base))
     return [(wish, problems[0]) for wish, problems in found if problems]
 
 
 def open_questions(facts: TaskFacts, plan: Plan) -> list[str]:
-    """What only a look at data and model tells, as lowering takes it."""
+    """Returns what only lowering finds out, from data and model."""
     found = []
     if plan.engine == "arrays":
         found.append("engine=arrays: whether the model's modules, the loss and the optimizer are all known")
@@ -75,7 +75,7 @@ def open_questions(facts: TaskFacts, plan: Plan) -> list[str]:
 
 
 def _base_on_device(hardware: Hardware, base: Plan) -> Plan:
-    """The baseline with the axes that were set, on the device of the rules unless one was set."""
+    """Returns the baseline with the axes that are set, by default on the accelerator."""
     kept = {axis: getattr(base, axis) for axis in base.model_fields_set}
     accelerator = next((device.name for device in hardware.devices if device.is_accelerator), "cpu")
     return BASELINE.with_axes(**{"device": accelerator, **kept})
@@ -86,7 +86,7 @@ def _plan_text(plan: Plan, *wishes: PlanHint) -> Plan:
 
 
 def _hints(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[PlanHint]:
-    """The changes that the rules propose, for axes that weren't set, whether they can be run or not."""
+    """Yields hints for axes that aren't set, feasible or not."""
     plain = _base_on_device(hardware, base)
     every = (
         *_residency_hints(hardware, plain),
@@ -105,9 +105,10 @@ def _residency_hints(hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
 
 
 def _optimizer_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
-    """On a CPU lists of parameters win where there are hundreds of small ones, and lose to caches elsewhere.
+    """Yields an optimizer implementation.
 
-    Plain SGD's update of a parameter is one operation there, than which the fused kernel takes longer.
+    On a CPU, lists of parameters win with hundreds of small parameters, and lose to caches otherwise. The fused kernel
+    is slower than plain SGD's single operation.
     """
     device = find_device(plan, hardware)
     ways = [("fused", "one kernel")]
@@ -140,7 +141,7 @@ def _compile_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator
 
 
 def why_not_compiled(facts: TaskFacts, kind: str) -> str:
-    """Why a long run on a kind of device isn't compiled whatever its steps take; empty if nothing speaks against it."""
+    """Returns why a long run is never compiled on this kind of device; empty if it may be."""
     if not (is_long_run(facts) and facts.recurrent):
         return ""
     if kind == "cuda":
@@ -149,12 +150,11 @@ def why_not_compiled(facts: TaskFacts, kind: str) -> str:
 
 
 def is_long_run(facts: TaskFacts) -> bool:
-    """Whether a run has steps enough for what must be proven: compiled steps, and recorded ones."""
+    """Whether a run has enough steps for a proof of compiled or recorded steps."""
     return facts.steps is not None and facts.steps >= MIN_COMPILED_STEPS
 
 
 def _baseline_reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[str]:
-    """Why the baseline is as it is."""
     plan, kept = _base_on_device(hardware, base), base.model_fields_set
     if kept:
         yield "as set: " + ", ".join(f"{axis}={getattr(base, axis)}" for axis in Plan.model_fields if axis in kept)

@@ -1,10 +1,10 @@
-"""`tune`: wires the search for a plan, its proof, and the memory of what was found."""
+"""`tune`: searches for a plan, proves it, and caches the results."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from hotloop.core.processes.deadline import Deadline
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Progress, Report
 from hotloop.core.terminal import Terminal
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
@@ -36,8 +36,6 @@ from hotloop.tuning.search.findings import BASELINE
 from hotloop.tuning.search.race_cache import load_races, save_races
 from hotloop.tuning.search.search import PlanSearch
 
-Progress = Callable[[str, float], None]
-
 
 def tune(
     task: Task,
@@ -50,14 +48,13 @@ def tune(
     """Finds the fastest plan that is proven to give the baseline's result; `fit(task, plan=...)` then takes it.
 
     Args:
-        plan: axes that are set already; the others are looked for. A plan read from a run's file sets all of them.
-        device: where, whatever the plan says; default this machine's accelerator, else the CPU.
-        time_limit: for the whole search, such as `60s`; default what a better plan can win back in this run. The best plan
-            that is proven by then is the result.
+        plan: axes that are set; the search changes the others. A plan from a run's file sets all axes.
+        device: overrides the plan's device; default this machine's accelerator, else the CPU.
+        time_limit: for the search, such as `60s`; default what a better plan can save in this run.
         progress: show a progress bar.
 
     Returns:
-        What was raced, and the winner: `verdict.plan(verdict.winner).as_plan`. It's never slower than the baseline.
+        The raced plans and the winner, `verdict.plan(verdict.winner).as_plan`, which is never slower than the baseline.
 
     Raises:
         PlanError: the axes can't be run here.
@@ -80,11 +77,10 @@ def tune_loaded(
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
 ) -> Verdict:
-    """Tunes a loaded Task, and remembers what was found; see `tune`.
+    """Tunes a loaded Task and caches the results, see `tune`.
 
     Args:
-        facts: of the Task, where they are known.
-        until: when the training that follows is to stop, by `time.monotonic()`.
+        until: when the following training stops, by `time.monotonic()`.
     """
     began, before = time.monotonic(), CpuUsage.now()
     limit_s = None if time_limit is None else parse_seconds(time_limit, "time-limit")
@@ -117,7 +113,7 @@ def tune_loaded(
     )
     try:
         winner = search.run()
-    except BaseException:  # Ctrl-C in a proof, say: what was raced is known all the same
+    except BaseException:  # such as Ctrl-C in a proof: the times stay valid
         if loaded.record is not None and search.timings:
             save_races(_make_verdict(search, BASELINE, facts, began, before))
         raise
@@ -130,7 +126,7 @@ def tune_loaded(
 
 
 def _fixed_axes_notes(base: Plan) -> list[str]:
-    """Says so where next to nothing is left to look for; a saved plan names every axis but open numbers such as threads."""
+    """Returns a note if the plan sets all searched axes but one, as plans saved by a run do."""
     left = [axis for axis in SEARCHED_AXES if axis not in base.model_fields_set]
     if len(left) > 1:
         return []
@@ -139,7 +135,7 @@ def _fixed_axes_notes(base: Plan) -> list[str]:
 
 
 def _make_verdict(search: PlanSearch, winner: str, facts: TaskFacts, began: float, before: CpuUsage) -> Verdict:
-    """What the search has found; `before` is what this process and others had used when it began."""
+    """Returns the result of the search; `before` is the CPU usage at its start."""
     others = cores_used_by_others(before, CpuUsage.now())
     return Verdict(
         task=search.task.name,
@@ -157,7 +153,7 @@ def _make_verdict(search: PlanSearch, winner: str, facts: TaskFacts, began: floa
 
 
 def _rules_plan(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> Plan | None:
-    """The rules' first plan that compiles nothing, with the axes of `base`, that were set; `start` is it on its device."""
+    """Returns the rules' first plan without a compilation, with the axes of `base`; `start` is `base` on its device."""
     given = Plan(**{axis: getattr(start, axis) for axis in base.model_fields_set | {"device"}})
     plans = [choice.plan for choice in rank_plans(facts, hardware, given)]
     return next((plan for plan in plans if plan.compile == start.compile), None)
@@ -171,7 +167,7 @@ def _search_key(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
 def _cache_failed_search(
     search: PlanSearch, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]
 ) -> None:
-    """Remembers a search that found nothing, if it could tell anything, and nothing lacked memory, disk or time."""
+    """Caches a search without a better plan, if it had results and enough memory, disk space and time."""
     step_ms = verdict.plan(BASELINE).step_ms
     if verdict.winner != BASELINE:
         failed_searches.delete_failed_search(key)
@@ -196,12 +192,12 @@ def cached_or_tuned_plan(
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
 ) -> tuple[Plan | None, str]:
-    """The plan that is remembered for a Task, or else what `tune_loaded` finds; and a line that says so.
+    """Returns the cached plan of a Task, or the result of `tune_loaded`; and a line for the user.
 
-    Without a plan it is left to the rules, as in a training without a search: nothing was found that is better.
+    The plan is None if nothing better was found; then the rules choose.
 
     Args:
-        until: when the training is to stop, by `time.monotonic()`; a search takes a third of the time at most.
+        until: when the training stops, by `time.monotonic()`; a search takes at most a third of the time.
     """
     loaded = replace(loaded, task=override_fields(loaded.task, overrides))
     facts = facts_with_fingerprint(loaded)
@@ -225,13 +221,13 @@ def cached_or_tuned_plan(
 
 
 def _earlier_failed_search(facts: TaskFacts, wanted: PlanRequest) -> failed_searches.FailedSearch | None:
-    """The search before that found nothing, if another one had no more time."""
+    """Returns the earlier failed search, if another one would have no more time."""
     found = failed_searches.load_failed_search(_search_key(facts, wanted.plan, resolve_device(wanted.plan)))
     return found if found is not None and found.covers(facts.steps) else None
 
 
 def _plan_without_result(wanted: PlanRequest, left_open: bool, why: str) -> tuple[Plan | None, str]:
-    """What to run where nothing was found: the axes that were set stay, and what nothing speaks against is as it is."""
+    """Returns the plan without a better one: None for the rules' plan if undecided, else the axes that are set."""
     if left_open and not wanted.plan.model_fields_set - {"device", "workers"}:
         return None, f"tune: {why}, so the plan is that of the rules, as without --tune"
     plan = resolve_device(wanted.plan)

@@ -20,11 +20,11 @@ from hotloop.lowering.steps.data_parallel import find_joint_ops
 from hotloop.lowering.transforms.optimizer import describe_update_hook
 from hotloop.plan import Plan
 from hotloop.tuning import rules
-from hotloop.tuning.auto.auto import lower_requested
 from hotloop.tuning.search import payoff
 from tests.lowering.compile.test_optimizer_scalars import uncompiled  # noqa: F401  a fixture
 from tests.support.fake_graph_recorder import FakeRecorder
 from tests.support.programs import a_task, advance, state_after
+from tests.support.runs import lower_requested
 
 GRAPHS = Plan(graphs="step")
 WHOLE = [Plan(compile="step"), Plan(compile="package"), GRAPHS]

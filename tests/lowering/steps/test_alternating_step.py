@@ -20,8 +20,8 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.core.state import differing_paths
 from hotloop.errors import CheckpointError, HotloopError, PlanError, TaskError
 from hotloop.plan import Plan
-from hotloop.tuning.auto import auto
 from tests.support.programs import advance, assert_resumes, last_state, state_after, through_file, trained
+from tests.support.runs import lower_requested
 
 SAMPLES, BATCH = 40, 8
 DRAWN = torch.Generator().manual_seed(7)
@@ -362,7 +362,7 @@ def test_bf16_casts_anew_after_each_update(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_auto_trains_eagerly_and_says_why(tmp_path: Path) -> None:
     said: list[str] = []
-    program = auto.lower_requested(task(epochs=1000), PlanRequest.from_value("auto", {}), said.append)
+    program = lower_requested(task(epochs=1000), PlanRequest.from_value("auto", {}), said.append)
     program.close()
     assert program.parts.plan.compile == "none"
     assert any("the optimizers 'd', 'g' in turn" in line for line in said)

@@ -17,10 +17,10 @@ from hotloop.lowering.steps import cuda_graph
 from hotloop.lowering.transforms.cudnn import FreshAlgorithms
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask
-from hotloop.training import start
 from hotloop.tuning.auto.auto import feasibility_facts
 from tests.support.fake_graph_recorder import FakeRecorder
 from tests.support.programs import a_task
+from tests.support.runs import start_run
 from tests.support.tasks.model_families import BATCH, family
 
 TIMED = Plan(cudnn="benchmark")
@@ -113,12 +113,12 @@ def test_that_a_process_keeps_its_first_choice_is_said_where_it_counts(
 
 def test_a_run_says_that_a_resumed_one_may_differ(tmp_path: Path) -> None:
     lines = list[str]()
-    run, _ = start.start_run(LoadedTask(a_task(), None, {}), plan=TIMED, run=tmp_path / "run", say=lines.append)
+    run, _ = start_run(LoadedTask(a_task(), None, {}), plan=TIMED, run=tmp_path / "run", say=lines.append)
     [reason] = run.record.facts.inexact
     assert reason.startswith("cudnn=benchmark: after a resume cuDNN may choose another algorithm")
     assert lines.count(reason) == 1 and not run.record.facts.exact
     assert json.loads((tmp_path / "run" / "run.json").read_text())["facts"]["exact"] is False
-    exact, _ = start.start_run(LoadedTask(a_task(), None, {}), plan=Plan(), run=tmp_path / "exact")
+    exact, _ = start_run(LoadedTask(a_task(), None, {}), plan=Plan(), run=tmp_path / "exact")
     assert exact.record.facts.exact and exact.record.facts.inexact == []
 
 

@@ -21,11 +21,11 @@ from hotloop.distributed.launch import launch
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from hotloop.training.start import resume_run
 from tests.conftest import RunCli
 from tests.support.processes import rank_processes  # noqa: F401 - imports what each fork would
 from tests.support.processes.forked_server import Server
 from tests.support.processes.resumed_training import disagreements, last_checkpoint
+from tests.support.runs import resume_run
 from tests.support.tasks.rank_tasks import images
 
 FILE = """

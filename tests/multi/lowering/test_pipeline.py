@@ -28,10 +28,10 @@ from hotloop.lowering.pipeline.ownership import StageOwnership
 from hotloop.lowering.pipeline.relay import ScheduledRng
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from hotloop.training.start import resume_run
 from tests.multi.distributed.test_ddp import come_to, distance
 from tests.support.processes.rank_processes import of_ranks
 from tests.support.processes.resumed_training import disagreements, last_checkpoint
+from tests.support.runs import resume_run
 from tests.support.tasks.rank_tasks import DTYPES, Images, images, tokens
 
 

@@ -16,10 +16,10 @@ from hotloop.distributed.launch import launch
 from hotloop.errors import HotloopError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from hotloop.training.start import resume_run
 from tests.multi.distributed.test_ddp import distance
 from tests.support.processes import rank_processes  # noqa: F401 - imports what each fork would
 from tests.support.processes.resumed_training import last_checkpoint
+from tests.support.runs import resume_run
 
 MODES: dict[str, dict[str, Any]] = {
     "data": {},

@@ -20,8 +20,9 @@ from hotloop.lowering import build
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.transforms import residency
 from hotloop.plan import BASELINE, Plan
-from hotloop.tuning.auto.auto import feasibility_facts, list_options, lower_requested
+from hotloop.tuning.auto.auto import feasibility_facts, list_options
 from tests.support.programs import a_task, labelled
+from tests.support.runs import lower_requested
 from tests.support.tuning.fake_compilation import AUTO, CPU, Samples
 
 

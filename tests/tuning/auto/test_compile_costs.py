@@ -17,14 +17,14 @@ from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.report.learning_curves import draw_curves
 from hotloop.task_file import LoadedTask
-from hotloop.training import start
 from hotloop.tuning import rules
 from hotloop.tuning.auto import auto, recall
-from hotloop.tuning.auto.auto import lower_requested
 from hotloop.tuning.races.measure import RaceMeasurement
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search import auto_search, payoff
 from hotloop.tuning.search.candidates import layout_changes
 from tests.support.programs import a_task
+from tests.support.runs import lower_requested, resume_run, start_run
 from tests.support.tuning.fake_compilation import (
     AS_USUAL,
     AUTO,
@@ -261,8 +261,8 @@ def test_a_run_that_is_to_stop_before_a_compiler_would_be_done_trains_eagerly(tm
     monkeypatch.setattr(auto_search.AutoSearch, "run", lambda *given: pytest.fail("it compiles"))
     task, said = a_task(epochs=10_000_000), list[str]()
     given: dict[str, Any] = dict(plan="auto", axes={"device": "cpu"}, stop_after="0.5s", say=said.append)
-    run, _ = start.start_run(LoadedTask(task, None, {}), run=tmp_path / "run", **given)
-    start.resume_run(run.path, task=task, **given)
+    run, _ = start_run(LoadedTask(task, None, {}), run=tmp_path / "run", **given)
+    resume_run(run.path, task=task, **given)
     assert run.plan == Plan(optimizer="fused")
     assert len([line for line in said if line.endswith(" s until stop-after")]) == 2
 
@@ -303,15 +303,15 @@ def test_callbacks_of_the_run_count_as_those_of_the_task(long, pretended, found,
 def test_a_run_hands_its_callbacks_on_to_what_chooses(tmp_path, monkeypatch) -> None:
     heard, plain = list[Any](), recall.lower_requested
 
-    def noted(*given: Any, **named: Any) -> Any:
-        heard.append(list(named["callbacks"]))
-        return plain(*given, **named)
+    def noted(context: RunContext, *memory: Any) -> Any:
+        heard.append(list(context.callbacks))
+        return plain(context, *memory)
 
     monkeypatch.setattr(recall, "lower_requested", noted)
     task, seen = a_task(epochs=1), list[Any]()
     given: dict[str, Any] = dict(plan="auto", axes={"device": "cpu"}, callbacks=[seen.append])
-    run, _ = start.start_run(LoadedTask(task, None, {}), run=tmp_path / "run", **given)
-    start.resume_run(run.path, task=task, overrides={"epochs": 2}, **given)
+    run, _ = start_run(LoadedTask(task, None, {}), run=tmp_path / "run", **given)
+    resume_run(run.path, task=task, overrides={"epochs": 2}, **given)
     assert heard == [[seen.append], [seen.append]]
 
 

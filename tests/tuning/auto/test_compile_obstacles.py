@@ -18,9 +18,10 @@ from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
 from hotloop.core.state import differing_paths
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import BASELINE, Plan
-from hotloop.tuning.auto.auto import list_options, lower_requested
+from hotloop.tuning.auto.auto import list_options
 from hotloop.tuning.search import auto_search, payoff
 from tests.support.programs import a_task, labelled
+from tests.support.runs import lower_requested
 from tests.support.tuning.fake_compilation import (
     AS_USUAL,
     AUTO,

@@ -17,9 +17,10 @@ from hotloop.core.state import differing_paths
 from hotloop.errors import DiskError, InsufficientMemoryError, PlanError
 from hotloop.parity import proof
 from hotloop.plan import BASELINE, Plan
-from hotloop.tuning.auto.auto import list_options, lower_requested
+from hotloop.tuning.auto.auto import list_options
 from hotloop.tuning.search import auto_search, payoff, race_cache
 from tests.support.programs import a_task
+from tests.support.runs import lower_requested
 from tests.support.tuning.fake_compilation import (
     AS_USUAL,
     AUTO,

@@ -14,8 +14,8 @@ from hotloop.plan import Plan
 from hotloop.report.plan import plan_document, plan_page
 from hotloop.tuning import cuda_rules
 from hotloop.tuning.auto import auto
-from hotloop.tuning.auto.auto import lower_requested
 from hotloop.tuning.search import auto_search, payoff
+from tests.support.runs import lower_requested
 from tests.support.tuning.fake_compilation import AUTO, finding, images, make_any_run_long, pretend_to_compile
 from tests.support.tuning.fake_machines import A_GPU
 

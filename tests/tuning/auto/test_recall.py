@@ -17,24 +17,25 @@ from hotloop.core.files.source_files import external_sources
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Timing, Verdict
-from hotloop.core.records.training import SourceRecord, TaskFacts
+from hotloop.core.records.training import SourceRecord
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.task_file import LoadedTask, load_task
-from hotloop.training.start import resume_run, start_run
 from hotloop.tuning import race
 from hotloop.tuning.auto import recall as remembering
 from hotloop.tuning.auto.auto import feasibility_facts
-from hotloop.tuning.auto.recall import facts_with_fingerprint, lower_cached_or_auto
+from hotloop.tuning.auto.recall import facts_with_fingerprint
 from hotloop.tuning.contenders import RaceSpec
 from hotloop.tuning.race import race_loaded
 from hotloop.tuning.races.measure import RaceMeasurement
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search import race_cache as kept
 from hotloop.tuning.search.payoff import RaceHistory
 from hotloop.tuning.search.race_cache import load_races, save_races
 from tests.support.programs import a_task
+from tests.support.runs import lower_cached_or_auto, resume_run, start_run
 from tests.support.tuning.handmade_verdicts import COMPILED, FUSED, VERSIONS, timing, verdict
 
 
@@ -71,9 +72,7 @@ def test_a_plan_of_the_rules_that_was_found_slower_is_not_taken(
     )
     save_races(verdict(timing(FUSED, measured.pop("ratio"), **measured), **of_this))
     said: list[str] = []
-    program = lower_cached_or_auto(
-        loaded, loaded.task, PlanRequest.with_auto_default(None, {"device": "cpu"}), said.append
-    )
+    program = lower_cached_or_auto(loaded, PlanRequest.with_auto_default(None, {"device": "cpu"}), said.append)
     program.close()
     assert program.parts.plan == (FUSED if says is None else Plan())
     assert said == [] if says is None else f"auto passes over optimizer=fused: {says}" in said[0]
@@ -152,7 +151,7 @@ def test_a_model_is_built_once_to_be_looked_at_and_once_to_be_trained(
 ) -> None:
     """For one of billions of parameters that takes tens of seconds each time."""
     loaded = LoadedTask(a_task(), record, {})
-    lower_cached_or_auto(loaded, loaded.task, PlanRequest.with_auto_default(None, {"device": "cpu"}), print).close()
+    lower_cached_or_auto(loaded, PlanRequest.with_auto_default(None, {"device": "cpu"}), print).close()
     assert len(built) == 2
 
 
@@ -160,17 +159,16 @@ def test_what_auto_finds_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run begins with it at once."""
     loaded = LoadedTask(a_task(), RECORD, {})
 
-    def chosen(task: Task, *told: Any, memory: RaceHistory, facts: TaskFacts, **rest: Any) -> Program:
-        here = dict(fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions())
+    def chosen(context: RunContext, memory: RaceHistory) -> Program:
+        assert context.facts is not None
+        here = dict(fingerprint=context.facts.fingerprint, machine=machine_name(), versions=speed_versions())
         memory.save_verdict(verdict(timing(FUSED, 1.3, startup_s=0.0), steps=10, **here))
-        return lower(task, FUSED)
+        return lower(context.task, FUSED)
 
     monkeypatch.setattr(remembering, "lower_requested", chosen)
     said: list[str] = []
     for _ in range(2):
-        lower_cached_or_auto(
-            loaded, loaded.task, PlanRequest.from_value("auto", {"device": "cpu"}), said.append
-        ).close()
+        lower_cached_or_auto(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), said.append).close()
     assert said == ["auto: optimizer=fused, remembered as the fastest that is proven equal"]
 
 
@@ -209,9 +207,7 @@ def test_only_the_steps_that_are_left_pay_for_a_remembered_plan(
     here = dict(fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions())
     save_races(verdict(timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=10.0), **here))  # 10 ms a step
     monkeypatch.setattr(remembering, "lower", lambda task, plan, *told: lowered.append(plan))
-    lower_cached_or_auto(
-        loaded, loaded.task, PlanRequest.from_value("auto", {"device": "cpu"}), print, facts=facts, done=done
-    )
+    lower_cached_or_auto(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), print, facts=facts, done=done)
     assert lowered == [plan]
 
 
@@ -234,8 +230,8 @@ def test_auto_is_told_of_what_was_found_before(monkeypatch: pytest.MonkeyPatch) 
     broken = timing(COMPILED, 2.0, parity="broken")
     facts = facts_with_fingerprint(loaded)
     save_races(verdict(broken, fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions()))
-    monkeypatch.setattr(remembering, "lower_requested", lambda *_, memory, **__: told.extend(memory.timings))
-    lower_cached_or_auto(loaded, loaded.task, PlanRequest.from_value("auto", {"device": "cpu"}), print)
+    monkeypatch.setattr(remembering, "lower_requested", lambda context, memory: told.extend(memory.timings))
+    lower_cached_or_auto(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), print)
     assert broken in told
 
 

@@ -15,8 +15,6 @@ from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.errors import DiskError, HotloopError
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask, load_task
-from hotloop.training.start import resume_run, start_run
-from hotloop.tuning.auto.auto import lower_requested
 from hotloop.tuning.auto.recall import facts_with_fingerprint
 from hotloop.tuning.search import auto_search, payoff, race_cache
 from hotloop.tuning.search.payoff import Payoff, RaceHistory
@@ -29,6 +27,7 @@ from hotloop.tuning.search.race_cache import (
     unprofitable_plans,
 )
 from tests.support.programs import a_task
+from tests.support.runs import lower_requested, resume_run, start_run
 from tests.support.tuning.fake_compilation import AUTO, finding, make_any_run_long, pretend_to_compile
 from tests.support.tuning.handmade_verdicts import COMPILED, VERSIONS, timing
 from tests.tuning.auto.test_recall import FILE

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import pooch
@@ -33,3 +36,8 @@ def _home_folder(find: Callable[[], str | Path]) -> Path | None:
 
 def _owner_id() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def key_digest(key: Mapping[str, Any]) -> str:
+    """Returns 16 hexadecimal digits, which name the cache file of what depends on a JSON key."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

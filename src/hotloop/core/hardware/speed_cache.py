@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.files.user_folders import cache_folder
+from hotloop.core.files.user_folders import cache_folder, key_digest
 from hotloop.core.hardware.benchmarks import METHOD
 from hotloop.core.records.hardware import Device, Processor, Speed
 from hotloop.errors import HotloopError
@@ -64,5 +64,4 @@ def write_speed(wanted: dict[str, Any], speed: Speed, notes: list[str]) -> list[
 
 
 def _speed_file(wanted: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:16]
-    return speed_folder() / f"{wanted['device'].replace(':', '')}-{digest}.json"
+    return speed_folder() / f"{wanted['device'].replace(':', '')}-{key_digest(wanted)}.json"

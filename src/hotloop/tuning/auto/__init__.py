@@ -1,1 +1,1 @@
-"""What `--plan auto` chooses, by rules and by earlier races."""
+"""The choice of `--plan auto`, by rules and by earlier races."""

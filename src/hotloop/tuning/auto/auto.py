@@ -1,14 +1,12 @@
-"""From what was asked for to a Program: a plan asked for by name runs or is an error; `auto` goes down its list."""
+"""Lowers the requested plan: a named plan runs or is an error; `auto` takes the best plan of the rules."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hotloop.core.callback import Callback, has_user_callbacks
 from hotloop.core.feasibility.forecast import InfeasibleValue, PlanForecast, RankedPlan
 from hotloop.core.feasibility.violations import check, describe_axes, infeasible_values
 from hotloop.core.hardware.devices import resolve_device
@@ -19,7 +17,7 @@ from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.hardware import Device, Hardware
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import ProgressReporter, Report
+from hotloop.core.reporter import Report
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.lowering.build import lower, translate_memory_errors
 from hotloop.lowering.context import LoweringContext
@@ -29,61 +27,53 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
 from hotloop.tuning import cuda_rules
 from hotloop.tuning.rules import open_questions, rank_plans, skipped_hints, why_not_compiled
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.candidates import layout_changes, not_fixed, rewrite_changes
-from hotloop.tuning.search.payoff import RaceHistory, accepted_parities, estimate_payoff
+from hotloop.tuning.search.payoff import Payoff, RaceHistory, accepted_parities, estimate_payoff
 from hotloop.tuning.search.step_profile import StepProfile
 
 EMPTY_HISTORY = RaceHistory()
 
 
-def lower_requested(
-    task: Task,
-    wanted: PlanRequest,
-    say: Report = lambda line: None,
-    during: ProgressReporter | None = None,
-    done: int = 0,
-    facts: TaskFacts | None = None,
-    memory: RaceHistory = EMPTY_HISTORY,
-    until: float = math.inf,
-    callbacks: Sequence[Callback] = (),
-) -> Program:
-    """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered, and compiles
-    where timing some steps says that it pays, and what was compiled is faster and proven.
+def lower_requested(context: RunContext, memory: RaceHistory = EMPTY_HISTORY) -> Program:
+    """Lowers the Task under the requested plan; `auto` takes the first of its plans that can be lowered.
+
+    `auto` compiles where a timing of some steps shows that a compilation pays, and the race and the proof confirm it.
 
     Args:
-        say: is told what `auto` chose, and what it had to pass over.
-        during: see `lower`.
-        done: steps of the run that lie behind.
-        facts: of the Task, where they are known already.
         memory: of races of the Task.
-        until: when the run is to stop, by `time.monotonic()`.
-        callbacks: of the run, beside the Task's.
 
     Raises:
-        PlanError: the plan can't be run here, and it was asked for by name.
+        PlanError: the plan can't be run here, and was requested by name.
     """
+    wanted = context.wanted
     if not wanted.is_auto:
-        return lower(task, resolve_device(wanted.plan), say, during)
-    say = _say_once(say)
-    considered = list_options(task, wanted.plan, done, facts)
+        return lower(context.task, resolve_device(wanted.plan), context.say, context.reporter.bar)
+    context = replace(context, reporter=replace(context.reporter, say=_say_once(context.say)))
+    considered = list_options(context.task, wanted.plan, context.done, context.facts)
+    context = replace(context, facts=considered.facts, done=0)
     choices = considered.choices
     if wanted.is_explicit:
         for line in considered.passed_over:
-            say(f"auto passes over {line}")
-        if eager := _why_only_eager(considered):
-            say(f"auto goes on eagerly: {eager}")
-    else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
+            context.say(f"auto passes over {line}")
+        if why := _why_only_eager(considered):
+            context.say(f"auto goes on eagerly: {why}")
+    else:  # compiling takes time, and unproven results need consent: `tune` is for both
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
-    choices = _without_rejected(choices, memory, say)
-    watched = has_user_callbacks([*task.callbacks, *callbacks])
-    program, plan = _lower_best(task, considered.facts, choices, wanted, say, during, memory, until, watched)
+    choices = _without_rejected(choices, memory, context.say)
+    eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
+    program, plan = _lower_first_possible(context, eager)
+    if race := _planned_race(context, memory, choices, plan):
+        payoff = _estimate_payoff(context, memory, race, program)
+        del program  # training begins with a Program that has run no step, and there may be no memory for two
+        program, plan = _lower_faster(context, memory, race, payoff)
     if wanted.is_explicit:
-        say(f"auto: {plan.brief()}")
+        context.say(f"auto: {plan.brief()}")
     return program
 
 
 def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Report) -> list[RankedPlan]:
-    """The choices without those that something was found against; the last, which is the baseline, stays."""
+    """Returns the choices that no earlier race excludes; the baseline stays."""
     against = {choice.plan: memory.why_refused(choice.plan) for choice in choices[:-1]}
     for plan, why in against.items():
         if why:
@@ -92,14 +82,14 @@ def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Repor
 
 
 def _why_only_eager(considered: PlanOptions) -> str:
-    """Why nothing could be compiled here, where that wasn't said with what was passed over; empty if it could."""
+    """Returns why nothing can be compiled, unless that was reported; empty if it can."""
     refused = [one.violation.reason for one in considered.refused if one.axis == "compile"]
     said = any(line.startswith("compile=") for line in considered.passed_over)
     return refused[0] if refused and not said else why_not_compiled(considered.facts, considered.device.kind)
 
 
 def _say_once(say: Report) -> Report:
-    """A Task may be lowered more than once before it trains, and what is said of it is said once."""
+    """Reports each line once: a Task may be lowered several times before training."""
     said = set[str]()
 
     def told(line: str) -> None:
@@ -110,67 +100,79 @@ def _say_once(say: Report) -> Report:
     return told
 
 
-def _lower_best(
-    task: Task,
-    facts: TaskFacts,
-    choices: list[RankedPlan],
-    wanted: PlanRequest,
-    say: Report,
-    during: ProgressReporter | None,
-    memory: RaceHistory,
-    until: float,
-    watched: bool,
-) -> tuple[Program, Plan]:
-    """The best choice that isn't compiled; or the same compiled, where that pays, is faster indeed, and proven."""
-    eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
-    program, plan = _lower_first_possible(task, eager, say, during)
-    allowed = accepted_parities(wanted.plan)
-    ways, instead = _plans_to_compile(choices, plan, facts, wanted, memory, say)
+@dataclass(frozen=True)
+class _PlannedRace:
+    """The eager plan, `last` for a slower eager plan, compiled forms, and those to try if no form can be compiled."""
+
+    eager: Plan
+    last: Plan
+    ways: list[Plan]
+    instead: list[Plan]
+
+    @property
+    def cheapest(self) -> Plan:
+        return min(self.ways, key=lambda way: way.compile != "none")  # recording alone takes seconds
+
+
+def _planned_race(
+    context: RunContext, memory: RaceHistory, choices: list[RankedPlan], plan: Plan
+) -> _PlannedRace | None:
+    """Returns what may be raced against an eager plan; None where nothing may."""
+    facts = context.facts
+    assert facts is not None
+    ways, instead = _plans_to_compile(choices, plan, facts, context.wanted, memory, context.say)
     if not ways or facts.steps is None:
-        return program, plan
+        return None
     if why := _why_not_raced(facts, plan):
-        say(f"auto goes on eagerly: {why}")
-        return program, plan
-    rewrites = any(way.rewrites != "none" for way in ways)
-    limit_s, program.watched = until - time.monotonic(), watched
-    to_come = memory.expected_future_steps(facts.steps)
-    cheapest = min(ways, key=lambda way: way.compile != "none")  # what is recorded alone takes seconds
+        context.say(f"auto goes on eagerly: {why}")
+        return None
+    return _PlannedRace(plan, choices[-1].plan, ways, instead)
+
+
+def _estimate_payoff(context: RunContext, memory: RaceHistory, race: _PlannedRace, program: Program) -> Payoff | str:
+    """Estimates what compiling saves, on the eager Program, which is closed; or returns why nothing is compiled."""
+    facts = context.facts
+    assert facts is not None and facts.steps is not None
+    limit_s, program.watched = context.until - time.monotonic(), context.has_user_callbacks
     with closing(program):
-        hope = estimate_payoff(
+        return estimate_payoff(
             program,
             facts.steps,
-            way=cheapest.compile,
-            rewrites=rewrites,
-            recorded=cheapest.graphs != "none",
+            way=race.cheapest.compile,
+            rewrites=any(way.rewrites != "none" for way in race.ways),
+            recorded=race.cheapest.graphs != "none",
             limit_s=limit_s,
-            to_come=to_come,
+            to_come=memory.expected_future_steps(facts.steps),
             normed=facts.normed,
         )
-    del program  # training begins with one that has run no step, and there may be no memory for two
-    if isinstance(hope, str) or not hope.compilations:
-        say(f"auto goes on eagerly: {hope}")
-        return lower(task, plan, say, during), plan
-    from hotloop.tuning.search.auto_search import (
-        AutoSearch,  # proofs and races take a second to import, which other runs do without
-    )
 
-    first = next((way for way in ways if way.compile != "none"), cheapest)
+
+def _lower_faster(
+    context: RunContext, memory: RaceHistory, race: _PlannedRace, payoff: Payoff | str
+) -> tuple[Program, Plan]:
+    """Races compiled forms if that pays, and lowers the fastest proven plan; otherwise the eager plan again."""
+    if isinstance(payoff, str) or not payoff.compilations:
+        context.say(f"auto goes on eagerly: {payoff}")
+        return lower(context.task, race.eager, context.say, context.reporter.bar), race.eager
+    from hotloop.tuning.search.auto_search import AutoSearch  # takes a second to import
+
+    cheapest = race.cheapest
+    first = next((way for way in race.ways if way.compile != "none"), cheapest)
     compiling = (
-        hope if first.compile == cheapest.compile else hope.for_way(first.compile, recorded=first.graphs != "none")
+        payoff if first.compile == cheapest.compile else payoff.for_way(first.compile, recorded=first.graphs != "none")
     )
-    say(f"auto compiles: {compiling}" if compiling.compilations else f"auto records: {hope}")
-    instead = [way for way in instead if hope.for_way(way.compile).compilations]
+    context.say(f"auto compiles: {compiling}" if compiling.compilations else f"auto records: {payoff}")
+    instead = [way for way in race.instead if payoff.for_way(way.compile).compilations]
     memory.reset_step_count()
-    last, most_s = choices[-1].plan, compiling.compile_limit_s
-    settling = AutoSearch(task, facts, plan, last, allowed, say, during, watched, memory.save_verdict, to_come, most_s)
-    verdict = settling.run(_order_by_layout(ways, hope.made), compiling.compilations, instead)
-    return _lower_winner(task, [*ways, *instead, settling.fallback_plan], verdict, say, during, memory)
+    search = AutoSearch(context, race.eager, race.last, memory, compiling.compile_limit_s)
+    verdict = search.run(_order_by_layout(race.ways, payoff.made), compiling.compilations, instead)
+    return _lower_winner(context, [*race.ways, *instead, search.fallback_plan], verdict, memory)
 
 
 def _plans_to_compile(
     choices: list[RankedPlan], plan: Plan, facts: TaskFacts, wanted: PlanRequest, memory: RaceHistory, say: Report
 ) -> tuple[list[Plan], list[Plan]]:
-    """The ways to compile an eager plan that the choices allow; see `_plans_not_rejected`."""
+    """Returns the ways to compile an eager plan that the choices allow, see `_plans_not_rejected`."""
     others = [one.plan for one in choices if one.plan.compile != plan.compile]
     compiled = [one for one in others if one.with_axes(compile=plan.compile) == plan]
     allowed = accepted_parities(wanted.plan)
@@ -181,14 +183,14 @@ def _plans_to_compile(
 def _plans_not_rejected(
     whole: list[Plan], eager: Plan, steps: int | None, allowed: Collection[str], memory: RaceHistory, say: Report
 ) -> tuple[list[Plan], list[Plan]]:
-    """The ways to compile a whole step that nothing found before speaks against; and what to compile where none can be.
+    """Returns whole compiled steps that no earlier race excludes; and plans to try if these fail.
 
-    That is all but the update, as with an optimizer that counts in numbers.
+    The latter compile all but the update, for optimizers that count in Python numbers.
     """
 
     def untried(ways: list[Plan]) -> list[Plan]:
         against = {way: memory.why_not_again(way, eager, allowed, steps) for way in ways}
-        if len({way.layout for way in ways}) > 1:  # which makes a greater difference than whether a step is rewritten
+        if len({way.layout for way in ways}) > 1:  # the layout matters more than rewrites
             lost = {(way.layout, way.compile): way for way in ways if memory.has_lost(way)}
             against |= {
                 way: f"{lost[way.layout, way.compile].brief()} was raced before, and lost"
@@ -208,7 +210,7 @@ def _plans_not_rejected(
 
 
 def _why_not_raced(facts: TaskFacts, plan: Plan) -> str:
-    """Why compiled plans are neither raced nor proven beside an eager one; empty where they may be."""
+    """Returns why compiled plans aren't raced against an eager plan; empty if they may be."""
     if not facts.exact:
         reason = facts.inexact[0] if facts.inexact else "its data has an order of its own"
         return f"{reason}, so nothing compiled can be proven"
@@ -223,9 +225,9 @@ def _why_not_raced(facts: TaskFacts, plan: Plan) -> str:
 
 
 def _compiled_variants(compiled: list[Plan], eager: Plan, facts: TaskFacts, wanted: PlanRequest) -> list[Plan]:
-    """The first of the compiled plans, with images laid with channels last, rewritten or both, and as it is.
+    """Returns the first compiled plan with channels last, rewrites or both, and unchanged; on CUDA see `cuda_rules`.
 
-    A compiler writes the update its own way. On CUDA see `cuda_rules`; there a recorded step need not be compiled.
+    The compiler generates the update itself, so the optimizer's implementation is the requested one.
     """
     fixed = wanted.plan.model_fields_set
     if wanted.is_explicit and eager.device.startswith("cuda"):
@@ -242,35 +244,30 @@ def _compiled_variants(compiled: list[Plan], eager: Plan, facts: TaskFacts, want
 
 
 def _order_by_layout(ways: list[Plan], made: StepProfile | None) -> list[Plan]:
-    """Those with channels last are, unless the step has pooling that can be rewritten, for which images lie in the usual order."""
+    """Puts channels last behind if the step has pooling that rewrites support, which needs the usual layout."""
     return (
         sorted(ways, key=lambda way: way.layout != BASELINE.layout) if made is not None and made.has_pooling else ways
     )
 
 
 def _lower_winner(
-    task: Task,
-    plans: list[Plan],
-    verdict: Verdict | None,
-    say: Report,
-    during: ProgressReporter | None,
-    memory: RaceHistory,
+    context: RunContext, plans: list[Plan], verdict: Verdict | None, memory: RaceHistory
 ) -> tuple[Program, Plan]:
-    """The winner, lowered anew, since training begins with what has run no step; the last of the plans compiles nothing."""
+    """Lowers the winner again, since training begins with a Program that has run no step; the last plan is eager."""
     if verdict is None:
-        return lower(task, plans[-1], say, during), plans[-1]
+        return lower(context.task, plans[-1], context.say, context.reporter.bar), plans[-1]
     winner = next(plan for plan in plans if plan.brief() == verdict.winner)
-    program, plan = _lower_first_possible(task, [RankedPlan(one, ()) for one in (winner, plans[-1])], say, during)
+    program, plan = _lower_first_possible(context, [RankedPlan(one, ()) for one in (winner, plans[-1])])
     if plan == winner:
         memory.save_verdict(_with_recompile_time(verdict, program.compile_s))
     if plan != plans[-1]:
         timing = verdict.plan(plan.brief())
-        say(f"auto: {plan.brief()} is {timing.ratio:.2f} times as fast as the baseline, and {timing.parity}")
+        context.say(f"auto: {plan.brief()} is {timing.ratio:.2f} times as fast as the baseline, and {timing.parity}")
     return program, plan
 
 
 def _with_recompile_time(verdict: Verdict, seconds: float) -> Verdict:
-    """With what compiling the winner once more takes: the runs that follow pay no more than that."""
+    """Returns the verdict with the seconds of a repeated compilation, which later runs take."""
     plans = [
         one.model_copy(update={"compile_warm_s": seconds}) if one.name == verdict.winner and one.compile_s else one
         for one in verdict.plans
@@ -278,35 +275,33 @@ def _with_recompile_time(verdict: Verdict, seconds: float) -> Verdict:
     return verdict.model_copy(update={"plans": plans})
 
 
-def _lower_first_possible(
-    task: Task, choices: list[RankedPlan], say: Report, during: ProgressReporter | None
-) -> tuple[Program, Plan]:
-    """Whatever keeps a plan from being lowered is said once, for the first of them."""
+def _lower_first_possible(context: RunContext, choices: list[RankedPlan]) -> tuple[Program, Plan]:
+    """Lowers the first choice that can be lowered, and reports why the first of the others can't be."""
     problem = ""
     for choice in choices:
         try:
-            program = lower(task, choice.plan, say, during)
+            program = lower(context.task, choice.plan, context.say, context.reporter.bar)
         except (PlanError, MemoryExhausted) as error:
             if isinstance(error, DeviceError) or choice is choices[-1]:
                 raise
             problem = problem or f"auto passes over {choice.plan.brief()}: {error.given}"
             continue
         if problem:
-            say(problem)
+            context.say(problem)
         return program, choice.plan
     raise AssertionError("the rules always name the baseline")
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What `auto` makes of a Task on this machine.
+    """The plans of `auto` for a Task on this machine.
 
     Attributes:
         choices: best first; the last is the baseline.
-        passed_over: what should pay but can't be run here, each with the reason.
-        refused: values of each axis that can't be run here, starting from the baseline.
-        left_open: what lowering the first choice will find out.
-        facts: of the Task, with the steps that are left.
+        passed_over: infeasible hints with their reasons.
+        refused: infeasible values of each axis, relative to the baseline.
+        left_open: what lowering the first choice finds out.
+        facts: of the Task, with the remaining steps.
     """
 
     choices: list[RankedPlan]
@@ -318,10 +313,11 @@ class PlanOptions:
 
 
 def list_options(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = None) -> PlanOptions:
-    """What the rules of `auto` say; the axes set in making `base` are kept, and `facts` save building the model.
+    """Applies the rules of `auto`; axes that are set in `base` stay.
 
     Args:
-        done: steps of the run that lie behind.
+        done: completed steps of the run.
+        facts: default from a new model.
 
     Raises:
         PlanError: those axes can't be run here.
@@ -350,7 +346,7 @@ def list_options(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None 
 def forecast(
     task: Task, wanted: PlanRequest, facts: TaskFacts, memory: RaceHistory, remembered: Plan | None
 ) -> PlanForecast:
-    """What `lower_requested` will do where it isn't told of a `remembered` plan, without lowering anything; see `list_options`."""
+    """Forecasts, without lowering, what `lower_requested` does if no plan is `remembered`; see `list_options`."""
     considered, passed_over = list_options(task, wanted.plan, facts=facts), list[str]()
 
     def say(line: str) -> None:
@@ -374,12 +370,12 @@ def forecast(
 
 
 def remaining_facts(done: int, facts: TaskFacts) -> TaskFacts:
-    """The facts with the steps that are left after so many."""
+    """Returns the facts with the steps that remain after `done` steps."""
     return facts if facts.steps is None else facts.model_copy(update={"steps": max(facts.steps - done, 0)})
 
 
 def feasibility_facts(task: Task, plan: Plan) -> tuple[TaskFacts, Hardware]:
-    """The facts that tell whether plans on the device of `plan` can be run, before any is lowered."""
+    """Returns the facts and the hardware that decide the feasibility of plans on the device of `plan`."""
     with translate_memory_errors(plan), preserve_generators():
         facts = task_facts(LoweringContext.from_task(task, plan))
     return facts, probe_hardware(plan.device)

@@ -1,13 +1,10 @@
-"""What earlier races found of a Task, for the run that follows."""
+"""Cached results of earlier races for the next run of a Task."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 
-from hotloop.core.callback import Callback
 from hotloop.core.feasibility.forecast import PlanForecast
 from hotloop.core.files.source_files import external_sources, imported_packages, installed_versions, source_digest
 from hotloop.core.hardware.devices import resolve_device
@@ -15,16 +12,16 @@ from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import ProgressReporter, Report
+from hotloop.core.reporter import Report
 from hotloop.errors import MemoryExhausted, PlanError
 from hotloop.lowering.build import lower, translate_memory_errors
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.program import Program
 from hotloop.lowering.task_facts import task_facts
 from hotloop.plan import BASELINE, Plan
-from hotloop.task import Task
 from hotloop.task_file import LoadedTask
 from hotloop.tuning.auto.auto import EMPTY_HISTORY, forecast, lower_requested, remaining_facts
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.payoff import RaceHistory, accepted_parities
 from hotloop.tuning.search.race_cache import (
     CachedRace,
@@ -38,18 +35,18 @@ from hotloop.tuning.search.race_cache import (
 
 
 def facts_with_fingerprint(loaded: LoadedTask) -> TaskFacts:
-    """The Task's facts; their fingerprint depends on its source, on what that imports, and on parameters of its `task(...)`."""
+    """Returns the facts; the fingerprint depends on the source, its imports, and the parameters of `task(...)`."""
     with translate_memory_errors(BASELINE), preserve_generators():
         parts = LoweringContext.from_task(loaded.task, BASELINE)
         return task_facts(parts, hashlib.sha256(_source_digest(loaded, parts).encode()).hexdigest())
 
 
 def _source_digest(loaded: LoadedTask, parts: LoweringContext) -> str:
-    """What the code of a Task in a file, and of what it imports, is told by; empty for one made in Python."""
+    """Returns a text that identifies the code of a Task in a file; empty for a Task from Python."""
     known = loaded.record
     if known is None:
         return ""
-    layers = sorted({type(module).__module__ for module in parts.model.modules()})  # a file may import them by a text
+    layers = sorted({type(module).__module__ for module in parts.model.modules()})  # a file may import modules by name
     elsewhere = source_digest(external_sources(loaded.files, layers))
     return repr(
         (known.digest, elsewhere, sorted(known.parameters.items()), installed_versions(imported_packages(loaded.files)))
@@ -59,15 +56,15 @@ def _source_digest(loaded: LoadedTask, parts: LoweringContext) -> str:
 def cached_best_plan(
     loaded: LoadedTask, wanted: PlanRequest, say: Report, facts: TaskFacts | None = None
 ) -> Plan | None:
-    """The plan that was found fastest for this Task, machine and versions, and proven; with the axes that were set."""
-    if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
+    """Returns the fastest proven plan for this Task, machine and versions, with the axes that are set."""
+    if loaded.record is None:  # without its source a Task has no unique fingerprint
         return None
     facts = facts or facts_with_fingerprint(loaded)
     return _fastest_plan(_matching_races(wanted, _race_key(wanted, facts), say), wanted, facts)
 
 
 RaceKey = tuple[str, str, dict[str, str], str]
-"""Fingerprint of the Task, machine, versions and device: of which runs something is kept together."""
+"""Fingerprint of the Task, machine, versions and device."""
 
 
 def _race_key(wanted: PlanRequest, facts: TaskFacts) -> RaceKey:
@@ -75,15 +72,14 @@ def _race_key(wanted: PlanRequest, facts: TaskFacts) -> RaceKey:
 
 
 def _matching_races(wanted: PlanRequest, where: RaceKey, say: Report) -> list[CachedRace]:
-    """What was found of plans with the axes that were set.
+    """Returns the results of plans with the axes that are set, relative to the baseline of this run.
 
-    It counts only beside the baseline that this run would have: a plan of many workers may be the fastest of those and
-    slower than none.
+    Results of other baselines don't count: the fastest plan with many workers may be slower than one without.
     """
     kept, notes = load_races(*where[:3])
     _say_notes(notes, say)
     plan = resolve_device(wanted.plan)
-    asked = {*wanted.plan.model_fields_set, "device"}  # what was raced on one device says nothing of another
+    asked = {*wanted.plan.model_fields_set, "device"}  # results hold for one device
     baseline = Plan(device=plan.device, workers=plan.workers)
     beside = [one for one in kept if one.baseline.as_plan == baseline]
     return [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
@@ -92,7 +88,7 @@ def _matching_races(wanted: PlanRequest, where: RaceKey, say: Report) -> list[Ca
 def _load_history(
     loaded: LoadedTask, wanted: PlanRequest, facts: TaskFacts, say: Report, done: int = 0
 ) -> tuple[list[CachedRace], RaceHistory]:
-    """What is known of the Task, whose run has done so many steps before; nothing of one without its source."""
+    """Returns the cached races and the history of the Task; both are empty for a Task without source."""
     if loaded.record is None:
         return [], EMPTY_HISTORY
     where = _race_key(wanted, facts)
@@ -119,30 +115,31 @@ def _say_notes(notes: list[str], say: Report) -> None:
         say(note)
 
 
-def facts_for_step_count(loaded: LoadedTask, task: Task, wanted: PlanRequest) -> TaskFacts | None:
-    """What runs of the Task are counted by; None where nobody asked for `auto`, and without a file.
+def with_facts_for_step_count(context: RunContext) -> RunContext:
+    """Returns the context with facts if its steps count for later runs: under an explicit `auto`, for a Task in a file.
 
     Raises:
-        DeviceError: there is no such device here as the plan names.
+        DeviceError: the plan's device isn't on this machine.
     """
-    if not (wanted.is_auto and wanted.is_explicit) or loaded.record is None:
-        return None
-    resolve_device(wanted.plan)  # a device that isn't there shows before a model is built
-    return facts_with_fingerprint(replace(loaded, task=task))
+    wanted = context.wanted
+    if not (wanted.is_auto and wanted.is_explicit) or context.source.record is None:
+        return context
+    resolve_device(wanted.plan)  # a missing device shows before a model is built
+    return replace(context, facts=facts_with_fingerprint(context.source))
 
 
-def count_trained_steps(facts: TaskFacts | None, wanted: PlanRequest, steps: int, say: Report) -> None:
-    """Counts what a run has done for runs to come; see `facts_for_step_count`."""
-    if facts is not None and steps > 0:
-        where = _race_key(wanted, facts)
-        _say_notes(save_trained_steps(*where, load_trained_steps(*where) + steps), say)
+def count_trained_steps(context: RunContext, steps: int) -> None:
+    """Counts the steps of a run for later runs; see `with_facts_for_step_count`."""
+    if context.facts is not None and steps > 0:
+        where = _race_key(context.wanted, context.facts)
+        _say_notes(save_trained_steps(*where, load_trained_steps(*where) + steps), context.say)
 
 
 def forecast_from_cache(loaded: LoadedTask, wanted: PlanRequest, say: Report) -> PlanForecast:
-    """What `lower_cached_or_auto` will do under `auto`, as far as that is known before it.
+    """Forecasts what `lower_cached_or_auto` does under `auto`.
 
     Raises:
-        PlanError: the axes that were set can't be run here.
+        PlanError: the axes that are set can't be run here.
     """
     resolve_device(wanted.plan)
     facts = facts_with_fingerprint(loaded)
@@ -150,41 +147,28 @@ def forecast_from_cache(loaded: LoadedTask, wanted: PlanRequest, say: Report) ->
     return forecast(loaded.task, wanted, facts, memory, _fastest_plan(kept, wanted, facts, memory))
 
 
-def lower_cached_or_auto(
-    loaded: LoadedTask,
-    task: Task,
-    wanted: PlanRequest,
-    say: Report,
-    during: ProgressReporter | None = None,
-    facts: TaskFacts | None = None,
-    done: int = 0,
-    until: float = math.inf,
-    callbacks: Sequence[Callback] = (),
-) -> Program:
-    """Like `lower_requested`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and none
-    that was found slower than the baseline, or broken; what it finds it remembers.
+def lower_cached_or_auto(context: RunContext) -> Program:
+    """Lowers like `lower_requested`, but `auto` takes the cached plan that finishes first, and saves what a race finds.
 
-    Args:
-        facts: what `facts_with_fingerprint` says, where that is known already: to find it out, a model is built.
-        done: steps of the run that lie behind.
-        until: when the run is to stop, by `time.monotonic()`.
-        callbacks: of the run, beside the Task's.
+    `auto` skips plans that an earlier race found slower than the baseline, or broken.
     """
+    wanted = context.wanted
     if not wanted.is_auto:
-        return lower_requested(task, wanted, say, during, done)
-    resolve_device(wanted.plan)  # a device that isn't there shows before a model is built
-    loaded = LoadedTask(task, loaded.record, loaded.files)
-    facts = remaining_facts(done, facts or facts_with_fingerprint(loaded))
-    kept, memory = _load_history(loaded, wanted, facts, say, done)
+        return lower_requested(context)
+    resolve_device(wanted.plan)  # a missing device shows before a model is built
+    context = replace(context, facts=context.facts or facts_with_fingerprint(context.source))
+    assert context.facts is not None
+    facts = remaining_facts(context.done, context.facts)
+    kept, memory = _load_history(context.source, wanted, facts, context.say, context.done)
     plan = _fastest_plan(kept, wanted, facts, memory)
     if plan is not None:
         try:
-            program = lower(task, plan, say, during)
+            program = lower(context.task, plan, context.say, context.reporter.bar)
         except (PlanError, MemoryExhausted) as error:
-            say(f"auto passes over the remembered plan {plan.brief()}: {error.given}")
+            context.say(f"auto passes over the remembered plan {plan.brief()}: {error.given}")
         else:
-            say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
-            if plan != _fastest_plan(kept, wanted, facts):  # it was compiled again for runs to come
+            context.say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
+            if plan != _fastest_plan(kept, wanted, facts):  # compiled again, which later runs profit from
                 memory.reset_step_count()
             return program
-    return lower_requested(task, wanted, say, during, facts=facts, memory=memory, until=until, callbacks=callbacks)
+    return lower_requested(context, memory)

@@ -1,4 +1,4 @@
-"""From which size on a plan pays, and what decides it: a function of the times measured at several sizes."""
+"""The size from which a plan pays, and why: a function of the times at several sizes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from itertools import pairwise
 from hotloop.core.records.race import Crossover, Timing
 
 Point = tuple[float, Timing]
-"""A size, and what a plan took there."""
+"""A size, and a plan's Timing at this size."""
 
 _FLAT_EXPONENT = 0.25
-"""A time that grows with less than this power of the size doesn't come from work that grows with it."""
+"""Exponent of the size below which a step's time is overhead, not work that grows with the size."""
 
 _FEED_BOUND_SHARE = 0.5
-"""Share of a step from which on fetching its batch decides how long it takes."""
+"""Share of a step's time from which fetching the batch determines the step."""
 
 
 def crossovers(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> list[Crossover]:
-    """Where the plan and the baseline take the same time, between sizes at which one and the other was shown to be faster.
+    """Returns the sizes at which plan and baseline take the same time; one Crossover without a size if there is none.
 
     Args:
-        own, baseline: at the same sizes, above zero and increasing; where one failed, it is left out.
-
-    Returns:
-        One for each place; one without a place where there is none.
+        own, baseline: at the same increasing sizes above zero; failures are left out.
     """
     raced = [(size, timing) for size, timing in own if timing.ratio is not None]
     reason = _reason(name, raced, [(size, timing) for size, timing in baseline if timing.step_ms is not None])
@@ -35,7 +32,7 @@ def crossovers(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> li
 
 
 def _crossover(name: str, turn: Sequence[Point], reason: str) -> Crossover:
-    """From a size at which one was faster to one at which the other was; those between are undecided."""
+    """Returns the crossover between the ends of `turn`, whose verdicts are opposite; those between are undecided."""
     median, low, high = (
         _crossover_sizes([(size, value) for size, timing in turn if (value := getattr(timing, edge)) is not None])
         for edge in ("ratio", "ratio_low", "ratio_high")
@@ -52,7 +49,7 @@ def _crossover(name: str, turn: Sequence[Point], reason: str) -> Crossover:
 
 
 def _crossover_sizes(points: Sequence[tuple[float, float]]) -> list[float]:
-    """The sizes at which a ratio passes 1, its logarithm taken as straight in that of the size between two of them."""
+    """Returns the sizes at which a ratio passes 1, by linear interpolation of logarithms."""
     known = [(math.log(size), math.log(ratio)) for size, ratio in points]
     return [
         math.exp(size + (larger - size) * before / (before - after))
@@ -62,18 +59,15 @@ def _crossover_sizes(points: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def _reason(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> str:
-    """What decides, as far as times alone tell."""
     if len(own) < 2 or len(baseline) < 2:
         return "too few sizes were measured to tell what decides"
     return "; ".join(f"{who}: {_describe_bounds(points)}" for who, points in ((name, own), ("the baseline", baseline)))
 
 
 def _describe_bounds(points: Sequence[Point]) -> str:
-    """What bounds one plan's step from the smallest to the largest size.
+    """Returns what bounds a plan's step from the smallest to the largest size.
 
-    A step waits for its batch where fetching and copying take most of its time. It is bound by overhead, which is what
-    asking for operations costs (Python, launches on a GPU, threads that wait for each other), where its time doesn't grow with the size; else by the
-    arithmetic and the memory traffic that grow with it.
+    The bound is the batch if fetching and copying take most of the time; overhead (Python, launches, waits) if the time doesn't grow with the size; else arithmetic and memory traffic.
     """
     parts = [(small[0], large[0], _describe_bound(small, large)) for small, large in pairwise(points)]
     if len({bound for _, _, bound in parts}) == 1:

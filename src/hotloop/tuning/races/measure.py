@@ -1,4 +1,4 @@
-"""A race of plans: lowers them all, warms them up, runs windows of them in turn, and says what was found of each."""
+"""A race of plans: lowers and warms up each, runs windows in turn, and returns a Timing for each."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hotloop.core.format import format_milliseconds
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Timing, with_payoff
+from hotloop.core.reporter import Progress
 from hotloop.errors import HotloopError, TimeOverError, describe_error, error_summary
 from hotloop.lowering.failures.explanation import explain_error
 from hotloop.lowering.program import Program
@@ -31,32 +32,27 @@ from hotloop.tuning.races.runner import (
 )
 from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio, spans_margin, verdict_of
 
-Progress = Callable[[str, float], None]
-"""Called with what goes on, and which share of it is done."""
-
 _BRIEF_WARM_UP_S = 0.05
-"""Of warming up, where the machine is warm from the plans before."""
-
+"""Seconds of warm-up in a search, where earlier plans have warmed up the machine."""
 
 _TIME_SHARE = 0.5
-"""Of the time until the deadline, which a piece of the race may take; in a search, whose races end sooner, `_SEARCH_TIME_SHARE`."""
+"""Share of the time until the deadline for one part of the race; in a search `_SEARCH_TIME_SHARE`."""
 
 _SEARCH_TIME_SHARE = 0.8
 
 _LEAST_RACE_S = 0.01
 
 _LOADING_BOUND_SHARE = 0.9
-"""Share of a step from which on loading its batch is what it takes."""
+"""Share of a step's time from which loading the batch determines the step."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A plan that takes part.
+    """A plan of a race.
 
     Attributes:
-        name: as it was asked for; no two are the same.
-        lower: makes its Program.
-        plan: what was asked for; None where lowering chooses.
+        name: unique in the race.
+        plan: the requested plan; None if lowering chooses.
         group: see `ContenderTimes`.
     """
 
@@ -84,12 +80,7 @@ class _ContenderState:
 
 @dataclass(frozen=True)
 class RaceMeasurement:
-    """What a race measured.
-
-    Attributes:
-        plans: in the order of the entrants.
-        notes: where too little was measured to say.
-    """
+    """Timings in the order of the contenders, and notes on uncertain results."""
 
     plans: list[Timing]
     notes: list[str]
@@ -106,16 +97,15 @@ def measure(
     progress: Progress = lambda doing, share: None,
     deadline: Deadline | None = None,
 ) -> RaceMeasurement:
-    """Races plans against the one named `baseline`; each Program has its first State again at the end, and is closed.
+    """Races plans against the plan named `baseline`; at the end each Program has its first State, and is closed.
 
-    A plan that can't be lowered or run has a `failure` in place of figures, and the others go on.
+    A plan that can't be lowered or run has a `failure` in place of times.
 
     Args:
-        steps: of the whole run, which `run_s` is for; None if unknown.
-        time_limit_s: for the windows; lowering, compiling and warming up come on top.
-        brief: whether it is enough to know which is the fastest, as a search wants it, see `RaceLimits`; memory is not looked
-            at then, and the feed only where workers load.
-        deadline: when all is to be over, preparing included, of which each plan may take half of what is left.
+        steps: of the whole run, for `run_s`; None if unknown.
+        time_limit_s: for the windows, without lowering, compiling and warming up.
+        brief: measure only which plan is the fastest, see `RaceLimits`: no memory, and the feed only with workers.
+        deadline: for everything; each plan may take half of the remaining time.
 
     Raises:
         HotloopError: the baseline can't be lowered or run, or not before the deadline.
@@ -149,7 +139,7 @@ def _requested_settings(entrant: Contender) -> dict[str, Any]:
 
 
 def _warm_up_process(entrant: Contender) -> None:
-    """One step of the baseline: what a process pays once, whatever the plan, such as imports, is no plan's own."""
+    """Runs a step of the baseline, so that one-time costs of the process, such as imports, count for no plan."""
     program = entrant.lower()
     before = program.state()
     try:
@@ -162,7 +152,7 @@ def _warm_up_process(entrant: Contender) -> None:
 
 
 def _attempt(racer: _ContenderState, baseline: str, act: Callable[[], None]) -> None:
-    """Does something for a plan; what goes wrong is its failure, or ends the race if it is the baseline."""
+    """Calls `act`; an error is the plan's failure, and ends the race for the baseline."""
     try:
         act()
     except Exception as error:
@@ -186,7 +176,6 @@ def _prepare_in_time(deadline: Deadline, racer: _ContenderState, entrant: Conten
 
 
 def _prepare(racer: _ContenderState, entrant: Contender, clock: Clock, warm_s: float) -> None:
-    """From the Task to a Program that is warm, with its State as it was."""
     began = clock()
     program = racer.program = entrant.lower()
     racer.startup_s = clock() - began - program.compile_s + _cached_read_s(program, began)
@@ -199,24 +188,24 @@ def _prepare(racer: _ContenderState, entrant: Contender, clock: Clock, warm_s: f
 
 
 def _cached_read_s(program: Program, began: float) -> float:
-    """Seconds that reading data into memory took for a plan before this one, which found it there."""
+    """Returns the seconds of reading the data into memory, if an earlier plan did that."""
     if program.parts.plan.residency == "stream":
         return 0.0
     return sum(took for took, at in program.parts.splits.reading_s.values() if at < began)
 
 
 def _time_loading(racers: Sequence[_ContenderState], baseline: str) -> None:
-    """How fast the workers of a plan load, while those of all others rest; once for plans that load alike."""
+    """Times the workers of each plan alone; once for plans that load alike."""
     ahead = [racer for racer in racers if racer.program is not None and loading_workers(racer.program)]
     for racer in ahead:
         assert racer.program is not None
-        racer.program.close()  # loaders start again where they are needed
+        racer.program.close()  # loaders start again on demand
     known: dict[tuple[Any, ...], Sequence[float]] = {}
     for racer in ahead:
         _attempt(racer, baseline, partial(_measure_workers, racer, known))
     for racer in ahead:
         if racer.runner is not None and racer.program is not None:
-            with preserve_generators(*racer.program.devices):  # starting takes longer than windows
+            with preserve_generators(*racer.program.devices):  # starting workers takes longer than a window
                 _attempt(racer, baseline, partial(racer.runner.run_untimed, 0))
 
 
@@ -243,7 +232,7 @@ def _run(
         assert racer.runner is not None
         racer.window_times = ContenderTimes(racer.name, racer.runner, group=racer.group, feed_s=racer.feed_s)
         racer.window_times.set_layout(racer.device, racer.step_s, base.step_s, limits.brief)
-    # plans that keep memory one after the other: the least is given back
+    # Plans that keep memory run one after another, since this returns the least memory to the system.
     together = sorted(runners, key=_measure_memory)
     lanes = {racer.name: racer.window_times for racer in together if racer.window_times is not None}
     programs = [racer.program for racer in runners if racer.program is not None]
@@ -271,7 +260,7 @@ def _measure_memory(racer: _ContenderState) -> bool:
 
 
 def _measure_memory_and_feed(racers: Sequence[_ContenderState], baseline: str, deadline: Deadline) -> None:
-    """Measures memory and feed of each, outside of the windows, where there is time for it."""
+    """Measures memory and feed of each plan outside of the windows, if there is time."""
     for racer in racers:
         if racer.runner is not None and deadline.left_s > 0:
             with (
@@ -282,7 +271,7 @@ def _measure_memory_and_feed(racers: Sequence[_ContenderState], baseline: str, d
 
 
 def _measure_details(racer: _ContenderState) -> None:
-    """What a step allocates, and how fast batches come; then the State is as it was."""
+    """Measures the memory of a step and the time of loading a batch, and restores the State."""
     runner, program = racer.runner, racer.program
     assert runner is not None and program is not None
     with preserve_generators(*program.devices):
@@ -317,7 +306,7 @@ def _summarize(racers: Sequence[_ContenderState], baseline: str, steps: int | No
 
 
 def _timing(racer: _ContenderState, base: ContenderTimes, found: Ratio, steps: int | None) -> Timing:
-    """Its step takes the baseline's time over the ratio of the pairs: its own windows may have been others."""
+    """Computes the step's time from the baseline's time and the ratio of the pairs, since windows may differ."""
     assert racer.window_times is not None and racer.runner is not None and racer.program is not None
     compile_s, batches = racer.program.compile_s, racer.program.feed.batches
     looking_s = racer.program.recheck_s / batches if batches else 0.0
@@ -342,7 +331,6 @@ def _timing(racer: _ContenderState, base: ContenderTimes, found: Ratio, steps: i
 
 
 def _loading_notes(lane: ContenderTimes) -> list[str]:
-    """What to say where a step takes hardly longer than loading."""
     if not lane.feed_s or (fed_s := statistics.median(lane.feed_s)) < _LOADING_BOUND_SHARE * statistics.median(
         lane.times
     ):
@@ -353,7 +341,6 @@ def _loading_notes(lane: ContenderTimes) -> list[str]:
 
 
 def _uncertainty_note(name: str, found: Ratio) -> str:
-    """What to say where the time was too short."""
     if found.low is None or found.high is None:
         return (
             f"the time limit was too short to say anything of {name}: its windows make {found.pairs} of the "

@@ -26,27 +26,27 @@ from hotloop.tuning.races.statistics import (
 )
 
 _WINDOW_S = {"cpu": 0.01}
-"""On a CPU short, so that what interrupts it spoils some windows and leaves the others, which the median is of."""
+"""Seconds of a window: short on a CPU, so that an interruption affects few windows, and not the median."""
 
 _ACCELERATOR_WINDOW_S = 0.1
-"""On an accelerator long, so that waiting for it at both ends costs next to nothing."""
+"""Seconds on an accelerator: long, so that synchronization at both ends costs little."""
 
 _UNTIMED_SHARE = 0.2
-"""Share of a window's steps that is run before it, untimed; a step at least."""
+"""Untimed steps before a window, as a share of its steps; at least one."""
 
 _LONG_STEP_S = 0.05
-"""Steps that last longer don't feel what the plan before left in the caches."""
+"""Seconds of a step from which the cache content of the plan before has no effect."""
 
 _SAME_STEPS_RATIO = 4.0
-"""Plans up to so many times as fast or slow as the baseline run the same steps, and so the same batches, as it."""
+"""Factor to the baseline's speed below which a plan runs the same steps and batches as the baseline."""
 
 
 class TimedWindows(Protocol):
     def run_untimed(self, steps: int) -> None:
-        """Runs steps that don't count."""
+        """Runs steps without timing."""
 
     def window(self, steps: int) -> float:
-        """Seconds that so many steps take."""
+        """Returns the seconds of `steps` steps."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class WindowSteps:
     """The windows of a plan.
 
     Attributes:
-        steps, untimed: of a window, and before it.
-        passes: windows in a round, forth and back; forth alone where a search would wait too long for long steps.
+        steps, untimed: steps of a window, and before it.
+        passes: windows in a round: two, forward and backward; one for long steps in a search.
     """
 
     steps: int
@@ -64,7 +64,6 @@ class WindowSteps:
 
     @classmethod
     def of(cls, device: str, step_s: float, baseline_s: float, brief: bool = False) -> WindowSteps:
-        """From what a step takes there, and what it takes the baseline."""
         window_s = _WINDOW_S.get(device, _ACCELERATOR_WINDOW_S)
         alike = baseline_s / _SAME_STEPS_RATIO < step_s < baseline_s * _SAME_STEPS_RATIO
         steps = window_s / max(baseline_s if alike else step_s, 1e-7)
@@ -72,24 +71,20 @@ class WindowSteps:
         return cls(max(1, round(steps)), untimed, 1 if brief and baseline_s >= window_s else 2)
 
     def round_s(self, step_s: float) -> float:
-        """Seconds of a round, if a step takes so long."""
         return self.passes * (self.untimed + self.steps) * step_s
 
 
 @dataclass
 class ContenderTimes:
-    """One plan in the race.
+    """The times of one plan in a race.
 
     Attributes:
-        name: for the progress bar.
-        windows: what runs it.
         steps, untimed, passes: see `WindowSteps`.
-        group: a search lets plans of one group beat each other; those of different groups may be put together.
+        group: plans of one group exclude each other; plans of different groups may be combined.
         times: seconds of a step, round by round.
-        running: whether it goes on: False once it failed, or can't win any more.
-        error: what ended it.
-        feed_s: what its batches take to be loaded by workers, measured alone, portion by portion; else empty. Between its
-            windows they load ahead, which in training they can't: so no step counts as shorter.
+        is_running: False after a failure, or when the plan can't win.
+        feed_s: seconds in which workers load a batch, measured alone; else empty. A step counts as at least that long,
+            since workers load ahead between windows.
     """
 
     name: str
@@ -104,23 +99,18 @@ class ContenderTimes:
     feed_s: Sequence[float] = ()
 
     def note(self, step_s: float) -> None:
-        """Writes down what a step has taken in a round."""
         fed_s = self.feed_s[len(self.times) % len(self.feed_s)] if self.feed_s else 0.0
         self.times.append(max(step_s, fed_s))
 
     def set_layout(self, device: str, step_s: float, baseline_s: float, brief: bool = False) -> None:
-        """Chooses its windows, see `WindowSteps.of`."""
+        """Chooses the windows, see `WindowSteps.of`."""
         layout = WindowSteps.of(device, step_s, baseline_s, brief)
         self.steps, self.untimed, self.passes = layout.steps, layout.untimed, layout.passes
 
 
 @dataclass(frozen=True)
 class RaceLimits:
-    """When to stop: after so many seconds by this clock, if not before.
-
-    Attributes:
-        brief: whether it is enough to know which is the fastest of each group; by how much then stays rough.
-    """
+    """Seconds of a race by `clock`; `brief` stops when the fastest of each group is known, whatever its ratio."""
 
     seconds: float
     clock: Clock = time.perf_counter
@@ -133,13 +123,13 @@ def run_rounds(
     limits: RaceLimits,
     progress: Callable[[float], None] = lambda share: None,
 ) -> None:
-    """Runs rounds until each lane's interval is narrow enough, it lost, or the time is over; one round at least.
+    """Runs at least one round, until each plan's interval is narrow, the plan has lost, or the time is over.
 
     Args:
-        progress: is told which share of the time limit is over.
+        progress: called with the elapsed share of the time limit.
 
     Raises:
-        Exception: the baseline's own.
+        Exception: an error of the baseline.
     """
     began = limits.clock()
     number, last = 0, 0.0
@@ -195,7 +185,7 @@ def _drop_losers(lanes: Sequence[ContenderTimes], baseline: ContenderTimes, brie
 def _next_contenders(
     lanes: Sequence[ContenderTimes], baseline: ContenderTimes, rounds: int, brief: bool
 ) -> list[ContenderTimes]:
-    """Those that the next round is for, the baseline with them; empty once enough is known."""
+    """Returns the plans of the next round with the baseline; empty when enough is known."""
     if rounds < (MIN_PAIRS if brief else ENOUGH_PAIRS):
         return list(lanes)
     groups: dict[str, list[Ratio]] = {}

@@ -1,4 +1,4 @@
-"""One Program in a race: it runs windows of steps, and is put back to how it was."""
+"""Runs windows of one Program's steps in a race, and restores its State."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ Clock = Callable[[], float]
 
 
 def synchronize_devices(*devices: torch.device) -> None:
-    """Waits until the devices have done what they were asked for; the CPU has, whenever it is asked."""
+    """Waits until the devices have finished their work."""
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
 
 def measure_peak_memory(program: Program) -> int | None:
-    """The most bytes that one training step holds at a time beyond what was there before; None where nobody says,
-    and where it takes several devices.
+    """Runs a step and returns its peak memory in bytes beyond the memory before; None if torch can't measure that.
 
-    One step is run. On the CPU, what compiled code allocates is not seen, so a compiled step has none; nor has one in
-    arrays, of which torch knows nothing.
+    That is so with several devices, for compiled steps on a CPU, and for steps in arrays.
     """
     device, plan = program.device, program.parts.plan
     if len(program.devices) > 1 or plan.engine != "eager":
@@ -49,7 +47,7 @@ def measure_peak_memory(program: Program) -> int | None:
     try:
         with PeakMemory(live_tensors(program, ())) as peak:
             program.advance(1)
-    except NotImplementedError:  # of operations that torch shows to nobody
+    except NotImplementedError:  # torch.cond, for example
         return None
     return peak.bytes
 
@@ -59,11 +57,11 @@ _FEED_S = 0.2
 _MAX_FEED_BATCHES = 200
 
 _MIN_PORTIONS = 3
-"""Portions, however long they take."""
+"""Least number of portions to time."""
 
 
 def loading_workers(program: Program) -> int:
-    """Worker processes that load batches before they are asked for; 0 where a batch is made when it is asked for."""
+    """Returns the number of worker processes that load batches ahead."""
     source, asked = program.parts.splits.train, program.parts.plan.workers
     if isinstance(source, Samples):
         return source.workers if asked is None else asked
@@ -71,14 +69,13 @@ def loading_workers(program: Program) -> int:
 
 
 def measure_feed_times(program: Program, clock: Clock = time.perf_counter) -> list[float]:
-    """Seconds of a batch that comes onto the device with no step waiting for it, portion by portion; none with too few.
+    """Returns seconds of a batch's way to the device without steps, portion by portion; empty with too few batches.
 
-    Workers bring as many batches at a time as there are of them, so a portion is as many, else one. The program's feed is
-    used up by this.
+    A portion has a batch for each worker, since workers deliver at the same time. The epoch's batches are consumed.
     """
     each = max(1, loading_workers(program))
     batches = _feed_batches(program)
-    if _consume_batches(batches, each) < each:  # what starts the feed is not its pace
+    if _consume_batches(batches, each) < each:  # the startup of the feed is left out
         return []
     synchronize_devices(program.device)
     found: list[float] = []
@@ -94,13 +91,13 @@ def measure_feed_times(program: Program, clock: Clock = time.perf_counter) -> li
 
 
 def mean_feed_time(program: Program, clock: Clock = time.perf_counter) -> float | None:
-    """Their mean; None with too few batches."""
+    """Returns the mean of `measure_feed_times`; None with too few batches."""
     found = measure_feed_times(program, clock)
     return statistics.fmean(found) if found else None
 
 
 def _feed_batches(program: Program) -> Iterator[Any]:
-    """Those of the present epoch; what workers load also beyond its end, as they do."""
+    """Yields the batches of the current epoch; with workers, also of the next epochs, which they load ahead."""
     epoch, parts = program.position.epoch, program.parts
     if not loading_workers(program):
         return program.feed.epoch(epoch)
@@ -114,19 +111,19 @@ def _consume_batches(batches: Iterator[Any], count: int) -> int:
 
 
 WARM_UP_S = 0.5
-"""What processors and allocators take to come into their stride."""
+"""Seconds until clocks of processors and allocators are steady."""
 
 _WARM_UP_STEPS = 3
 
 _LONG_STEP_S = 1.0
-"""Two steps that last longer warm up all that there is to warm."""
+"""Seconds of a step from which two steps are enough warm-up."""
 
 
 class Runner:
-    """Times steps of a Program, which trains on meanwhile; where its run ends, it begins again outside of the clock.
+    """Times steps of a Program; at the end of its run the Program restarts, untimed.
 
     Attributes:
-        samples, steps: what was trained on within the clock, and in how many steps.
+        samples, steps: timed samples and steps.
     """
 
     def __init__(self, program: Program, clock: Clock = time.perf_counter) -> None:
@@ -138,7 +135,7 @@ class Runner:
         self._cold = True
 
     def warm_up(self, seconds: float = WARM_UP_S) -> tuple[float, float]:
-        """Runs until the first steps' costs are over, then puts the State back: `(first step, a step)` in seconds."""
+        """Warms up, restores the State, and returns the seconds of the first step and of a later step."""
         first, _ = self._run(1)
         total, done, rate = 0.0, 1, first
         while steps := self._next_warm_up_steps(seconds - total, done, rate):
@@ -148,39 +145,38 @@ class Runner:
         return first, rate
 
     def _next_warm_up_steps(self, left_s: float, done: int, rate: float) -> int:
-        """Steps to come next, 0 at the end; of several ranks, which take each step together, as the first has it."""
+        """Returns the number of the next steps, 0 at the end; all ranks take the first rank's number."""
         least = _WARM_UP_STEPS if rate < _LONG_STEP_S else _WARM_UP_STEPS - 1
         steps = max(1, min(done, int(left_s / max(rate, 1e-7)))) if left_s > 0 or done < least else 0
         return self.program.parts.world.broadcast_int(steps)
 
     def quick_estimate(self, seconds: float) -> tuple[float, float]:
-        """Warms up: `(a step, copying the State out and back)` in seconds."""
+        """Warms up, and returns the seconds of a step and of copying the State out and back."""
         _, step_s = self.warm_up(seconds)
         began = self._clock()
         self.program.restore(self.program.state())
         return step_s, self._clock() - began
 
     def restore_state(self) -> None:
-        """Goes to the State from before."""
         self.program.restore(self._start)
         self._begun_at, self._cold = self._start.position.epoch, True
 
     def run_untimed(self, steps: int) -> None:
-        """Runs steps that don't count, since another plan was there before: caches, threads, clocks of the device."""
+        """Runs untimed steps after another plan: caches, threads and clocks adapt."""
         if self.program.prime():
             steps = max(steps, 1)
-        first = max(1, 2 * loading_workers(self.program))  # what workers start with is not their pace
+        first = max(1, 2 * loading_workers(self.program))  # workers start with batches loaded ahead
         self._run(max(steps, first) if self._cold else steps)
         self._cold = False
 
     def window(self, steps: int) -> float:
-        """Seconds that so many steps take, with the device waited for at both ends."""
+        """Returns the seconds of `steps` steps, with a synchronization at both ends."""
         seconds, samples = self._run(steps)
         self.steps, self.samples = self.steps + steps, self.samples + samples
         return seconds
 
     def _run(self, steps: int) -> tuple[float, int]:
-        """Runs so many steps: `(seconds, samples)`."""
+        """Runs steps, and returns seconds and samples."""
         seconds, samples, left = 0.0, 0, steps
         while left:
             took, outcome = self._span(left)
@@ -188,7 +184,7 @@ class Runner:
         return seconds, samples
 
     def _span(self, steps: int) -> tuple[float, AdvanceResult]:
-        """Runs up to `steps` steps, not past the end of an epoch."""
+        """Runs up to `steps` steps within one epoch."""
         program = self.program
         self.ensure_step()
         synchronize_devices(*program.devices)
@@ -200,12 +196,12 @@ class Runner:
         return self._clock() - began, outcome
 
     def ensure_step(self) -> None:
-        """Makes sure that there is a step to run."""
+        """Restarts the Program if its run has ended."""
         if self.program.position.epoch - self._begun_at >= self.program.parts.task.epochs:
             self._restart()
 
     def _restart(self) -> None:
-        """Goes to the beginning of training, at the next epoch of the data, so that its loaders go on as they are."""
+        """Starts training again at the next epoch of the data, so that loaders continue."""
         epoch = self.program.position.epoch + (1 if self.program.position.batch else 0)
         self.program.restore(replace(self._start, position=Position(epoch=epoch)))
         self._begun_at = epoch

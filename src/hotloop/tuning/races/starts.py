@@ -1,4 +1,4 @@
-"""Times of several races of a search, as those of one: with each Program's start, beside one baseline."""
+"""Merges times of several races of a search: with each Program's startup, relative to one baseline."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hotloop.core.records.race import Timing, with_payoff
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 _SAME_LOAD_RATIO = 1.5
-"""Baselines of two races that differ by more ran beside another load, which plans of few threads feel less: of such a race a
-ratio says too much, and what a step took there says too little at most."""
+"""Ratio of two races' baselines from which the machine's load differed. Plans of few threads suffer less from load, so
+the ratio of such a race is too large; the measured step time is an upper bound of the speed."""
 
 
 def add_startup_cost(
     timings: Iterable[Timing], baseline: str, starts: Mapping[str, tuple[float, float]], steps: int | None
 ) -> dict[str, Timing]:
-    """Times of one race, by name: a Program is used in several races, and costs its start in the first alone.
+    """Returns the times of one race by name, with startup costs: a Program starts in its first race alone.
 
     Args:
-        starts: seconds of lowering each without compiling, and of compiling; nothing of those that failed.
+        starts: seconds of lowering without compiling, and of compiling, by name.
         steps: of the whole run; None if unknown.
     """
     return _rebase_all({one.name: _add_start(one, starts.get(one.name), steps) for one in timings}, baseline)
@@ -34,7 +34,7 @@ def _add_start(timing: Timing, start: tuple[float, float] | None, steps: int | N
 
 
 def rebase_timings(timings: Mapping[str, Timing], baseline: str, steps: int | None) -> dict[str, Timing]:
-    """Times of several races, each beside its own baseline, as they would be beside that of the last one."""
+    """Returns the times of several races relative to the baseline of the last race."""
     base_ms = timings[baseline].step_ms
     assert base_ms is not None
     moved = {name: one if name == baseline else _rebase(base_ms, one, steps) for name, one in timings.items()}

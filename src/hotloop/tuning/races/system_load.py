@@ -1,4 +1,4 @@
-"""Whether the machine had other work to do while something was measured on it."""
+"""Load of the machine by other programs during a measurement."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import psutil
 import torch
 
 _BUSY_SHARE = 0.1
-"""Share of the cores that others may use before it is worth a word."""
+"""Share of the cores that other programs may use without a note."""
 
 
 @dataclass(frozen=True)
 class CpuUsage:
-    """CPU seconds used so far: by all on the cores that this process may use, and by this process with its children."""
+    """CPU seconds so far: of all programs on the cores of this process, and of this process with its children."""
 
     at: float
     all_s: float
@@ -28,7 +28,6 @@ class CpuUsage:
 
 
 def _core_times() -> list[Any]:
-    """CPU times of the cores that this process may use; work on others is no trouble."""
     every = psutil.cpu_times(percpu=True)
     allowed = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(len(every))
     return [every[core] for core in allowed if core < len(every)] or every
@@ -41,25 +40,25 @@ def _busy_s(times: Any) -> float:
 
 
 def _own_cpu_s() -> float:
-    """CPU seconds of this process, its children that are done, and those that run."""
+    """Returns CPU seconds of this process, its finished and its running children."""
     me = psutil.Process()
     total = sum(me.cpu_times()[:4])
     for child in me.children(recursive=True):
         try:
             total += sum(child.cpu_times()[:2])
-        except psutil.Error:  # it ended in between
+        except psutil.Error:  # the child has ended
             continue
     return total
 
 
 def cores_used_by_others(before: CpuUsage, after: CpuUsage) -> float:
-    """Cores that other programs kept busy on average, those of other virtual machines on this one included."""
+    """Returns the average number of cores that other programs used, including other virtual machines."""
     wall = max(after.at - before.at, 1e-9)
     return max(0.0, (after.all_s - before.all_s) - (after.own_s - before.own_s)) / wall
 
 
 def busy_note(others: float, cores: int) -> str:
-    """What to say of a machine on which others kept so many of its cores busy; empty if it's not worth a word."""
+    """Returns a note on other programs' load; empty if the load is small."""
     if others < _BUSY_SHARE * cores:
         return ""
     return (
@@ -76,10 +75,10 @@ _MAX_S = 2.0
 
 
 def oversubscription(threads: int, cores: int) -> float:
-    """How many times as long operations take with so many threads as with one for each core, or one alone; 1 or more.
+    """Returns the slowdown of operations with `threads` threads relative to one per core or one alone; at least 1.
 
-    Of the two, the better counts: where other programs keep the cores busy, that is the one thread. Products and
-    elementwise operations run with each in turn, and the median of many rounds counts. Takes a second or two.
+    The faster of the two counts: on busy cores that is one thread. The result is the median of many rounds, within
+    2 s.
     """
     before = torch.get_num_threads()
     ratios: list[float] = []

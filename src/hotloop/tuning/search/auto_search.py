@@ -1,11 +1,10 @@
-"""What a long run under `auto` takes: compiled plans are raced beside the eager one, and the fastest is proven."""
+"""The search of `auto` in a long run: races compiled plans against the eager plan, and proves the fastest."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,8 +13,6 @@ import torch
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Parity, Timing, Verdict
-from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import ProgressReporter, Report
 from hotloop.errors import PlanError, error_summary
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
@@ -25,14 +22,16 @@ from hotloop.task import Task
 from hotloop.tuning.races.measure import Contender, measure
 from hotloop.tuning.races.runner import Runner
 from hotloop.tuning.races.starts import add_startup_cost
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.budget import Budget, estimate_proof_s, saved_steps
+from hotloop.tuning.search.payoff import RaceHistory, accepted_parities
 from hotloop.tuning.search.program_pool import MAX_COMPILE_S, ProgramPool, max_programs_in_memory
 
 _ESTIMATE_S = 0.2
-"""For a first idea of the baseline's step."""
+"""Seconds of the first estimate of the baseline's step."""
 
 _RACING_SHARE = 1 / 2
-"""Of what a search may race for."""
+"""Share of a search's racing time."""
 
 
 @dataclass
@@ -40,51 +39,41 @@ class AutoSearch:
     """Compiled plans beside the eager one, of a Task on one device.
 
     Attributes:
-        eager: what is trained with otherwise; or `last`, the baseline with the axes that the user set, where the race finds
-            that faster.
-        accepted: classes of parity that may be chosen.
-        say: is told what was passed over, and why.
-        watched: whether callbacks of the user's are called in the run.
-        keep: is told what was found until Ctrl-C ended it.
-        to_come: steps of runs that may follow, to which a proof is worth as much.
-        compiling_s: that compiling a plan may take.
+        eager: the plan without a compilation; if slower than the baseline, `last`, the baseline with the user's axes.
+        memory: saves what was found until Ctrl-C ended the search.
+        compile_limit_s: seconds that compiling a plan may take.
     """
 
-    task: Task
-    facts: TaskFacts
+    context: RunContext
     eager: Plan
     last: Plan
-    accepted: Collection[str]
-    say: Report
-    during: ProgressReporter | None
-    has_user_callbacks: bool = False
-    save_verdict: Callable[[Verdict], object] = lambda verdict: None
-    future_steps: int = 0
+    memory: RaceHistory
     compile_limit_s: float = MAX_COMPILE_S
     _timings: dict[str, Timing] = field(default_factory=dict)
     _copying_s: float = 0.0
 
     def __post_init__(self) -> None:
+        assert self.context.facts is not None
+        self.task, self.facts, self.say = self.context.task, self.context.facts, self.context.say
         self._pool = ProgramPool(self.task, self._lower_and_report, compile_limit_s=self.compile_limit_s)
 
     def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
-        """Compiles up to `most` of `ways`, the first that can be, and records one that isn't compiled; the winner is
-        `otherwise`, or faster and proven.
+        """Races up to `most` compiled plans and a recorded plan; the winner is the fallback plan, or faster and proven.
 
-        What can't be compiled is in the Verdict too. None where there was no memory for a race, or it failed.
+        Failed compilations are in the Verdict, too. None if the race failed or lacked memory.
 
         Args:
-            instead: of which one is compiled where no way can be, whatever the memory.
+            instead: plans of which one is compiled if no way can be, whatever the memory.
         """
         began = time.monotonic()
         try:
             winner = self._find_winner(ways, most, instead)
-        except Exception as error:  # what is wrong with the Task shows in training, and is explained there
+        except Exception as error:  # training explains errors of the Task
             self.say(f"auto goes on eagerly: its plans couldn't be raced ({error_summary(error)[0]})")
             return None
         except KeyboardInterrupt:
             if self.baseline.brief() in self._timings:
-                self.save_verdict(self._make_verdict(self.fallback_plan, time.monotonic() - began))
+                self.memory.save_verdict(self._make_verdict(self.fallback_plan, time.monotonic() - began))
             raise
         finally:
             self._pool.release(list(self._pool.programs))
@@ -98,14 +87,14 @@ class AutoSearch:
 
     @property
     def fallback_plan(self) -> Plan:
-        """What is trained with where nothing compiled is, as far as was raced."""
+        """The plan to train with if no compiled plan wins."""
         timing = self._timings.get(self.eager.brief())
         slower = timing is not None and timing.behind
-        return self.last if slower and self.last == self.baseline else self.eager  # what the user set stays
+        return self.last if slower and self.last == self.baseline else self.eager  # axes that the user sets stay
 
     def _find_winner(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan]) -> Plan:
         others = list(dict.fromkeys([self.baseline, self.eager]))
-        gc.collect()  # what was timed before is gone
+        gc.collect()  # the Program that was timed before
         room = max_programs_in_memory(self.facts, self.eager.device) - len(others)
         if room < 1:
             self.say("auto goes on eagerly: there is no memory for a compiled plan beside the eager one")
@@ -118,27 +107,27 @@ class AutoSearch:
         ready = self._lower_compiled(compiled, min(most, room))
         if len(ready) < room:
             ready += self._lower_recorded([way for way in ways if way.compile == "none"])
-        if all(way.brief() in self._timings for way in ways):  # with why it can't be
+        if all(way.brief() in self._timings for way in ways):  # all failed
             ready = self._lower_compiled(instead, 1)
         if not ready:
             return self.eager
         names = " and ".join(plan.brief() for plan in ready)
         self.say(f"auto races {names} beside what runs eagerly, and proves the fastest")
-        with nullcontext() if self.during is None else self.during("racing and proving plans", counted=False):
+        with self.context.reporter.during("racing and proving plans", counted=False):
             self._race(others, ready, step_s)
             return self._prove_fastest(ready)
 
     def _time_baseline(self) -> float:
-        """Seconds of the baseline's step; where there is no memory for it, that shows before anything is compiled."""
+        """Returns the seconds of the baseline's step; a lack of memory shows before any compilation."""
         program, name = self._lower(self.baseline), self.baseline.brief()
         with preserve_generators(*program.devices):
             step_s, self._copying_s = Runner(program).quick_estimate(_ESTIMATE_S)
-        program.close()  # its loaders rest while others are compiled
+        program.close()  # stops its loaders during compilations
         self._timings[name] = Timing(name=name, plan=self.baseline.model_dump(), step_ms=1e3 * step_s)
         return step_s
 
     def _lower_compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
-        """The first that can be; of several layouts of images one of each before a second, which makes less of a difference."""
+        """Returns the first plans that can be lowered; one of each layout before a second of the same."""
         ready, alike = list[Plan](), list[Plan]()
         layouts = {way.layout for way in ways}
         for way in ways:
@@ -149,7 +138,7 @@ class AutoSearch:
         return ready + [way for way in alike[: most - len(ready)] if self._can_be_lowered(way)]
 
     def _lower_recorded(self, ways: Sequence[Plan]) -> list[Plan]:
-        """The first step that can be recorded as it runs eagerly, which takes seconds."""
+        """Returns the first eager step that can be recorded."""
         return next(([way] for way in ways if self._can_be_lowered(way)), [])
 
     def _can_be_lowered(self, way: Plan) -> bool:
@@ -164,10 +153,7 @@ class AutoSearch:
         return True
 
     def _race(self, others: Sequence[Plan], ready: Sequence[Plan], step_s: float) -> None:
-        """On real batches, in pairs; a plan that fails is out, and so is one that loses against the baseline.
-
-        None is left out for another one: the eager plan goes on if no other is proven, and the slower compiled one may be.
-        """
+        """Races each plan in its own group: a slower plan stays in the race, since the faster may fail its proof."""
         device, steps = torch.device(self.eager.device).type, self.facts.steps
         plans = [*others, *ready]
         seconds = Budget.of(step_s, steps, None, device).race_s(_RACING_SHARE, len(plans) - 1)
@@ -176,7 +162,7 @@ class AutoSearch:
         self._timings |= add_startup_cost(found.plans, self.baseline.brief(), self._pool.starts, steps)
 
     def _prove_fastest(self, ready: Sequence[Plan]) -> Plan:
-        """The fastest whose proof succeeds, of those that are faster than what is trained with otherwise; or that."""
+        """Returns the fastest plan whose proof succeeds, if it is faster than the fallback plan; else that plan."""
         otherwise = self.fallback_plan
         ratio = self._timings[otherwise.brief()].ratio or 1.0
         for plan in sorted(ready, key=lambda one: self._timings[one.brief()].ratio or 0.0, reverse=True):
@@ -191,7 +177,7 @@ class AutoSearch:
             else:
                 parity = self._prove(plan)
                 self._timings[plan.brief()] = timing.proven(parity)
-                if parity.parity in self.accepted:
+                if parity.parity in accepted_parities(self.context.wanted.plan):
                     return plan
                 self._say_skipped(plan, f"it's {parity.parity}: {parity.reason}")
         if otherwise != self.eager:
@@ -200,9 +186,11 @@ class AutoSearch:
         return otherwise
 
     def _why_no_proof(self, timing: Timing, ratio: float) -> str:
-        """Why a proof doesn't pay; empty if it does. `ratio` is that of what is trained with otherwise."""
+        """Returns why a proof doesn't pay; empty if it does. `ratio` is the speed of the fallback plan."""
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
-        steps = None if self.facts.steps is None else self.facts.steps + self.future_steps
+        steps = (
+            None if self.facts.steps is None else self.facts.steps + self.memory.expected_future_steps(self.facts.steps)
+        )
         saves_s = saved_steps(steps, timing.gain, ratio) * step_s
         proof_s = estimate_proof_s(step_s, self._copying_s, self.facts.normed)
         if saves_s > proof_s:
@@ -222,11 +210,10 @@ class AutoSearch:
         return self._pool.get_program(plan.brief(), plan)
 
     def _lower_and_report(self, task: Task, plan: Plan) -> Program:
-        """Lowers a plan, and says what goes on where it is compiled; the others were told of before."""
-        program = lower(
-            task, plan, *((self.say, self.during) if plan.compile != "none" or plan.graphs != "none" else ())
-        )
-        program.watched = self.has_user_callbacks
+        """Lowers a plan; reports compilation alone, since notes of eager plans were reported before."""
+        is_reported = plan.compile != "none" or plan.graphs != "none"
+        program = lower(task, plan, *((self.say, self.context.reporter.bar) if is_reported else ()))
+        program.watched = self.context.has_user_callbacks
         return program
 
     def _say_skipped(self, plan: Plan, why: str) -> None:
@@ -247,7 +234,7 @@ class AutoSearch:
 
 
 def _describe_speed(timing: Timing, ratio: float) -> str:
-    """Why a plan isn't taken beside one that is `ratio` times as fast as the baseline."""
+    """Returns why a plan isn't taken instead of a plan of speed `ratio`."""
     figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
     if timing.left_out and timing.verdict is None:
         return f"it was left out after {timing.windows} pairs, since {figures}"

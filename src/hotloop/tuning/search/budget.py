@@ -1,4 +1,4 @@
-"""What looking for a plan may cost: no more than what a better plan can win back in this run."""
+"""The time of a search: at most what a better plan saves in this run."""
 
 from __future__ import annotations
 
@@ -10,76 +10,65 @@ from hotloop.tuning.races.rounds import WindowSteps
 from hotloop.tuning.races.statistics import ENOUGH_PAIRS, MIN_PAIRS
 
 _RACING_SHARE = 0.02
-"""Of the run under the baseline, for racing; a race ends once the fastest is known."""
+"""Share of the run under the baseline for races; a race ends when the fastest plan is known."""
 
 _MAX_FIRST_RACE_SHARE = 0.05
-"""Of the run, for the first race, where long steps make it need more than that."""
+"""Share of the run for the first race, if long steps need more than `_RACING_SHARE`."""
 
 _MIN_RACE_S, _MAX_RACE_S = 1.0, 60.0
-"""A race tells nothing below the first; where steps are short, it knows all that it will know by the second. Where they are long,
-it may take as long as the proof of what it finds."""
+"""Least and most seconds of a race with short steps. With long steps a race may take as long as a proof."""
 
 _SMALL_S, _TIGHT_S = 1.5, 6.0
-"""With less than the first for racing, a search costs more than it wins; with less than the second, plans stay out that are
-seldom ahead of another one."""
+"""Seconds for races below which a search costs more than it saves; and below which unlikely plans are left out."""
 
 _GREAT_SPEEDUP = 2.0
-"""Times as fast as the baseline: more than a search usually finds."""
+"""A speedup above that of most searches."""
 
 _UNKNOWN_S = 30.0
-"""For a stream, whose run is of unknown length."""
+"""Seconds of races for a stream, whose length is unknown."""
 
 PROOF_STEPS = 250
-"""Steps whose time a proof takes, comparisons included, if a plan passes beside the plain baseline at once."""
+"""Duration of a proof in steps, with comparisons, if the plan passes at once."""
 
 PROOF_COPIES = 1000
-"""Times that a proof takes to copy the State out and back, beside its steps: much where a step touches few of many weights.
-
-440 to 2,900, as measured on a CPU with 13 MB of weights; next to nothing of a small network's proof.
-"""
+"""Copies of the State in a proof: costly if a step uses few of many weights. Measured: 440 to 2,900 on a CPU, 13 MB."""
 
 _BATCH_NORM_FACTOR = 2.6
-"""Times as many where a compiled step normalises over the batch: what rounding does to one sample changes all, and it switches a
-ReLU at most states, so that a proof begins with more baselines and looks closer more often.
+"""Factor on a proof's steps for batch normalisation, where the rounding of one sample changes all.
 
-390 to 710 steps for GhostNet, RegNet, ResNet and MobileNet; 80 to 240 for others, convolutional ones among them, on two cores of an
-AMD EPYC.
+Measured on two cores of an AMD EPYC: 390 to 710 steps for GhostNet, RegNet, ResNet and MobileNet, 80 to 240 for others.
 """
 
 _WARM_UP_STEPS = 3
-"""Of each plan, before a race."""
+"""Steps of each plan before a race."""
 
 
 def saved_steps(steps: int | None, ratio: float, beside: float) -> float:
-    """How many of the baseline's steps take as long as what a plan saves in a run of so many, beside another plan.
-
-    Args:
-        ratio, beside: how many times as fast as the baseline they are.
-    """
+    """Returns what a plan of speed `ratio` saves over a plan of speed `beside`, in steps of the baseline."""
     return float("inf") if steps is None else steps * (1 / beside - 1 / ratio)
 
 
 def estimate_proof_s(step_s: float, copying_s: float, normed: bool = False) -> float:
-    """Seconds of a proof, where a step takes so long, and to copy the State out and back."""
+    """Estimates the seconds of a proof from those of a step and of copying the State out and back."""
     return PROOF_STEPS * step_s * (_BATCH_NORM_FACTOR if normed else 1) + PROOF_COPIES * copying_s
 
 
 def is_run_too_short(steps: int | None) -> bool:
-    """Whether a run is so short that one race and a proof cost more than even a plan twice as fast wins."""
+    """Whether a race and a proof cost more than a plan twice as fast saves."""
     costs = PROOF_STEPS + 2 * (MIN_PAIRS + _WARM_UP_STEPS)
     return steps is not None and steps * (1 - 1 / _GREAT_SPEEDUP) < costs
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one search.
+    """Times of one search in seconds.
 
     Attributes:
         run_s: of the run under the baseline; None if unknown.
-        racing_s: for all races together; with long steps a race may take more, unless the user set it.
-        least_s: for each of them, lest it be in vain; 0 where the user sets the limit.
-        round_s: of a round of a race, for each plan in it that is as fast as the baseline.
-        proof_s: of a proof, for which races and compilations leave time before the deadline.
+        racing_s: of all races; with long steps a race may take more, unless the user sets the limit.
+        least_s: of each race; 0 if the user sets the limit.
+        round_s: of a race's round, for each plan as fast as the baseline.
+        proof_s: of a proof, which races and compilations leave free before the deadline.
     """
 
     run_s: float | None
@@ -99,10 +88,10 @@ class Budget:
         deadline: Deadline | None = None,
         copying_s: float = 0.0,
     ) -> Budget:
-        """From what a step and a copy of the State take; a time limit of the user's is kept to, however short the run is."""
+        """Returns the budget from the seconds of a step and a copy of the State; a user's time limit always holds."""
         run_s = None if steps is None else steps * step_s
         round_s = WindowSteps.of(device.partition(":")[0], step_s, step_s, brief=True).round_s(step_s)
-        proof_s = estimate_proof_s(step_s, copying_s)  # of an eager plan, which rounds as the baseline does
+        proof_s = estimate_proof_s(step_s, copying_s)  # of an eager plan, which rounds like the baseline
         rest = (round_s, proof_s, deadline or Deadline())
         if time_limit_s is not None:
             return cls(run_s, time_limit_s, 0.0, *rest)
@@ -114,22 +103,22 @@ class Budget:
         return self.least_s == 0
 
     def after(self, ratio: float) -> Budget:
-        """Of a run that is so many times as fast already."""
+        """Returns the budget of a run that is already faster by `ratio`."""
         return replace(self, run_s=None if self.run_s is None else self.run_s / ratio, round_s=self.round_s / ratio)
 
     def min_race_s(self, plans: int = 1) -> float:
-        """Seconds of the least race of so many plans and the baseline that tells anything."""
+        """Returns the seconds of the shortest race with a result."""
         return MIN_PAIRS * (plans + 1) * self.round_s
 
     def full_race_s(self, plans: int = 1) -> float:
-        """Seconds of a race of so many plans and the baseline after which as much is known as a search asks for."""
+        """Returns the seconds of a race that is precise enough for a search."""
         return ENOUGH_PAIRS * (plans + 1) * self.round_s
 
     def race_s(self, share: float, plans: int = 1, spent_s: float = 0.0) -> float:
-        """For one race of so many plans and the baseline, which has a share of all, or what it takes to tell anything.
+        """Returns the seconds for one race: a share of all, or the time of a precise race; 0 if no result is possible.
 
         Args:
-            spent_s: on races before; of a limit that the user set, 0 is left where the rest tells nothing.
+            spent_s: seconds of earlier races, which count against a user's limit.
         """
         asked_s = max(share * self.racing_s, self.full_race_s(plans), self.least_s)
         if self.is_set_by_user:
@@ -139,7 +128,7 @@ class Budget:
         return left_s if left_s >= self.min_race_s(plans) else 0.0
 
     def max_first_plans(self, wanted: int) -> int:
-        """Of so many plans, how many the first race has time for."""
+        """Returns how many of `wanted` plans the first race has time for."""
         if self.is_set_by_user:
             most_s, each_s = max(self.racing_s / 2, min(self.min_race_s(), self.racing_s)), self.min_race_s(0)
         else:
@@ -151,11 +140,11 @@ class Budget:
         return _plans_in_time(able, self.deadline.left_s - self.proof_s, each_s)
 
     def max_starts(self, each_s: float) -> int | None:
-        """How many plans that take so long to start are worth a try; None for all of them."""
+        """Returns how many plans with such a startup are worth a try; None for all."""
         return None if self.is_set_by_user or self.run_s is None else int(_MAX_FIRST_RACE_SHARE * self.run_s / each_s)
 
     def forecast(self) -> str:
-        """What a search may cost and save, in one line."""
+        """Returns the possible cost and saving of a search in one line."""
         most_s = self.deadline.left_s
         if math.isinf(most_s):
             costs = f"racing and a proof take up to about {self.racing_s + self.proof_s:.0f} s"
@@ -171,26 +160,26 @@ class Budget:
 
     @property
     def is_too_small(self) -> bool:
-        """Whether the run is over before a race could tell anything; not where the user gives the time."""
+        """Whether the run is too short for a race; False if the user sets the time."""
         return not self.is_set_by_user and self.racing_s < _SMALL_S
 
     @property
     def is_tight(self) -> bool:
-        """Whether what is unlikely to win costs more than it is worth."""
+        """Whether unlikely plans cost more than they save."""
         return not self.is_set_by_user and self.racing_s < _TIGHT_S
 
     def saves_s(self, ratio: float) -> float:
-        """Seconds that a plan so many times as fast as the baseline saves in this run."""
+        """Returns the seconds that a plan of speed `ratio` saves in this run."""
         return float("inf") if self.run_s is None else self.run_s * (1 - 1 / ratio)
 
 
 def _plans_in_time(wanted: int, seconds: float, each_s: float) -> int:
-    """Of so many plans, how many can race beside the baseline in so many seconds."""
+    """Returns how many of `wanted` plans can race with the baseline in `seconds`."""
     return max(0, int(min(seconds / max(each_s, 1e-9), wanted + 1)) - 1)
 
 
 def why_not_searched(steps: int | None, budget: Budget | None = None) -> str:
-    """Why looking for a better plan doesn't pay in a run of so many steps."""
+    """Returns why a search doesn't pay in a run of `steps` steps."""
     if budget is not None and budget.is_too_small:
         why = f"the whole run takes {budget.run_s:.0f} s under the baseline"
     else:

@@ -1,4 +1,4 @@
-"""Plans worth a try: changes of one axis each, of what can be run here; and what they come to together."""
+"""Candidate changes of a search, feasible here, and their combination."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SEARCHED_AXES = ("optimizer", "residency", "allocator", "layout", "threads", "co
 
 
 def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int) -> list[AxisChange]:
-    """Single axes that need no compiler, feasible with `base`; likeliest to win first.
+    """Returns feasible changes of single axes without a compiler, most promising first.
 
     Args:
-        threads: what torch uses where the plan says nothing.
+        threads: torch's number of threads without a plan's.
     """
     every = [
         *_optimizer_candidates(facts),
@@ -34,7 +34,7 @@ def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int
 
 
 def likely(changes: Iterable[AxisChange], rules: Plan | None) -> list[AxisChange]:
-    """Without those that are seldom ahead of another: foreach beside fused, and an allocator that `rules` has anyway."""
+    """Returns the changes without those that are rarely best: foreach beside fused, and the allocator of `rules`."""
     changes = list(changes)
     unlikely: list[AxisChange] = [] if rules is None else [{"allocator": rules.allocator}]
     if {"optimizer": "fused"} in changes:
@@ -43,7 +43,7 @@ def likely(changes: Iterable[AxisChange], rules: Plan | None) -> list[AxisChange
 
 
 def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[AxisChange]:
-    """Ways to compile, likeliest best first; a package on a CPU, where a step by itself costs more to call."""
+    """Returns the ways to compile, most promising first; on a CPU a package, whose calls are the cheapest."""
     ways: Sequence[AxisChange] = [{"compile": "package"}, {"compile": "step"}, {"compile": "forward"}]
     if is_cuda(base, hardware):
         recorded = graph_changes(facts)
@@ -53,17 +53,18 @@ def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[A
 
 
 def rewrite_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[AxisChange]:
-    """What may make a plan compiled for a CPU faster still: with images or dropout, or where oneDNN multiplies faster than torch's
-    own library."""
+    """Returns rewrites for a compiled plan: for images or dropout, or if oneDNN multiplies faster than MKL."""
     some = facts.convolutions or facts.drops or is_mkl_slow(hardware.processor.model)
     return _feasible_changes([{"rewrites": "all"}] if some else [], facts, hardware, base)
 
 
 def layout_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[AxisChange]:
-    """What may make a compiled plan faster on a CPU, with images: a compiler lays them with channels last for oneDNN, and weights
-    that don't lie so are copied for that, and their update walks across memory."""
+    """Returns channels last for a plan compiled for a CPU, with images.
+
+    A compiler uses channels last for oneDNN, and would copy weights of another layout in each step.
+    """
     device = find_device(base, hardware)
-    images = any(len(shape) == 3 for shape in facts.inputs)  # nobody has measured it with volumes
+    images = any(len(shape) == 3 for shape in facts.inputs)  # volumes aren't measured
     changes = [] if device is None or device.is_accelerator or not images else list(_layout_candidates(facts))
     return _feasible_changes([change for change in changes if change["layout"] != base.layout], facts, hardware, base)
 
@@ -71,12 +72,13 @@ def layout_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Axi
 def compiled_variants(
     compiled: Plan, facts: TaskFacts, hardware: Hardware, base: Plan, fixed: Collection[str], pooled: bool
 ) -> list[Plan]:
-    """A compiled plan with images laid with channels last, and rewritten, for which they lie as usual; the likeliest first, and last
-    the plan as it is. On CUDA the rules of `cuda_rules` propose the variants.
+    """Returns variants of a compiled plan, most promising first, and the plan itself last: channels last, and rewrites.
+
+    On CUDA the variants come from `cuda_rules`.
 
     Args:
-        base: of the search, in whose layout images lie as usual.
-        fixed: axes that the user set.
+        base: of the search; rewrites use its layout.
+        fixed: axes that the user sets.
         pooled: whether the step has pooling that can be rewritten.
     """
     usual = compiled.with_axes(layout=base.layout)
@@ -88,7 +90,7 @@ def compiled_variants(
 
 
 def thread_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[AxisChange]:
-    """One thread for a compiled step on a CPU, where there are more."""
+    """Returns one thread for a compiled step on a CPU with several threads."""
     device = find_device(base, hardware)
     alone = device is None or device.is_accelerator or base.threads == 1 or hardware.processor.threads == 1
     return [] if alone else _feasible_changes([{"threads": 1}], facts, hardware, base)
@@ -101,17 +103,17 @@ def _feasible_changes(
 
 
 def not_fixed(changes: Iterable[AxisChange], fixed: Collection[str]) -> list[AxisChange]:
-    """Those that leave the axes alone that the user set."""
+    """Returns the changes without an axis that the user sets."""
     return [change for change in changes if change.keys().isdisjoint(fixed)]
 
 
 def combine_changes(
     changes: Iterable[AxisChange], timings: Sequence[Timing | None], own: Timing | None = None
 ) -> AxisChange:
-    """Of each axis the value that was surely faster than the baseline, and most so.
+    """Returns for each axis the fastest value that is surely faster than the baseline.
 
     Args:
-        own: of the plan that they change, if it isn't the baseline; what is no faster than it wins nothing.
+        own: the Timing of the changed plan, if this isn't the baseline; changes must be faster than this plan.
     """
     best: dict[str, tuple[float, AxisChange]] = {}
     least = 0.0 if own is None else (own.ratio or 0.0) * (1 + MARGIN)
@@ -125,7 +127,7 @@ def combine_changes(
 
 
 def most_promising(plans: Iterable[Plan], timings: Sequence[Timing | None]) -> tuple[Plan, Timing] | None:
-    """The plan that seemed the best of those that weren't decided; None where none seemed faster."""
+    """Returns the best of the undecided plans; None if none seems faster."""
     seemed = [
         (plan, timing)
         for plan, timing in zip(plans, timings, strict=True)
@@ -135,12 +137,12 @@ def most_promising(plans: Iterable[Plan], timings: Sequence[Timing | None]) -> t
 
 
 def race_group(plan: Plan, base: Plan, each_axis: bool) -> str:
-    """The axes in which a plan differs, whose plans may beat each other in a race; empty where it's among all others.
+    """Returns the axes in which a plan differs: plans of one group exclude each other; empty for one common group.
 
-    Plans that differ in other axes can be put together, and compiled or recorded ones stay, since the fastest may fail its proof.
+    Plans of other axes can be combined; compiled and recorded plans stay, since the fastest may fail its proof.
 
     Args:
-        each_axis: whether those of other axes will be put together.
+        each_axis: whether plans of different axes will be combined.
     """
     if not each_axis and plan.compile == "none" and plan.graphs == "none":
         return ""

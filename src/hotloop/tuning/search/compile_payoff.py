@@ -1,6 +1,6 @@
-"""Whether compiling pays in a run: what it should win there, and what it takes.
+"""Estimates of compilations: gain, seconds, and saving in a run.
 
-The figures are fitted to a dozen networks, each compiled in all ways with nothing kept, on two cores of a server of today.
+The constants are fitted to a dozen networks, compiled without cache on two cores of a 2025 server.
 """
 
 from __future__ import annotations
@@ -13,50 +13,41 @@ from hotloop.tuning.search.budget import Budget
 from hotloop.tuning.search.step_profile import StepProfile
 
 _COMPILE_S = {"package": 12.5, "step": 8.5, "forward": 8.5, "none": 2.0}
-"""A compilation with nothing kept from an earlier one, of the smallest step; none at all where graphs are recorded."""
+"""Seconds to compile the smallest step without a cache, by the axis `compile`; `none` is a recorded graph."""
 
 _OPERATION_COMPILE_S = 0.025
-"""For each operation of the step."""
+"""Seconds for each operation of the step."""
 
 _UNKNOWN_COMPILE_S = 40.0
-"""Of a step that torch doesn't show, or that is written out time step by time step."""
+"""Seconds for a step whose operations are hidden, or that is unrolled over time."""
 
 _OPERATION_TRACE_S = 0.6e-3
-"""For each operation of a step that is traced again."""
+"""Seconds for each operation of a step that is traced again."""
 
 _DISPATCH_S = 5e-6
-"""What PyTorch spends on one operation, with autograd, whatever its size: 3 to 8 us on processors of today."""
+"""Seconds of PyTorch's overhead for an operation with autograd: 3 to 8 us."""
 
 _CALL_S = 2e-6
-"""Of that, what a compiled step on a CPU saves besides the time that is measured inside of operations."""
+"""Part of this overhead that a compiled step on a CPU saves, outside of the measured operations."""
 
 _STEP_CALL_S = {"package": -30e-6, "step": 0.0}
-"""What a compiled step costs to call, more than an eager one."""
+"""Seconds of a compiled step's call beyond an eager one."""
 
 _FORWARD_SHARE = 0.4
-"""Of what is saved, where the update and what is between the parts stays with PyTorch."""
+"""Share of the saving if only the forward and backward pass are compiled."""
 
 _FUSED_SHARE = 0.3
-"""What is left of the time of operations that a compiler writes itself: they share loops over one part of memory."""
+"""Remaining share of the time of operations that the compiler fuses."""
 
 _LAUNCH_S = 1e-6
-"""For each operation of a step that is recorded as a CUDA graph, between the end of one and the beginning of the next."""
+"""Seconds between two operations of a CUDA graph."""
 
 _MIN_GAIN, _MAX_GAIN = 1.02, 8.0
 
 
 @dataclass(frozen=True)
 class CompileCandidate:
-    """A way to compile.
-
-    Attributes:
-        plan: that is compiled.
-        run_s: of this run without it; None if its length isn't known.
-        won_s: of that, by going on with it.
-        compile_s: that compiling takes.
-        telling_s: that it takes to tell whether it is faster, and to prove it.
-        pooled: see `StepProfile`.
-    """
+    """A compiled plan with expected seconds: of the run without it (None if unknown), saved, and of compilation."""
 
     plan: Plan
     run_s: float | None
@@ -80,16 +71,14 @@ def rate_candidates(
     proof_s: float = 0.0,
     looks: int = 0,
 ) -> list[CompileCandidate]:
-    """As they are preferred; those that leave most of the run first, where there is no time for two.
+    """Returns the candidates, fastest first; if there is no time for two, the largest saving first.
 
     Args:
-        plans: compiled ways, that whose steps are shortest first.
-        made: the step of the eager plan; None if that isn't known.
-        step_s: of it.
-        budget: of the run under it.
-        recurrent: whether the step has layers that compilers write out time step by time step.
-        proof_s: of a proof that the eager plan needn't have.
-        looks: how often the run traces the compiled step again.
+        plans: compiled plans, fastest first.
+        made, step_s, budget: the eager plan's step (None if unknown), its seconds, and its run's budget.
+        recurrent: whether compilers unroll the step's layers over time.
+        proof_s: of a proof that the eager plan doesn't need.
+        looks: number of times that the run traces the compiled step again.
     """
     found, pooled = list[CompileCandidate](), made is not None and made.has_pooling
     for plan in plans:
@@ -104,23 +93,23 @@ def rate_candidates(
 
 
 def estimate_compile_s(operations: int | None, way: str = "package") -> float:
-    """Seconds that a compilation takes with nothing kept from an earlier one; twice that on a slow or busy machine."""
+    """Estimates the seconds of a compilation without a cache; a slow or busy machine takes twice as long."""
     return _UNKNOWN_COMPILE_S if operations is None else _COMPILE_S[way] + operations * _OPERATION_COMPILE_S
 
 
 def estimate_trace_s(operations: int) -> float:
-    """Seconds of seeing once whether a compiled step of so many operations still does the same."""
+    """Estimates the seconds of tracing a step of `operations` operations again."""
     return operations * _OPERATION_TRACE_S
 
 
 def estimate_compile_gain(
     made: StepProfile | None, step_s: float, way: str = "package", *, recorded: bool = False
 ) -> float:
-    """By what factor a compiled step is faster, if a compiler does with it what it does with most; little if it isn't known.
+    """Estimates the speedup of a compiled step; the minimum if `made` is unknown.
 
     Args:
-        step_s: of the step, where `made` has no time of its own.
-        recorded: whether it becomes a CUDA graph, so that the host has little to do.
+        step_s: seconds of the step, if `made` has none.
+        recorded: whether the step becomes a CUDA graph, which removes the host's overhead.
     """
     if made is None:
         return _MIN_GAIN

@@ -1,4 +1,4 @@
-"""Whether it pays in this run to try a compiler: by what was found before, and by some eager steps on one batch."""
+"""Whether a compilation pays in this run: by earlier races, and by some eager steps on one batch."""
 
 from __future__ import annotations
 
@@ -30,44 +30,41 @@ from hotloop.tuning.search.program_pool import MAX_COMPILE_S
 from hotloop.tuning.search.step_profile import StepProfile, profile_step
 
 _COMPILE_TIME_FACTOR = 1.5
-"""Times what a compilation should take, which nobody asked to wait for: machines may be slow, or busy."""
+"""Factor on the expected seconds of a compilation, for slow or busy machines."""
 
 _MIN_COMPILE_LIMIT_S = 120.0
-"""That any compilation may take."""
+"""Seconds that any compilation may take."""
 
 _MIN_PAYOFF_FACTOR = 2
-"""Times what compiling, race and proof cost: so much must be hoped for, since a race may be lost, and a proof fail."""
+"""Factor of the saving to the cost of compilation, race and proof, since a race may be lost and a proof fail."""
 
 _MAX_FUTURE_RUNS = 10
-"""At most that are expected: what is short now isn't made longer for the sake of long runs before."""
+"""Most expected future runs, so that a short run doesn't wait for the sake of long earlier runs."""
 
 _RACING_STEPS = 2 * MIN_PAIRS
-"""Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
+"""Steps of each plan in a race, with baseline and eager plan."""
 
 _ESTIMATE_S, _MEASURE_S = 0.05, 0.2
-"""For a first idea of a step, which tells that most short runs are too short; and for one to reckon with."""
+"""Seconds of a first estimate of a step, enough to exclude most short runs, and of the measurement."""
 
 _COMPARED_BATCHES = 4
-"""That are compared: a compiled step is for batches that are alike, and runs others eagerly."""
+"""Batches that are compared: a compiled step needs equal batches, and runs others eagerly."""
 
 
 @dataclass(frozen=True)
 class Payoff:
-    """What compiling may save.
+    """The saving and the cost of compiling.
 
     Attributes:
-        steps: of the run that are left.
-        to_come: of runs like it that may follow, to which what was compiled is worth as much.
-        step_s: seconds of an eager step, without making its batch, which no compiler makes faster.
-        gain: by what factor a compiled step may be faster; None if even one of no time would not pay.
-        load_s: seconds of making a batch, for which race and proof wait; `copying_s` of copying the State out and back, as a
-            proof does.
-        compile_s: of one compilation, with nothing kept from an earlier one.
-        limit_s: until the run is to stop, whatever is left of it.
-        made: of what the step is, where that is known.
+        steps: remaining steps of the run; `future_steps` of similar runs that may follow.
+        step_s: seconds of an eager step without its batch.
+        gain: speedup of a compiled step; None if even an infinite one would not pay.
+        load_s, copying_s: seconds of making a batch, and of copying the State out and back in a proof.
+        compile_s: seconds of a compilation without any cache.
+        limit_s: seconds until the run stops.
+        rechecks, recheck_s: number and seconds of checks whether callbacks changed the compiled step.
         normed: whether the step normalises over the batch, which makes a proof longer.
-        doing: what is tried, as a word: compiling, or recording without a compiler.
-        looks: how often the run sees whether callbacks have changed what was compiled, and `look_s` what that takes.
+        activity: `compiling`, or `recording` without a compiler.
     """
 
     steps: int
@@ -85,7 +82,7 @@ class Payoff:
     activity: str = "compiling"
 
     def for_way(self, way: str, *, recorded: bool = False) -> Payoff:
-        """By another way to compile, as the plan's axis says it; as a CUDA graph, too, if it is recorded."""
+        """Returns the payoff of another value of the plan's axis `compile`, or of a CUDA graph if `recorded`."""
         operations = None if self.made is None else self.made.operations
         gain, look_s = (
             estimate_compile_gain(self.made, self.step_s, way, recorded=recorded),
@@ -97,29 +94,29 @@ class Payoff:
 
     @property
     def saves_s(self) -> float:
-        """Seconds that may be saved, of the run and of those to come."""
+        """Seconds saved in this run and the future runs."""
         share = 1.0 if self.gain is None else 1 - 1 / self.gain
         return max(0.0, (self.steps + self.future_steps) * self.step_s * share - self.rechecks * self.recheck_s)
 
     def costs_s(self, compilations: int = 1) -> float:
-        """Seconds that so many compilations and their races take, and a proof."""
+        """Returns the seconds of compilations, their races, and a proof."""
         racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
         proof_s = estimate_proof_s(self.step_s + self.load_s, self.copying_s, self.normed)
         return compilations * _COMPILE_TIME_FACTOR * self.compile_s + racing_s + proof_s
 
     def is_worthwhile(self, compilations: int = 1) -> bool:
-        """Whether they should save clearly more than they cost, and leave time to train; nor is any run twice as long."""
+        """Whether compilations save clearly more than they cost, at most double the run, and leave time to train."""
         most_s = min(self.steps * self.step_s, SEARCH_SHARE * self.limit_s)
         return self.costs_s(compilations) < min(self.saves_s / _MIN_PAYOFF_FACTOR, most_s)
 
     @property
     def compile_limit_s(self) -> float:
-        """That a compilation may take before it is given up: as long as it may save, within limits."""
+        """Seconds after which a compilation is ended: its saving, within limits."""
         return min(MAX_COMPILE_S, max(_MIN_COMPILE_LIMIT_S, self.saves_s), max(1.0, SEARCH_SHARE * self.limit_s))
 
     @property
     def compilations(self) -> int:
-        """How many of two pay."""
+        """The number of compilations that pay, at most two."""
         return 0 if self.gain is None else sum(map(self.is_worthwhile, (1, 2)))
 
     def __str__(self) -> str:
@@ -148,13 +145,12 @@ def _activity(way: str) -> str:
 
 @dataclass(frozen=True)
 class RaceHistory:
-    """What races found of a Task before, and who is told what the next one finds.
+    """Results of earlier races of a Task.
 
     Attributes:
-        timings: beside the baseline that this run would have.
-        steps: that runs of it have done, since something was last compiled for those to come.
-        spend: is told when that is done again.
-        in_vain: plans that are faster and proven, and take longer to start than they save.
+        timings: relative to the baseline of this run.
+        steps: trained steps since the last compilation for future runs; `reset_step_count` is called at the next one.
+        unprofitable: plans that are faster and proven, and whose startup takes longer than they save.
     """
 
     timings: Sequence[Timing] = ()
@@ -164,8 +160,7 @@ class RaceHistory:
     unprofitable: Collection[Plan] = ()
 
     def expected_future_steps(self, steps: int) -> int:
-        """Steps of runs that may follow one of so many: as many as there were, as skis are bought by who has spent as much
-        on renting."""
+        """Returns the steps of runs that may follow: as many as there were (the ski rental rule)."""
         return min(self.steps, _MAX_FUTURE_RUNS * steps)
 
     @property
@@ -173,24 +168,24 @@ class RaceHistory:
         return {timing.as_plan: timing for timing in self.timings}
 
     def why_refused(self, plan: Plan) -> str:
-        """Why a plan isn't to be trained with, whatever speaks for it; empty where it may be."""
+        """Returns why a plan is excluded; empty if it isn't."""
         timing = self._timings_by_plan.get(plan)
         if timing is not None and timing.parity == "broken":
             return "it was found broken"
         return "it was found slower than the baseline" if timing is not None and timing.behind else ""
 
     def has_failed(self, plan: Plan) -> bool:
-        """Whether a plan can't be run, whatever its speed."""
+        """Whether a plan failed to run."""
         timing = self._timings_by_plan.get(plan)
         return timing is not None and timing.failure is not None
 
     def has_lost(self, plan: Plan) -> bool:
-        """Whether a race found it no faster than the baseline."""
+        """Whether a race found the plan no faster than the baseline."""
         timing = self._timings_by_plan.get(plan)
         return timing is not None and timing.failure is None and (timing.behind or timing.verdict == "no difference")
 
     def why_not_again(self, plan: Plan, eager: Plan, accepted: Collection[str], steps: int | None) -> str:
-        """Why a compiled plan needn't be tried again in a run of so many steps; empty where nothing speaks against it."""
+        """Returns why a compiled plan isn't tried again in a run of `steps` steps; empty if it may be."""
         found = self._timings_by_plan
         timing = found.get(plan)
         if timing is None:
@@ -213,7 +208,7 @@ class RaceHistory:
 
 
 def accepted_parities(asked: Plan) -> tuple[str, ...]:
-    """Classes of parity that may be chosen; a reduced precision only where the user's plan asks for it."""
+    """Returns the parity classes that a winner may have; `reduced-precision` if the user's plan reduces it."""
     return (*TRUSTED_CLASSES, "reduced-precision") if asked.precision in REDUCED else TRUSTED_CLASSES
 
 
@@ -228,15 +223,14 @@ def estimate_payoff(
     to_come: int = 0,
     normed: bool = False,
 ) -> Payoff | str:
-    """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
+    """Estimates the payoff of compiling an eager Program, whose State stays; or returns why none is possible.
 
     Args:
+        way: value of the plan's axis `compile`.
+        rewrites, recorded: whether the compiled step has rewrites, and is recorded as a CUDA graph.
+        limit_s: seconds until the run stops.
         to_come: steps of runs that may follow.
         normed: whether the step normalises over the batch.
-        way: to compile, as the plan's axis says it.
-        rewrites: whether a compiled step would be rewritten.
-        recorded: whether it would become a CUDA graph.
-        limit_s: seconds until the run is to stop.
     """
     try:
         with _repeat_first_batch(program):
@@ -264,12 +258,12 @@ def estimate_payoff(
         return replace(hope, step_s=step_s, load_s=_measure_loading_s(program), made=made).for_way(
             way, recorded=recorded
         )
-    except Exception as error:  # what is wrong with the Task shows in training, and is explained there
+    except Exception as error:  # training explains errors of the Task
         return f"its steps couldn't be timed ({describe_error(error)})"
 
 
 def _measure_loading_s(program: Program) -> float:
-    """Seconds of making a batch as the Task gives it, which the baseline of race and proof does at each step."""
+    """Returns the seconds of making a batch from the Task's own data, as the baseline does at each step."""
     parts = program.parts
     with _first_batches(program, parts.task.roles) as batches:
         began = time.perf_counter()
@@ -280,7 +274,7 @@ def _measure_loading_s(program: Program) -> float:
 def _has_equal_batches(program: Program) -> bool:
     """Whether the first batches have the same keys and shapes; the last one of an epoch may have fewer samples."""
     from hotloop.lowering.steps.compiled_step import (
-        batch_signature,  # torch's compiler comes with it, which short runs do without
+        batch_signature,  # imports torch's compiler
     )
 
     batches = program.feed.batches
@@ -291,7 +285,7 @@ def _has_equal_batches(program: Program) -> bool:
 
 @contextmanager
 def _first_batches(program: Program, roles: DataSplits | None = None) -> Iterator[Iterator[tuple[Any, int]]]:
-    """Its batches from the first on, out of a feed of their own; generators stay as they are."""
+    """Opens a separate feed, and yields its batches; generators stay unchanged."""
     parts, roles = program.parts, roles or program.parts.splits
     treatment = BatchTransform(parts.device, parts.task.seed, roles.prepare, parts.task.augment)
     with preserve_generators(*program.devices), preserve_attributes(parts.task):
@@ -304,7 +298,7 @@ def _first_batches(program: Program, roles: DataSplits | None = None) -> Iterato
 
 @contextmanager
 def _repeat_first_batch(program: Program) -> Iterator[None]:
-    """Has the Program run on its first batch again and again; generators stay as they are, and no data is run through."""
+    """Repeats the Program's first batch, without effect on generators and data."""
     own = program.feed
     with _first_batches(program) as batches:
         batch = next(batches)

@@ -1,4 +1,4 @@
-"""The Programs that a search has in memory, and what each cost to start."""
+"""The Programs of a search in memory, and their startup costs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ from hotloop.plan import Plan
 from hotloop.task import Task
 
 MAX_COMPILE_S = 1800.0
-"""After which a compilation is given up: torch's compiler doesn't come to an end of every network."""
+"""Seconds after which a compilation is ended: torch's compiler doesn't finish for every network."""
 
 
 @dataclass
 class ProgramPool:
-    """Programs of one Task.
+    """Programs of one Task by name.
 
     Attributes:
-        lower: makes one from a Task and a plan.
-        programs: by name; those that are given up can be lowered again.
-        starts: seconds of lowering without compiling, and of compiling, by name; of the first time.
-        compiling_s: that compiling one of them may take.
+        starts: seconds of the first lowering without compiling, and of compiling, by name.
+        compile_limit_s: for each compilation.
     """
 
     task: Task
@@ -42,7 +40,7 @@ class ProgramPool:
     compile_limit_s: float = MAX_COMPILE_S
 
     def get_program(self, name: str, plan: Plan) -> Program:
-        """The Program of that name, lowered from the plan if it isn't there.
+        """Returns the Program of this name, lowered if it isn't in memory.
 
         Raises:
             PlanError: the plan can't be run, or compiling it takes too long.
@@ -65,7 +63,6 @@ class ProgramPool:
         )
 
     def release(self, names: Iterable[str]) -> None:
-        """Frees the memory of Programs."""
         held = [name for name in names if name in self.programs]
         for name in held:
             self.programs.pop(name).close()
@@ -73,7 +70,7 @@ class ProgramPool:
             gc.collect()  # models and optimizers refer to each other
 
     def recompile_s(self, name: str, plan: Plan, deadline: Deadline) -> float:
-        """Seconds of compiling once more; as many as the first time where that fails, or the deadline ends it."""
+        """Compiles again and returns the seconds; those of the first time on failure or at the deadline."""
         try:
             with deadline.enforce("compiling again"):
                 program = self.lower(self.task, plan)
@@ -88,20 +85,20 @@ class ProgramPool:
 
 
 _BYTES_PER_PARAMETER = 28
-"""Bytes for each parameter: it, its gradient, two figures of an optimizer, and the copy that the State goes back to."""
+"""Bytes for each parameter: value, gradient, two optimizer values, and the State's copy."""
 
 _MEMORY_SHARE = 0.6
-"""Of the free memory; the rest is for what a step computes with, and for the proof."""
+"""Share of the free memory; the rest is for activations and the proof."""
 
 
 def max_programs_in_memory(facts: TaskFacts, device: str) -> int:
-    """Of one Task, beside those that are there already."""
+    """Returns the number of further Programs that fit into the free memory."""
     return int(
         _MEMORY_SHARE * free_memory_bytes(torch.device(device)) / (_BYTES_PER_PARAMETER * max(1, facts.parameters))
     )
 
 
 def split_evenly(wanted: list[str], size: int) -> list[list[str]]:
-    """As few groups as there must be, of about the same size; none of more than `size`, which is 1 at least."""
+    """Splits names into as few groups as possible, of similar size and at most `size`."""
     count = -(-len(wanted) // max(1, size))
     return [wanted[number::count] for number in range(count)]

@@ -1,4 +1,4 @@
-"""Proofs of the plans of a search, best first, as long as all of them together take less than the plan wins."""
+"""Proofs of the plans of a search, best first, while all proofs together take less than the plan saves."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ class Proofs:
     """The proofs of one search.
 
     Attributes:
-        baseline: what the changes of a plan are counted from.
-        accepted: classes of parity that a winner may have.
-        prove: a plan that was raced.
-        against: how fast the baseline is, and `steps` how many this run has; None if unknown.
-        notes: which plans weren't proven, and why.
-        judged: plans whose parity is known, in the order of their proofs.
-        spent_s: on proofs that failed.
+        accepted: parity classes that a winner may have.
+        steps: of this run; None if unknown.
+        notes: why plans weren't proven.
+        results: plans with their parity, in the order of their proofs.
+        spent_s: seconds of failed proofs.
     """
 
     baseline: Plan
@@ -37,7 +35,7 @@ class Proofs:
     spent_s: float = 0.0
 
     def first(self, timings: Iterable[Timing]) -> str | None:
-        """The name of the first plan whose proof pays and succeeds; None where there is none."""
+        """Returns the name of the first plan whose proof pays and succeeds; None without one."""
         waiting = list(timings)
         while waiting:
             timing = waiting.pop(0)
@@ -54,7 +52,7 @@ class Proofs:
         return None
 
     def _why_proof_fails(self, timing: Timing) -> str:
-        """Why a proof would fail: a plan of some of the same changes wasn't proven; empty where there is none."""
+        """Returns why a proof would fail: a plan with a part of the changes wasn't proven; empty otherwise."""
         changes = self._changes(timing)
         judged = [one for one in self.results if not one.short_of_memory]
         part = next((one for one in judged if self._changes(one).items() <= changes.items()), None)
@@ -65,7 +63,7 @@ class Proofs:
         return {axis: value for axis, value in axes.items() if value != getattr(self.baseline, axis)}
 
     def _why_too_expensive(self, timing: Timing) -> str:
-        """Why a proof doesn't pay; empty where it does, or where the user gave the time."""
+        """Returns why a proof doesn't pay; empty if it pays, or if the user sets the time."""
         if not self.budget.deadline.has_time_for(self.budget.proof_s):
             return f"that takes about {self.budget.proof_s:.0f} s, and {self.budget.deadline}"
         costs_s = self.spent_s + self.budget.proof_s
@@ -76,7 +74,7 @@ class Proofs:
         return f"that takes about {costs_s:.0f} s{before}, more than it wins"
 
     def _prove(self, timing: Timing, others: bool) -> Parity:
-        """Its parity; where the proof itself fails, it is unproven. The proof of one of the `others` needs time as well."""
+        """Returns the parity, `unproven` if the proof fails; leaves time for a proof of `others`."""
         deadline, proof_s = self.budget.deadline, self.budget.proof_s
         reserve_s = 1.2 * proof_s if others and deadline.left_s > 2.4 * proof_s else 0.0
         try:

@@ -1,15 +1,11 @@
-"""Results of races, kept in the user's cache folder: one file for each plan of a Task on a machine with its versions.
+"""Results of races in the user's cache folder: one file for each plan, Task, machine and versions.
 
-Only ratios against the plain baseline are kept, since times of races on different days don't compare. What doesn't work
-is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory, room on the
-disk or a part of the compiler that day, be it a plan or its proof. Beside them stands how many steps the Task was trained
-for, which tells whether it is trained again and again.
+Ratios to the plain baseline are compared, since times of different days aren't comparable. Permanent failures are
+cached, too; a lack of memory, disk space or a compiler is not. A further file counts the trained steps of the Task.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import statistics
 import time
@@ -20,7 +16,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.files.user_folders import cache_folder
+from hotloop.core.files.user_folders import cache_folder, key_digest
 from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
 from hotloop.core.records.training import Record
 from hotloop.errors import HotloopError, PlanError
@@ -29,19 +25,19 @@ from hotloop.plan import BASELINE, Plan
 _DEPENDS_ON = ("hotloop", "torch", "nvidia_driver", "compiler", "allocator")
 
 _UNLESS_DEFAULT = ("switches",)
-"""The same, where they aren't as torch begins."""
+"""Part of the key, if not torch's defaults."""
 
 _FILE_TIME_RESOLUTION_S = 2.0
-"""By how much times of files may be coarser than the clock."""
+"""Seconds of the file system's time resolution, at most."""
 
 
 class CachedRace(Record):
     """A plan's result in one race.
 
     Attributes:
-        key: what it depends on: Task, machine, versions, and the axes of the plan and of the baseline beside it.
-        timing: the result; `ratio` is against the baseline, whose own is `baseline`.
-        compiled: files without which compiling takes as long as it did at first.
+        key: Task, machine, versions, and the axes of plan and baseline.
+        timing, baseline: of the plan, and of the race's baseline.
+        compiled: files without which a compilation takes as long as the first.
     """
 
     version: int = 1
@@ -52,13 +48,14 @@ class CachedRace(Record):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether what was compiled is still there; folders of caches are cleared, those below /tmp at each start."""
+        """Whether the compiled files still exist."""
         return bool(self.compiled) and all(map(os.path.isfile, self.compiled))
 
     def saves_s(self, steps: int | None, step_ms: float) -> float:
-        """Seconds that the plan wins in a run of so many steps, of which the baseline's take `step_ms`; in a step if None.
+        """Returns the seconds that the plan saves, startup included, in a run of `steps` steps; in a step if None.
 
-        Starting and compiling count against the start of the same race's baseline.
+        Args:
+            step_ms: of the baseline.
         """
         baseline = self.baseline.model_copy(update={"step_ms": step_ms})
         own = self.timing.model_copy(update={"step_ms": step_ms / (self.timing.ratio or 1.0)})
@@ -66,12 +63,11 @@ class CachedRace(Record):
 
 
 def races_folder() -> Path:
-    """Where this user's results are kept."""
     return cache_folder() / "races"
 
 
 def save_races(verdict: Verdict) -> list[str]:
-    """Keeps what a race found; returns a note if that failed, which costs nothing but racing again."""
+    """Caches the results of a race; returns a note on failure."""
     base = verdict.plan(verdict.baseline)
     if base.as_plan.with_axes(device="cpu", workers=None) != BASELINE or base.step_ms is None:
         return []
@@ -89,13 +85,13 @@ def save_races(verdict: Verdict) -> list[str]:
 
 
 def _compiled_files(timing: Timing, name: str, since: float) -> list[str]:
-    """Files that go with what was compiled: packages used since the race began, its own among them; or one in torch's cache."""
+    """Returns the files of a compilation: packages used since the race began, or a file in torch's cache."""
     if timing.compile_warm_s is None:
         return []
     if timing.plan.get("compile") == "package":
         packages = (races_folder().parent / "packages").glob("*.pt2")
         return [str(path) for path in packages if _last_used_s(path) >= since - _FILE_TIME_RESOLUTION_S]
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # it was imported to compile, which others do without
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # already imported by the compilation
 
     mark = Path(cache_dir()) / "hotloop" / name
     try:
@@ -106,7 +102,7 @@ def _compiled_files(timing: Timing, name: str, since: float) -> list[str]:
 
 
 def _last_used_s(path: Path) -> float:
-    """When a package was used last; another process may forget it meanwhile."""
+    """Returns the time of the last use; 0 if another process removed the package."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -114,28 +110,28 @@ def _last_used_s(path: Path) -> float:
 
 
 def _without_failed_proof(timing: Timing) -> Timing:
-    """Without a parity that only says that memory or disk was lacking; one from before stays then."""
+    """Returns the Timing without a parity that only says that memory or disk space was short."""
     if timing.failure is not None or not timing.short_of_memory:
         return timing
     return timing.model_copy(update={"parity": None, "parity_reason": None, "states": 0, "short_of_memory": False})
 
 
 def _with_interval(timing: Timing) -> Timing:
-    """Without a verdict that has no interval: a plan that was dropped after a few windows may be as fast as any."""
+    """Returns the Timing without a verdict that has no interval: few windows don't decide."""
     if timing.ratio_low is not None:
         return timing
     return timing.model_copy(update={"verdict": None, "left_out": False})
 
 
 def _is_worth_caching(timing: Timing) -> bool:
-    """Whether anything was found that is worth keeping; a search's last baseline may have run for longer, or less, than it."""
+    """Whether the Timing has a verdict, a parity or a permanent failure."""
     if timing.failure is not None:
         return not timing.short_of_memory
     return timing.verdict is not None or timing.left_out or timing.parity is not None
 
 
 def _save(new: CachedRace, path: Path) -> None:
-    """Writes a result in the place of an earlier one, of which stays what this race says nothing of."""
+    """Writes a result merged with the earlier one."""
     try:
         before = CachedRace.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -145,7 +141,7 @@ def _save(new: CachedRace, path: Path) -> None:
 
 
 def _merge(before: CachedRace, new: CachedRace) -> CachedRace:
-    """The newer figures, unless they leave undecided what was decided before; and the newest proof there is."""
+    """Returns the newer times, unless only the earlier ones are decided; and the newer proof."""
     if before.timing.failure is not None or new.timing.failure is not None:
         return new
     figures = before if _certainty(new.timing) < _certainty(before.timing) else new
@@ -154,7 +150,7 @@ def _merge(before: CachedRace, new: CachedRace) -> CachedRace:
     proof = before.timing if new.timing.parity is None or shorter else new.timing
     cold = [one.timing.compile_s for one in (before, new) if one.timing.compile_s is not None]
     known: dict[str, Any] = {"parity": proof.parity, "parity_reason": proof.parity_reason, "states": proof.states}
-    known["compile_s"] = max(cold, default=None)  # later ones found torch's cache filled
+    known["compile_s"] = max(cold, default=None)  # later compilations used torch's cache
     return figures.model_copy(update={"timing": figures.timing.model_copy(update=known)})
 
 
@@ -163,17 +159,14 @@ def _certainty(timing: Timing) -> int:
 
 
 def load_races(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple[list[CachedRace], list[str]]:
-    """What was kept for this Task, machine and versions, failures too; and a note for each file that can't be read.
-
-    Compiling once more counts as short only where what was compiled is still there.
-    """
+    """Returns the cached results for a Task, machine and versions, and a note for each invalid file."""
     where, found, notes = _identity(fingerprint, machine, versions), [], []
     for path in sorted(_race_folder(where).glob("*.json")):
         try:
             kept = CachedRace.model_validate_json(path.read_text(encoding="utf-8"))
             if kept.key != _key(where, kept.timing, kept.baseline):
                 raise ValueError("its content is not what its name says")
-            _ = kept.timing.as_plan, kept.baseline.as_plan  # another hotloop may have had other axes
+            _ = kept.timing.as_plan, kept.baseline.as_plan  # another version may have other axes
         except (OSError, ValueError, PlanError) as error:  # pydantic's ValidationError is a ValueError
             why = "not what hotloop wrote" if isinstance(error, ValidationError) else error
             notes.append(f"the result kept in {path} can't be used ({why}), and is passed over")
@@ -183,19 +176,18 @@ def load_races(fingerprint: str, machine: str, versions: Mapping[str, str]) -> t
 
 
 def _without_compiled_files(kept: CachedRace) -> CachedRace:
-    """It must be compiled as at first."""
     return kept.model_copy(update={"timing": kept.timing.model_copy(update={"compile_warm_s": None})})
 
 
 def best_race(
     kept: Sequence[CachedRace], steps: int | None, accepted: Collection[str] = TRUSTED_CLASSES, to_come: int = 0
 ) -> CachedRace | None:
-    """The plan of an accepted parity that was found faster than the baseline and finishes such a run first; or None.
+    """Returns the plan of an accepted parity that finishes a run of `steps` steps before the baseline and the others.
 
-    Ratios of several races stand beside one time of the baseline's step, the middle one of those measured.
+    All ratios refer to the median time of the measured baselines.
 
     Args:
-        to_come: steps of runs that may follow, for which what must be compiled anew is compiled as well.
+        to_come: steps of runs that may follow, which also profit from a new compilation.
     """
     able = _acceptable(kept, steps, accepted)
     wins = {number: one.saves_s(*_expected_run(one, able, steps, to_come)) for number, one in enumerate(able)}
@@ -206,7 +198,7 @@ def best_race(
 def unprofitable_plans(
     kept: Sequence[CachedRace], steps: int | None, accepted: Collection[str] = TRUSTED_CLASSES, to_come: int = 0
 ) -> list[Plan]:
-    """Plans that are faster and proven, and take longer to start than they save."""
+    """Returns plans that are faster and proven, and whose startup takes longer than they save."""
     able = _acceptable(kept, steps, accepted)
     return [one.timing.as_plan for one in able if one.saves_s(*_expected_run(one, able, steps, to_come)) <= 0]
 
@@ -219,8 +211,7 @@ def _acceptable(kept: Sequence[CachedRace], steps: int | None, accepted: Collect
 def _expected_run(
     one: CachedRace, able: Sequence[CachedRace], steps: int | None, to_come: int
 ) -> tuple[int | None, float]:
-    """For how many steps a plan is reckoned with, and a step of the baseline's: for those to come if it's compiled for them,
-    unless that takes longer than the run itself."""
+    """Returns steps and the baseline's `step_ms`; future steps count if a compilation is shorter than this run."""
     step_ms = statistics.median(each.baseline.step_ms or 0.0 for each in able)
     compile_s = one.timing.compile_s if one.timing.compile_warm_s is None else None
     if steps is not None and compile_s and compile_s < steps * step_ms / 1e3:
@@ -229,7 +220,7 @@ def _expected_run(
 
 
 def load_trained_steps(fingerprint: str, machine: str, versions: Mapping[str, str], device: str) -> int:
-    """Steps that runs of this Task have done on such a device before, and that were not spent; 0 where nothing is kept."""
+    """Returns the trained steps of this Task on the device since the last reset; 0 without a file."""
     try:
         return max(0, int(_steps_file(_identity(fingerprint, machine, versions), device).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -239,7 +230,7 @@ def load_trained_steps(fingerprint: str, machine: str, versions: Mapping[str, st
 def save_trained_steps(
     fingerprint: str, machine: str, versions: Mapping[str, str], device: str, steps: int
 ) -> list[str]:
-    """Keeps them; returns a note if that failed. Of two runs that end at once, one may not be counted."""
+    """Stores the steps; returns a note on failure. Of two runs that end at once, one may be lost."""
     try:
         write_atomic(_steps_file(_identity(fingerprint, machine, versions), device), f"{steps}\n")
     except HotloopError as error:
@@ -258,7 +249,7 @@ def _identity(fingerprint: str, machine: str, versions: Mapping[str, str]) -> di
 
 
 def _race_folder(where: dict[str, Any]) -> Path:
-    return races_folder() / _digest(where)
+    return races_folder() / key_digest(where)
 
 
 def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, Any]:
@@ -266,8 +257,4 @@ def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, A
 
 
 def _path(where: dict[str, Any], timing: Timing, baseline: Timing) -> Path:
-    return _race_folder(where) / f"{_digest(_key(where, timing, baseline))}.json"
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return _race_folder(where) / f"{key_digest(_key(where, timing, baseline))}.json"

@@ -1,4 +1,4 @@
-"""The search for the fastest plan that is proven equal: race single changes, put the good ones together, prove."""
+"""The search for the fastest plan that is proven equal: race single changes, combine the best, prove."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PlanSearch:
     """A search for the fastest plan of one Task on one device.
 
     Attributes:
-        baseline: eager on the device under torch's settings; `base` also has the axes that the user set, named in `fixed`.
+        baseline: eager on the device with torch's settings; `base` also has the axes that the user sets (`fixed`).
         rules: the best uncompiled plan by the rules alone, which a run without a search takes.
         deadline: a race, compilation or proof that should end later is skipped.
         failed: reasons of plans that failed in an earlier race and are skipped, by name.
@@ -97,7 +97,7 @@ class PlanSearch:
         self.pool = ProgramPool(self.task)
 
     def run(self) -> str:
-        """Returns the name of the proven plan that finishes this run first; the baseline's, if no plan is proven."""
+        """Returns the name of the proven plan that finishes this run first; the baseline's if none is proven."""
         with closing(self.pool):
             try:
                 with self.deadline.enforce("the search", reserve_s=-GRACE_S):
@@ -126,18 +126,18 @@ class PlanSearch:
         return winner
 
     def _race_all(self, budget: Budget) -> None:
-        """Races what there is time for; the deadline ends what takes longer, and leaves time for a proof."""
+        """Races plans until the deadline, and leaves time for a proof."""
         reserve_s = 1.5 * budget.proof_s  # the plan is lowered again
-        self._race_deadline = replace(self.deadline, at=self.deadline.at - reserve_s - 0.5)  # to put back what ran
+        self._race_deadline = replace(self.deadline, at=self.deadline.at - reserve_s - 0.5)  # to restore the State
         try:
             with self.deadline.enforce("racing", reserve_s=reserve_s):
                 self._race_compiled(self._race_eager(budget), budget)
         except TimeOverError as over:
             self._stop_searching(over.given)
-            self.pool.release(list(self.pool.programs))  # their States are those of the middle of a window
+            self.pool.release(list(self.pool.programs))  # interrupted within a window
 
     def _stop_searching(self, why: str) -> str:
-        """Says why nothing more is looked for; without a proven plan the baseline stays."""
+        """Notes why the search ends with the baseline."""
         self.notes.append(why)
         self.timings.setdefault(BASELINE, Timing(name=BASELINE, plan=self.baseline.model_dump()))
         return BASELINE
@@ -157,7 +157,7 @@ class PlanSearch:
 
     @property
     def left_open(self) -> bool:
-        """Whether nothing was found that speaks against the plan of the rules, nor proven that speaks for it."""
+        """Whether the plan of the rules is neither excluded nor proven."""
         return is_rules_open(self.rules, self.baseline, self.timings, self.failed)
 
     def _say_if_too_short(self) -> None:
@@ -166,7 +166,7 @@ class PlanSearch:
             self.notes.append(short_limit_note(self.time_limit_s, self.deadline))
 
     def _race_eager(self, budget: Budget) -> Plan:
-        """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
+        """Races single changes without a compiler, and the good ones combined; returns the best plan."""
         changes = not_fixed(eager_changes(self.facts, self.hardware, self.base, torch.get_num_threads()), self.fixed)
         changes = self._affordable(likely(changes, self.rules) if budget.is_tight else changes, budget)
         start = [] if self.base == self.baseline else [self.base]
@@ -186,17 +186,19 @@ class PlanSearch:
         together = self.base.with_axes(**best)
         if len(best) > 1 and self._is_combination_promising(alone, [*alone, *sure], budget):
             self._race([together], budget.race_s(1 / 4, 1, self._spent_s))
-        return max([self.base, together, *alone, *sure], key=self._ratio)  # together they may be slower, or fail
+        return max([self.base, together, *alone, *sure], key=self._ratio)  # the combination may be slower, or fail
 
     def _affordable(self, changes: list[AxisChange], budget: Budget) -> list[AxisChange]:
-        """Those that are worth their start: of a plan that was set to compile, each change is compiled too."""
+        """Returns the changes that are worth their startup: with a compiling plan, each change is compiled."""
         compiled = self.base.compile
         if compiled in ("step", "package"):
-            changes = [change for change in changes if "optimizer" not in change]  # a compiler writes it its own way
+            changes = [
+                change for change in changes if "optimizer" not in change
+            ]  # the compiler generates the update itself
         return changes if compiled == "none" else changes[: budget.max_starts(estimate_compile_s(0, compiled))]
 
     def _plans_in_time(self, plans: list[Plan], budget: Budget) -> list[Plan]:
-        """Those that the first race has time for; the last ones are the least likely to win."""
+        """Returns the plans that the first race has time for; the last plans are the least promising."""
         able = budget.max_first_plans(len(plans))
         if 0 < able < len(plans):
             names = ", ".join(plan.brief() for plan in plans[able:])
@@ -207,7 +209,7 @@ class PlanSearch:
         return getattr(self.timings.get(plan.brief()), "verdict", None) == "faster"
 
     def _is_combination_promising(self, parts: Sequence[Plan], raced: Sequence[Plan], budget: Budget) -> bool:
-        """Whether plans together would win, beyond the best that was raced, what it costs to race them."""
+        """Whether the combination should save more than its race costs."""
         best = max(map(self._ratio, raced))
         more = math.prod(map(self._ratio, parts)) / best
         return budget.is_set_by_user or budget.after(best).saves_s(more) > budget.min_race_s()
@@ -216,7 +218,7 @@ class PlanSearch:
         return getattr(self.timings.get(plan.brief()), "ratio", None) or 0.0
 
     def _race_best_again(self, plans: Sequence[Plan], budget: Budget) -> Plan:
-        """Races the plan that seemed best once more, if all were left undecided and it would win more than that costs."""
+        """Races the most promising undecided plan again if it should save more than the race costs."""
         ahead = [plan for plan in plans if self._ratio(plan) > self._ratio(self.base)]
         one = most_promising(ahead, [self.timings.get(plan.brief()) for plan in ahead])
         if one is None:
@@ -228,15 +230,15 @@ class PlanSearch:
         return max([plan, self.base], key=self._ratio) if self._is_surely_faster(plan) else self.base
 
     def _race_compiled(self, plan: Plan, budget: Budget) -> None:
-        """Races the best plan compiled, if this run is long enough to win back the compilation."""
+        """Races the best plan compiled, if the compilation pays in this run."""
         changes = not_fixed(compiled_changes(self.facts, self.hardware, plan), self.fixed)
         if not changes:
             return
-        written = plan.with_axes(optimizer=self.base.optimizer)  # a compiler writes the update its own way
+        written = plan.with_axes(optimizer=self.base.optimizer)  # the compiler generates the update itself
         ways = self._compile_candidates([written.with_axes(**change) for change in changes], plan, budget)
         began = time.perf_counter()
         for way in ways:
-            lost_s = time.perf_counter() - began  # on ways that can't be run
+            lost_s = time.perf_counter() - began  # on compilations that failed
             if why := self._why_too_late(way, lost_s, budget):
                 if self.has_results or self.time_limit_s is None:
                     self.notes.append(f"no {'' if way is ways[0] else 'other '}compilation was tried: {why}")
@@ -245,7 +247,7 @@ class PlanSearch:
                 return
 
     def _compile_candidates(self, ways: Sequence[Plan], plan: Plan, budget: Budget) -> list[CompileCandidate]:
-        """What compiling `plan`, which isn't, in each way should win of this run."""
+        """Estimates for each way to compile `plan` what it saves in this run."""
         base = self.timings[BASELINE]
         timing = self.timings.get(plan.brief(), base)
         assert timing.step_ms is not None and base.step_ms is not None
@@ -257,7 +259,7 @@ class PlanSearch:
         return rate_candidates(ways, made, step_s, rest, recurrent=self.facts.recurrent, proof_s=proof_s, looks=often)
 
     def _why_too_late(self, way: CompileCandidate, lost_s: float, budget: Budget) -> str:
-        """Why nothing is compiled any more; empty where something is."""
+        """Returns why no compilation is tried; empty if one is."""
         if self.time_limit_s is None and way.saved_s < (costs_s := lost_s + way.costs_s):
             return f"it would win about {way.saved_s:.0f} s of this run, and takes about {costs_s:.0f} s"
         if not self.deadline.has_time_for(way.compile_s + budget.full_race_s() + budget.proof_s):
@@ -267,17 +269,17 @@ class PlanSearch:
         return ""
 
     def _race_candidate(self, way: CompileCandidate, lost_s: float, budget: Budget) -> bool:
-        """Races one way to compile, as it is and its variants; False where it can't be run."""
+        """Races a compiled plan and its variants; False if none can be run."""
         plans = compiled_variants(way.plan, self.facts, self.hardware, self.base, self.fixed, way.has_pooling)
         left_s = way.run_s and way.run_s - way.saved_s + lost_s
         if not self._is_variant_worthwhile(way, left_s):
-            for plan in plans:  # that nothing can be rewritten shows before it is compiled
+            for plan in plans:  # missing rewrites show before the compilation
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._has_failed(plan):
                     return True
             return False
         while len(plans) > 2 and not self._is_variant_worthwhile(way, left_s, len(plans) - 1):
-            plans.pop(-2)  # the likeliest stays, and the step as it is
+            plans.pop(-2)  # the most promising and the unchanged plan stay
         seconds = budget.race_s(1 / 8, len(plans), self._spent_s)
         raced = (
             self._race(plans, seconds) if seconds else self._race([way.plan], budget.race_s(1 / 8, 1, self._spent_s))
@@ -288,7 +290,7 @@ class PlanSearch:
         return not all(map(self._has_failed, plans))
 
     def _is_variant_worthwhile(self, way: CompileCandidate, run_s: float | None, more: int = 1) -> bool:
-        """Whether so many more compilations are likely to win back their time in what a compiled run takes."""
+        """Whether `more` compilations should save their time in a compiled run of `run_s`."""
         pays = self.time_limit_s is not None or run_s is None or _VARIANT_GAIN * run_s > more * way.compile_s
         return pays and self.deadline.has_time_for(way.costs_s + (more - 1) * way.compile_s)
 
@@ -297,20 +299,16 @@ class PlanSearch:
         return plan.brief() in self.failed or (timing is not None and timing.failure is not None)
 
     def _profile_step(self, name: str, plan: Plan) -> StepProfile | None:
-        """What its step is made of; None where the look itself fails, since the plan has been run by then."""
+        """Profiles the plan's step; None if that fails, since the plan itself has run."""
         try:
             program = self.pool.get_program(name, plan)
-            # what it keeps for steps isn't free for others
-            with (
-                preserve_generators(*program.devices),
-                closing(program),
-            ):
+            with preserve_generators(*program.devices), closing(program):  # frees what it stores for steps
                 return profile_step(program)
         except Exception:
             return None
 
     def _race_on_one_thread(self, raced: Sequence[Timing | None], budget: Budget) -> None:
-        """Races the best compiled plan on one thread too, where its step may be too short to share, as eager it may be."""
+        """Races the best compiled plan on one thread if its step is short."""
         able = [timing for timing in raced if timing is not None and timing.step_ms is not None]
         best = min(able, key=lambda timing: timing.step_ms or 0.0, default=None)
         alone = self.timings.get(self.base.with_axes(threads=1).brief())
@@ -323,11 +321,12 @@ class PlanSearch:
     def _race(
         self, plans: Sequence[Plan], seconds: float, *, again: bool = False, each_axis: bool = False
     ) -> list[Timing | None]:
-        """Races plans against the baseline, those that were raced before only if asked to; they keep their costs of starting.
+        """Races plans against the baseline.
 
         Args:
-            seconds: 0 where a limit leaves none; then nothing is raced.
-            each_axis: whether what is good of several axes will be put together, so that those don't beat each other.
+            seconds: 0 races nothing.
+            again: race also plans with a result.
+            each_axis: whether plans of different axes will be combined, so that none excludes another.
         """
         named = self._plans_to_race(plans, again) if seconds > 0 else {}
         parts = self._groups_in_memory(named) if named else []
@@ -342,7 +341,7 @@ class PlanSearch:
 
     def _plans_to_race(self, plans: Sequence[Plan], again: bool) -> dict[str, Plan]:
         named = {plan.brief(): plan for plan in plans if again or plan.brief() not in self.timings}
-        failed = self.failed.keys() - {self.base.brief()}  # whoever set that is told each time why it can't be run
+        failed = self.failed.keys() - {self.base.brief()}  # a plan that the user sets reports its failure each time
         for name in named.keys() & failed:
             self.notes.append(
                 f"{name} was not tried: it failed before ({self.failed[name]}); hotloop race tries it again"
@@ -350,7 +349,7 @@ class PlanSearch:
         return {name: plan for name, plan in named.items() if name not in failed}
 
     def _groups_in_memory(self, named: Mapping[str, Plan]) -> list[dict[str, Plan]]:
-        """The plans in groups that there is memory for at a time, beside the baseline."""
+        """Splits the plans into groups that fit into memory with the baseline."""
         new = [name for name in named if name not in self.pool.programs]
         room = max_programs_in_memory(self.facts, self.baseline.device) if new else len(named)
         if room < len(new):
@@ -373,19 +372,19 @@ class PlanSearch:
         self.timings = rebase_timings(self._raced, BASELINE, steps)
 
     def _prove_fastest(self, budget: Budget) -> str:
-        """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""
+        """Returns the first plan, best first, that finishes before the baseline and whose proof pays and succeeds."""
         self.pool.release([one.name for one in self.timings.values() if one.verdict != "faster"])
         accepted = (*TRUSTED_CLASSES, "reduced-precision") if self.base.precision in REDUCED else TRUSTED_CLASSES
         proofs = Proofs(self.baseline, budget, accepted, self._prove, self.timings[BASELINE], self.facts.steps)
         try:
             winner = proofs.first(self._faster_timings(budget))
-        finally:  # Ctrl-C leaves what was proven until then
+        finally:  # also after Ctrl-C
             self.timings |= {one.name: one for one in proofs.results}
             self.notes += proofs.notes
         return BASELINE if winner is None else winner
 
     def _faster_timings(self, budget: Budget) -> list[Timing]:
-        """Those that finish this run, which finds what was compiled here, before the baseline, the first of them first."""
+        """Returns plans that finish a run with cached compilation before the baseline, fastest first."""
         in_time = replace(self.deadline, at=self.deadline.at - budget.proof_s)
         for timing in self.timings.values():
             if timing.verdict == "faster" and timing.compile_s and in_time.has_time_for(timing.compile_s):

@@ -1,4 +1,4 @@
-"""What a step is made of, as far as it tells whether compiling is worth a try: libraries' arithmetic, or all around it."""
+"""The share of library calls and of other operations in a step, which determines the gain of compiling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hotloop.lowering.rewrites.pool_as_max import window_of_call
 from hotloop.tuning.races.runner import Runner
 
 _PROFILED_STEPS, _MAX_ROUNDS, _ENOUGH_S = 3, 10, 0.3
-"""Steps that are looked at in a round, after as many that are only timed: a machine's speed changes from second to second."""
+"""Profiled steps of a round, after as many that are timed alone; rounds; and seconds after which no round starts."""
 
 _LIBRARY_OPS = (
     *("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_int_mm", "dot", "mv", "addmv"),
@@ -33,31 +33,30 @@ _LIBRARY_OPS = (
     *("max_pool2d_with_indices", "max_pool2d_with_indices_backward"),
     *("sort", "topk", "cumsum", "cumprod", "_embedding_bag", "_fft_r2c", "_fft_c2r", "_fft_c2c"),
 )
-"""Operations that stay calls of a library in a compiled step, or that a compiler writes no better than PyTorch has them;
-so do those with `attention`, `lstm` or `linalg` in the name."""
+"""Operations that stay library calls in a compiled step, or that compilers don't improve; also those with `attention`,
+`lstm` or `linalg` in the name."""
 
 _GROUPED_RATIO, _POINTWISE_RATIO = 0.64, 0.43
-"""With channels last, convolutions in groups took 0.55 times as long and those of one place 0.7 times (GhostNet, RegNet and
-MobileNet on two cores of an AMD EPYC), and of what a compiler writes 0.3 times is left."""
+"""Share of time that counts as compiled. With channels last, grouped convolutions took 0.55 and 1 x 1 ones 0.7 of the
+time (GhostNet, RegNet, MobileNet on two cores of an AMD EPYC); compiled operations take 0.3."""
 
 _SMALL_FILTER = 25
-"""Of a filter; of 7 x 7 places, as in ConvNeXt, it took 0.8 times as long."""
+"""Largest filter with this gain, in places; 7 x 7 as in ConvNeXt took 0.8 of the time."""
 
 _SMALLEST_WINDOW = 4
-"""Of pooling, as a rule: 2 x 2."""
+"""Places of the usual pooling window, 2 x 2."""
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What a step is made of.
+    """The operations of a step. Seconds are None on devices where they can't be measured.
 
     Attributes:
-        operations: how many.
-        step_s: seconds of the whole step at the same time; None on a device that runs on its own.
-        library_s: seconds in those operations that stay as they are, compiled or not; None likewise.
-        other_s: seconds in the others, without what PyTorch spends around each; None likewise.
-        busy_s: seconds for which a CUDA device computes; None on others, and where nobody tells.
-        pooled: whether images are max pooled in windows that touch, as rewrites know them.
+        operations: their number.
+        step_s: seconds of the step, on a CPU.
+        library_s, other_s: seconds in operations that stay library calls, and in others, on a CPU.
+        busy_s: seconds for which a CUDA device computes.
+        has_pooling: whether images are max pooled in windows that rewrites support.
     """
 
     operations: int
@@ -69,12 +68,10 @@ class StepProfile:
 
 
 def profile_step(program: Program, *, rewrites: bool = True) -> StepProfile | None:
-    """Looks at some training steps, operation by operation; the State stays as it was.
-
-    None where torch doesn't show them one by one, as with `torch.cond`.
+    """Profiles training steps by operation and restores the State; None if torch hides operations (`torch.cond`).
 
     Args:
-        rewrites: whether the plan that is to be compiled has them.
+        rewrites: whether the plan to compile has rewrites.
     """
     runner, began = Runner(program), time.perf_counter()
     rounds: list[StepProfile] = []
@@ -108,8 +105,7 @@ def _profile_once(runner: Runner, rewrites: bool) -> StepProfile:
 
 
 def _device_busy_s(runner: Runner) -> float | None:
-    """Seconds of a step for which the device computes, which the host may keep waiting for the rest; None where nobody tells,
-    as beside another profiler."""
+    """Returns the seconds of a step for which the device computes; None beside another profiler."""
     try:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             runner.window(_PROFILED_STEPS)
@@ -122,14 +118,14 @@ def _device_busy_s(runner: Runner) -> float | None:
 
 
 class _OperatorTimer(ReadOnlyDispatchMode):
-    """Counts operations, and times them; on a CPU each has been computed when it returns."""
+    """Counts and times operations; on a CPU an operation is complete when its call returns."""
 
     def __init__(self, rewrites: bool) -> None:
         super().__init__()
         self.rewrites, self.count = rewrites, 0
         self._stays_s = self._other_s = 0.0
-        self._convolved_s, self._pooled = defaultdict[int, float](float), set[int | None]()  # by where the weights lie
-        self._weights_of: dict[int, int] = {}  # by where the result lies
+        self._convolved_s, self._pooled = defaultdict[int, float](float), set[int | None]()  # by address of the weights
+        self._weights_of: dict[int, int] = {}  # by address of the result
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
@@ -153,7 +149,7 @@ class _OperatorTimer(ReadOnlyDispatchMode):
         return result
 
     def _follow(self, name: str, args: Sequence[Any], result: Any, weights: int | None) -> None:
-        """Notes where the result of a convolution lies, with a ReLU or without; memory is used again and again."""
+        """Records the address of a convolution's result, also after a ReLU; addresses are reused."""
         if not _has_memory(result) or not (self._weights_of or weights):
             return
         given = args[0].data_ptr() if args and _has_memory(args[0]) else None
@@ -182,10 +178,9 @@ def _has_memory(value: Any) -> bool:
 
 
 def _is_library_call(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str, Any] | None = None) -> bool:
-    """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten, pooling in
-    windows that touch and a mask of dropout too, and a product where oneDNN is faster."""
+    """Whether a compiled step calls the same library; rewrites cover small convolutions, pooling, dropout, products."""
     if function.namespace not in ("aten", "prim", "prims"):
-        return True  # nobody knows what those of others do inside
+        return True  # custom operations are opaque
     name = function.overloadpacket.__name__
     if name in ("mm", "addmm") and rewrites and is_faster_by_onednn(*args[-2:]):
         return False
@@ -199,8 +194,10 @@ def _is_library_call(function: Any, args: Sequence[Any], rewrites: bool, kwargs:
 
 
 def _compiled_share(name: str, args: Sequence[Any]) -> float:
-    """The share of a convolution's time that counts as written by the compiler: it lays images with channels last, where oneDNN
-    takes less time for filters that see one place, or a few channels."""
+    """Returns the share of a convolution's time that counts as compiled.
+
+    The compiler uses channels last, with which oneDNN is faster for 1 x 1 filters and groups.
+    """
     if not name.startswith("convolution"):
         return 0.0
     image, filters, groups = _convolution_operands(name, args)
@@ -211,12 +208,12 @@ def _compiled_share(name: str, args: Sequence[Any]) -> float:
 
 
 def _convolution_operands(name: str, args: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
-    """Image, filters and groups of a convolution, or of its backward."""
+    """Returns image, filters and groups."""
     return (args[1], args[2], args[9]) if name == "convolution_backward" else (args[0], args[1], args[8])
 
 
 def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
-    """A convolution as `conv_in_pool` takes it, if its result is pooled: of images that learn nothing themselves, in one group."""
+    """Whether `conv_in_pool` supports the convolution: one group, small filters, images without a gradient."""
     backward = name == "convolution_backward"
     image, filters, groups = _convolution_operands(name, args)
     learns, transposed = (args[10][0], args[7]) if backward else (image.requires_grad, args[6])

@@ -1,0 +1,77 @@
+"""The request of one run as one value, from the front door to lowering."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hotloop.core.callback import Callback, has_user_callbacks
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.training import TaskFacts
+from hotloop.core.reporter import SILENT, Reporter
+from hotloop.plan import BASELINE, Plan
+from hotloop.task import Task, override_fields
+from hotloop.task_file import LoadedTask
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A Task, and how to run it.
+
+    Attributes:
+        loaded: the Task; None for a run whose folder has the source.
+        plan: a plan, a TOML file or a name; `axes` are set on top.
+        overrides: fields of the Task to change.
+        stop_after: a time such as `11h`, after which training stops.
+        checkpoint_every: `auto`, a number of steps or a time; None for the run's own.
+        rank_timeout: see `join_ranks`.
+        trust: run the code in the folder of a run that somebody else started.
+        callbacks: of the run, beside the Task's.
+        wanted: what `plan` and `axes` mean.
+        until: when the run stops, in seconds by `time.monotonic()`.
+        done: steps of the run before this start.
+        facts: of the Task with its fingerprint, for all steps of the run; None where not computed yet.
+    """
+
+    loaded: LoadedTask | None = None
+    plan: Plan | str | Path | None = None
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    stop_after: str | None = None
+    checkpoint_every: str | None = None
+    rank_timeout: str | None = None
+    trust: bool = False
+    callbacks: Sequence[Callback] = ()
+    reporter: Reporter = SILENT
+    wanted: PlanRequest = field(default_factory=lambda: PlanRequest(BASELINE))
+    until: float = math.inf
+    is_resumed: bool = False
+    done: int = 0
+    facts: TaskFacts | None = None
+
+    @property
+    def source(self) -> LoadedTask:
+        assert self.loaded is not None
+        return self.loaded
+
+    @property
+    def task(self) -> Task:
+        return self.source.task
+
+    @property
+    def has_user_callbacks(self) -> bool:
+        return has_user_callbacks([*self.task.callbacks, *self.callbacks])
+
+    def say(self, line: str) -> None:
+        self.reporter.say(line)
+
+    def on_rank(self, is_rank_zero: bool) -> RunContext:
+        """Returns the context of a rank: only the first rank reports and calls callbacks."""
+        return self if is_rank_zero else replace(self, callbacks=(), reporter=SILENT)
+
+    def with_overrides(self) -> RunContext:
+        """Returns the context with the overrides in its Task."""
+        return replace(self, loaded=replace(self.source, task=override_fields(self.task, self.overrides)))
