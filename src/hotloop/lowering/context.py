@@ -111,7 +111,7 @@ class LoweringContext:
 
     @property
     def is_joint(self) -> World:
-        """The ranks that compute each batch together, since each has a part of the model: they stop and continue together.
+        """The ranks that compute each batch together, each with a part of the model: they stop and continue together.
         This process alone if each rank has the whole model.
         """
         return self.world if self.plan.parallel in JOINT_MODES else SINGLE_RANK

@@ -263,7 +263,7 @@ class EagerStep:
                     schedule.step()
 
     def _clear_gradients(self) -> None:
-        """Clears the gradients that backward writes, also of frozen parameters; torch's `zero_grad` takes 14 us more."""
+        """Clears the gradients that backward writes, also of frozen parameters; `zero_grad` takes 14 us more."""
         if self._clears_itself:
             self.optimizer.zero_grad()
         for value in self._filled:
@@ -281,13 +281,14 @@ class EagerStep:
         check_loss(computed.loss)
         self._checked = True
         parts = self.parts
-        if parts.world.is_single and computed.output is not None:
-            if doubt := check_loss_sum(parts.task, computed.output, batch[-1], parts.device):
-                parts.say(doubt)
+        if not parts.world.is_single or computed.output is None:
+            return computed
+        if doubt := check_loss_sum(parts.task, computed.output, batch[-1], parts.device):
+            parts.say(doubt)
         return computed
 
     def _closure_step(self, batch: Any, samples: int, step: int) -> StepResult:
-        """Runs an optimizer such as LBFGS, which evaluates the loss several times, each time with the same random numbers."""
+        """Runs an optimizer such as LBFGS, which evaluates the loss several times; the random numbers are the same."""
         first: list[StepResult] = []
 
         def closure() -> Tensor:

@@ -158,8 +158,8 @@ class Program:
     def step(self, batch: Any) -> Tensor:
         """Runs one step on a batch of the caller's own loop; returns the loss, 0-dim, detached.
 
-        The batch is moved to the device; the caller applies `prepare` and `augment`, and calls `end_epoch`. The step draws
-        from streams of its own: the caller's random generators keep their state.
+        The batch is moved to the device; the caller applies `prepare` and `augment`, and calls `end_epoch`. The caller's
+        random generators keep their state, since the step draws from its own streams.
         """
         self._attributes.begin()
         self._mode.set()
@@ -382,7 +382,7 @@ class Program:
             self._step.schedule_recheck()
 
     def schedule_left(self) -> int | None:
-        """Returns the steps left in the learning-rate schedule, or the epochs if it steps by epoch; None without an end."""
+        """Returns the steps left in the learning-rate schedule, or the epochs if it steps by epoch; None: no end."""
         return steps_left_in_schedule(self._step.schedule)
 
     def steps_left(self) -> int | None:
