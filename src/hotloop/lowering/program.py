@@ -159,7 +159,7 @@ class Program:
         """Runs one step on a batch of the caller's own loop; returns the loss, 0-dim, detached.
 
         The batch is moved to the device; the caller applies `prepare` and `augment`, and calls `end_epoch`. The caller's
-        random generators keep their state, since the step draws from its own streams.
+        random generators keep their state: the step draws from its own streams.
         """
         self._attributes.begin()
         self._mode.set()

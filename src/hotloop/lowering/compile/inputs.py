@@ -31,7 +31,7 @@ class OptimizerScalars:
         self._settings: list[Any] = []
 
     def fill(self) -> None:
-        """Writes the schedule's current numbers into the cells; does nothing if each setting is the same object as before.
+        """Writes the schedule's current numbers into the cells; does nothing if each setting is the same object.
 
         Raises:
             FixedScalarChanged: a number that is a constant in the step has changed.
