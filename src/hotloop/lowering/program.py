@@ -158,8 +158,8 @@ class Program:
     def step(self, batch: Any) -> Tensor:
         """Runs one step on a batch of the caller's own loop; returns the loss, 0-dim, detached.
 
-        The batch is moved to the device; the caller applies `prepare` and `augment`, and calls `end_epoch`. The caller's
-        random generators keep their state: the step draws from its own streams.
+        The batch is moved to the device; the caller applies `prepare` and `augment`, and calls `end_epoch`. The step
+        has random streams of its own, so the caller's generators keep their state.
         """
         self._attributes.begin()
         self._mode.set()

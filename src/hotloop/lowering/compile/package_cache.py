@@ -89,7 +89,7 @@ def capture_reproducibly(capture: StepCapture, batch: Any, parts: LoweringContex
 
 def _source_files(parts: LoweringContext) -> list[tuple[str, int, int]]:
     """Returns path, modification time and size of the source files of the model's classes and the Task's functions."""
-    task_parts = filter(None.__ne__, [parts.task.loss, parts.task.step, parts.task.optimizer])
+    task_parts = [part for part in (parts.task.loss, parts.task.step, parts.task.optimizer) if part is not None]
     modules = {getattr(part, "__module__", "") for part in (*map(type, parts.model.modules()), *task_parts)}
     paths = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
     found = []

@@ -385,7 +385,7 @@ def _compile(captured: CapturedStep, parts: LoweringContext) -> Runner:
 
 
 def _compiler_options() -> dict[str, Any]:
-    """Skips torch's test compilation of 5 s: compilers that accept its headers support AVX2 and AVX-512; AMX maybe not."""
+    """Skips torch's test compilation of 5 s: compilers that accept its headers support AVX2 and AVX-512, if not AMX."""
     is_avx = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not torch.cpu._is_amx_tile_supported()
     return {"cpp.vec_isa_ok": True} if is_avx else {}
 

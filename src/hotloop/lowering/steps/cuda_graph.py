@@ -198,7 +198,7 @@ class CudaGraphStep(CompiledStep):
             self._recordings[count] = self._record(works[:count])
 
     def _make_runner(self, batch: Any, cells: dict[str, Tensor], compiles: bool) -> Runner:
-        """Returns the captured step: its operations, or compiled, over lists of parameters if the compiler accepts lists."""
+        """Returns the captured step: its operations, or compiled, over lists of parameters if the compiler can."""
         if not compiles:
             graph = self._lift_scalars(batch, cells, "as_set").graph
             return lambda flat: graph(*flat)

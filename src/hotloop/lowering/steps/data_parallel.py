@@ -1,4 +1,4 @@
-"""The parallel axis for ranks that share each step: each rank computes its rows of the batch, and gradients are summed."""
+"""The parallel axis for ranks that share each step: each rank computes rows of the batch, and gradients are summed."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _no_context(**_: Any) -> AbstractContextManager[Any]:
 
 
 def _with_copied_loss(parts: LoweringContext) -> Callable[[nn.Module, Any], StepResult]:
-    """Returns the Task's forward pass in the model's dtypes, with a copied loss: training may change a loss's buffers."""
+    """Returns the Task's forward pass in the model's dtypes, with a copied loss, whose buffers may change."""
     loss = parts.task.loss
     return (replace(parts.task, loss=copy.deepcopy(loss)) if isinstance(loss, nn.Module) else parts.task).compute
 

@@ -175,5 +175,5 @@ class LocalSgdStep(DataParallelStep):
 
 
 def _is_running_mean(value: Any) -> bool:
-    """Whether a value of the optimizer's state may depend on samples; any shape: Adafactor stores row and column sums."""
+    """Whether a value of the optimizer's state may depend on samples; any shape: Adafactor has row and column sums."""
     return isinstance(value, Tensor) and value.is_floating_point()
