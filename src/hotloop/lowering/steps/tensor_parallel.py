@@ -195,10 +195,10 @@ def _try_split(parts: LoweringContext, found: SplittableLayers) -> None:
             ) from error
     size = sum(float(value.norm()) ** 2 for value in expected.values()) ** 0.5
     for name, value in expected.items():
-        error = float((actual[name] - value).norm())
-        if not error <= _ROUNDING * torch.finfo(value.dtype).eps * (float(value.norm()) + 0.01 * size):
+        difference = float((actual[name] - value).norm())
+        if not difference <= _ROUNDING * torch.finfo(value.dtype).eps * (float(value.norm()) + 0.01 * size):
             raise PlanError(
-                f"the model comes to something else with {names} split: the gradient of {name!r} is off by {error:.2g}",
+                f"the model comes to something else with {names} split: the gradient of {name!r} is off by {difference:.2g}",
                 expected="the same but for rounding",
                 fix="use parallel=data",
             )
