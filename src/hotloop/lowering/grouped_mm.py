@@ -1,43 +1,17 @@
-"""Products of groups of rows with a matrix each, as in mixtures of experts.
-
-`torch.nn.functional.grouped_mm` multiplies fp32 as well as bf16 on the CPU. Its meta kernel accepts bf16 alone, and its
-strides differ from those of the CPU kernel (torch 2.13). torch has no float64 kernel.
-"""
+"""Products of groups of rows with a matrix each, as in mixtures of experts, for float64 and for fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotloop.core.patches import patch_attribute
-
 _ALIGNED = 16
 """Bytes. The row stride of the result is a multiple, except on AMD's GPUs."""
 
 
-@contextmanager
-def traceable_groups() -> Iterator[None]:
-    """Makes the meta kernel accept any dtype, and return the strides of the real kernel."""
-    from torch import _meta_registrations
-
-    with patch_attribute(_meta_registrations, "_meta_grouped_mm_common", _multiply_any_dtype):
-        yield
-
-
-def _multiply_any_dtype(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def product(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **options: Any) -> Tensor:
-        if scale_a is not None:
-            return original(mat_a, mat_b, scale_a=scale_a, scale_b=scale_b, **options)
-        return _empty_product(mat_a, mat_b, options.get("offs"), options.get("out_dtype") or mat_a.dtype)
-
-    return product
-
-
-def _empty_product(left: Tensor, right: Tensor, ends: Tensor | None, dtype: torch.dtype) -> Tensor:
+def empty_product(left: Tensor, right: Tensor, ends: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns the uninitialised result; the row stride is a multiple of 16 bytes."""
     stacked = left.ndim == right.ndim
     groups = [ends.shape[0] if ends is not None else left.shape[0]] if stacked else []
@@ -60,7 +34,7 @@ def multiply_groups(
         offs: (groups,), the end of each group: of rows if `left` is one matrix, of columns if `right` is, of k if both
             are; None if neither is.
     """
-    out = _empty_product(left, right, offs, out_dtype or left.dtype).zero_()
+    out = empty_product(left, right, offs, out_dtype or left.dtype).zero_()
     begin = 0
     for group, end in enumerate(offs.tolist() if offs is not None else [0] * len(left)):
         part = slice(begin, end)

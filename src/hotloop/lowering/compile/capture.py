@@ -7,12 +7,9 @@ buffers, draws from Python's or NumPy's generators, branches on a tensor's value
 
 from __future__ import annotations
 
-import functools
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,12 +21,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
-from hotloop.core.patches import patch_attribute
 from hotloop.core.reporter import silence_loggers
 from hotloop.data.batch_tree import flatten_tree
 from hotloop.errors import PlanError, describe_error, type_name
 from hotloop.lowering.compile.compiled_rng import check_draws, check_recurrent, refuse_rng_reset
-from hotloop.lowering.compile.decompositions import fix_graph_for_inductor
 from hotloop.lowering.compile.guards import (
     check_batch,
     check_constants,
@@ -37,6 +32,8 @@ from hotloop.lowering.compile.guards import (
     graph_constants,
     have_same_constants,
 )
+from hotloop.lowering.compile.inductor_patches.decompositions import fix_graph_for_inductor
+from hotloop.lowering.compile.inductor_patches.trace_mode import DECOMPOSITIONS, trace_mode
 from hotloop.lowering.compile.inputs import (
     StepTensors,
     group_numbers,
@@ -46,7 +43,6 @@ from hotloop.lowering.compile.inputs import (
     tensors_by_place,
 )
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.grouped_mm import traceable_groups
 from hotloop.lowering.object_state.side_effects import capture_error, refuse_side_effects, refuse_update_side_effects
 from hotloop.lowering.transforms.accumulation import accumulate_on_device
 from hotloop.lowering.transforms.optimizer import bare_step, describe_update_hook, lay_out_gradients, zero_subnormals
@@ -73,7 +69,7 @@ class CapturedStep:
     def retraced(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
         """Traces `run` on the examples and on `further` fake tensors, in the same mode as the capture."""
         mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
-        with mode, _trace_mode(), torch.no_grad():
+        with mode, trace_mode(), torch.no_grad():
             return make_fx(run)(*self.examples, *further)
 
 
@@ -143,7 +139,7 @@ class _Tracer:
             raise capture_error(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
         check_recurrent(self.step.parts.model, self.step.parts.device)
         # imports sympy, which takes a third of a second
-        from hotloop.lowering.compile.symbolic_numbers import FastShapeEnv, skip_power_guards
+        from hotloop.lowering.compile.inductor_patches.symbolic_numbers import FastShapeEnv, skip_power_guards
 
         mode = FakeTensorMode(shape_env=FastShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
         # Each leaf is an input of its own, even if the batch contains one tensor twice.
@@ -151,8 +147,8 @@ class _Tracer:
         positions = _generator_positions()
         try:
             no_reset = refuse_rng_reset(self.step.parts.device)
-            with silence_loggers("torch"), mode, _trace_mode(), skip_power_guards(), no_reset:
-                run = make_fx(lambda *flat: self.run(*unflatten(flat)), _DECOMPOSITIONS)
+            with silence_loggers("torch"), mode, trace_mode(), skip_power_guards(), no_reset:
+                run = make_fx(lambda *flat: self.run(*unflatten(flat)), DECOMPOSITIONS)
                 graph = run(*examples)
             fix_graph_for_inductor(graph)
         except PlanError:
@@ -308,47 +304,6 @@ def _storage_place(value: Tensor) -> tuple[int, int]:
 
 def _alias(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_(leaf.requires_grad)
-
-
-@contextmanager
-def _trace_mode() -> Iterator[None]:
-    with warnings.catch_warnings(), _reset_onednn_memory():
-        warnings.simplefilter("ignore")  # the eager step has shown them
-        with patch_attribute(torch._VF, "lstm", _without_fused_lstm), traceable_groups():
-            yield
-
-
-def _without_fused_lstm(lstm: Callable[..., Any]) -> Callable[..., Any]:
-    """Disables oneDNN's fused LSTM layer, which Inductor can't compile (torch 2.13).
-
-    oneDNN's convolutions stay enabled: their meta kernels alone return channels-last results for channels-last images.
-    """
-
-    @functools.wraps(lstm)
-    def plain(*args: Any) -> Any:
-        with torch.backends.mkldnn.flags(enabled=False):
-            return lstm(*args)
-
-    return plain
-
-
-@contextmanager
-def _reset_onednn_memory() -> Iterator[None]:
-    """Clears FakeTensorMode's cache if oneDNN is off: cached convolution strides ignore this switch (torch 2.13)."""
-    clear = FakeTensorMode.cache_clear if not torch.backends.mkldnn.enabled else lambda: None
-    clear()
-    try:
-        yield
-    finally:
-        clear()
-
-
-def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return start.add_((end - start) * weight)
-
-
-# torch's decomposition branches on `weight < 0.5` (torch 2.13), which is unknown for a schedule's number.
-_DECOMPOSITIONS = {torch.ops.aten.lerp_.Scalar: _lerp_}
 
 
 def _generator_positions() -> Any:

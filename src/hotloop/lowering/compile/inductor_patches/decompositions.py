@@ -1,4 +1,9 @@
-"""Rewrites patterns of a captured graph that Inductor (torch 2.13) compiles to another result than the eager step."""
+"""Rewrites patterns of a captured graph that Inductor compiles to another result than the eager step (torch 2.13).
+
+Each rewrite names its upstream issue, if known. Tests without the rewrites: `test_inductor_drops_the_factor_of_a_sum`,
+`test_inductor_keeps_the_strides_of_a_single_operand`, `test_inductor_draws_in_another_order`,
+`test_that_takes_what_is_written_for_it`.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +54,8 @@ def fix_graph_for_inductor(graph: GraphModule) -> None:
 def _expand_scaled_sums(graph: GraphModule) -> None:
     """Splits `a + factor * b`, as one operation, into two.
 
-    Inductor turns an addition to a matrix product into `addmm`, and drops the factor (torch 2.13): plain SGD's update,
-    `parameter + (-rate) * (x @ y)`, would ascend with a rate of 1.
+    Inductor turns an addition to a matrix product into `addmm`, and drops the factor: plain SGD's update, `parameter +
+    (-rate) * (x @ y)`, would ascend with a rate of 1. Upstream: pytorch/pytorch#167313 for the reverse pattern.
     """
     aten = torch.ops.aten
     kinds = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)
@@ -64,8 +69,8 @@ def _expand_scaled_sums(graph: GraphModule) -> None:
 def _drop_empty_operands(graph: GraphModule) -> None:
     """Removes tensors of shape (0,), such as an empty cache, from concatenations.
 
-    Inductor drops them by itself, but keeps the strides of a single remaining tensor (torch 2.13). The eager kernel
-    returns a new contiguous tensor, and captured views of that tensor don't fit the other strides.
+    Inductor drops them by itself, but keeps the strides of a single remaining tensor. The eager kernel returns a new
+    contiguous tensor, and captured views of that tensor don't fit the other strides.
     """
     aten = torch.ops.aten
     for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
@@ -157,7 +162,7 @@ _RANDOM_OPS = ("bernoulli", "uniform", "normal", "exponential", "random", "cauch
 def _skip_permutation_checks(graph: GraphModule) -> None:
     """Drops the bounds check of indexing with a random permutation of the rows, as mixup does.
 
-    Inductor has the same pattern, but fails if all rows are indexed (torch 2.13).
+    Inductor has the same pattern, but fails if all rows are indexed. Upstream: pytorch/pytorch#158457 and #183988.
     """
     aten = torch.ops.aten
     lookups = graph.graph.find_nodes(op="call_function", target=aten.index.Tensor)
