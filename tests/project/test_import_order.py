@@ -58,6 +58,8 @@ ORDER = (
     "lowering/evaluation",
     "lowering/task_facts",
     "lowering/arrays_engine/*",
+    "lowering/compile/compiled_rng",
+    "lowering/compile/inductor_patches/*",
     "lowering/compile/*",
     "lowering/failures/*",
     "lowering/parameter_server/*",

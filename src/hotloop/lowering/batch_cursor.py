@@ -15,7 +15,7 @@ from hotloop.lowering.eager_step import EagerStep
 
 
 class BatchCursor:
-    """Opens the feed at the position of training, and continues at each call until `reset`."""
+    """Opens the feed at the position of training; each call continues until `reset`."""
 
     def __init__(self, step: EagerStep, checks: BatchChecks) -> None:
         self._step, self._checks = step, checks
@@ -38,7 +38,7 @@ class BatchCursor:
         return self._checks.check_while_passing(taken, position.step) if self._checks.is_needed else taken
 
     def reset(self) -> None:
-        """Closes the feed. The next call of `take` opens the feed again and repeats batches that weren't used for training."""
+        """Closes the feed. The next `take` reopens the feed, and repeats batches that weren't used for training."""
         self._batches = None
 
     def _open(self, feed: Feed, position: Position) -> Iterator[tuple[Any, int]]:

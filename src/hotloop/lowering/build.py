@@ -1,4 +1,4 @@
-"""Lowering: the transforms of a Plan in their one visible order, then one step, one feed, one Program."""
+"""Lowering: applies the transforms of a Plan in order, then builds one step, one feed and one Program."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from hotloop.task import Task
 
 
 def apply_device(parts: LoweringContext) -> LoweringContext:
-    """The device axis, and modules that are placed elsewhere; each rank has the device of its own number."""
+    """Applies the device and placement axes; each rank has the device of its own number."""
     device = check_device(parts.plan.device)
     if device.type == "cuda" and not parts.world.is_single:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -51,11 +51,11 @@ def apply_device(parts: LoweringContext) -> LoweringContext:
 
 
 def apply_engine_timing(parts: LoweringContext) -> LoweringContext:
-    """The parallel axis, where torch's engines send by themselves: their time goes to the rank's meter."""
+    """Measures the time of torch's communication engines, in the modes whose engines send by themselves."""
     if parts.plan.parallel not in ("sharded", "tensor", "stages"):
         return parts
-    hearing = partial(parts.meter.measure_engines, relayed=parts.is_pipelined)
-    return replace(parts, around=(*parts.around, hearing))
+    measure = partial(parts.meter.measure_engines, relayed=parts.is_pipelined)
+    return replace(parts, around=(*parts.around, measure))
 
 
 TRANSFORMS: tuple[Callable[[LoweringContext], LoweringContext], ...] = (
@@ -70,27 +70,27 @@ TRANSFORMS: tuple[Callable[[LoweringContext], LoweringContext], ...] = (
     apply_determinism,
     apply_engine_timing,
 )
-"""Each turns ingredients into ingredients; they apply from first to last."""
+"""The transforms of a context, from first to last."""
 
 
 def lower(
     task: Task, plan: Plan = BASELINE, say: Report = lambda line: None, during: ProgressReporter | None = None
 ) -> Program:
-    """Makes a Task runnable under a Plan; the caller's random generators stay as they are.
+    """Makes a Task runnable under a Plan; the caller's random generators keep their state.
 
     Args:
-        say: is told what the user should know of it, such as what was read into memory.
-        during: shows what takes long while it lasts; lines through `say` otherwise.
+        say: shows a line to the user, such as the size of data read into memory.
+        during: shows the progress of slow operations; `say` gets lines by default.
 
     Raises:
-        DeviceError: the plan's device isn't on this machine.
+        DeviceError: this machine lacks the plan's device.
         PlanError: the plan can't be run for this Task on this machine.
         TaskError, DataError: the Task's parts can't be built, or don't fit together.
         MemoryExhausted: model and data alone are too large.
     """
     check_device(plan.device)
     if plan.ranked:
-        plan = plan.with_axes(ranks=World.from_group(plan).ranks)  # those that are there, whatever was there before
+        plan = plan.with_axes(ranks=World.from_group(plan).ranks)  # a resumed run may have another number of ranks
     with translate_memory_errors(plan), preserve_generators():
         parts = replace(LoweringContext.from_task(task, plan), reporter=Reporter(say, during))
         parts = replace(parts, trial_optimizer=trial_optimizer(task, parts.model))
@@ -105,14 +105,15 @@ def lower(
             return parameter_server_program(parts, StalenessPolicy.from_plan(plan))
         check_whole_gradients(parts.model, plan)
         step = _make_step(parts)
-        check_whole_gradients(step.holder, plan)  # the optimizer's factory may hang some up, too
-        # a step may settle what its plan leaves open
-        return _check_first_batch(Program(step.parts, step, _make_feed(parts)))
+        check_whole_gradients(step.holder, plan)  # the optimizer's factory may register hooks
+        return _check_first_batch(
+            Program(step.parts, step, _make_feed(parts))
+        )  # the step's parts may differ from `parts`
 
 
 @contextmanager
 def translate_memory_errors(plan: Plan) -> Iterator[None]:
-    """Turns a lack of memory into one line, while model and data come into being."""
+    """Raises MemoryExhausted if building model and data runs out of memory."""
     try:
         yield
     except Exception as error:
@@ -126,7 +127,7 @@ def translate_memory_errors(plan: Plan) -> Iterator[None]:
 
 
 def _make_step(parts: LoweringContext) -> EagerStep:
-    """Imports what the plan needs and no more: torch's compiler and its parts for ranks take seconds to import."""
+    """Builds the step of the plan. Local imports: torch's compiler and distributed parts take seconds to import."""
     plan = parts.plan
     if plan.engine == "arrays":
         from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
@@ -147,8 +148,8 @@ def _make_step(parts: LoweringContext) -> EagerStep:
 
         return CompiledStep(parts)
     optimizer = parts.build_optimizer(parts.model)
-    made = replace(parts, build_optimizer=lambda model: optimizer)
-    return AlternatingStep(made) if isinstance(optimizer, NamedOptimizers) else EagerStep(made)
+    parts = replace(parts, build_optimizer=lambda model: optimizer)
+    return AlternatingStep(parts) if isinstance(optimizer, NamedOptimizers) else EagerStep(parts)
 
 
 def _make_rank_step(parts: LoweringContext) -> EagerStep:
@@ -163,7 +164,7 @@ def _make_rank_step(parts: LoweringContext) -> EagerStep:
 
 
 def _check_first_batch(program: Program) -> Program:
-    """Tries on a first batch what may not work for this Task; nothing of it stays in the program's State."""
+    """Checks accumulation and compiles or records the step on a first batch; the program's State stays the same."""
     parts, plan = program.parts, program.parts.plan
     made = " and ".join(["compiled"] * (plan.compile != "none") + ["recorded"] * (plan.graphs != "none"))
     if plan.accumulation == 1 and not made:
@@ -188,7 +189,7 @@ def _check_first_batch(program: Program) -> Program:
 
 @contextmanager
 def close_on_error(program: Program) -> Iterator[None]:
-    """Whatever ends what is done with a Program, Ctrl-C too, closes it."""
+    """Closes the Program if the block ends by an exception, Ctrl-C included."""
     try:
         yield
     except BaseException:
@@ -197,7 +198,7 @@ def close_on_error(program: Program) -> Iterator[None]:
 
 
 def _check_plan(parts: LoweringContext) -> None:
-    """Refuses what can't be run; the baseline can, so nobody has to look at the machine for it."""
+    """Refuses an infeasible plan. The baseline is always feasible and needs no probe of the machine."""
     if not is_plain(parts.plan) or parts.plan.threads or parts.plan.workers:
         device = str(check_device(parts.plan.device))
         check(parts.plan.with_axes(device=device), task_facts(parts), probe_hardware(device))
@@ -205,7 +206,7 @@ def _check_plan(parts: LoweringContext) -> None:
 
 def _make_feed(parts: LoweringContext) -> Feed:
     order, world, source = parts.splits.order, parts.world, parts.splits.train
-    # A data set that is said to change is copied anew into each epoch's workers, as torch's loaders do.
+    # A Task with deterministic=False may change its data set: each epoch gets new workers, as with torch's loaders.
     opened = partial(open_feed, source, workers=parts.plan.workers, endless=parts.task.deterministic is not False)
     if parts.is_dealt.is_single:
         return opened(order, _make_transform(parts))

@@ -1,4 +1,4 @@
-"""What a step is made of, before and after the transforms of `build.py`."""
+"""The state of lowering a Task under a Plan, which each transform of `build.py` replaces by the next."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class LoweringContext:
     """Model, objective and data of one Task under one Plan.
 
     Attributes:
-        task: with a loss of its own on the device, if the loss is a module.
-        model: on the device, but for modules that are placed elsewhere.
-        weigh: `(batch, samples)` -> what the batch's loss counts.
+        task: the Task; a loss module is a copy on the device.
+        model: the model on the device, except for modules with a placement of their own.
+        weigh: `(batch, samples)` -> the weight of the batch's loss.
         compute: `(model, batch)` -> the forward pass and its loss.
         build_optimizer: `model` -> the optimizer.
         scaled: whether the loss is scaled before backward, as fp16 needs.
-        around: contexts that each training step runs in.
-        switches: torch's, of the format in which products are computed, as the step has them.
-        reporter: shows lines and the progress of long work to the user.
+        around: contexts in which each training step runs.
+        switches: torch's settings of the number formats of products during a step.
+        reporter: shows lines and the progress of slow operations to the user.
         world: the ranks that share the training.
-        meter: of the time that this rank spends on the others.
-        notes: lines that the user should read about how the Plan was lowered.
-        elsewhere: further devices, where modules of the model are placed.
-        trial: an optimizer over stand-ins for the parameters, to be looked at; made before the one that trains, so that the
-            factory's last call is for that.
+        meter: measures the time that this rank spends on communication.
+        notes: lines for the user about the lowering of the Plan.
+        elsewhere: further devices, on which modules of the model are placed.
         in_eval: names of the modules that stay in evaluation mode while the model trains.
+        trial_optimizer: an optimizer over stand-ins for the parameters, for inspection; built before the optimizer that
+            trains, because a factory may record its last result.
     """
 
     task: Task
@@ -83,12 +83,12 @@ class LoweringContext:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that the step computes on, the plan's first."""
+        """All devices of the step; the plan's device comes first."""
         return (self.device, *self.elsewhere)
 
     @contextmanager
     def with_copied_loss(self) -> Iterator[LoweringContext]:
-        """The same, to try something: what the loss counts or stores meanwhile is a copy's, or is put back.
+        """Yields a context for a trial step, whose loss is a copy; a loss that can't be replaced gets its buffers back.
 
         Raises:
             NotCopied: a part of the loss can't be copied.
@@ -103,31 +103,32 @@ class LoweringContext:
         buffers = list(task.loss.buffers()) if isinstance(task.loss, nn.Module) else []
         before = [value.clone() for value in buffers]
         try:
-            yield self  # the plan computes by a function of its own, which calls the loss itself
+            yield self  # `compute` belongs to the plan, and calls the loss by itself
         finally:
             with torch.no_grad():
-                for value, then in zip(buffers, before, strict=True):
-                    value.copy_(then)
+                for value, old in zip(buffers, before, strict=True):
+                    value.copy_(old)
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether each batch goes from rank to rank, of which the last has what comes of it."""
+        """Whether each batch passes from rank to rank, and the last rank has the result."""
         return self.plan.parallel == "stages"
 
     @property
     def is_joint(self) -> World:
-        """The ranks that compute each batch together, since each has a part of the model: then they must all go on with
-        it, or none; this process alone where each has the whole model."""
+        """The ranks that compute each batch together, each with a part of the model: they stop and continue together.
+        This process alone if each rank has the whole model.
+        """
         return self.world if self.plan.parallel in JOINT_MODES else SINGLE_RANK
 
     @property
     def is_dealt(self) -> World:
-        """The ranks among which the batches of an evaluation are dealt: those that have the whole model."""
+        """The ranks that share the batches of an evaluation: all ranks that have the whole model."""
         return SINGLE_RANK if self.plan.parallel in JOINT_MODES else self.world
 
     @classmethod
     def from_task(cls, task: Task, plan: Plan) -> LoweringContext:
-        """The Task as it stands: eager, on the CPU."""
+        """Returns the context before all transforms: eager, on the CPU."""
         roles = task.roles
         _check_loss(task)
         model = build_model(task)
@@ -139,12 +140,12 @@ class LoweringContext:
         set_training(model, in_eval)
         weigh = _make_weight_function(task, roles)
         device, world = torch.device("cpu"), World.from_group(plan)
-        whole = (task, plan, roles, device, model, weigh, task.compute, task.build_optimizer)
-        return cls(*whole, world=world, notes=(note,) if note else (), in_eval=in_eval)
+        fields = (task, plan, roles, device, model, weigh, task.compute, task.build_optimizer)
+        return cls(*fields, world=world, notes=(note,) if note else (), in_eval=in_eval)
 
 
 def build_model(task: Task) -> nn.Module:
-    """A new model on the CPU with all its parameters; those of lazy modules come into being on a first batch."""
+    """Returns a new model on the CPU with all its parameters; a first batch creates the parameters of lazy modules."""
     model = task.build_model()
     if _has_lazy_parameters(model):
         _run_once(task, model, first_batch(task.roles))
@@ -154,13 +155,13 @@ def build_model(task: Task) -> nn.Module:
 def move_to_device(
     parts: LoweringContext, device: torch.device, move: Callable[[nn.Module], nn.Module] | None = None
 ) -> LoweringContext:
-    """Model and loss moved to `device`; the loss is copied, since it may have buffers that training changes.
+    """Moves model and loss to `device`; the loss is copied, since training may change its buffers.
 
     Args:
-        move: how the model is moved, if parts of it go elsewhere.
+        move: moves the model, if parts of the model have other devices.
     """
     task = parts.task
-    if parts.is_pipelined:  # each rank moves what it holds, once it is known
+    if parts.is_pipelined:  # each rank moves its own stage later
         return replace(parts, device=device)
     if isinstance(task.loss, nn.Module):
         task = replace(task, loss=copy.deepcopy(task.loss).to(device))
@@ -172,13 +173,13 @@ def move_to_device(
 
 
 def _has_lazy_parameters(model: nn.Module) -> bool:
-    """Whether parameters come into being only when the model first runs."""
+    """Whether the first run of the model creates parameters."""
     values = list(model.parameters())
     return any(map(is_lazy, values)) or not values or not all(map(is_built, model.modules()))
 
 
 def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
-    """The output for one small batch; buffers are put back, so that nothing has happened."""
+    """Returns the output for one small batch, and restores the buffers."""
     buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
     with torch.no_grad(), evaluation_mode([model]), preserve_attributes(task):
         try:
@@ -192,7 +193,7 @@ def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
 
 
 def _check_loss(task: Task) -> None:
-    """A loss with weights to learn would never learn them."""
+    """Refuses a loss with trainable parameters, which the optimizer never gets."""
     if not isinstance(task.loss, nn.Module):
         return
     learning = [name for name, value in task.loss.named_parameters() if value.requires_grad]
@@ -205,7 +206,7 @@ def _check_loss(task: Task) -> None:
 
 
 def _check_output(task: Task, roles: DataSplits, model: nn.Module) -> None:
-    """For a classification of arrays in memory: every label is one that the model can put out."""
+    """Checks that a classification model of arrays in memory has an output for each label."""
     if not task.objective.cross_entropy or not isinstance(roles.train, Table):
         return
     targets = _target_column(roles.train)
@@ -220,8 +221,7 @@ def _check_output(task: Task, roles: DataSplits, model: nn.Module) -> None:
     try:
         output = _run_once(task, model, first_batch(roles))
     except TaskError:
-        # The first step says what is wrong, and where; or nothing is, but that the model takes no batch as small.
-        return
+        return  # The first step reports the error and its place. A model that needs larger batches has none.
     if not isinstance(output, Tensor) or output.ndim < 2:
         raise TaskError(
             f"the model's output for a batch of 2 is {_describe_shape(output)}",
@@ -246,19 +246,19 @@ def _describe_shape(output: Any) -> str:
 
 
 def _target_column(table: Table) -> Tensor | None:
-    """The last of its columns, as the loss takes it; None where that is no tensor, or one of another kind of batch."""
+    """Returns the last column, which is the loss's target; None if the table has no such tensor."""
     columns = table.columns
     last = columns[-1] if isinstance(columns, tuple | list) and len(columns) > 1 else None
     return last if isinstance(last, Tensor) else None
 
 
 def counts_samples(parts: LoweringContext) -> bool:
-    """Whether what a batch's loss counts is the number of its samples, whatever they hold."""
+    """Whether the weight of a batch's loss is always its number of samples."""
     return parts.weigh is _count_samples
 
 
 def _make_weight_function(task: Task, roles: DataSplits) -> Callable[[Any, int], Any]:
-    """`Task.weight_of`, or the plain number of samples where a look at the data shows that none is ignored."""
+    """Returns `Task.weight_of`, or the number of samples if no target in the data is ignored."""
     plain = task.weight is None and task.objective.class_weights is None
     if plain and isinstance(roles.train, Table):
         target = _target_column(roles.train)
@@ -273,11 +273,11 @@ def _count_samples(batch: Any, samples: int) -> int:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(all, trainable) numbers of parameters; shared ones count once."""
+    """Returns (all, trainable) numbers of parameters; shared ones count once."""
     values = list(model.parameters())
     return sum(v.numel() for v in values), sum(v.numel() for v in values if v.requires_grad)
 
 
 def input_shapes(batch: Any) -> list[list[int]]:
-    """Shapes of one sample's tensors, without the batch dimension."""
+    """Returns the shapes of one sample's tensors, without the batch dimension."""
     return [list(tensor.shape[1:]) for tensor in tree_tensors(batch)]

@@ -1,4 +1,4 @@
-"""The one builder of the step: reseed, forward, backward, clip, update, schedule, average, sums."""
+"""The eager training step: reseed, forward, backward, clip, update, schedule, average, sums."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from hotloop.task import StepResult, YieldedResult, single_optimizer_error
 
 
 class EagerStep:
-    """One training step, operation by operation.
+    """One training step, operation by operation; the base class of all steps.
 
     Attributes:
-        optimizer, schedule: made by the Task's factories.
-        switched: the optimizer, or those that it wraps, if `train()` and `eval()` switch its weights.
+        optimizer, schedule: results of the Task's factories.
+        switched: the optimizer, or its inner optimizers, if `train()` and `eval()` switch the weights.
         draws: seeds the generators before each step.
-        owned: the random generators that model, loss, step, optimizer and schedule hold.
-        ran: how many steps its compiled program took; None without one.
-        look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
-        cut_from: the arrays whose rows `run` gets as batches, as they are; None where batches come otherwise.
+        owned: the random generators of model, loss, step, optimizer and schedule.
+        steps_run: number of steps that the compiled program ran; None without one.
+        look_s: seconds of one recheck of the captured step; 0 without a capture.
+        first_split_step: the arrays whose unchanged rows are the batches of `run`; None for other batches.
         cuts_batches: whether `run` takes a `RowBatches`, and cuts several batches at once.
-        draws_by_words: whether its random zeros and ones are other ones than the baseline's; see `WordDrawMode`.
-        scaler: decides by how much fp16's loss is scaled; None in other precisions.
-        scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
-        average: exponential average by parameter name, of what this rank holds; empty without one.
-        outer: momentum by parameter name of ranks that step towards their average; empty elsewhere.
-        sums: over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
+        draws_by_words: whether random zeros and ones differ from the baseline's; see `WordDrawMode`.
+        scaler: decides the scale of fp16's loss; None in other precisions.
+        scale: the scale of a compiled step's loss, 0-dim, on the device; None in other precisions.
+        average: exponential averages of this rank's parameters by name; empty if the Task has none.
+        outer: momentum by parameter name of ranks that step towards their average; empty in other modes.
+        sums: sums over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
     """
 
@@ -100,23 +100,21 @@ class EagerStep:
         return loss
 
     def run(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[int, int]]:
-        """Runs a step on each batch, from step number `step` on; yields (steps, samples) as they are done."""
+        """Runs a step on each batch, starting with step number `step`; yields (steps, samples) after each call."""
         for batch, samples in batches:
             self(batch, samples, step)
             step += 1
             yield 1, samples
 
     def _step_draws(self, *devices: torch.device, rank: int = 0) -> StepSeeds:
-        """What seeds the generators before each step, those among them that the Task's parts hold."""
         return StepSeeds(self.parts.task.seed, *devices, rank=rank, further=self.owned.seed)
 
     def begin_span(self) -> None:
-        """Prepares the generators for steps that follow; anything may have changed them before."""
+        """Prepares the generators for the next steps; the caller may have changed the generators before."""
         self.draws.begin_span()
         self.owned.refresh()
 
     def _run(self, batch: Any, samples: int, step: int) -> StepResult:
-        """Gradients and update."""
         computed = self._backward(batch, samples, step)
         self._update()
         if self._sweeps:
@@ -147,12 +145,11 @@ class EagerStep:
         return computed
 
     def _differentiate(self, computed: StepResult, batch: Any, samples: int) -> StepResult:
-        """Gradients of the loss; returns what the whole batch came to."""
+        """Computes gradients of the loss; returns the result for the whole batch."""
         self._backward_of(computed.loss)
         return computed
 
     def _weight(self, batch: Any, samples: int) -> Any:
-        """What the loss of the step's batch counts."""
         return self.parts.weigh(batch, samples)
 
     def _clip_unscaled(self) -> None:
@@ -164,7 +161,7 @@ class EagerStep:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def clip(self, parameters: list[Tensor]) -> None:
-        """Clips their gradients as the Task says."""
+        """Clips the gradients in place by the Task's `clip_norm` and `clip_value`."""
         task = self.parts.task
         if task.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, task.clip_norm)
@@ -176,72 +173,72 @@ class EagerStep:
         self._average(list(averages), list(values), None)
 
     def restore_average(self, average: dict[str, Tensor]) -> None:
-        """Goes to averages by parameter name, of the whole model.
+        """Restores averages by parameter name, of the whole model.
 
         Raises:
-            CheckpointError: they belong to another model.
+            CheckpointError: the averages belong to another model.
         """
         copy_into(self.average, average, "averaged parameter")
 
     @property
     def holder(self) -> nn.Module:
-        """The module whose parameters the optimizer updates; only of towers it is another than the model."""
+        """The module whose parameters the optimizer updates: the model, except with parallel=towers."""
         return self.parts.model
 
     def optimizer_state(self, *, lent: bool = False) -> dict[str, Any]:
-        """The optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
-        found = capture_optimizer(self.optimizer, self.holder, lent=lent)
-        return found | {"switched": True} if self.switched else found
+        """Returns the optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
+        state = capture_optimizer(self.optimizer, self.holder, lent=lent)
+        return state | {"switched": True} if self.switched else state
 
     def objects(self) -> dict[str, Any]:
-        """What this step alone holds, whose attributes training may change."""
+        """Returns the step's objects whose attributes training may change, by name."""
         loss = self.parts.task.loss
-        found = {"model": self.parts.model, "optimizer": self.optimizer, "scheduler": schedule_functions(self.schedule)}
-        return found | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+        known = {"model": self.parts.model, "optimizer": self.optimizer, "scheduler": schedule_functions(self.schedule)}
+        return known | ({"loss": loss} if isinstance(loss, nn.Module) else {})
 
     def saved_tensors(self) -> set[int]:
-        """The `id`s of tensors that State has by other names than by an attribute's."""
+        """Returns the `id`s of tensors that State contains under other names than an attribute's."""
         loss = self.parts.task.loss
         modules = [self.parts.model, *([loss] if isinstance(loss, nn.Module) else [])]
-        own = [value for module in modules for value in (*module.parameters(), *module.buffers())]
-        kept = [value for _, value in tree_leaves([list(self.optimizer.state.values()), self.average, self.outer])]
-        return {id(value) for value in (*own, *self._trainable, *kept) if isinstance(value, Tensor)}
+        named = [value for module in modules for value in (*module.parameters(), *module.buffers())]
+        state = [value for _, value in tree_leaves([list(self.optimizer.state.values()), self.average, self.outer])]
+        return {id(value) for value in (*named, *self._trainable, *state) if isinstance(value, Tensor)}
 
     def trainable(self) -> tuple[bool, ...]:
-        """`requires_grad` of each of the model's parameters."""
+        """Returns `requires_grad` of each of the model's parameters."""
         return tuple(value.requires_grad for value in self.parts.model.parameters())
 
     def sync_ranks(self) -> None:
-        """Brings ranks together that have gone ways of their own; all of them call it at the same places."""
+        """Makes the state of all ranks equal; a collective call."""
 
     def totals(self) -> dict[str, Any]:
-        """The sums over the epoch so far, of all ranks, which call it together."""
+        """Returns the sums over the epoch so far, of all ranks; a collective call."""
         return self.sums
 
     def full_model(self) -> AbstractContextManager[None]:
-        """The model as a whole, to compute something else with; only ranks may have it in shards."""
+        """Makes a sharded model whole meanwhile, for other computations."""
         return nullcontext()
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """All parameters with memory of their own, to read them or to write them."""
+        """Gives all parameters memory of their own meanwhile, for reading and writing."""
         return nullcontext()
 
     def gather_state(self, state: State) -> State:
-        """The whole State, of which ranks may have a part each."""
+        """Returns the whole State from the ranks' parts."""
         return state
 
     def evaluation_model(self, batch: Any, samples: int) -> StepResult | None:
-        """The forward pass of an evaluation; None where another rank has what came of it."""
+        """Returns the forward pass of an evaluation; None if another rank has the result."""
         return self.parts.task.compute(self.parts.model, batch)
 
     def warm_up(self, batch: Any, samples: int) -> None:
-        """Trains on such a batch as often as it takes to compile or record what follows; here there is nothing to do."""
+        """Trains on this batch until later steps are compiled or recorded; an eager step needs nothing."""
 
     def on_state_restored(self) -> None:
-        """Notes that a State was restored, and tensors of the optimizer's state replaced."""
+        """Called after a State was restored, which replaces tensors of the optimizer's state."""
 
     def invalidate_bindings(self) -> None:
-        """Notes that callbacks may have put other tensors, or other memory, in the step's place, or added some."""
+        """Called after callbacks, which may have replaced or added tensors, or moved their memory."""
         self._list_parameters()
         if self.parts.plan.parallel != "none":
             check_trainable(self.parts, self._as_built)
@@ -249,24 +246,24 @@ class EagerStep:
     def _list_parameters(self) -> None:
         named = dict(self.parts.model.named_parameters())
         self._trainable = [value for group in self.optimizer.param_groups for value in group["params"]]
-        self._filled = list(named.values())  # frozen ones, too, which a callback may have thawed
+        self._filled = list(named.values())  # also frozen parameters: a callback may unfreeze them
         self._averaged = [named[name] for name in self.average]
 
     def schedule_recheck(self) -> None:
-        """Has a compiled step see, before the next batch, whether it still does what was compiled."""
+        """Makes a compiled step check before the next batch that a new capture equals the compiled one."""
 
     def run_eagerly(self) -> None:
-        """From now on, operation by operation, so that hooks of modules see what happens."""
+        """Disables compiled programs from now on, so that module hooks are called."""
 
     def step_schedule(self) -> None:
-        """Steps the schedulers that step by step."""
+        """Steps the schedulers that step after each training step."""
         if self.schedule is not None and self._each_step:
             for schedule in schedules_of(self.schedule):
                 if not isinstance(schedule, ReduceLROnPlateau):
                     schedule.step()
 
     def _clear_gradients(self) -> None:
-        """Of all that backward fills, whether the optimizer holds it or not; torch's `zero_grad` takes 14 us more."""
+        """Clears the gradients that backward writes, also of frozen parameters; `zero_grad` takes 14 us more."""
         if self._clears_itself:
             self.optimizer.zero_grad()
         for value in self._filled:
@@ -276,7 +273,7 @@ class EagerStep:
         return self.parts.compute(self.parts.model, batch)
 
     def _compute_first(self, batch: Any) -> StepResult:
-        """The first forward pass: what would train, but on something wrong, is refused."""
+        """Computes the first forward pass, and refuses mistakes that would train without an error."""
         with check_losses(self.parts, batch):
             computed = self._compute(batch)
         if isinstance(computed, YieldedResult):
@@ -284,13 +281,14 @@ class EagerStep:
         check_loss(computed.loss)
         self._checked = True
         parts = self.parts
-        if parts.world.is_single and computed.output is not None:
-            doubt = check_loss_sum(parts.task, computed.output, batch[-1], parts.device)
-            parts.say(doubt) if doubt else None
+        if not parts.world.is_single or computed.output is None:
+            return computed
+        if doubt := check_loss_sum(parts.task, computed.output, batch[-1], parts.device):
+            parts.say(doubt)
         return computed
 
     def _closure_step(self, batch: Any, samples: int, step: int) -> StepResult:
-        """For optimizers such as LBFGS, which ask for the loss several times; each time the draws are the same."""
+        """Runs an optimizer such as LBFGS, which evaluates the loss several times; the random numbers are the same."""
         first: list[StepResult] = []
 
         def closure() -> Tensor:
@@ -315,13 +313,13 @@ class EagerStep:
             sums[name] = sums.get(name, 0.0) + weight_mean(value.detach().to(wide), weight)
 
     def reset_sums(self) -> None:
-        """Begins the sums of an epoch."""
+        """Resets the sums at the start of an epoch."""
         device = self.parts.device
         wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
         self.sums = {"loss": torch.zeros((), dtype=wide, device=device), "weight": 0, "samples": 0}
 
     def end_epoch(self, figure: float | None) -> None:
-        """Steps the schedulers that step by epoch; `figure` is the monitored one, which plateau schedulers watch."""
+        """Steps the schedulers that step after each epoch; `figure` is the monitored figure for plateau schedulers."""
         for schedule in schedules_of(self.schedule):
             if isinstance(schedule, ReduceLROnPlateau):
                 if figure is None:
@@ -337,7 +335,7 @@ class EagerStep:
 
     @property
     def graph(self) -> GraphModule | None:
-        """What was captured of it; None where it runs operation by operation."""
+        """The captured graph; None without a capture."""
         return None
 
     @property
@@ -346,13 +344,13 @@ class EagerStep:
 
     @property
     def _each_step(self) -> bool:
-        """Whether a scheduler steps by step."""
-        by_epoch = all(isinstance(one, ReduceLROnPlateau) for one in schedules_of(self.schedule))
+        """Whether a scheduler steps after each training step."""
+        by_epoch = all(isinstance(schedule, ReduceLROnPlateau) for schedule in schedules_of(self.schedule))
         return self.parts.task.schedule_every == "step" and not by_epoch
 
     def _check_ownership(self) -> None:
-        own = {id(value) for value in self.holder.parameters()}
-        if any(id(value) not in own for value in self._trainable):
+        known = {id(value) for value in self.holder.parameters()}
+        if any(id(value) not in known for value in self._trainable):
             raise TaskError(
                 "the optimizer holds a parameter that is not the model's",
                 expected="parameters of the model alone",
@@ -361,11 +359,11 @@ class EagerStep:
 
 
 WEIGHT_SUMS = "weight of "
-"""In the name of a sum: what the batches counted that had the figure named after it, where some have not."""
+"""Prefix of a sum's name: the weight of the batches that had the figure of that name, if some lack the figure."""
 
 
 def epoch_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """The epoch's loss and further figures: each the mean over the batches that had it."""
+    """Returns the epoch's loss and further figures, each the mean over the batches that had the figure."""
     whole = sums["weight"] or 1.0
     return {
         name: value / (sums.get(WEIGHT_SUMS + name, whole) or 1.0)
@@ -375,7 +373,6 @@ def epoch_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step` can't be called without a closure, as LBFGS's can't."""
-    step = inspect.unwrap(type(optimizer).step)
-    closure = inspect.signature(step).parameters.get("closure")
+    """Whether `optimizer.step` requires a closure, as LBFGS's does."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

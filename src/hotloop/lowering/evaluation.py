@@ -27,17 +27,19 @@ from hotloop.lowering.program import Program
 from hotloop.task import StepResult
 
 _INPUT_BYTES = 1 << 20
-"""Inputs of this size make a batch large enough that its overhead no longer matters."""
+"""Bytes of input per batch from which the overhead of a batch no longer matters."""
 
 
 BatchObserver = Callable[[Any, int, Any], None]
-"""Sees each batch of an evaluation: `(batch, samples, computed)`, on the device; None where another rank has it."""
+"""Called with each batch of an evaluation: `(batch, samples, computed)`, on the device; `computed` is None if another
+rank has the result.
+"""
 
 
 def evaluate(program: Program, source: Source, watch: BatchObserver | None = None) -> Figures:
-    """Loss and metrics over `source`, each averaged over all that they count.
+    """Returns loss and metrics over `source`, each averaged with its own weights.
 
-    The figures follow from the model and the data alone: random draws are reseeded batch by batch.
+    The figures follow from the model and the data alone: the generators are seeded for each batch.
     """
     sums = _WeightedSums(program)
     parts, stopped = program.parts, ""
@@ -51,32 +53,28 @@ def evaluate(program: Program, source: Source, watch: BatchObserver | None = Non
     except StopRequested as error:
         stopped = error.reason
     together = parts.world if parts.is_pipelined else world
-    # also by one that was stopped: the others wait for its word
-    everyone = together.all_gather((stopped, sums.plain()))
-    if reasons := [reason for reason, _ in everyone if reason]:
+    # a stopped rank takes part, too: the others wait for its contribution
+    gathered = together.all_gather((stopped, sums.plain()))
+    if reasons := [reason for reason, _ in gathered if reason]:
         raise StopRequested(reasons[0])
-    return merge_figures([own for _, own in everyone])
+    return merge_figures([rank_sums for _, rank_sums in gathered])
 
 
 def evaluation_batches(program: Program, source: Source, world: World = SINGLE_RANK) -> Iterator[tuple[Any, int]]:
-    """`(batch, samples)` of `source` in its own order, prepared, on the device; of several ranks' in turn, this one's."""
+    """Yields prepared `(batch, samples)` of `source` on the device in the source's order; several ranks take turns."""
     roles = program.parts.splits
     treatment = BatchTransform(program.device, roles.seed, roles.prepare)
     order = None
     if not isinstance(source, Stream):
-        sums_samples = program.parts.task.objective.sums_samples
+        sums_samples, drop_last = program.parts.task.objective.sums_samples, source.batching.drop_last
         size = min(evaluation_batch_size(source, roles.batch_size, sums_samples), len(source))
-        drops = source.batching.drop_last
-        order = DealtBatches(
-            len(source), size, roles.seed, shuffle=False, drop_last=drops, rank=world.rank, ranks=world.ranks
-        )
+        ranks = {"rank": world.rank, "ranks": world.ranks}
+        order = DealtBatches(len(source), size, roles.seed, shuffle=False, drop_last=drop_last, **ranks)
     feed = open_feed(source, order, treatment, workers=program.parts.plan.workers, endless=False)
     if isinstance(feed, SamplesFeed | StreamFeed):
         feed.check = program.check
-    streams, owned = (
-        RandomStreams(roles.seed, *program.devices),
-        OwnedGenerators(program.parts.task.owners(program.model)),
-    )
+    streams = RandomStreams(roles.seed, *program.devices)
+    owned = OwnedGenerators(program.parts.task.owners(program.model))
     try:
         for number, (batch, samples) in enumerate(feed.epoch(0)):
             RANK_PROGRESS.begin_batch()
@@ -88,13 +86,13 @@ def evaluation_batches(program: Program, source: Source, world: World = SINGLE_R
 
 
 def evaluation_batch_size(source: Source, batch_size: int, sums_samples: bool) -> int:
-    """A DataLoader's own; of arrays larger than in training where inputs are small, since no activations are kept.
+    """Returns the DataLoader's batch size, or one larger than in training for arrays of small inputs.
 
-    For a data set that of training, read into memory or not: the last bits of a figure depend on it.
+    A data set has the training's batch size, read into memory or not: the last bits of a figure depend on the size.
 
     Args:
-        batch_size: of training.
-        sums_samples: whether the loss is known to be a mean over samples, whatever else is in the batch.
+        batch_size: the training's.
+        sums_samples: whether the loss is a mean over samples, independent of the rest of the batch.
     """
     if not isinstance(source, Stream) and source.batching.batch_size is not None:
         return source.batching.batch_size
@@ -104,12 +102,12 @@ def evaluation_batch_size(source: Source, batch_size: int, sums_samples: bool) -
 
 
 def inference_batch_size(batch_size: int, sample_bytes: int) -> int:
-    """A batch size for inference with inputs of this size."""
+    """Returns a batch size for inference with inputs of `sample_bytes` each."""
     return max(batch_size, min(_INPUT_BYTES // max(1, sample_bytes), 4096))
 
 
 class _WeightedSums:
-    """Weighted sums on the device; they are read once, at the end."""
+    """Weighted sums on the device, which are read once, at the end."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.task = program, program.parts.task
@@ -137,7 +135,7 @@ class _WeightedSums:
         return computed
 
     def _compute(self, batch: Any, samples: int) -> StepResult | None:
-        """The forward pass, with a word on whether it is of a classification, which the first batch shows."""
+        """Computes the forward pass, and whether the task is a classification, which the first batch shows."""
         if self.classifies is None and not self.task.objective.cross_entropy:
             with LossReads() as reads:
                 computed = self.program.evaluation_model(batch, samples)
@@ -157,10 +155,10 @@ class _WeightedSums:
     def _metrics(self, computed: StepResult) -> dict[str, Callable[[Any, Any], Any]]:
         if self.task.metrics is not None:
             return dict(self.task.metrics)
+        if not computed.classified:
+            return {}
         ignored = self.task.objective.ignore_index
-        if computed.classified:
-            return {"accuracy": lambda output, target: count_correct(output, target, ignored)}
-        return {}
+        return {"accuracy": lambda output, target: count_correct(output, target, ignored)}
 
     def _count(self, name: str, metric: Callable, output: Any, target: Any, rows: int) -> tuple[Any, Any]:
         value = call_user_code(f"the metric {name!r}", metric, output, target)
@@ -176,18 +174,18 @@ class _WeightedSums:
         )
 
     def plain(self) -> FigureSums:
-        """The sums as numbers; waits for the device."""
+        """Returns the sums as numbers; waits for the device."""
         return self.samples, {name: (float(self.totals[name]), float(self.counts[name])) for name in self.totals}
 
 
 FigureSums = tuple[int, dict[str, tuple[float, float]]]
-"""Samples, and by name of a figure what was added up and what it counts."""
+"""Number of samples, and (sum, count) by name of a figure."""
 
 
 def merge_figures(parts: Sequence[FigureSums]) -> Figures:
-    """The figures of a data set that was evaluated in parts."""
+    """Returns the figures of a data set that was evaluated in parts."""
     values = {}
-    for name in dict.fromkeys(name for _, own in parts for name in own):
-        total, count = (sum(own.get(name, (0.0, 0.0))[place] for _, own in parts) for place in (0, 1))
+    for name in dict.fromkeys(name for _, sums in parts for name in sums):
+        total, count = (sum(sums.get(name, (0.0, 0.0))[place] for _, sums in parts) for place in (0, 1))
         values[name] = total / (count or math.nan)  # a mean of nothing is NaN
     return Figures(samples=sum(samples for samples, _ in parts), values=values)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
@@ -28,7 +27,7 @@ class ProductCounter(ReadOnlyDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _count_graph(self.counts, function, (args, kwargs), read_switches)
+        _count_product(self.counts, function, (args, kwargs), read_switches)
         return function(*args, **kwargs)
 
 
@@ -38,26 +37,22 @@ def count_products(graph: GraphModule, switches: Float32Switches) -> ProductCoun
     for inner in graph.modules():
         for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
             if node.op == "call_function":
-                _count_graph(
-                    counts, node.target, [one.meta.get("val") for one in node.all_input_nodes], lambda: switches
-                )
+                operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+                _count_product(counts, node.target, operands, lambda: switches)
     return counts
 
 
-def _count_graph(counts: ProductCounts, function: Any, given: Any, switches: Any) -> None:
+def _count_product(counts: ProductCounts, function: Any, operands: Any, switches: Any) -> None:
     operator = operator_class(getattr(getattr(function, "overloadpacket", function), "__name__", ""))
     if operator is None:
         return
-    values = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
+    values = [leaf for leaf in tree_leaves(operands) if isinstance(leaf, Tensor)]
     if format_ := _lowest_format(operator, values, switches()):
         counts[operator, format_] += 1
 
 
 def _lowest_format(operator: str, values: Iterable[Tensor], switches: Float32Switches) -> str | None:
     """Returns the format with the fewest bits among the operands; None if no operand is a floating-point tensor."""
-    formats = [product_format(operator, _operator_name(value.dtype), value.device.type, switches) for value in values]
+    named = [(str(value.dtype).removeprefix("torch."), value.device.type) for value in values]
+    formats = [product_format(operator, dtype, device, switches) for dtype, device in named]
     return max(filter(None, formats), key=FORMATS.index, default=None)
-
-
-def _operator_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -45,10 +45,10 @@ from hotloop.task import StepResult
 
 @dataclass(frozen=True)
 class AdvanceResult:
-    """What a call of `advance` did.
+    """The result of `Program.advance`.
 
     Attributes:
-        steps, samples: how many were run.
+        steps, samples: numbers of steps and samples run.
         ended: whether the epoch's last batch is done.
     """
 
@@ -61,12 +61,12 @@ class Program:
     """Runs the steps of a Task under a Plan; losses and sums stay on the device until they are read.
 
     Attributes:
-        position: where in the data training stands.
-        checks: of each batch before its step.
-        watched: whether callbacks of the user's are called in training, which may change what the step does.
+        position: position of training in the data.
+        checks: checks of each batch before its step.
+        watched: whether training calls callbacks of the user, which may change the step.
         inexact: a line for each reason found so far why a resumed run may differ from an uninterrupted one.
-        check: raises Stopped, for who waits for a batch; see `set_stop`.
-        compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
+        check: raises StopRequested while training waits for a batch; see `set_stop`.
+        compile_s: seconds of capturing and compiling the step, or of loading a compiled one; 0 without one.
     """
 
     def __init__(self, parts: LoweringContext, step: EagerStep, feed: Feed) -> None:
@@ -99,22 +99,22 @@ class Program:
 
     @property
     def average(self) -> dict[str, Tensor]:
-        """Averaged weights by parameter name, of what this rank holds; empty if the Task has no average."""
+        """This rank's averaged weights by parameter name; empty if the Task has no average."""
         return self._step.average
 
     @property
     def compiled_steps(self) -> int | None:
-        """How many steps its compiled program took so far; None where none was compiled."""
+        """Number of steps that the compiled program ran so far; None without one."""
         return self._step.steps_run
 
     @property
     def captured(self) -> GraphModule | None:
-        """The graph of the step that was compiled or recorded; None where it runs operation by operation."""
+        """The graph of a compiled or recorded step; None for an eager step."""
         return self._step.graph
 
     @property
     def recheck_s(self) -> float:
-        """Seconds in each epoch of seeing whether callbacks have changed what was compiled; see `schedule_recheck`."""
+        """Seconds per epoch of checking whether callbacks changed the captured step; see `schedule_recheck`."""
         return self._step.look_s if self.watched else 0.0
 
     @property
@@ -123,11 +123,11 @@ class Program:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that it computes on, the plan's first."""
+        """All devices of the program; the plan's device comes first."""
         return self.parts.devices
 
     def advance(self, steps: int) -> AdvanceResult:
-        """Runs up to `steps` steps from the present position, not past the end of the epoch."""
+        """Runs up to `steps` steps from the current position, at most to the end of the epoch."""
         self._attributes.begin()
         if self._tells_users:
             self._step.invalidate_bindings()
@@ -151,15 +151,15 @@ class Program:
             done = number - start
             self.position = Position(number, epoch, first + done)
         self.inexact += self._step.owned.find_late()
-        # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
+        # The length that a stream reports may be wrong: it ends with the first missing batch.
         ended = done < steps or (self.parts.splits.is_exact and first + done == self.feed.batches)
         return AdvanceResult(done, samples, ended)
 
     def step(self, batch: Any) -> Tensor:
-        """Runs one step on a batch of the caller's, for a loop of one's own; returns the loss, 0-dim, detached.
+        """Runs one step on a batch of the caller's own loop; returns the loss, 0-dim, detached.
 
-        The batch is moved to the device; `prepare`, `augment` and `end_epoch` are the caller's affair. The caller's
-        random generators stay as they are, since the step's draws come from streams of its own.
+        The batch is moved to the device; the caller applies `prepare` and `augment`, and calls `end_epoch`. The step
+        has random streams of its own, so the caller's generators keep their state.
         """
         self._attributes.begin()
         self._mode.set()
@@ -174,23 +174,23 @@ class Program:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """The contexts that training steps run in."""
+        """Enters the contexts of training steps."""
         with ExitStack() as stack:
             for context in self.parts.around:
                 stack.enter_context(context())
             yield
 
     def prime(self) -> bool:
-        """Sets what the plan changes in the process; whether the process kept memory by another plan before."""
+        """Applies the plan's settings of the process; returns whether the allocator's setting changed."""
         before = keeps_freed_memory()
         with self.around():
             return keeps_freed_memory() != before
 
     def prepare(self, batch: Any, samples: int) -> None:
-        """Compiles or records the step for batches like this one; the State stays as it is.
+        """Compiles or records the step for batches like this one; the State stays the same.
 
         Raises:
-            PlanError: it can't be captured, compiled or recorded.
+            PlanError: the step can't be captured, compiled or recorded.
         """
         before = self.state()
         self._mode.set()
@@ -199,12 +199,13 @@ class Program:
         self.restore(before)
 
     def set_stop(self, reason: Callable[[], str | None], check: Check = never_stop) -> None:
-        """Says how to ask why to stop, if there is a reason: for who may wait for others within a step, or for a batch.
+        """Sets how the program asks for a reason to stop while a step waits for others, or the training for a batch.
 
-        Ranks go on together, so that none of them gives up a wait by itself.
+        Ranks stop together, so no rank ends a wait by itself.
 
         Args:
-            check: raises Stopped if there is a reason.
+            reason: returns the reason to stop, or None.
+            check: raises StopRequested if there is a reason.
         """
         if self.parts.world.is_single:
             self.check = check
@@ -212,9 +213,9 @@ class Program:
                 self.feed.check = check
 
     def schedule_recheck(self, callbacks: Iterable[Any]) -> None:
-        """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's.
+        """Makes a compiled step check that a new capture equals the compiled one, if a callback is the user's.
 
-        From then on each call of `advance` begins with the tensors that are there, which callbacks may have replaced.
+        Each later call of `advance` binds the current tensors, which callbacks may have replaced.
         """
         self._tells_users = has_user_callbacks(callbacks)
         if self._tells_users:
@@ -222,33 +223,33 @@ class Program:
             self._data_changes.report()
 
     def seed_all(self) -> None:
-        """From now on, seeds Python's and NumPy's generators at each step, drawn from or not."""
+        """Seeds Python's and NumPy's generators at each later step, drawn from or not."""
         self._step.draws.spare = False
 
     def run_eagerly(self) -> None:
-        """From now on, runs operation by operation whatever was compiled, with all seeded: a replay that hooks can see."""
+        """Runs all later steps operation by operation with all generators seeded: a replay that hooks can observe."""
         self._step.run_eagerly()
         self.seed_all()
 
     def read_sums(self) -> dict[str, float]:
-        """The epoch's sums so far as numbers; waits for the device, and all ranks ask for them together."""
+        """Returns the epoch's sums so far as numbers; waits for the device. A collective call."""
         return {name: float(value) for name, value in self._step.totals().items()}
 
     def take_spent(self) -> CommTime:
-        """What this rank has spent on the others since the last call."""
+        """Returns this rank's communication time since the last call."""
         return self.parts.meter.take()
 
     def end_epoch(self, figure: float | None = None) -> None:
-        """Goes on to the next epoch; `figure` is the monitored one, which plateau schedulers watch."""
+        """Moves to the next epoch; `figure` is the monitored figure for plateau schedulers."""
         self._step.end_epoch(figure)
         self.position = Position(self.position.step, self.position.epoch + 1, 0)
         self._batches.reset()
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, without gradients, with averaged weights if the Task has them.
+        """Yields the model in evaluation mode, without gradients, with averaged weights if the Task has them.
 
-        Afterwards all weights have the bits that they had: averages come before `eval()`, which may merge weights.
+        Afterwards all weights have their former bits: averages are set before `eval()`, which may merge weights.
         """
         loss = self.parts.task.loss
         modules = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
@@ -264,36 +265,35 @@ class Program:
     def _swap_average(self) -> None:
         parameters = dict(self.model.named_parameters())
         for name, average in self._step.average.items():
-            live = parameters[name].data
-            parameters[name].data, self._step.average[name] = average, live
+            parameters[name].data, self._step.average[name] = average, parameters[name].data
 
     def evaluation_model(self, batch: Any, samples: int) -> StepResult | None:
-        """Within `inference`, the forward pass of a batch; None where another rank has what came of it."""
+        """Returns the forward pass of a batch within `inference`; None if another rank has the result."""
         return self._step.evaluation_model(batch, samples)
 
     def check_exactness(self) -> None:
-        """Notes before training what shows then that a resumed run may differ: in modules, and in a data set that workers have."""
+        """Adds to `inexact` the reasons that modules and a data set in worker processes show before training."""
         self.inexact += self._attributes.compiled_attributes()
         self.inexact += worker_changes(self.parts.task, self.parts.plan.workers, self.parts.world.ranks)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's part of the State, in training's own memory; of several ranks all must ask."""
+        """Returns the optimizer's part of the State in training's own memory. A collective call."""
         return self._step.optimizer_state(lent=True)
 
     def weights(self) -> State:
-        """The weights that an evaluation uses, copied to the CPU; of several ranks all must ask."""
+        """Returns the weights of an evaluation, copied to the CPU. A collective call."""
         self._step.sync_ranks()
         with evaluation_mode([self.model], self._switched) if self._switched else nullcontext():
             return self._step.gather_state(self._weights())
 
     def state(self, *, lent: bool = False) -> State:
-        """Everything that training changes, on the CPU; of several ranks all must ask.
+        """Returns all that training changes, on the CPU. A collective call.
 
         Args:
-            lent: what lies there already isn't copied, for who is done with it before anything is trained on.
+            lent: skips the copy of tensors on the CPU, for callers that finish with the State before the next step.
         """
         self._step.sync_ranks()
-        own = replace(
+        state = replace(
             self._weights(lent=lent),
             optimizer=self._step.optimizer_state(lent=lent),
             schedule=host_copy(schedule_state(self._step.schedule)),
@@ -301,10 +301,9 @@ class Program:
             scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
             outer=to_host(self._step.outer, lent=lent),
         )
-        return self._step.gather_state(own)
+        return self._step.gather_state(state)
 
     def _weights(self, *, lent: bool = False) -> State:
-        """This process' own."""
         return State(
             **capture_model(self.model, lent=lent),
             average=to_host(self._step.average, lent=lent),
@@ -325,10 +324,10 @@ class Program:
         return dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
 
     def restore(self, state: State) -> None:
-        """Goes to a State, bit by bit.
+        """Restores a State, bit by bit.
 
         Raises:
-            CheckpointError: it belongs to another model or optimizer.
+            CheckpointError: the State belongs to another model or optimizer.
         """
         self._restore_model(state, below=())
         self._restore_optimizer(state)
@@ -346,19 +345,19 @@ class Program:
         self._batches.reset()
 
     def restore_weights(self, state: State) -> None:
-        """Goes to what an evaluation depends on alone.
+        """Restores only the part of a State that an evaluation needs.
 
         Raises:
-            CheckpointError: it belongs to another model or loss.
+            CheckpointError: the State belongs to another model or loss.
         """
         self._restore_model(state, below=("model/", "loss/"))
-        if not state.optimizer:  # the weights that an evaluation uses were saved
+        if not state.optimizer:  # the State has the weights of an evaluation
             self._switched = []
         elif self._step.switched:
             self._restore_optimizer(state)
 
     def _restore_model(self, state: State, below: tuple[str, ...]) -> None:
-        self._attributes.begin()  # before the optimizer's load_state_dict sets some
+        self._attributes.begin()  # the optimizer's load_state_dict may set attributes
         with self._step.full_parameters():
             restore_model(self.model, state)
             self._step.restore_average(state.average)
@@ -375,7 +374,7 @@ class Program:
         self._switched = self._step.switched
 
     def _note_thawed(self) -> None:
-        """Has the step check whether it does the same, if other parameters are trainable than before."""
+        """Schedules a recheck if the set of trainable parameters changed."""
         trainable = self._step.trainable()
         if trainable != self._trainable:
             self._trainable = trainable
@@ -383,18 +382,18 @@ class Program:
             self._step.schedule_recheck()
 
     def schedule_left(self) -> int | None:
-        """Steps that the learning-rate schedule can still take, or epochs if it goes by these; None if it has no end."""
+        """Returns the steps left in the learning-rate schedule, or the epochs if it steps by epoch; None: no end."""
         return steps_left_in_schedule(self._step.schedule)
 
     def steps_left(self) -> int | None:
-        """Training steps that the learning-rate schedule allows from here; None if it has no end, or an epoch none."""
+        """Returns the training steps left in the learning-rate schedule; None if schedule or epoch has no end."""
         left, batches = self.schedule_left(), self.feed.batches
         if left is None or self.parts.task.schedule_every != "epoch":
             return left
         return None if batches is None else max(0, left * batches - self.position.batch)
 
     def close(self) -> None:
-        """Ends worker processes, and gives back the memory that was kept for steps."""
+        """Ends worker processes, and frees the memory that was cached for steps."""
         self._batches.reset()
         self.feed.close()
         restore_allocator(self.parts)

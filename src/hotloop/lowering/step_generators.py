@@ -31,12 +31,10 @@ class StepGenerators:
         self.refresh()
 
     def refresh(self) -> None:
-        """Finds new generators."""
         self.of_batch.refresh()
         self.of_update.refresh()
 
     def seed(self, seed: int) -> None:
-        """Seeds all generators from the seed of a step."""
         rank = self._world.rank
         self.of_batch.seed(seed_for(seed, "rank", rank) if rank else seed)
         self.of_update.seed(seed)

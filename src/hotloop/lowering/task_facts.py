@@ -1,4 +1,4 @@
-"""TaskFacts: what is known of a Task without running it for long."""
+"""Facts of a Task that are known before training, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _FUNCTIONS = ("loss", "step", "schedule", "weight", "prepare", "augment", "colla
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
-# `training` changes while a Task is looked at, and the others are torch's own
+# `training` changes during an inspection; the others are torch's own
 _MODULE_ATTRIBUTES = {*vars(nn.Module())}
 
 
 def fingerprint(
     task: Task, model: nn.Module, optimizer: Optimizer, batch: Any, known: Mapping[str, Any], source_digest: str
 ) -> str:
-    """SHA-256 over the sizes that are `known`, the hash of the source, and what the parts show of themselves."""
+    """Returns a SHA-256 over the `known` sizes, the hash of the source, and the visible settings of the parts."""
     text = json.dumps(
         [
             dict(known) | {"order": _batching_facts(task.roles)},
@@ -71,7 +71,7 @@ def fingerprint(
 
 
 def _batching_facts(roles: DataSplits) -> Any:
-    """What decides how batches are cut, whatever the seed makes of it."""
+    """Returns the settings that decide how batches are cut; the seed has no effect."""
     order = None if roles.order is None else {**asdict(roles.order), "seed": 0}
     return [order, roles.is_held_out]
 
@@ -81,18 +81,18 @@ def _tensor_facts(name: str, value: Tensor) -> list[Any]:
 
 
 def _module_facts(module: nn.Module) -> list[Any]:
-    """Its class, what it says of itself, and its settings: attributes that are plain values.
+    """Returns class name, `extra_repr`, and the attributes that are plain values.
 
-    Private ones as well, where the class is the user's own: a library's may name what differs each time.
+    Private attributes count only for the user's own classes: those of a library may differ between processes.
     """
     try:
-        said = _ADDRESS.sub("", module.extra_repr())
-    except Exception:  # the user's own, which nothing else calls
-        said = ""
-    private = _is_local(type(module).__module__.partition(".")[0])
-    shown = {name: value for name, value in vars(module).items() if private or name[0] != "_"}
-    plain = {name: value for name, value in shown.items() if name not in _MODULE_ATTRIBUTES and _is_json(value)}
-    return [_function_name(type(module)), said, plain]
+        text = _ADDRESS.sub("", module.extra_repr())
+    except Exception:  # a user's method, which may fail
+        text = ""
+    has_private = _is_local(type(module).__module__.partition(".")[0])
+    visible = {name: value for name, value in vars(module).items() if has_private or name[0] != "_"}
+    plain = {name: value for name, value in visible.items() if name not in _MODULE_ATTRIBUTES and _is_json(value)}
+    return [_function_name(type(module)), text, plain]
 
 
 def _optimizer_settings(optimizer: Optimizer) -> list[Any]:
@@ -107,9 +107,9 @@ def _optimizer_settings(optimizer: Optimizer) -> list[Any]:
 def _function_facts(function: Any) -> Any:
     if isinstance(function, nn.Module):
         return [[name, *_module_facts(module)] for name, module in function.named_modules()]
-    return (
-        None if function is None else _function_name(function if hasattr(function, "__qualname__") else type(function))
-    )
+    if function is None:
+        return None
+    return _function_name(function if hasattr(function, "__qualname__") else type(function))
 
 
 def _imported_packages(model: nn.Module, optimizer: Optimizer) -> set[str]:
@@ -127,28 +127,27 @@ def _function_name(thing: Any) -> str:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON has it."""
     if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_json(of_it) for name, of_it in value.items())
+        return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
     if isinstance(value, list | tuple):
         return all(map(_is_json, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
 def _to_json(value: Any) -> Any:
-    """A setting as JSON has it; a tensor of one number is this number, and what else JSON hasn't is its class."""
+    """Returns a setting as a JSON value: a tensor of one number as that number, other objects as their class name."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and not value.is_meta else _tensor_facts("", value)
     return value if _is_json(value) else _function_name(type(value))
 
 
 _IMAGE_DIMENSIONS = (4, 5)
-"""Dimensions of a batch of images or volumes, and of the weights of a convolution over them."""
+"""Number of dimensions of a batch of images or volumes, and of the weights of their convolutions."""
 
 
 def task_facts(parts: LoweringContext, source_digest: str = "") -> TaskFacts:
-    """Facts of the Task that `parts` are of; `source_digest` is the hash of its source, where there is one."""
-    roles, model = parts.task.roles, parts.model  # as given, wherever the plan puts them
+    """Returns the facts of the Task of `parts`; `source_digest` is the hash of the Task's source, if known."""
+    roles, model = parts.task.roles, parts.model
     with preserve_attributes(parts.task):
         batch = first_batch(roles)
     parameters, trainable = count_parameters(model)
@@ -163,52 +162,43 @@ def task_facts(parts: LoweringContext, source_digest: str = "") -> TaskFacts:
         "exact": roles.is_exact,
         "order": roles.digest,
     }
-    counted = {"counts_samples": counts_samples(parts)}  # whatever the labels are: it makes another step
+    counted = {"counts_samples": counts_samples(parts)}  # decides which operations the step has
     optimizer = parts.trial_optimizer or trial_optimizer(parts.task, model)
     inexact = inexact_reasons(parts.task, model, optimizer)
     dimensions = {value.ndim for value in model.parameters()}
+    input_dimensions = {value.ndim for value in tree_tensors(batch_inputs(batch))}
+    has_image_weights = not dimensions.isdisjoint(_IMAGE_DIMENSIONS)
     return TaskFacts(
         **known | {"exact": roles.is_exact and not inexact},
         inexact=inexact,
         fingerprint=fingerprint(parts.task, model, optimizer, batch, known | counted, source_digest),
         **_optimizer_facts(optimizer, model),
-        images=not (dimensions | {value.ndim for value in tree_tensors(batch_inputs(batch))}).isdisjoint(
-            _IMAGE_DIMENSIONS
-        ),
-        convolutions=not dimensions.isdisjoint(_IMAGE_DIMENSIONS),
-        has_convolution_layers=not dimensions.isdisjoint(_IMAGE_DIMENSIONS) or _is_convolution(model),
+        images=has_image_weights or not input_dimensions.isdisjoint(_IMAGE_DIMENSIONS),
+        convolutions=has_image_weights,
+        has_convolution_layers=has_image_weights or any(isinstance(module, _ConvNd) for module in model.modules()),
         normed=has_batch_normalization(model),
         recurrent=any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()),
         drops=any(map(_has_dropout, model.modules())),
         data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
-        steps=_step_count(parts.task, roles),
+        steps=None if roles.batches is None else roles.batches * parts.task.epochs,
     )
 
 
 def has_batch_normalization(model: nn.Module) -> bool:
-    """Whether it has a layer of torch's that normalises over the batch."""
+    """Whether the model has a batch normalization layer of torch's."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def _is_convolution(model: nn.Module) -> bool:
-    """Whether a layer of torch's is a convolution."""
-    return any(isinstance(module, _ConvNd) for module in model.modules())
-
-
 def _has_dropout(module: nn.Module) -> bool:
-    """Whether it has dropout: of attention and recurrent layers that is a number of theirs."""
+    """Whether the module has dropout; attention and recurrent layers have the share as an attribute."""
     share = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
     return isinstance(share, float) and 0.0 < share < 1.0
 
 
-def _step_count(task: Task, roles: DataSplits) -> int | None:
-    return None if roles.batches is None else roles.batches * task.epochs
-
-
 def _optimizer_facts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    # A wrapped optimizer may read its groups or not.
-    able = () if any(map(inner_optimizers, member_optimizers(optimizer))) else ("foreach", "fused")
-    switches = [name for name in able if all(name in group for group in optimizer.param_groups)]
+    # A wrapper may ignore the settings of its groups.
+    names = () if any(map(inner_optimizers, member_optimizers(optimizer))) else ("foreach", "fused")
+    switches = [name for name in names if all(name in group for group in optimizer.param_groups)]
     unfit = _why_not_fused(model) if "fused" in switches else ""
     known = ["forloop", *switches] if switches else []
     return {
@@ -222,16 +212,15 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    more = ("momentum", "weight_decay")
     return type(optimizer) is torch.optim.SGD and not any(
-        group[name] for group in optimizer.param_groups for name in more
+        group[name] for group in optimizer.param_groups for name in ("momentum", "weight_decay")
     )
 
 
 def _why_not_fused(model: nn.Module) -> str:
-    """Why torch's fused kernels can't update the model; empty if they can.
+    """Returns why torch's fused kernels can't update the model; empty if they can.
 
-    They walk through parameters as if there were no gaps, and through gradients that are dense and of real numbers.
+    The kernels need parameters without gaps in memory, and dense gradients of real numbers.
     """
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
@@ -245,15 +234,15 @@ def _why_not_fused(model: nn.Module) -> str:
 
 
 def trial_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer to look at, over stand-ins for the parameters: a factory may put hooks on what it is given."""
+    """Returns an optimizer over stand-ins for the parameters, since a factory may register hooks on its parameters."""
     try:
         return check_optimizer(call_user_code("the optimizer factory", task.optimizer, _stand_ins(model)))
-    except TaskError:  # it compares them with those of the model
+    except TaskError:  # the factory compares the stand-ins with the model's parameters
         return task.build_optimizer(model)
 
 
 def _stand_ins(model: nn.Module) -> Parameters:
-    """Like the trainable parameters, but each with the memory of a single number."""
+    """Returns parameters of the trainable ones' shapes, each with the memory of a single number."""
     parameters = Parameters(model)
     parameters.named = {
         name: nn.Parameter(torch.zeros((), dtype=value.dtype).expand(value.shape))

@@ -1,4 +1,4 @@
-"""The modes of the modules during training, as the model factory returned them or a callback changed them."""
+"""Training modes of the modules, as set by the model factory or by a callback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TrainingMode:
     """The modes of a model's modules during training.
 
     Attributes:
-        in_eval: the names of the modules that stay in evaluation mode.
+        in_eval: names of the modules that stay in evaluation mode.
     """
 
     def __init__(self, model: nn.Module, in_eval: Collection[str]) -> None:

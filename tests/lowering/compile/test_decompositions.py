@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.lowering.compile import decompositions
 from hotloop.lowering.compile.capture import capture_step
+from hotloop.lowering.compile.inductor_patches import decompositions
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP

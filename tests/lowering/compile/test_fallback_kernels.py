@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes as no_fake_tensors
 
-from hotloop.lowering.compile import inductor_patches, output_strides
+from hotloop.lowering.compile import inductor_patches
+from hotloop.lowering.compile.inductor_patches import output_strides
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP

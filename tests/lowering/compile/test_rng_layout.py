@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotloop
-from hotloop.lowering.compile import decompositions, inductor_patches
-from hotloop.lowering.compile.decompositions import fix_graph_for_inductor
+from hotloop.lowering.compile import inductor_patches
+from hotloop.lowering.compile.inductor_patches import decompositions
+from hotloop.lowering.compile.inductor_patches.decompositions import fix_graph_for_inductor
 from hotloop.lowering.transforms.layout import LogicalOrderDraws
 from hotloop.plan import Plan
 from tests.support.programs import seeing

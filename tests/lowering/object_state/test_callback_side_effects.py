@@ -205,11 +205,11 @@ def test_without_callbacks_of_the_user_s_nobody_looks_again() -> None:
     program = hotloop.lower(a_task(), STEP)
     assert program.recheck_s == 0 < program._step.look_s
     program.schedule_recheck([])
-    assert not program._step._again.due  # type: ignore[attr-defined]
+    assert not program._step._recheck.due  # type: ignore[attr-defined]
     program.schedule_recheck([Reading()])
-    assert not program._step._again.due  # type: ignore[attr-defined]
+    assert not program._step._recheck.due  # type: ignore[attr-defined]
     program.schedule_recheck([Reading(), print])
-    assert program._step._again.due  # type: ignore[attr-defined]
+    assert program._step._recheck.due  # type: ignore[attr-defined]
 
 
 class Reading:

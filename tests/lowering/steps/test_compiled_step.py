@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.errors import PlanError
-from hotloop.lowering.compile import symbolic_numbers
 from hotloop.lowering.compile.capture import CapturedStep, capture_step
+from hotloop.lowering.compile.inductor_patches import symbolic_numbers
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
 from hotloop.tuning.search import payoff

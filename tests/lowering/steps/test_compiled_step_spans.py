@@ -213,7 +213,7 @@ def test_a_loss_in_memory_that_steps_change_is_added_at_once(
     expected = float(after(ready(a_task(model=Counting)), 1, 4).sums["loss"])
     unseen.clear()
     if believed:
-        monkeypatch.setattr(CompiledStep, "_is_partial", lambda self, loss: True)
+        monkeypatch.setattr(CompiledStep, "_has_own_memory", lambda self, loss: True)
     program = ready(a_task(model=Counting))
     step: Any = program._step
     run = step._runner

@@ -1,1 +1,1 @@
-"""Capturing a step as one graph, and compiling it."""
+"""Captures a step as one graph and compiles the graph."""

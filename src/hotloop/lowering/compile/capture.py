@@ -1,19 +1,15 @@
-"""Captures the training step as one graph of tensor operations, from which a compiler makes one program.
+"""Captures the training step as one graph of tensor operations, which a compiler turns into one program.
 
-The step runs once on tensors without content, under torch's tracer. What it does with them is the graph; what Python
-does beside them happens once and never again. So everything that could differ from step to step in Python is looked
-for, and refused: attributes that change, buffers that are replaced, draws from Python's or NumPy's generators, branches
-on the value of a tensor.
+The step runs once on fake tensors under torch's tracer. The graph records its tensor operations; Python code beside
+them runs only once. So capture refuses all Python state that may differ from step to step: changed attributes, replaced
+buffers, draws from Python's or NumPy's generators, branches on a tensor's value.
 """
 
 from __future__ import annotations
 
-import functools
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,12 +21,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
-from hotloop.core.patches import patch_attribute
 from hotloop.core.reporter import silence_loggers
 from hotloop.data.batch_tree import flatten_tree
 from hotloop.errors import PlanError, describe_error, type_name
 from hotloop.lowering.compile.compiled_rng import check_draws, check_recurrent, refuse_rng_reset
-from hotloop.lowering.compile.decompositions import fix_graph_for_inductor
 from hotloop.lowering.compile.guards import (
     check_batch,
     check_constants,
@@ -38,6 +32,8 @@ from hotloop.lowering.compile.guards import (
     graph_constants,
     have_same_constants,
 )
+from hotloop.lowering.compile.inductor_patches.decompositions import fix_graph_for_inductor
+from hotloop.lowering.compile.inductor_patches.trace_mode import DECOMPOSITIONS, trace_mode
 from hotloop.lowering.compile.inputs import (
     StepTensors,
     group_numbers,
@@ -47,7 +43,6 @@ from hotloop.lowering.compile.inputs import (
     tensors_by_place,
 )
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.grouped_mm import traceable_groups
 from hotloop.lowering.object_state.side_effects import capture_error, refuse_side_effects, refuse_update_side_effects
 from hotloop.lowering.transforms.accumulation import accumulate_on_device
 from hotloop.lowering.transforms.optimizer import bare_step, describe_update_hook, lay_out_gradients, zero_subnormals
@@ -60,8 +55,8 @@ class CapturedStep:
 
     Attributes:
         graph: takes the leaves of `(tensors of the step, batch)`, changes the former in place, and returns
-            `(loss, *scalars, *gradients)`; gradients, as scaled as the loss, only where the update is not part of it.
-        examples: tensors without content, of the shapes, dtypes and strides that the graph is for.
+            `(loss, *scalars, *gradients)`; gradients, scaled like the loss, only if the graph has no update.
+        examples: fake tensors of the shapes, dtypes and strides that the graph is for.
         scalars: names of the further scalars.
         gradients: names of the parameters whose gradients are returned.
     """
@@ -72,32 +67,32 @@ class CapturedStep:
     gradients: tuple[str, ...]
 
     def retraced(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
-        """What `run` does with the examples, and with further ones of their kind, as a graph; in the capture's own way."""
+        """Traces `run` on the examples and on `further` fake tensors, in the same mode as the capture."""
         mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
-        with mode, _trace_mode(), torch.no_grad():
+        with mode, trace_mode(), torch.no_grad():
             return make_fx(run)(*self.examples, *further)
 
 
 UpdateStyle = Literal["singly", "in_lists", "as_set"]
-"""How the update is captured: one by one, which a compiler fuses with what comes before; over lists, or as it is set."""
+"""How the update is captured: per parameter, which a compiler fuses with the code before; over lists; or as set."""
 
 
 def capture_step(
     step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: UpdateStyle = "singly"
 ) -> CapturedStep:
-    """The graph of one step on batches like `batch`; nothing is computed, and nothing changes. See `StepCapture`."""
+    """Returns the graph of one step on batches like `batch`; nothing is computed or changed. See `StepCapture`."""
     return StepCapture(step, samples, hyper, whole=whole, update=update).trace_twice(batch)
 
 
 class StepCapture:
-    """How a step becomes a graph, and again in the same way later.
+    """Captures a step, once or repeatedly, with the same settings.
 
     Args:
-        hyper: a float64 for each of the optimizer's numbers that may change, by place; the others become constants.
-        whole: clipping, update and average too.
+        hyper: a float64 for each number of the optimizer that may change, by place; the others become constants.
+        whole: includes clipping, update and average.
 
     Attributes:
-        once_s: seconds that the last single run took.
+        once_s: seconds of the last trace.
     """
 
     once_s = 0.0
@@ -109,19 +104,19 @@ class StepCapture:
         self._tracer = _Tracer(step, samples, whole, update)
 
     def trace_once(self, batch: Any) -> CapturedStep:
-        """Raises PlanError where the step can't be captured."""
+        """Raises PlanError if the step can't be captured."""
         began = time.perf_counter()
-        _check_hooks(self._step, whole=self._whole)  # each time: callbacks may have hung some up
+        _check_hooks(self._step, whole=self._whole)  # each time: callbacks may register hooks
         captured = self._tracer.trace((step_tensors(self._step, self._hyper, whole=self._whole), batch))
         self.once_s = time.perf_counter() - began
         return captured
 
     def trace_twice(self, batch: Any) -> CapturedStep:
-        """Raises PlanError, too, where the step would not be the same step after step."""
+        """Raises PlanError also if two traces differ."""
         return self.trace_again(self.trace_once(batch), batch)
 
     def trace_again(self, first: CapturedStep, batch: Any) -> CapturedStep:
-        """Raises PlanError where the step isn't what it was first."""
+        """Traces again; raises PlanError if the trace differs from `first`."""
         second = self.trace_once(batch)
         if first.graph.code != second.graph.code or not have_same_constants(first.graph, second.graph):
             raise capture_error("two runs of it do different operations", "a step that is the same each time")
@@ -130,7 +125,7 @@ class StepCapture:
 
 class _Tracer:
     def __init__(self, step: EagerStep, samples: int, whole: bool, update: UpdateStyle) -> None:
-        self.step, self.samples, self.whole, self.how = step, samples, whole, update
+        self.step, self.samples, self.whole, self.update_style = step, samples, whole, update
         self.names = {id(value): name for name, value in step.parts.model.named_parameters()}
         self.numbers = scalars_by_place(step.optimizer)
         self.scalars: tuple[str, ...] = ()
@@ -143,24 +138,24 @@ class _Tracer:
         if others:
             raise capture_error(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
         check_recurrent(self.step.parts.model, self.step.parts.device)
-        # brings sympy along, which takes a third of a second
-        from hotloop.lowering.compile.symbolic_numbers import FastShapeEnv, skip_power_guards
+        # imports sympy, which takes a third of a second
+        from hotloop.lowering.compile.inductor_patches.symbolic_numbers import FastShapeEnv, skip_power_guards
 
         mode = FakeTensorMode(shape_env=FastShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-        # Each leaf is an input of its own, also where this batch holds one tensor twice.
+        # Each leaf is an input of its own, even if the batch contains one tensor twice.
         examples = [mode.from_tensor(_alias(leaf), static_shapes=True) for leaf in leaves]
-        drawn = _generator_positions()
+        positions = _generator_positions()
         try:
-            draws = refuse_rng_reset(self.step.parts.device)
-            with silence_loggers("torch"), mode, _trace_mode(), skip_power_guards(), draws:
-                run = make_fx(lambda *flat: self.run(*unflatten(flat)), _DECOMPOSITIONS)
+            no_reset = refuse_rng_reset(self.step.parts.device)
+            with silence_loggers("torch"), mode, trace_mode(), skip_power_guards(), no_reset:
+                run = make_fx(lambda *flat: self.run(*unflatten(flat)), DECOMPOSITIONS)
                 graph = run(*examples)
             fix_graph_for_inductor(graph)
         except PlanError:
             raise
         except Exception as error:
             raise self._refused(error) from error
-        if drawn != _generator_positions():
+        if positions != _generator_positions():
             raise capture_error("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         check_draws(graph)
         self.check_generators(graph)
@@ -170,20 +165,22 @@ class _Tracer:
         return CapturedStep(graph, examples, self.scalars, self.gradients)
 
     def check_generators(self, graph: GraphModule) -> None:
-        """Refuses draws from generators that aren't torch's global ones, which no seed of a step would reach."""
-        own = [value for value in graph_constants(graph).values() if isinstance(value, torch.Generator)]
-        if own:
+        """Refuses draws from generators other than torch's global ones: the seed of a step doesn't reach them."""
+        generators = [value for value in graph_constants(graph).values() if isinstance(value, torch.Generator)]
+        if generators:
             self.step.owned.of_batch.refresh()
+            path = self.step.owned.of_batch.find_path(generators[0]) or "a torch.Generator"
             raise capture_error(
-                f"it draws from {self.step.owned.of_batch.find_path(own[0]) or 'a torch.Generator'}, a random generator of its own",
+                f"it draws from {path}, a random generator of its own",
                 "draws from torch's global generator",
                 fix="leave out generator=... there, or choose compile=none and graphs=none",
             )
 
     def run(self, values: StepTensors, batch: Any) -> tuple[Tensor, ...]:
-        """One step on the given tensors, in place of the step's own."""
+        """Runs one step on the given tensors, in place of the step's own."""
         parts = self.step.parts
-        live = {name: value.detach().requires_grad_(self.trained(name)) for name, value in values["parameters"].items()}
+        is_trained = {name: value.requires_grad for name, value in parts.model.named_parameters(remove_duplicate=False)}
+        live = {name: value.detach().requires_grad_(is_trained[name]) for name, value in values["parameters"].items()}
         buffers, scale = values["buffers"], values.get("scale")
         loss = parts.task.loss if isinstance(parts.task.loss, nn.Module) else nn.Module()
         wanted = {name: value for name, value in live.items() if value.requires_grad}
@@ -191,8 +188,8 @@ class _Tracer:
 
         def backward(loss: Tensor, counts: Tensor | None = None) -> None:
             scaled = loss if scale is None else loss * scale
-            found = unalias(torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True), _storage_place)
-            for name, value in zip(wanted, found, strict=True):
+            computed = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
+            for name, value in zip(wanted, unalias(computed, _storage_place), strict=True):
                 if value is not None:
                     _check_dense(name, value)
                     value = value if counts is None else torch.where(counts, value, 0.0)
@@ -200,7 +197,7 @@ class _Tracer:
 
         with (
             torch.enable_grad(),
-            # put back in the order of a stack: a module of two names gets its parameters twice
+            # stack_weights: restores in reverse order, since a module with two names gets its parameters twice
             _reparametrize_module(parts.model, {**live, **buffers}, tie_weights=True, stack_weights=True),
             _reparametrize_module(loss, values["loss"], tie_weights=True, stack_weights=True),
             refuse_side_effects(parts.model, {"loss": parts.task.loss, "step": parts.task.step}),
@@ -217,7 +214,7 @@ class _Tracer:
         return outputs
 
     def _refused(self, error: Exception) -> PlanError:
-        """What an error of the trace says; that of an update names the optimizer, without which the rest may be captured."""
+        """Returns the error of a failed trace; compile=forward may still work if the update failed."""
         if not self.updates:
             return capture_error(describe_error(error), "tensor operations that don't ask for a tensor's value")
         return capture_error(
@@ -227,7 +224,7 @@ class _Tracer:
         )
 
     def compute(self, batch: Any, backward: Callable[..., None]) -> StepResult:
-        """Forward and backward: of the whole batch, or piece by piece."""
+        """Runs forward and backward, in pieces with accumulation."""
         parts = self.step.parts
         if parts.plan.accumulation > 1:
             return accumulate_on_device(parts, parts.model, batch, self.samples, backward)
@@ -235,11 +232,8 @@ class _Tracer:
         backward(computed.loss)
         return computed
 
-    def trained(self, name: str) -> bool:
-        return self.step.parts.model.get_parameter(name).requires_grad
-
     def update(self, values: StepTensors, gradients: dict[str, Tensor]) -> None:
-        """Clipping, the optimizer's own `step`, and the average, on the given tensors."""
+        """Clips, runs the optimizer's `step` and updates the average, on the given tensors."""
         step, optimizer = self.step, self.step.optimizer
         parameters = values["parameters"]
         groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
@@ -247,29 +241,30 @@ class _Tracer:
             parameters[name].grad = value
         try:
             swapped: Any = type(state)(dict)
-            swapped.update({holder: own for holder, own in state.items() if not isinstance(holder, Tensor)})
+            swapped.update({key: value for key, value in state.items() if not isinstance(key, Tensor)})
             for group in optimizer.param_groups:
                 names = [self.names[id(parameter)] for parameter in group["params"]]
                 for name, parameter in zip(names, group["params"], strict=True):
                     if parameter in state:
                         swapped[parameters[name]] = {**state[parameter], **values["state"].get(name, {})}
                 group["params"] = [parameters[name] for name in names]
-                if self.how != "as_set":
-                    ways = {"foreach": self.how == "in_lists" and group.get("foreach") is not False, "fused": False}
-                    group.update({key: way for key, way in ways.items() if key in group})
+                if self.update_style != "as_set":
+                    in_lists = self.update_style == "in_lists" and group.get("foreach") is not False
+                    flags = {"foreach": in_lists, "fused": False}
+                    group.update({key: flag for key, flag in flags.items() if key in group})
             optimizer.state = swapped
-            for place, held in list(group_numbers(optimizer)):
-                now = self.numbers[place]
+            for place, number in list(group_numbers(optimizer)):
+                current = self.numbers[place]
                 if place in values["hyper"]:
-                    put_value(optimizer, place, _traced_number(optimizer, place, values["hyper"][place], now))
-                elif isinstance(held, Tensor):
-                    put_value(optimizer, place, now)
+                    put_value(optimizer, place, _traced_number(optimizer, place, values["hyper"][place], current))
+                elif isinstance(number, Tensor):
+                    put_value(optimizer, place, current)
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
             lay_out_gradients(optimizer)
             with refuse_update_side_effects(optimizer, {id(value): name for name, value in parameters.items()}):
                 bare_step(type(optimizer).step)(optimizer)
             if self.step.parts.device.type == "cpu":
-                zero_subnormals(value for kept in values["state"].values() for value in kept.values())
+                zero_subnormals(value for state in values["state"].values() for value in state.values())
         finally:
             optimizer.state = state
             for group, original in zip(optimizer.param_groups, groups, strict=True):
@@ -281,16 +276,16 @@ class _Tracer:
 
 
 def unalias(gradients: Iterable[Tensor | None], place: Callable[[Tensor], Any]) -> Iterator[Tensor | None]:
-    """Gradients with memory of their own each, as where autograd accumulates them: both terms of a sum get one tensor.
+    """Yields gradients with separate memory, as autograd accumulates them: both terms of a sum get the same tensor.
 
     Args:
-        place: where in which memory a tensor begins.
+        place: identifies memory and offset of a tensor.
     """
-    seen = set[Any]()
+    places = set[Any]()
     for value in gradients:
         if value is not None and value.layout == torch.strided:
-            value = value.clone() if place(value) in seen else value
-            seen.add(place(value))
+            value = value.clone() if place(value) in places else value
+            places.add(place(value))
         yield value
 
 
@@ -304,64 +299,20 @@ def _check_dense(name: str, gradient: Tensor) -> None:
 
 
 def _storage_place(value: Tensor) -> tuple[int, int]:
-    """Of a tensor without content, too."""
     return value.untyped_storage()._cdata, value.storage_offset()  # type: ignore[return-value]
 
 
 def _alias(leaf: Tensor) -> Tensor:
-    """Another object for the same tensor."""
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-@contextmanager
-def _trace_mode() -> Iterator[None]:
-    with warnings.catch_warnings(), _reset_onednn_memory():
-        warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
-        with patch_attribute(torch._VF, "lstm", _without_fused_lstm), traceable_groups():
-            yield
-
-
-def _without_fused_lstm(lstm: Callable[..., Any]) -> Callable[..., Any]:
-    """LSTMs without oneDNN's fused layer, which the compiler doesn't know.
-
-    oneDNN's convolutions stay, since only they know that the channels of a result come last where those of the image do.
-    """
-
-    @functools.wraps(lstm)
-    def plain(*args: Any) -> Any:
-        with torch.backends.mkldnn.flags(enabled=False):
-            return lstm(*args)
-
-    return plain
-
-
-@contextmanager
-def _reset_onednn_memory() -> Iterator[None]:
-    """torch remembers how convolutions lie, but not whether oneDNN was on: where somebody has turned it off it is to forget."""
-    forget = FakeTensorMode.cache_clear if not torch.backends.mkldnn.enabled else lambda: None
-    forget()
-    try:
-        yield
-    finally:
-        forget()
-
-
-def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return start.add_((end - start) * weight)
-
-
-# The compiler's own form asks whether the weight is below a half, which a schedule's number doesn't tell before it runs.
-_DECOMPOSITIONS = {torch.ops.aten.lerp_.Scalar: _lerp_}
-
-
 def _generator_positions() -> Any:
-    """How far Python's and NumPy's generators are."""
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), state["state"]["pos"], state["has_gauss"]
 
 
-def _traced_number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: float) -> Any:
-    """What stands for one of the optimizer's numbers while the step is traced."""
+def _traced_number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, current: float) -> Any:
+    """Returns the traced value of one of the optimizer's numbers."""
     number, key, *_ = place.split("/")
     if optimizer.param_groups[int(number)].get("fused"):
         if key != "lr":
@@ -371,25 +322,25 @@ def _traced_number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, 
                 fix="change the schedule, or choose optimizer=foreach",
             )
         return value.float()
-    found = value.item()
-    if now:  # optimizers ask, since without momentum they do something else
-        torch._check(found != 0)
-    if now > 0:
-        torch._check(found > 0)
-    return found
+    traced = value.item()
+    if current:  # optimizers branch on it: an update without momentum has other operations
+        torch._check(traced != 0)
+    if current > 0:
+        torch._check(traced > 0)
+    return traced
 
 
 def _check_hooks(step: EagerStep, *, whole: bool) -> None:
-    """The graph has tensors in place of the parameters, and of the update what the optimizer's class computes."""
+    """Refuses hooks: the graph has other tensors than the parameters, and the update of the optimizer's class alone."""
     if (name := first_hooked_parameter(step.parts.model)) is not None:
         raise capture_error(
             f"the parameter {name!r} has a hook on its gradient, which would not be called",
             "parameters without hooks of their own",
             fix="take the hook off, or choose compile=none and graphs=none",
         )
-    if whole and (found := describe_update_hook(step.optimizer)) is not None:
+    if whole and (hook := describe_update_hook(step.optimizer)) is not None:
         raise capture_error(
-            f"there is {found}, which would not be called",
+            f"there is {hook}, which would not be called",
             "an optimizer whose class says all that an update does",
             fix="choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
         )

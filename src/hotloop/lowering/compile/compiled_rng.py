@@ -1,4 +1,4 @@
-"""Draws from a generator that the step itself has put somewhere else, which a compiled step would not."""
+"""Refuses random draws that a compiled step can't repeat, such as draws after the step has set a generator's state."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from hotloop.lowering.object_state.side_effects import capture_error
 
 
 def is_random_op(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation draws: attention does only where it has dropout."""
+    """Whether an operation draws random numbers; attention draws only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
-    schema = function._schema.arguments
-    given = {one.name: one.default_value for one in schema} | dict(
-        zip((one.name for one in schema), args, strict=False)
-    )
-    return bool((given | kwargs).get("dropout_p", True))
+    arguments = function._schema.arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values |= {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    return bool((values | kwargs).get("dropout_p", True))
 
 
 def has_no_draws(graph: GraphModule) -> bool:
-    """Whether a captured graph surely draws nothing: it is made of operations of torch's own that don't."""
+    """Whether a captured graph consists of torch's own operations without draws."""
     return all(_has_no_draws(node.target) for node in graph.graph.nodes if node.op.startswith("call_"))
 
 
@@ -45,61 +44,61 @@ _TORCH_NAMESPACES = ("aten", "prims", "mkldnn")
 
 @contextmanager
 def refuse_rng_reset(device: torch.device) -> Iterator[None]:
-    """Refuses draws after torch's generator was set, other than back to where it is.
+    """Refuses draws after torch's generator was set to another state than its current one.
 
-    `torch.utils.checkpoint` does so to draw a mask of dropout again, `torch.random.fork_rng` to draw the same each time.
+    `torch.utils.checkpoint` sets the state to repeat a dropout mask, `fork_rng` to draw the same numbers each time.
 
     Args:
-        device: whose generator may be set, beside the CPU's.
+        device: the device whose generator may be set, besides the CPU's.
 
     Raises:
         PlanError: there is such a draw.
     """
-    watch, patches = _DrawCounter(), Patches()
+    counter, patches = _DrawCounter(), Patches()
     for module in {torch, torch.random, *([] if device.type == "cpu" else [torch.get_device_module(device)])}:
         for name in vars(module).keys() & {"get_rng_state"}:
-            patches.patch(module, name, watch.noting)
+            patches.patch(module, name, counter.record_state)
         for name in vars(module).keys() & {"set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all"}:
-            patches.patch(module, name, watch.track_state)
+            patches.patch(module, name, counter.track_state)
     try:
-        with watch:
+        with counter:
             yield
     finally:
         patches.undo()
 
 
 class _DrawCounter(TorchDispatchMode):
-    """Counts draws, so as to know which state of the generator is that of now: a trace draws nothing, and moves none."""
+    """Counts draws, which identifies the generator's current state: a trace doesn't advance the generator."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        self.elsewhere = False
+        self.is_moved = False
         self._states: dict[int, tuple[Any, int]] = {}
 
-    def noting(self, read: Callable[..., Any]) -> Callable[..., Any]:
+    def record_state(self, read: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(read)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             state = read(*args, **kwargs)
-            self._states[id(state)] = state, -1 if self.elsewhere else self.count
+            self._states[id(state)] = state, -1 if self.is_moved else self.count
             return state
 
-        return noted
+        return recorded
 
     def track_state(self, move: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(move)
         def moved(*args: Any, **kwargs: Any) -> Any:
-            known = [self._states[id(one)][1] for one in (*args, *kwargs.values()) if id(one) in self._states]
-            self.elsewhere = known != [self.count]
+            counts = [self._states[id(arg)][1] for arg in (*args, *kwargs.values()) if id(arg) in self._states]
+            self.is_moved = counts != [self.count]
             return move(*args, **kwargs)
 
         return moved
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_random_op(function, args, kwargs or {}):
-            if self.elsewhere:
+            if self.is_moved:
                 raise capture_error(
                     "it sets torch's generator and draws from it, as a checkpoint does that computes dropout again, "
                     "where a compiled step would draw other numbers",
@@ -111,7 +110,7 @@ class _DrawCounter(TorchDispatchMode):
 
 
 def check_recurrent(model: nn.Module, device: torch.device) -> None:
-    """cuDNN reads the weights of a recurrent layer as one piece of memory, which is no operation on them.
+    """Refuses recurrent layers on CUDA: cuDNN reads their weights as one buffer, which no graph operation shows.
 
     Raises:
         PlanError: the model has such a layer there.
@@ -127,16 +126,14 @@ def check_recurrent(model: nn.Module, device: torch.device) -> None:
 
 
 def check_draws(graph: GraphModule) -> None:
-    """cuDNN's recurrent layers draw from a state of their own, which would not follow from the step's seed.
+    """Refuses cuDNN's recurrent layers with dropout: their generator state doesn't follow from the step's seed.
 
     Raises:
         PlanError: a captured step has such draws.
     """
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._cudnn_rnn.default):
-        if node.args[_DROPOUT_OPS]:
-            raise capture_error(
-                "cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer"
-            )
-
-
-_DROPOUT_OPS = [one.name for one in torch.ops.aten._cudnn_rnn.default._schema.arguments].index("dropout")
+    cudnn_rnn = torch.ops.aten._cudnn_rnn.default
+    dropout = [argument.name for argument in cudnn_rnn._schema.arguments].index("dropout")
+    if any(node.args[dropout] for node in graph.graph.find_nodes(op="call_function", target=cudnn_rnn)):
+        raise capture_error(
+            "cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer"
+        )

@@ -1,9 +1,8 @@
 """Turns the numbers that a captured step reads on the host into tensors on the device.
 
-A captured step asks for learning rates and the like by `.item()`. A CUDA graph would hold fast what it was told when it
-was recorded, and can't wait for the host. So each such number stays a tensor, arithmetic on it becomes that of
-tensors, and an operation that takes it as a plain number gets it by an equal form that takes tensors. What has no such
-form is refused by its name.
+A captured step reads learning rates and the like by `.item()`. A CUDA graph would freeze the value, and can't wait for
+the host. So each number stays a tensor, arithmetic on numbers becomes arithmetic on tensors, and operations get an
+equivalent overload that takes tensors. Operations without such an overload are refused by name.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from hotloop.lowering.compile.capture import CapturedStep
 
 
 def lift_scalars(captured: CapturedStep, total: Tensor | None = None, weight: int = 1) -> CapturedStep:
-    """The same step without `.item()`; its numbers are tensors of shape (), float64, on the device.
+    """Returns the step without `.item()`; its numbers are tensors of shape (), float64, on the device.
 
     Args:
-        total: what the step adds its loss to, `weight` times; the last that the graph takes, if it does.
+        total: a sum to which the step adds its loss, `weight` times; becomes the graph's last input.
 
     Raises:
-        PlanError: it does something with a number that has no form for tensors.
+        PlanError: an operation on a number has no form for tensors.
     """
     mode: Any = captured.examples[0].fake_mode  # type: ignore[attr-defined]
     further = [] if total is None else [mode.from_tensor(total, static_shapes=True)]
 
     def run(*flat: Tensor) -> Any:
-        found = ScalarLifter(captured.graph).run(*flat[: len(captured.examples)])
-        for one in flat[len(captured.examples) :]:
-            one.add_(found[0], alpha=weight)
-        return found
+        outputs = ScalarLifter(captured.graph).run(*flat[: len(captured.examples)])
+        for extra in flat[len(captured.examples) :]:
+            extra.add_(outputs[0], alpha=weight)
+        return outputs
 
     try:
         graph = captured.retraced(run, *further)
@@ -51,7 +50,7 @@ def lift_scalars(captured: CapturedStep, total: Tensor | None = None, weight: in
 
 
 class DeviceScalar:
-    """A number that only the device knows: arithmetic on it is arithmetic on a tensor of shape (), float64."""
+    """A number on the device: arithmetic becomes arithmetic on a tensor of shape (), float64."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -64,24 +63,19 @@ class DeviceScalar:
 
 
 def _arithmetic(function: Callable[..., Tensor], *operands: Any) -> DeviceScalar:
-    return DeviceScalar(function(*(one.value if isinstance(one, DeviceScalar) else one for one in operands)))
+    return DeviceScalar(function(*(value.value if isinstance(value, DeviceScalar) else value for value in operands)))
 
 
 _PYTHON_OPERATORS: dict[Any, Callable[..., Tensor]] = {
-    operator.add: operator.add,
-    operator.sub: operator.sub,
-    operator.mul: operator.mul,
-    operator.truediv: operator.truediv,
-    operator.pow: operator.pow,
-    operator.neg: operator.neg,
+    **{op: op for op in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg)},
     torch.sym_float: lambda value: value,
     torch.sym_sqrt: torch.sqrt,
 }
-"""What Python does with numbers, and what that is for tensors."""
+"""Python's operations on numbers, with their equivalents for tensors."""
 
 
 class ScalarLifter(Interpreter):
-    """Runs a captured graph with its numbers as tensors."""
+    """Interpreter of a captured graph whose numbers are tensors."""
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph)
@@ -101,35 +95,34 @@ class ScalarLifter(Interpreter):
 
 
 def _base_name(target: Any) -> str:
-    """`add.Tensor` of `aten.add_.Tensor`: an operation in place has the form of the one that isn't."""
+    """Returns `add.Tensor` for `aten.add_.Tensor`: in-place and out-of-place operations have the same form."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", str(target))
     return f"{target.overloadpacket.__name__.rstrip('_')}.{target._overloadname}"
 
 
 def _overload(op: OpOverload, overload: str, name: str | None = None) -> Callable[..., Any]:
-    """Another overload of an operation, or of the operation of that name; in place if `op` is."""
-    own = op.overloadpacket.__name__
-    name = own if name is None else name + "_" * own.endswith("_")
+    """Returns another overload of the operation, or of the named one; in place if `op` is."""
+    current = op.overloadpacket.__name__
+    name = current if name is None else name + "_" * current.endswith("_")
     return getattr(getattr(torch.ops.aten, name), overload)
 
 
 def _as_dtype_of(number: Any, value: Tensor) -> Any:
-    """A number as a tensor of the dtype of `value`, which it meets."""
     return number.to(value.dtype) if isinstance(number, DeviceScalar) else number
 
 
 def _scalar_tensors(numbers: Any, values: list[Tensor]) -> list[Tensor]:
-    """A tensor of shape () for each of `values`; `numbers` are as many, or one for all."""
-    every = numbers if isinstance(numbers, list | tuple) else [numbers] * len(values)
+    """Returns a tensor of shape () for each of `values`; `numbers` is one number for all, or one each."""
+    per_value = numbers if isinstance(numbers, list | tuple) else [numbers] * len(values)
     return [
-        one.to(value.dtype) if isinstance(one, DeviceScalar) else value.new_full((), one)
-        for one, value in zip(every, values, strict=True)
+        number.to(value.dtype) if isinstance(number, DeviceScalar) else value.new_full((), number)
+        for number, value in zip(per_value, values, strict=True)
     ]
 
 
 def _scale(value: Any, number: Any) -> Any:
-    """A tensor times a number; or a list of them, times one number or one each."""
+    """Multiplies a tensor by a number, or a list of tensors by one number or one each."""
     if isinstance(value, Tensor):
         return value * _as_dtype_of(number, value)
     if isinstance(number, DeviceScalar):
@@ -137,11 +130,10 @@ def _scale(value: Any, number: Any) -> Any:
     return torch._foreach_mul(value, _scalar_tensors(number, value))
 
 
-# --- forms: each does what `op` does, with tensors where that has numbers
+# --- equivalents of `op` that take tensors in place of numbers
 
 
 def _scaled_binary(op: OpOverload, value: Tensor, other: Any, alpha: Any = 1) -> Any:
-    """`value + alpha * other` and the like."""
     if isinstance(alpha, DeviceScalar):
         other = _scale(other, alpha) if isinstance(other, Tensor) else _arithmetic(operator.mul, other, alpha)
         alpha = 1
@@ -225,7 +217,7 @@ _OVERLOADS: dict[str, Callable[..., Any]] = {
     },
     "_foreach_lerp.Scalar": _foreach_lerp,
 }
-"""By operation and overload, whether in place or not."""
+"""Equivalent forms by operation and overload, in place or not."""
 
 
 def _unsupported_error(why: str) -> PlanError:

@@ -1,4 +1,4 @@
-"""Tensors that a captured step holds as constants, since they are none of its inputs: what they may be, and what not."""
+"""Checks of the tensors that a captured step contains as constants, and of inputs that share memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hotloop.lowering.object_state.side_effects import capture_error
 
 
 def graph_constants(graph: GraphModule) -> dict[str, Any]:
-    """The constants of a graph by name; beside tensors there may be a generator of the user's own."""
+    """Returns the constants of a graph by name: tensors, and possibly a generator of the user's."""
     return {str(node.target): getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")}
 
 
 def constant_contents(graph: GraphModule) -> list[tuple[Any, ...]]:
-    """What tells the constants of a graph from others: shapes, dtypes, strides and a hash of the bits."""
+    """Returns shape, dtype, strides and a hash of the bits of each constant."""
     return [
         (value.shape, value.dtype, value.stride(), hashlib.sha256(bytes_of(value).numpy().data).hexdigest())
         for value in graph_constants(graph).values()
@@ -36,13 +36,13 @@ def check_constants(graph: GraphModule, inputs: Iterable[Any]) -> None:
     """Refuses constants that training changes.
 
     Args:
-        inputs: tensors whose memory the step reads as its inputs.
+        inputs: tensors that are inputs of the step.
 
     Raises:
-        PlanError: a constant is memory of an input, which would not train, or the step writes to it.
+        PlanError: a constant shares an input's memory, and so would not train, or the step writes to it.
     """
-    own = {memory for value in inputs if (memory := _memory_address(value)) is not None}
-    written = _mutated_names(graph, "get_attr")
+    addresses = {address for value in inputs if (address := _memory_address(value)) is not None}
+    mutated = _mutated_names(graph, "get_attr")
     for name, value in graph_constants(graph).items():
         if not isinstance(value, Tensor):
             continue
@@ -51,30 +51,29 @@ def check_constants(graph: GraphModule, inputs: Iterable[Any]) -> None:
             raise capture_error(
                 f"it keeps {what} from one step for the next outside of the model's buffers", "a buffer for it"
             )
-        if _memory_address(value) in own:
+        if _memory_address(value) in addresses:
             raise capture_error(
                 f"it reaches a parameter or buffer, {what}, by another way than its name in the model, so that it would "
                 "stay as it is",
                 "parameters and buffers that are read as attributes of their modules, or from an nn.ParameterList",
             )
-        if name in written:
+        if name in mutated:
             raise capture_error(f"it writes to {what} that is none of the model's", "a buffer of the model for it")
 
 
 def check_batch(graph: GraphModule, batch: Sequence[Tensor]) -> None:
-    """Refuses a step that writes to memory of several tensors of the batch, each of which is an input of its own.
+    """Refuses a step that writes to memory that several tensors of the batch share: each is an input of its own.
 
     Args:
-        batch: its tensors, which are the last inputs of the graph.
+        batch: the batch's tensors, which are the last inputs of the graph.
 
     Raises:
-        PlanError: it does.
+        PlanError: the step writes to shared memory.
     """
-    inputs = graph.graph.find_nodes(op="placeholder")
-    written = _mutated_names(graph, "placeholder")
-    places = Counter(_memory_address(value) for value in batch)
+    inputs, mutated = graph.graph.find_nodes(op="placeholder"), _mutated_names(graph, "placeholder")
+    addresses = Counter(map(_memory_address, batch))
     for node, value in zip(reversed(inputs), reversed(batch), strict=False):
-        if str(node.target) in written and places[_memory_address(value)] > 1:
+        if str(node.target) in mutated and addresses[_memory_address(value)] > 1:
             raise capture_error(
                 f"it writes to a tensor of the batch, of shape {tuple(value.shape)}, whose memory another one has too",
                 "a step that leaves its batch as it is",
@@ -82,33 +81,32 @@ def check_batch(graph: GraphModule, batch: Sequence[Tensor]) -> None:
 
 
 def check_overlaps(graph: GraphModule, tensors: Mapping[str, Tensor]) -> None:
-    """Refuses a step that writes to a tensor of the model whose memory another one has too, each being an input of its own.
+    """Refuses a step that writes to memory that several tensors of the model share: each is an input of its own.
 
     Args:
         tensors: the first inputs of the graph, by place.
 
     Raises:
-        PlanError: it does.
+        PlanError: the step writes to shared memory.
     """
-    inputs = graph.graph.find_nodes(op="placeholder")
-    written = _mutated_names(graph, "placeholder")
+    inputs, mutated = graph.graph.find_nodes(op="placeholder"), _mutated_names(graph, "placeholder")
     model = {place: value for place, value in tensors.items() if place.startswith(("/parameters/", "/buffers/"))}
-    memories = Counter(map(_memory_address, model.values()))
+    addresses = Counter(map(_memory_address, model.values()))
     for node, (place, value) in zip(inputs, tensors.items(), strict=False):
-        if place not in model or str(node.target) not in written or memories[_memory_address(value)] == 1:
+        if place not in model or str(node.target) not in mutated or addresses[_memory_address(value)] == 1:
             continue
-        for another, other in model.items():
-            if another != place and _memory_address(other) == _memory_address(value) and share_memory(value, other):
-                one, two = (name.split("/", 2)[2] for name in (place, another))
+        for other_place, other in model.items():
+            if other_place != place and _memory_address(other) == _memory_address(value) and share_memory(value, other):
+                name, other_name = (path.split("/", 2)[2] for path in (place, other_place))
                 raise capture_error(
-                    f"it writes to {one!r} of the model, whose memory {two!r} has too",
+                    f"it writes to {name!r} of the model, whose memory {other_name!r} has too",
                     "parameters and buffers with memory of their own",
                     fix="take one out of the other in the forward pass, or choose compile=none and graphs=none",
                 )
 
 
 def have_same_constants(one: GraphModule, other: GraphModule) -> bool:
-    """Whether two graphs of the same code hold the same, bit by bit."""
+    """Whether the constants of two graphs of the same code are equal, bit by bit."""
     first, second = graph_constants(one), graph_constants(other)
     return first.keys() == second.keys() and all(_is_same(first[name], second[name]) for name in first)
 
@@ -116,8 +114,8 @@ def have_same_constants(one: GraphModule, other: GraphModule) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
-    alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
-    return alike and bytes_of(one).equal(bytes_of(other))
+    same_layout = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+    return same_layout and bytes_of(one).equal(bytes_of(other))
 
 
 def _memory_address(value: Any) -> int | None:
@@ -126,28 +124,28 @@ def _memory_address(value: Any) -> int | None:
 
 
 def _mutated_names(graph: GraphModule, kind: str) -> set[str]:
-    """Names of constants (`get_attr`) or inputs (`placeholder`) that an operation changes, itself or in a view of it."""
-    behind: dict[Node, str] = {}
-    found: set[str] = set()
+    """Returns names of constants (`get_attr`) or inputs (`placeholder`) that an operation changes, also in a view."""
+    sources: dict[Node, str] = {}
+    mutated: set[str] = set()
     for node in graph.graph.nodes:
         if node.op == kind:
-            behind[node] = str(node.target)
+            sources[node] = str(node.target)
             continue
-        for given, writes in _shared_memory(node):
-            if given in behind:
-                behind[node] = behind[given]
-                found |= {behind[given]} if writes else set()
-    return found
+        for operand, writes in _shared_memory(node):
+            if operand in sources:
+                sources[node] = sources[operand]
+                mutated |= {sources[operand]} if writes else set()
+    return mutated
 
 
 def _shared_memory(node: Node) -> list[tuple[Node, bool]]:
-    """What an operation returns the memory of, or writes to, and whether it does write."""
+    """Returns the arguments that an operation returns as views or may change, and whether it writes to each."""
     if not isinstance(node.target, OpOverload):
-        return [(one, False) for one in node.all_input_nodes]  # an item of several results
-    found = []
+        return [(operand, False) for operand in node.all_input_nodes]  # an item of several results
+    shared = []
     for place, argument in enumerate(node.target._schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None:
-            leaves = pytree.tree_leaves(given)
-            found += [(one, argument.alias_info.is_write) for one in leaves if isinstance(one, Node)]
-    return found
+            leaves = pytree.tree_leaves(value)
+            shared += [(leaf, argument.alias_info.is_write) for leaf in leaves if isinstance(leaf, Node)]
+    return shared

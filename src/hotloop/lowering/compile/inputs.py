@@ -1,4 +1,4 @@
-"""The numbers of an optimizer's groups, such as learning rate and momentum: where they stand, and which of them change."""
+"""The inputs of a captured step: its tensors by name, and the numbers of the optimizer's groups."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from hotloop.lowering.eager_step import EagerStep
 
 
 class FixedScalarChanged(Exception):
-    """A number of the optimizer's isn't what the captured step holds fixed; the message says which."""
+    """A number of the optimizer differs from the constant in the captured step; the message names the number."""
 
 
 class OptimizerScalars:
-    """What a captured step takes of the optimizer's numbers.
+    """The optimizer's numbers that a captured step reads.
 
     Args:
-        cells: a float64 of shape () for each number that a schedule changes, by place, which the step reads.
+        cells: a float64 of shape () for each number that a schedule changes, by place.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, cells: dict[str, Tensor]) -> None:
         self.cells = cells
         self._optimizer = optimizer
         self._fixed = {place: value for place, value in scalars_by_place(optimizer).items() if place not in cells}
-        self._seen: list[Any] = []
+        self._settings: list[Any] = []
 
     def fill(self) -> None:
-        """Gives the cells what the schedule says now; nothing to do where each setting is the very object that it was.
+        """Writes the schedule's current numbers into the cells; does nothing if each setting is the same object.
 
         Raises:
-            Moved: it has changed what the step holds fixed.
+            FixedScalarChanged: a number that is a constant in the step has changed.
         """
         groups = self._optimizer.param_groups
         now = [value for group in groups for key, value in group.items() if key != "params"]
-        if len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
+        if len(now) == len(self._settings) and all(map(operator.is_, now, self._settings)):
             return
         for place, value in self.current_values().items():
             self.cells[place].fill_(value)
-        self._seen = [] if any(map(_may_change, now)) else now
+        self._settings = [] if any(map(_may_change, now)) else now
 
     def current_values(self) -> dict[str, float]:
-        """What the schedule says now, by place, in the order of the cells.
+        """Returns the schedule's current numbers by place, in the order of the cells.
 
         Raises:
-            Moved: it has changed what the step holds fixed.
+            FixedScalarChanged: a number that is a constant in the step has changed.
         """
         now = scalars_by_place(self._optimizer)
         varying = {place: now.pop(place) for place in self.cells}
@@ -61,12 +61,12 @@ class OptimizerScalars:
 
 
 def scalars_by_place(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The numbers of an optimizer's groups by place, such as `0/lr` and `1/betas/0`, tensors of one element among them."""
-    return {place: held.item() if isinstance(held, Tensor) else held for place, held in group_numbers(optimizer)}
+    """Returns the numbers of an optimizer's groups by place, such as `0/lr` and `1/betas/0`."""
+    return {place: value.item() if isinstance(value, Tensor) else value for place, value in group_numbers(optimizer)}
 
 
 def group_numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """By place, what an optimizer's groups hold as one number: that, or a tensor of one element."""
+    """Yields place and value of each number in an optimizer's groups; the value may be a tensor of one element."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             several = isinstance(value, tuple | list) and key != "params"
@@ -76,7 +76,6 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]
 
 
 def put_value(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
-    """Puts another value at a place."""
     number, key, *rest = place.split("/")
     group = optimizer.param_groups[int(number)]
     if rest:
@@ -91,7 +90,7 @@ def _is_one_number(item: Any) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether a setting may change and stay the object that it is."""
+    """Whether a setting is mutable."""
     return isinstance(value, list | Tensor) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 
@@ -99,7 +98,7 @@ StepTensors = dict[str, Any]
 
 
 def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> StepTensors:
-    """What a step reads and changes, by name: of the whole step, or of forward and backward alone."""
+    """Returns the tensors that a step reads and changes, by name: of the whole step, or of forward and backward."""
     model, loss = step.parts.model, step.parts.task.loss
     values: StepTensors = {
         "parameters": {name: value.detach() for name, value in model.named_parameters()},
@@ -116,22 +115,22 @@ def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> S
 
 
 def _optimizer_state(step: EagerStep) -> dict[str, dict[str, Tensor]]:
-    """In the order of the model and of the keys: that of the optimizer's own is of whoever filled it, a resume say."""
+    """Returns the state in the order of the model and of sorted keys: the optimizer's order may change on resume."""
     state, model = step.optimizer.state, step.parts.model
-    kept = {name: state[value] for name, value in model.named_parameters() if value in state}
+    by_name = {name: state[value] for name, value in model.named_parameters() if value in state}
     return {
-        name: {key: own[key] for key in sorted(own, key=str) if isinstance(own[key], Tensor)}
-        for name, own in kept.items()
+        name: {key: entry[key] for key in sorted(entry, key=str) if isinstance(entry[key], Tensor)}
+        for name, entry in by_name.items()
     }
 
 
 def tensors_by_place(values: StepTensors) -> dict[str, Tensor]:
-    """The tensors of a step by place, such as `/state/fc.weight/exp_avg`, in the order of the step's."""
+    """Returns the tensors of a step by place, such as `/state/fc.weight/exp_avg`, in the step's order."""
     return dict(tree_leaves(values))
 
 
 def describe_mismatch(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """In what the tensors of a step aren't those that a program was made for; None where they are."""
+    """Returns how the tensors of a step differ from those of the compiled program; None if they fit."""
     for place in {**expected, **found}:
         name = place.removeprefix("/")
         if place not in found:

@@ -1,6 +1,6 @@
-"""Packages of compiled steps, kept in the user's cache folder: made once, and loaded in milliseconds.
+"""Packages of compiled steps in the user's cache folder: built once, and loaded in milliseconds.
 
-Beside them are notes of steps that were seen to stay the same.
+The folder also records which steps gave the same graph twice.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from hotloop.lowering.compile.inductor_patches import INDUCTOR_PATCH_VERSION, in
 from hotloop.lowering.context import LoweringContext
 
 _MAX_PACKAGES = 64
-"""Packages, and notes that a step stays the same; those that were used longest ago go."""
+"""Maximum number of packages, and of records of steps; the least recently used are deleted."""
 
 
 def load_or_build_package(
     captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Report
 ) -> Callable[[list[Tensor]], Any]:
-    """The captured step as a program, out of a package.
+    """Returns the captured step as a program from a package, cached or new.
 
-    One that can't be kept serves this time alone, and one that can't be loaded is made anew; either is said.
+    A package that can't be stored serves this call alone; one that can't be loaded is built again. `say` gets a line
+    for either.
     """
     path = package_folder() / f"{_package_key(captured, device, options)}.pt2"
     if _is_in_folder(path):
@@ -51,8 +52,8 @@ def load_or_build_package(
         write_atomic(path, content)
     except HotloopError as error:
         say(f"the package isn't kept for later runs: {error.given}")
-        with TemporaryDirectory() as elsewhere:
-            path = Path(elsewhere) / path.name
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / path.name
             path.write_bytes(content)
             return _load_package(path)
     _remove_oldest(path.parent, "*.pt2")
@@ -60,12 +61,12 @@ def load_or_build_package(
 
 
 def capture_reproducibly(capture: StepCapture, batch: Any, parts: LoweringContext) -> CapturedStep:
-    """A step's graph, captured twice to see that it stays the same; once where a run before this one saw just that.
+    """Captures a step's graph twice to check that the graph is the same; once if an earlier run has recorded that.
 
-    What it saw is known by the graph, and by the files of the classes and functions that it comes from.
+    The record's key has the graph, and the source files of the classes and functions of the Task.
 
     Raises:
-        PlanError: it can't be captured, or is another each time.
+        PlanError: the step can't be captured, or two captures differ.
     """
     first = capture.trace_once(batch)
     known = (
@@ -80,17 +81,16 @@ def capture_reproducibly(capture: StepCapture, batch: Any, parts: LoweringContex
     if _is_in_folder(path):
         return first
     second = capture.trace_again(first, batch)
-    with suppress(HotloopError):  # nothing can be kept there: so it is captured twice the next time, too
+    with suppress(HotloopError):  # without the record the next run captures twice
         write_atomic(path, b"")
         _remove_oldest(path.parent, "*.twice")
     return second
 
 
 def _source_files(parts: LoweringContext) -> list[tuple[str, int, int]]:
-    """Where classes of the model and functions of the Task are written, and how these files were when they were last changed."""
-    said = [parts.task.loss, parts.task.step, parts.task.optimizer]
-    kinds = [*map(type, parts.model.modules()), *(one for one in said if one is not None)]
-    modules = {getattr(kind, "__module__", "") for kind in kinds}
+    """Returns path, modification time and size of the source files of the model's classes and the Task's functions."""
+    task_parts = [part for part in (parts.task.loss, parts.task.step, parts.task.optimizer) if part is not None]
+    modules = {getattr(part, "__module__", "") for part in (*map(type, parts.model.modules()), *task_parts)}
     paths = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
     found = []
     for path in sorted(filter(None, paths)):
@@ -101,21 +101,20 @@ def _source_files(parts: LoweringContext) -> list[tuple[str, int, int]]:
 
 
 def package_folder() -> Path:
-    """Where this user's packages are kept."""
     return cache_folder() / "packages"
 
 
 def _is_in_folder(path: Path) -> bool:
-    """Also notes that it was used; False, too, where nobody may look."""
+    """Whether the file exists and is readable; updates its time of use."""
     if not os.path.isfile(path):
         return False
-    with suppress(OSError):  # somebody else's folder
+    with suppress(OSError):  # another user's folder
         os.utime(path)
     return True
 
 
 def _load_package(path: Path) -> Callable[[list[Tensor]], Any]:
-    """The program in a package, which holds all that it needs: torch's own `load_package` would import the compiler first."""
+    """Loads the program; torch's own `load_package` would import the compiler."""
     return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
 
 
@@ -131,10 +130,10 @@ def _build_package(captured: CapturedStep, device: torch.device, options: dict[s
     return archive.getvalue()
 
 
-def _remove_oldest(where: Path, which: str) -> None:
+def _remove_oldest(folder: Path, pattern: str) -> None:
     used: dict[Path, float] = {}
-    for path in where.glob(which):
-        with suppress(FileNotFoundError):  # another process forgets them too
+    for path in folder.glob(pattern):
+        with suppress(FileNotFoundError):  # another process may have deleted the file
             used[path] = path.stat().st_mtime
     for path in sorted(used, key=used.__getitem__)[:-_MAX_PACKAGES]:
         with suppress(OSError):
@@ -142,18 +141,12 @@ def _remove_oldest(where: Path, which: str) -> None:
 
 
 def _package_key(captured: CapturedStep, device: torch.device, options: dict[str, Any]) -> str:
-    """What a package depends on: the graph with its constants, its inputs, the compiler, the processor, the threads."""
-    baked = constant_contents(captured.graph)
-    processor = machine.read_processor()  # it is compiled for this very one, and a home may be shared by many
+    """Hashes all that a package depends on: graph, constants, inputs, compiler, processor, threads."""
+    graph, layouts = captured.graph, (_input_layouts(captured), _output_layouts(captured))
+    processor = machine.read_processor()  # machines with different processors may share a home folder
     threads, in_order = torch.get_num_threads(), torch.get_deterministic_debug_mode() > 0
     known = (
-        *(
-            captured.graph.code,
-            baked,
-            _input_layouts(captured),
-            _output_layouts(captured),
-            torch.backends.mkldnn.enabled,
-        ),
+        *(graph.code, constant_contents(graph), *layouts, torch.backends.mkldnn.enabled),
         *(torch.__version__, __version__, INDUCTOR_PATCH_VERSION, sorted(options.items())),
         *(processor.model, processor.vectors, processor.kernels, threads, in_order, str(device)),
     )
@@ -161,7 +154,7 @@ def _package_key(captured: CapturedStep, device: torch.device, options: dict[str
 
 
 def _output_layouts(captured: CapturedStep) -> list[str]:
-    """How what the graph computes lies in memory: of an equal graph, whether oneDNN is on decides that."""
+    """Returns the strides of all results: oneDNN on or off decides them for an equal graph."""
     values = (node.meta.get("val") for node in captured.graph.graph.nodes)
     return [str(value.stride()) for value in values if isinstance(value, Tensor) and value.layout == torch.strided]
 

@@ -1,8 +1,7 @@
-"""Looks, before a compiled program runs, at what a batch indexes: labels, tokens, places.
+"""Checks the indices of a batch (labels, tokens, places) before a compiled program runs.
 
-Compiled programs check an index within their loops. What a loop throws ends the process where several threads share it,
-and names neither layer nor sample elsewhere. So a batch with an index out of bounds is left to the eager step, whose error
-does.
+Compiled programs check an index within their loops. In a loop of several threads a failed check ends the process, and
+elsewhere its error names neither layer nor sample. So the eager step runs a batch with an index out of bounds.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from torch.fx import Graph, GraphModule, Node
 
 from hotloop.errors import PlanError
 from hotloop.lowering.compile.capture import CapturedStep
-from hotloop.lowering.compile.decompositions import mutated_nodes
 from hotloop.lowering.compile.guards import constant_contents
+from hotloop.lowering.compile.inductor_patches.decompositions import mutated_nodes
 
 aten = torch.ops.aten
 
 _LARGE_INDEX = 500_000
-"""Numbers of an array; to look through more would take longer than to look at each batch of a short run."""
+"""Elements of an array; a check of a larger one would take longer than checking each batch of a short run."""
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 @dataclass(frozen=True)
 class IndexRange:
-    """What an index may be: from `least` to below `size`, or `ignored`."""
+    """The valid values of an index: from `least` to below `size`, and `ignored`."""
 
     size: int
     least: int = 0
     ignored: int | None = None
 
     def contains(self, index: Tensor) -> bool:
-        """Whether an index on the CPU is in them, in about 2 us where it is small."""
+        """Whether all values of an index on the CPU are valid; takes about 2 us for small indices."""
         values = index.numpy()
-        if not self.least:  # one look: as numbers without a sign, negative ones are larger than any size
+        if not self.least:  # one pass: as unsigned integers, negative ones are larger than any size
             if np.maximum.reduce(values.view(_UNSIGNED[values.itemsize]), axis=None, initial=0) < self.size:
                 return True
             if self.ignored is None:
@@ -52,36 +51,34 @@ class IndexRange:
 
 
 class IndexBounds:
-    """The indices of a captured step that follow from its batch alone, with what they may be.
+    """The indices of a captured step that follow from its batch alone, with their valid ranges.
 
-    Those that a model computes from its weights are its own affair; so are values that a Task draws.
+    Indices that a model computes from its weights, or that a Task draws, aren't checked.
     """
 
     def __init__(self, captured: CapturedStep, given: int) -> None:
-        """
-        Args:
-            given: how many of the graph's inputs, the last ones, are tensors of the batch.
+        """Args:
+        given: number of the graph's last inputs that are tensors of the batch.
         """
         nodes = list(captured.graph.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
-        written = mutated_nodes(nodes)
-        known, batch = _batch_dependents(nodes, inputs[len(inputs) - given :], written)
-        every = [(_index_source(node, written), bounds) for one in nodes for node, bounds in _indices_in(one)]
-        found = list(dict.fromkeys((node, bounds) for node, bounds in every if node in known and node in batch))
-        self._bounds = [bounds for _, bounds in found]
-        self._places, self._values = _compile_nodes(captured.graph, inputs, [node for node, _ in found])
-        first = len(inputs) - given
-        self._columns = [inputs.index(node) - first if node.op == "placeholder" else None for node, _ in found]
+        mutated, first = mutated_nodes(nodes), len(inputs) - given
+        known, batch = _batch_dependents(nodes, inputs[first:], mutated)
+        indices = [(_index_source(index, mutated), bounds) for node in nodes for index, bounds in _indices_in(node)]
+        checked = list(dict.fromkeys((node, bounds) for node, bounds in indices if node in known and node in batch))
+        self._bounds = [bounds for _, bounds in checked]
+        self._places, self._values = _compile_nodes(captured.graph, inputs, [node for node, _ in checked])
+        self._columns = [inputs.index(node) - first if node.op == "placeholder" else None for node, _ in checked]
 
     def is_within(self, flat: Sequence[Tensor]) -> bool:
-        """Whether all are in bounds, given the inputs of the graph."""
+        """Whether all indices are in bounds, for the inputs of the graph."""
         values = self._values(*[flat[place] for place in self._places])
         return all(map(IndexRange.contains, self._bounds, values))
 
     def are_all_within(self, columns: Sequence[Tensor]) -> bool:
-        """Whether all rows of arrays surely are, of which batches have some each: 20 us for 60,000 labels.
+        """Whether all rows of the arrays, from which batches are taken, are in bounds: 20 us for 60,000 labels.
 
-        It isn't known where an index is computed from a batch, and not looked for in large arrays.
+        False if an index is computed from a batch, and for large arrays, which aren't checked.
 
         Args:
             columns: the arrays, in the order of a batch's tensors.
@@ -92,39 +89,38 @@ class IndexBounds:
         return all(map(IndexRange.contains, self._bounds, indexed))
 
 
-def _batch_dependents(nodes: Sequence[Node], batch: Sequence[Node], written: set[Node]) -> tuple[set[Node], set[Node]]:
-    """What follows from the batch and from whole numbers that are given, by whole numbers, and what needs the batch."""
-    known, needing = set(batch) - written, set(batch)
+def _batch_dependents(nodes: Sequence[Node], batch: Sequence[Node], mutated: set[Node]) -> tuple[set[Node], set[Node]]:
+    """Returns the nodes that integer operations compute from batch and constants, and all nodes that need the batch."""
+    known, dependents = set(batch) - mutated, set(batch)
     for node in nodes:
-        given = node.op == "get_attr" or (
+        is_known = node.op == "get_attr" or (
             _is_deterministic(node) and _is_integral(node) and known.issuperset(node.all_input_nodes)
         )
-        if given and node not in written:
+        if is_known and node not in mutated:
             known.add(node)
-        if not needing.isdisjoint(node.all_input_nodes):
-            needing.add(node)
-    return known, needing
+        if not dependents.isdisjoint(node.all_input_nodes):
+            dependents.add(node)
+    return known, dependents
 
 
 def _is_deterministic(node: Node) -> bool:
-    """Whether it is given, or computed in the same way each time, and changes nothing."""
+    """Whether the node is an input, or a function of its operands without side effects."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return node.op == "placeholder" or target is operator.getitem
-    made = target.overloadpacket.__name__.startswith(("empty", "new_empty"))  # of whatever was in memory
-    return not (made or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
+    is_uninitialized = target.overloadpacket.__name__.startswith(("empty", "new_empty"))
+    return not (is_uninitialized or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
 
 
 def _is_integral(node: Node) -> bool:
-    """Whether it is of whole numbers."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
-    return all(isinstance(one, Tensor) and not (one.is_floating_point() or one.is_complex()) for one in values)
+    return all(isinstance(item, Tensor) and not (item.is_floating_point() or item.is_complex()) for item in values)
 
 
-def _index_source(node: Node, written: set[Node]) -> Node:
-    """Where its values come from, if it only arranges them."""
-    while node.target in _RESHAPING_OPS and node not in written:
+def _index_source(node: Node, mutated: set[Node]) -> Node:
+    """Returns the node from which reshaping operations take the values."""
+    while node.target in _RESHAPING_OPS and node not in mutated:
         node = node.all_input_nodes[0]
     return node
 
@@ -138,7 +134,7 @@ _RESHAPING_OPS = (
 def _compile_nodes(
     graph: GraphModule, inputs: Sequence[Node], wanted: Sequence[Node]
 ) -> tuple[list[int], Callable[..., Sequence[Tensor]]]:
-    """The places of the inputs that some nodes need, and a function from these to the nodes' values."""
+    """Returns the places of the inputs that the wanted nodes need, and a function from these inputs to their values."""
     needed, left = set[Node](), list(wanted)
     while left:
         node = left.pop()
@@ -154,8 +150,8 @@ def _compile_nodes(
 
 
 def _indices_in(node: Node) -> Iterator[tuple[Node, IndexRange]]:
-    """The indices of an operation, with what they may be; none where shapes aren't known."""
-    if node.op != "call_function" or not all(_has_known_shape(one) for one in node.all_input_nodes):
+    """Yields the indices of an operation with their valid ranges; none if shapes are unknown."""
+    if node.op != "call_function" or not all(map(_has_known_shape, node.all_input_nodes)):
         return
     if node.target in _EMBEDDING_OPS:
         yield node.args[1], IndexRange(_indexed_size(node, 0))  # type: ignore[misc]
@@ -186,7 +182,6 @@ _GATHER_OPS = (
 
 
 def _has_known_shape(node: Node) -> bool:
-    """Whether its shape is, where it is a tensor."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return all(isinstance(size, int) for size in value.shape)
@@ -194,9 +189,8 @@ def _has_known_shape(node: Node) -> bool:
 
 
 def _indexed_tensor(node: Node) -> Tensor:
-    """What is looked into, without content."""
-    looked_into: Any = node.args[0]
-    return looked_into.meta["val"]
+    source: Any = node.args[0]
+    return source.meta["val"]
 
 
 def _indexed_size(node: Node, dimension: Any) -> int:
@@ -205,14 +199,14 @@ def _indexed_size(node: Node, dimension: Any) -> int:
 
 
 class CaptureRecheck:
-    """What a step did when it was captured, to be held against what it does when it is due.
+    """Compares a new capture of a step with its first capture, when due.
 
     Args:
-        captured: before anything is rewritten in it.
-        trace: captures the step anew, on such a batch.
+        captured: the first capture, before any rewrite.
+        trace: captures the step again on a batch.
 
     Attributes:
-        due: whether to look before the next step.
+        due: whether to compare before the next step.
     """
 
     def __init__(self, captured: CapturedStep, trace: Callable[[Any], CapturedStep]) -> None:
@@ -220,18 +214,18 @@ class CaptureRecheck:
         self.due = False
 
     def has_changed(self, batch: Any) -> bool:
-        """Looks where that is due, which takes as long as one trace; False elsewhere."""
+        """Captures and compares, if due, which takes as long as one trace; False otherwise."""
         if not self.due:
             return False
         self.due = False
         try:
             return _fingerprint(self._trace(batch)) != self._before
-        except PlanError:  # it can't be captured any more
+        except PlanError:  # the step can't be captured any more
             return True
 
 
 def recheck_count(watched: bool, steps: int | None, batches: int | None) -> int:
-    """How often a run of so many steps sees whether callbacks have changed what was compiled: once in an epoch."""
+    """Returns how often a run checks whether callbacks changed the compiled step: once in an epoch."""
     return math.ceil(steps / batches) if watched and steps and batches else 0
 
 

@@ -1,4 +1,4 @@
-"""The rewrites axis: equal forms of parts of a captured step that a compiler makes faster programs of."""
+"""The rewrites axis: equivalent forms of parts of a captured step, of which a compiler makes faster programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REWRITES: dict[str, Callable[[GraphModule], int]] = {
     "mm_in_parts": product_in_parts,
     "draw_by_words": draw_by_words,
 }
-"""Each changes a graph and says how often it could."""
+"""Functions that change a graph, and return how often they applied."""
 
 GPU_REWRITES: dict[str, Callable[[GraphModule], int]] = {
     "conv_in_pool": convolution_in_small_pooling,
@@ -40,7 +40,7 @@ GPU_REWRITES: dict[str, Callable[[GraphModule], int]] = {
     "mm_as_sum": product_as_sum,
     "mm_in_parts": product_in_parts,
 }
-"""For `all` on CUDA devices."""
+"""Rewrites of `all` on CUDA devices."""
 
 REWRITE_FUNCTIONS: dict[str, Callable[[GraphModule], int]] = {
     "conv_in_pool": convolution_in_small_pooling,
@@ -48,9 +48,9 @@ REWRITE_FUNCTIONS: dict[str, Callable[[GraphModule], int]] = {
     "mm_by_onednn": product_where_mkl_is_slow,
     "draw_by_words": draw_by_words,
 }
-"""For `all`, from first to last: those that won in several networks, where they are likely to; by name they apply everywhere.
+"""Rewrites of `all` on CPUs, in order: those that won in several networks, applied where they are likely to win.
 
-Left out are those that lost more often than they won: see docs/speed.md.
+By name they apply everywhere. Rewrites that lost more often than they won are missing: see docs/speed.md.
 """
 
 EXPECTED_PATTERNS = {
@@ -71,26 +71,25 @@ _LIKELY_PATTERNS = {
 
 
 def apply_rewrite(graph: GraphModule, which: str, but: Collection[str] = (), device: str = "cpu") -> dict[str, int]:
-    """Applies one rewrite, or all, to a captured step; returns how often each found something.
+    """Applies one rewrite, or all, to a captured step; returns how often each applied.
 
     Args:
-        but: those that are not for this plan.
-        device: the kind that it runs on.
+        but: rewrites that this plan excludes.
+        device: the step's device type.
 
     Raises:
-        PlanError: there is nothing in the step that it applies to.
+        PlanError: nothing in the step can be rewritten.
     """
     drop_identities(graph)
-    every = REWRITE_FUNCTIONS if device == "cpu" else GPU_REWRITES
-    given = every if which == "all" else {which: REWRITES[which]}
-    found = {name: apply(graph) for name, apply in given.items() if name not in but}
-    if not any(found.values()):
+    is_all = which == "all"
+    chosen = (REWRITE_FUNCTIONS if device == "cpu" else GPU_REWRITES) if is_all else {which: REWRITES[which]}
+    counts = {name: apply(graph) for name, apply in chosen.items() if name not in but}
+    if not any(counts.values()):
+        patterns = [EXPECTED_PATTERNS[name] + (_LIKELY_PATTERNS.get(name, "") if is_all else "") for name in chosen]
         raise PlanError(
             f"rewrites={which} finds nothing in this step that it applies to",
-            expected="; or ".join(
-                EXPECTED_PATTERNS[name] + (_LIKELY_PATTERNS.get(name, "") if which == "all" else "") for name in given
-            ),
+            expected="; or ".join(patterns),
             fix="choose rewrites=none",
         )
     graph.recompile()
-    return found
+    return counts

@@ -1,8 +1,9 @@
-"""A first convolution of few channels as one matrix product, and its weights' gradient as another.
+"""Rewrites a first convolution of few channels as one matrix product, and its weights' gradient as another.
 
-`out = w @ u`, where `u` has a row for each weight of a filter and a column for each place that it is put at (Chellapilla,
-Puri and Simard: High performance convolutional neural networks for document processing, 2006). A convolution library
-lays out its operands for many channels, and for one or three spends more on that than on arithmetic.
+`out = w @ u`, where `u` has a row for each weight of a filter and a column for each position of the filter
+(Chellapilla, Puri and Simard: High performance convolutional neural networks for document processing, 2006). A
+convolution library lays out its operands for many channels, which for one or three channels takes longer than the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -26,52 +27,50 @@ from hotloop.lowering.rewrites.fx_nodes import (
 )
 
 MAX_WEIGHTS = 32
-"""Of one filter, so that `u` is not much larger than the image; 3 x 3 of three channels has 27."""
+"""Weights of one filter; limits the size of `u`. 3 x 3 of three channels has 27."""
 
 _MOST_PARTS, _IN_PART = 64, 1024
-"""Products that the gradient of the weights is put together from, and the places in each: at 6,272 and 100,352 places on two
-threads 2 and 4 times as fast as a single one, and hardly less so at twice or half as many."""
+"""Maximum number of products of the weights' gradient, and minimum number of positions in each: on two threads 2 and 4
+times as fast as one product at 6,272 and 100,352 positions, and hardly less so at twice or half as many."""
 
 _PARAMETERS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
 def convolution_as_product(graph: GraphModule) -> int:
-    """Wherever a convolution is of data, whose gradient nobody wants; returns how often."""
+    """Rewrites convolutions of data, which need no gradient of the image; returns how often."""
     return sum(_rewrite(graph, node) for node in find_calls(graph, aten.convolution.default))
 
 
 def _rewrite(graph: GraphModule, forward: Node) -> bool:
     gradients = find_calls(graph, aten.convolution_backward.default)
     backward = next((node for node in gradients if _is_gradient(node, forward)), None)
-    if not _is_rewritable(forward) or backward is None or argument_named(backward, "output_mask")[0]:
+    is_rewritable = is_ordinary(forward) and fake_value(operand_at(forward, 1))[0].numel() <= MAX_WEIGHTS
+    if not is_rewritable or backward is None or argument_named(backward, "output_mask")[0]:
         return False
     image, weight, bias = (operand_at(forward, place) for place in range(3))
-    how = _Convolution(forward)
-    columns = insert_operations(graph, forward, how.columns, image)
-    given = [one for one in (columns, weight, bias) if one is not None]
-    replace_node(graph, forward, insert_operations(graph, forward, how.product, *given))
+    convolution = _Convolution(forward)
+    columns = insert_operations(graph, forward, convolution.columns, image)
+    operands = [operand for operand in (columns, weight, bias) if operand is not None]
+    replace_node(graph, forward, insert_operations(graph, forward, convolution.product, *operands))
     gradient = operand_at(backward)
-    of_weight, of_bias = result_part(backward, 1), result_part(backward, 2)
-    if of_weight is not None:
-        replace_node(graph, of_weight, insert_operations(graph, backward, how.gradient, gradient, columns))
-    if of_bias is not None:
-        replace_node(graph, of_bias, insert_operations(graph, backward, sum_by_filter, gradient))
+    weight_gradient, bias_gradient = result_part(backward, 1), result_part(backward, 2)
+    if weight_gradient is not None:
+        new = insert_operations(graph, backward, convolution.gradient, gradient, columns)
+        replace_node(graph, weight_gradient, new)
+    if bias_gradient is not None:
+        replace_node(graph, bias_gradient, insert_operations(graph, backward, sum_by_filter, gradient))
     drop_node(graph, backward)
     return True
 
 
 def _is_gradient(node: Node, forward: Node) -> bool:
-    """Of this convolution, or of one that is the same: their columns are equal, so either's are right for both."""
+    """Whether `node` is the gradient of this convolution, or of an equal one, whose columns are equal."""
     same_tensors = [operand_at(node, 1), operand_at(node, 2)] == [operand_at(forward), operand_at(forward, 1)]
     return same_tensors and all(argument_named(node, name) == argument_named(forward, name) for name in _PARAMETERS)
 
 
-def _is_rewritable(node: Node) -> bool:
-    return is_ordinary(node) and fake_value(operand_at(node, 1))[0].numel() <= MAX_WEIGHTS
-
-
 def is_ordinary(node: Node) -> bool:
-    """Whether it convolves images of one plain kind, all channels with all."""
+    """Whether the node convolves plain images of one dtype, without groups."""
     image, weight = fake_value(operand_at(node)), fake_value(operand_at(node, 1))
     plain = argument_named(node, "groups") == 1 and not argument_named(node, "transposed")
     return plain and is_plain(image) and is_plain(fake_value(node)) and weight.dtype == image.dtype
@@ -86,7 +85,7 @@ class _Convolution:
         )
 
     def columns(self, image: Tensor) -> Tensor:
-        """(samples, channels, height, width) -> (weights of a filter, places)."""
+        """(samples, channels, height, width) -> (weights of a filter, positions)."""
         padded = functional.pad(image, (self.padding[1],) * 2 + (self.padding[0],) * 2).contiguous()
         sample, channel, down, right = padded.stride()
         shape = (self.channels, *self.size, self.samples, self.height, self.width)
@@ -95,17 +94,17 @@ class _Convolution:
         return padded.as_strided(shape, strides).reshape(self.channels * self.size[0] * self.size[1], -1)
 
     def product(self, columns: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The convolution, (samples, filters, height, width)."""
-        found = weight.reshape(self.filters, -1) @ columns
+        """Returns the convolution, (samples, filters, height, width)."""
+        result = weight.reshape(self.filters, -1) @ columns
         if bias is not None:
-            found = found + bias[:, None]
-        return found.view(self.filters, self.samples, self.height, self.width).transpose(0, 1).contiguous()
+            result = result + bias[:, None]
+        return result.view(self.filters, self.samples, self.height, self.width).transpose(0, 1).contiguous()
 
     def gradient(self, gradient: Tensor, columns: Tensor) -> Tensor:
-        """That of the weights, of the result's.
+        """Returns the weights' gradient.
 
-        A library gives the threads parts of a product's rows and columns, of which there are few here: it gets parts of
-        the places instead, as a batch of products.
+        A library splits a product's rows and columns over threads, of which there are few here. A batch of products
+        over parts of the positions uses all threads.
         """
         parts = _split_count(columns.shape[1])
         by_filter = gradient.transpose(0, 1).reshape(self.filters, parts, -1).transpose(0, 1)
@@ -114,10 +113,9 @@ class _Convolution:
 
 
 def _split_count(places: int) -> int:
-    """Into how many the places are split: as many as leave each enough of them."""
-    return max(
-        parts for parts in range(1, _MOST_PARTS + 1) if places % parts == 0 and parts <= max(1, places // _IN_PART)
-    )
+    """Returns the largest number of parts that divides the positions and leaves enough in each."""
+    most = min(_MOST_PARTS, max(1, places // _IN_PART))
+    return max(parts for parts in range(1, most + 1) if places % parts == 0)
 
 
 def sum_by_filter(gradient: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Matrix products in fp32 by oneDNN, in place of the library that torch was built with.
+"""Computes fp32 matrix products by oneDNN, instead of the library that torch was built with.
 
-torch's wheels for x86 come with Intel's MKL, which takes its widest instructions on Intel's own processors alone: on others
-with AVX-512 a product can take twice as long as it has to. oneDNN, which computes torch's convolutions, goes by what a
-processor has. It takes operands as they lie in memory, so that nothing is copied for it.
+torch's x86 wheels have Intel's MKL, which uses its widest instructions on Intel's processors alone: on others with
+AVX-512 a product can take twice as long as necessary. oneDNN, which computes torch's convolutions, uses the processor's
+instructions. It reads operands in any order of memory, without a copy.
 """
 
 from __future__ import annotations
@@ -19,37 +19,34 @@ from hotloop.core.hardware import machine
 from hotloop.lowering.rewrites.fx_nodes import at_least, fake_value, matrix_products, replace_product
 
 MIN_FLOP = 2e6
-"""A smaller product is over before another library could win anything."""
+"""A smaller product gains nothing from another library."""
 
 WIDE, MANY_TIMES = 768, 4
-"""Columns of a result, and how many times as many as there are terms, from which on laying out a first operand by columns anew
-pays, as oneDNN does: of 75 shapes, on two threads of an AMD EPYC with AVX-512, narrower results took 1.1 to 5 times as long as
-MKL's, wider ones mostly 0.4 to 0.9. How long a product takes by itself says little else: within a compiled step MKL's took up to
-three times that."""
+"""Columns of a result, and their ratio to the terms, from which copying a column-major first operand pays, as oneDNN
+does: of 75 shapes, on two threads of an AMD EPYC with AVX-512, narrower results took 1.1 to 5 times MKL's time, wider
+ones mostly 0.4 to 0.9. Times of single products predict little: in a compiled step MKL's took up to three times those."""
 
 
 def product_by_onednn(graph: GraphModule, wanted: Callable[[Tensor, Tensor], bool] = lambda one, other: True) -> int:
-    """Wherever two matrices in fp32 are multiplied that aren't small; returns how often.
+    """Replaces fp32 products that aren't small; returns how often.
 
     Args:
-        wanted: which of them, by their operands.
+        wanted: selects products by their operands.
     """
-    found = [node for node in matrix_products(graph, torch.float32) if _is_supported(node) and wanted(*_operands(node))]
-    if not found:
-        return 0
-    product = _operator()
-    for node in found:
-        replace_product(graph, node, lambda a, b, *bias: product(a, b.t(), *bias))
-    return len(found)
+    products = matrix_products(graph, torch.float32)
+    chosen = [node for node in products if _is_supported(node) and wanted(*_operands(node))]
+    for node in chosen:
+        replace_product(graph, node, lambda a, b, *bias: _operator()(a, b.t(), *bias))
+    return len(chosen)
 
 
 def product_where_mkl_is_slow(graph: GraphModule) -> int:
-    """Only where that is likely to be faster."""
+    """Replaces only products that are likely faster by oneDNN."""
     return product_by_onednn(graph, is_slow_by_mkl) if is_mkl_slow_here() else 0
 
 
 def is_mkl_slow(processor: str | None) -> bool:
-    """Whether MKL leaves the widest instructions of this processor aside."""
+    """Whether MKL doesn't use this processor's widest instructions."""
     return "AMD" in (processor or "") and torch.backends.mkl.is_available()
 
 
@@ -59,27 +56,22 @@ def is_mkl_slow_here() -> bool:
 
 
 def is_faster_by_onednn(one: Tensor, other: Tensor) -> bool:
-    """Whether a product is likely to be faster here by oneDNN."""
-    return (
-        one.dtype == torch.float32 and one.ndim == other.ndim == 2 and is_slow_by_mkl(one, other) and is_mkl_slow_here()
-    )
+    """Whether a product is likely faster by oneDNN on this machine."""
+    is_fp32_matrix = one.dtype == torch.float32 and one.ndim == other.ndim == 2
+    return is_fp32_matrix and is_slow_by_mkl(one, other) and is_mkl_slow_here()
 
 
 def is_slow_by_mkl(one: Tensor, other: Tensor) -> bool:
-    """Whether oneDNN is likely to be faster where MKL doesn't know the processor: by sizes, and by how the first operand lies."""
+    """Whether oneDNN is likely faster if MKL doesn't know the processor, by sizes and the first operand's strides."""
     terms, columns = other.shape
     if not at_least(MIN_FLOP, 2 * one.numel() * columns):
         return False
-    return not _is_by_columns(one) or _is_wide(terms, columns)
+    is_column_major = one.stride(0) == 1 and one.stride(1) != 1
+    return not is_column_major or _is_wide(terms, columns)
 
 
 def _is_wide(terms: int, columns: int) -> bool:
-    """Whether a result of so many columns is, beside the terms of each of its numbers."""
     return columns >= WIDE and columns > MANY_TIMES * terms
-
-
-def _is_by_columns(matrix: Tensor) -> bool:
-    return matrix.stride(0) == 1 and matrix.stride(1) != 1
 
 
 def _operands(node: Node) -> tuple[Tensor, Tensor]:
@@ -94,7 +86,7 @@ def _is_supported(node: Node) -> bool:
 
 @cache
 def _operator() -> Any:
-    """`(input (m, k), weight (n, k), bias (n) or none) -> (m, n)`; see `register_onednn_product`."""
+    """Returns `(input (m, k), weight (n, k), bias (n) or none) -> (m, n)`; see `register_onednn_product`."""
 
     @torch.library.custom_op("hotloop::product", mutates_args=())
     def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -109,42 +101,43 @@ def _operator() -> Any:
 
 @cache
 def register_onednn_product() -> None:
-    """Has Inductor know the product, before it compiles a graph that may have some."""
+    """Registers the product with Inductor."""
     from torch._inductor.lowering import register_lowering
 
     register_lowering(_operator(), type_promotion_kind=None)(_lower_product)
 
 
 def _lower_product(input: Any, weight: Any, bias: Any = None) -> Any:
-    """Inductor's own call of oneDNN, which would copy what doesn't lie row by row."""
+    """Lowers to Inductor's own call of oneDNN, without its copy of column-major operands."""
     from torch._inductor.ir import FixedLayout, TensorBox
     from torch._inductor.mkldnn_ir import LinearUnary, _create_output_node
 
     (_, terms), (columns, _) = input.get_size(), weight.get_size()
-    inputs = [_laid_by_rows(input) if _is_wide(terms, columns) else _as_laid(input), _as_laid(weight)]
-    layout = FixedLayout(inputs[0].get_device(), inputs[0].get_dtype(), [one.get_size()[0] for one in inputs])
-    how: list[Any] = ["none", [-1], ""]
+    # A wide result's first operand becomes row-major in the kernel that computes it: oneDNN would copy it at each call.
+    inputs = [_row_major(input) if _is_wide(terms, columns) else _with_frozen_layout(input)]
+    inputs.append(_with_frozen_layout(weight))
+    layout = FixedLayout(inputs[0].get_device(), inputs[0].get_dtype(), [matrix.get_size()[0] for matrix in inputs])
+    options: list[Any] = ["none", [-1], ""]
     if bias is None:
-        how.insert(0, None)
+        options.insert(0, None)
     else:
-        inputs.append(LinearUnary.require_contiguous(LinearUnary.realize_input(bias)))
-    return TensorBox.create(_create_output_node(LinearUnary(layout, inputs, how)))
+        inputs.append(_row_major(bias))
+    return TensorBox.create(_create_output_node(LinearUnary(layout, inputs, options)))
 
 
-def _laid_by_rows(given: Any) -> Any:
-    """A matrix laid by rows beforehand, in the kernel that makes it: oneDNN would do it at each call, by itself."""
+def _row_major(value: Any) -> Any:
     from torch._inductor.mkldnn_ir import LinearUnary
 
-    return LinearUnary.require_contiguous(LinearUnary.realize_input(given))
+    return LinearUnary.require_contiguous(LinearUnary.realize_input(value))
 
 
-def _as_laid(given: Any) -> Any:
-    """A matrix as it lies there, by rows or by columns; any other as a copy."""
+def _with_frozen_layout(value: Any) -> Any:
+    """Returns a row-major or column-major matrix as it is; others as a copy."""
     from torch._inductor.ir import as_storage_and_layout
     from torch._inductor.mkldnn_ir import LinearUnary
 
-    matrix = LinearUnary.realize_input(given)
+    matrix = LinearUnary.realize_input(value)
     as_storage_and_layout(matrix, freeze=True)
     (rows, columns), (down, along) = matrix.get_size(), matrix.get_stride()
-    lies = (along == 1 and down >= columns) or (down == 1 and along >= rows)
-    return matrix if lies else LinearUnary.require_contiguous(matrix)
+    is_dense = (along == 1 and down >= columns) or (down == 1 and along >= rows)
+    return matrix if is_dense else LinearUnary.require_contiguous(matrix)

@@ -1,1 +1,1 @@
-"""Kinds of training step: compiled, captured as a CUDA graph, of several ranks or optimizers."""
+"""Kinds of training step: compiled, as a CUDA graph, of several ranks, of several optimizers."""

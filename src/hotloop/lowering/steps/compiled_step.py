@@ -35,24 +35,24 @@ from hotloop.lowering.rewrites.dropout_from_words import WordDrawMode
 
 Runner = Callable[[list[Tensor]], Any]
 _PendingResult = tuple[Tensor, Any, int]
-"""A loss, what it counts, and its samples."""
+"""Loss, weight and number of samples."""
 
 _AT_ONCE, _SMALL = 256, 64
-"""Losses that are added up together, so that no more are held; and bytes of memory that each may keep."""
+"""Number of losses that are summed at once, which limits memory; and bytes of storage that each may keep alive."""
 
 _INDUCTOR_OPTIONS = {"fallback_random": True}
-"""Draws come from torch's generators, as in the eager step, and not from the compiler's own."""
+"""Draws from torch's generators, as in the eager step, instead of Inductor's own."""
 
 _EAGER_STEPS = 2
-"""That a step is made ready with: the optimizer has all its state after them."""
+"""Eager steps before a step is compiled; afterwards the optimizer has all its state."""
 
 
 class CompiledStep(EagerStep):
-    """One training step as a compiled program, for batches like the one that it was prepared with.
+    """One training step as a compiled program, for batches like the batch that it was prepared with.
 
-    Other batches, such as an incomplete last one, steps before the optimizer has all its state, and those for which a
-    schedule has moved a number that the program holds fixed, run eagerly on the same tensors: the program only reads and
-    changes what the eager step does. A whole step keeps its gradients to itself: parameters have none after it.
+    Three kinds of steps run eagerly on the same tensors: on other batches (such as an incomplete last one), before the
+    optimizer has all its state, and after a change of a number that is a constant in the program. The program reads and
+    changes only what the eager step does. After a step with compile=step, parameters have no gradients.
     """
 
     def __init__(self, parts: LoweringContext) -> None:
@@ -63,36 +63,36 @@ class CompiledStep(EagerStep):
         self._hyper = OptimizerScalars(self.optimizer, {})
         self._indices: IndexBounds | None = None
         self._bound: list[Tensor] | None = None  # parameters first
-        self._expected: dict[str, Tensor] = {}  # by place, like those that the program works on
-        self._eager_steps = 0  # since the State was another
-        self._again: CaptureRecheck | None = None
-        self._held = list(parts.model.parameters())
+        self._expected: dict[str, Tensor] = {}  # by place, like the program's tensors
+        self._eager_steps = 0  # since the last restore
+        self._recheck: CaptureRecheck | None = None
+        self._parameters = list(parts.model.parameters())
         self._signature: Any = ()
-        self._given = self._samples = 0
+        self._batch_tensors = self._samples = 0
         self._may_draw = True
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.steps_run: int = 0
 
     def warm_up(self, batch: Any, samples: int) -> None:
         """Compiles the step for batches like this one, after two eager steps.
 
         Raises:
-            PlanError: it can't be captured, compiled or recorded.
+            PlanError: the step can't be captured, compiled or recorded.
         """
-        self(batch, samples, 0)  # the optimizer makes its state in its first step
+        self(batch, samples, 0)  # the optimizer creates its state in its first step
         first = scalars_by_place(self.optimizer)
         self(batch, samples, 1)
-        self.end_epoch(0.0)  # a schedule by epochs moves now; whoever prepares a Program puts its State back
+        self.end_epoch(0.0)  # steps a schedule by epochs; `Program.prepare` restores the State
         later = scalars_by_place(self.optimizer)
         if self.whole:
             self._drop_gradients()
         self.prepare(batch, {place for place in later if later[place] != first[place] or place.endswith("/lr")})
 
     def prepare(self, batch: Any, varying: set[str]) -> None:
-        """Captures and compiles; the eager step must have run once, so that the optimizer's state is there.
+        """Captures and compiles; needs one eager step before, which creates the optimizer's state.
 
         Args:
-            batch: on the device, like those to come.
+            batch: on the device, like the later ones.
             varying: places of the optimizer's numbers that a schedule changes.
 
         Raises:
@@ -100,10 +100,10 @@ class CompiledStep(EagerStep):
         """
         cells = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
         self._hyper = OptimizerScalars(self.optimizer, cells)
-        self._given = len(list(tree_tensors(batch)))
+        self._batch_tensors = len(list(tree_tensors(batch)))
         self._captured = self._capture(batch, cells)
         if self.parts.device.type == "cpu":
-            self._indices = IndexBounds(self._captured, self._given)
+            self._indices = IndexBounds(self._captured, self._batch_tensors)
         self._may_draw = not (self.whole and self._forward_backward and has_no_draws(self._captured.graph))
         self._rewrite(self._captured)
         self._runner = build_program(self._captured, self.parts)
@@ -111,20 +111,20 @@ class CompiledStep(EagerStep):
 
     def _capture(self, batch: Any, cells: dict[str, Tensor], update: UpdateStyle = "singly") -> CapturedStep:
         capture = StepCapture(self, batch_length(batch), cells, whole=self.whole, update=update)
-        kept = self.parts.plan.compile == "package"
-        captured = capture_reproducibly(capture, batch, self.parts) if kept else capture.trace_twice(batch)
+        is_package = self.parts.plan.compile == "package"
+        captured = capture_reproducibly(capture, batch, self.parts) if is_package else capture.trace_twice(batch)
         names = tensors_by_place(step_tensors(self, cells, whole=self.whole))
-        self._expected = dict(zip(names, captured.examples, strict=False))  # behind them are those of the batch
-        self._again, self.look_s = CaptureRecheck(captured, capture.trace_once), capture.once_s
+        self._expected = dict(zip(names, captured.examples, strict=False))  # the batch's examples come last
+        self._recheck, self.look_s = CaptureRecheck(captured, capture.trace_once), capture.once_s
         return captured
 
     def _rewrite(self, captured: CapturedStep) -> None:
-        which, in_pieces = self.parts.plan.rewrites, self.parts.plan.accumulation > 1
-        if which != "none":
-            but = ("draw_by_words",) if in_pieces else ()
-            found = apply_rewrite(captured.graph, which, but, self.parts.device.type)
-            self.draws_by_words = bool(found.get("draw_by_words"))
-            times = ", ".join(f"{name} {count}" for name, count in found.items() if count)
+        plan = self.parts.plan
+        if plan.rewrites != "none":
+            excluded = ("draw_by_words",) if plan.accumulation > 1 else ()
+            counts = apply_rewrite(captured.graph, plan.rewrites, excluded, self.parts.device.type)
+            self.draws_by_words = bool(counts.get("draw_by_words"))
+            times = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
             self._report("rewrote", f"rewrote the step: {times}")
 
     @property
@@ -133,14 +133,14 @@ class CompiledStep(EagerStep):
 
     @property
     def _forward_backward(self) -> bool:
-        """Whether no function of the Task's runs beside the program, which might draw."""
+        """Whether no function of the Task runs besides the program, which might draw."""
         return self.schedule is None and self.parts.task.weight is None
 
     def on_state_restored(self) -> None:
         self._bound, self._eager_steps = None, 0
 
     def invalidate_bindings(self) -> None:
-        """Has the next step find its tensors, which callbacks may have replaced.
+        """Makes the next step bind its tensors again, which callbacks may have replaced.
 
         Raises:
             TaskError: the model has other parameters than the optimizer.
@@ -150,13 +150,12 @@ class CompiledStep(EagerStep):
         self._bound = None
 
     def schedule_recheck(self) -> None:
-        """Looks before the next batch that it was compiled for whether the step still does the same."""
-        if self._again is not None:
-            self._again.due = True
+        if self._recheck is not None:
+            self._recheck.due = True
 
     def _is_another(self, batch: Any) -> bool:
-        """Whether the step does something else than what was compiled; looks where that is due."""
-        if self._again is None or not self._again.has_changed(batch):
+        """Whether the step differs from the compiled one; compares only when due."""
+        if self._recheck is None or not self._recheck.has_changed(batch):
             return False
         self._report(
             "another",
@@ -166,17 +165,16 @@ class CompiledStep(EagerStep):
         return True
 
     def run_eagerly(self) -> None:
-        """From now on, operation by operation, so that hooks of modules see what happens."""
         self._runner = None
 
     def run(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[int, int]]:
-        """Runs a step on each batch, from step number `step` on; yields (steps, samples) as they are done.
+        """Runs a step on each batch, starting with step number `step`; yields (steps, samples) after each call.
 
-        Looking at everything before a program, and adding up after it, takes several times as long between two programs,
-        which leave little else in a processor's caches, as in one go: where nothing can change, it is done once for all.
+        If nothing can change, the checks before a program and the sums after it run once for many steps: between two
+        programs, which fill the processor's caches, they take several times as long as in one go.
         """
         uncounted: list[_PendingResult] = []
-        last: Tensor | None = None  # the loss of a compiled step, before it was asked whether its like may follow
+        last: Tensor | None = None  # the loss of the first compiled step, until `_is_steady` is called
         asked = steady = False
         try:
             for batch, samples in batches:
@@ -197,26 +195,27 @@ class CompiledStep(EagerStep):
             self._count(uncounted)
 
     def _is_steady(self, loss: Tensor) -> bool:
-        """Whether steps like the last one, whose loss this is, will find all as it did: batches are rows of arrays that
-        nobody treats, no function of the user's runs, and losses have memory of their own."""
-        alone = self.parts.task.weight is None and (self.schedule is None or not self._each_step)
+        """Whether later steps need no checks, judged by the last step's loss: batches are untransformed rows of arrays,
+        no user function runs, and losses have memory of their own.
+        """
+        no_calls = self.parts.task.weight is None and (self.schedule is None or not self._each_step)
         runs = self.whole and self._runner is not None and self._bound is not None and self.scaler is None
-        if not (alone and runs) or self.first_split_step is None or self._captured is None or self._captured.scalars:
+        if not (no_calls and runs) or self.first_split_step is None or self._captured is None or self._captured.scalars:
             return False
-        within = self._indices is None or self._indices.are_all_within(list(tree_tensors(self.first_split_step)))
-        return within and self._is_partial(loss)
+        is_within = self._indices is None or self._indices.are_all_within(list(tree_tensors(self.first_split_step)))
+        return is_within and self._has_own_memory(loss)
 
-    def _is_partial(self, loss: Tensor) -> bool:
-        """Whether a loss lies in memory that no later step changes, and keeps nothing else there."""
-        own = loss.untyped_storage().nbytes() <= _SMALL
-        return own and _memory_bytes(loss) not in map(_memory_bytes, self._bound or ())
+    def _has_own_memory(self, loss: Tensor) -> bool:
+        """Whether no later step changes the loss's memory, and the loss keeps no larger storage alive."""
+        is_small = loss.untyped_storage().nbytes() <= _SMALL
+        return is_small and _address(loss) not in map(_address, self._bound or ())
 
     def _run_unchecked(self, batch: Any, samples: int, step: int) -> Tensor:
-        """Runs the program on a batch that is surely like the last one; returns the loss, which isn't counted yet."""
+        """Runs the program on a batch without checks; returns the loss, which isn't added to the sums."""
         return self._call(batch, [*self._bound, *tree_tensors(batch)], samples, step)[0]  # type: ignore[misc]
 
     def _count(self, losses: list[_PendingResult]) -> None:
-        """Adds up losses, each with what it counts and its samples, and forgets them."""
+        """Adds losses to the sums, and clears the list."""
         for loss, weight, samples in losses:
             self._add(loss, {}, weight)
             self.sums["samples"] += samples
@@ -230,7 +229,7 @@ class CompiledStep(EagerStep):
             return self._run_eagerly(batch, samples, step)
         flat = [*self._bound, *tree_tensors(batch)]  # type: ignore[misc]
         if self._indices is not None and not self._indices.is_within(flat):
-            return self._run_eagerly(batch, samples, step)  # it says what is wrong
+            return self._run_eagerly(batch, samples, step)  # raises an error that names the layer
         self._set_scale()
         outputs = self._call(batch, flat, samples, step)
         loss, scalars = self._finish(list(outputs))
@@ -240,10 +239,10 @@ class CompiledStep(EagerStep):
         return loss
 
     def _call(self, batch: Any, flat: list[Tensor], samples: int, step: int) -> Any:
-        """What the program returns as step number `step` for its tensors, those of the batch among them."""
+        """Returns the program's outputs as step number `step`."""
         if self._may_draw or self.draws.always or not self.draws.spare:
             self.draws.seed(step)
-        grows = torch.is_grad_enabled()
+        was_enabled = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)  # `no_grad` takes 6 us between two programs
             outputs = self._runner(flat)  # type: ignore[misc]
@@ -251,30 +250,30 @@ class CompiledStep(EagerStep):
             return outputs
         except Exception:
             torch._C._set_grad_enabled(True)
-            self._backward(batch, samples, step)  # which says better what is wrong, if something is with the batch
+            self._backward(batch, samples, step)  # raises the clearer error if the batch is faulty
             raise
         finally:
-            torch._C._set_grad_enabled(grows)
+            torch._C._set_grad_enabled(was_enabled)
 
     def _run_eagerly(self, batch: Any, samples: int, step: int) -> Tensor:
         self._bound = None  # an eager step may replace tensors of the optimizer's state
         self._eager_steps += 1
         if self._runner is not None and batch_signature(batch) != self._signature:
-            other = f"of {samples} instead of {self._samples} samples"
+            kind = f"of {samples} instead of {self._samples} samples"
             if samples == self._samples:
-                other = "of other keys, shapes, dtypes or strides than the first"
-            self._report("batch", f"a batch {other}: steps on such batches run eagerly")
+                kind = "of other keys, shapes, dtypes or strides than the first"
+            self._report("batch", f"a batch {kind}: steps on such batches run eagerly")
         with WordDrawMode() if self.draws_by_words else nullcontext():
             return EagerStep.__call__(self, batch, samples, step)
 
-    def _report(self, what: str, line: str) -> None:
-        """Says a line, once of each `what`, such as why a step runs eagerly."""
-        if what not in self._told:
-            self._told.add(what)
+    def _report(self, kind: str, line: str) -> None:
+        """Shows a line once per kind, such as why a step runs eagerly."""
+        if kind not in self._reported:
+            self._reported.add(kind)
             self.parts.say(line)
 
     def _has_host_scalars(self) -> bool:
-        """Gives the program the optimizer's numbers; False where a schedule has moved one that the program holds fixed."""
+        """Passes the optimizer's numbers to the program; False if a constant of the program has changed."""
         try:
             if self.whole:
                 self._hyper.fill()
@@ -287,21 +286,20 @@ class CompiledStep(EagerStep):
         self._report("number", f"{moved}: while that is so, steps run eagerly")
 
     def _finish(self, outputs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and scalars; with gradients, the update too."""
+        """Returns loss and scalars; with compile=forward it updates, too."""
         assert self._captured is not None
         loss, names = outputs[0], self._captured.scalars
         scalars = dict(zip(names, outputs[1 : 1 + len(names)], strict=True))
         if not self.whole:
             self._clear_gradients()
-            gradients = unalias(outputs[1 + len(names) :], Tensor.data_ptr)  # a compiler may make one of equal ones
+            gradients = unalias(outputs[1 + len(names) :], Tensor.data_ptr)  # a compiler may merge equal ones
             for name, value in zip(self._captured.gradients, gradients, strict=True):
                 self.parts.model.get_parameter(name).grad = value
             self._clip_unscaled()
             self._update()
-            if any(
-                one.data_ptr() != other.data_ptr() for one, other in zip(self._bound or (), self._held, strict=False)
-            ):
-                self._bound = None  # by `parameter.data = ...`
+            pairs = zip(self._bound or (), self._parameters, strict=False)
+            if any(bound.data_ptr() != parameter.data_ptr() for bound, parameter in pairs):
+                self._bound = None  # `parameter.data = ...` has moved it
         self.step_schedule()
         if not self.whole and self.average:
             self.update_average(list(self.average.values()), self._averaged)
@@ -312,7 +310,7 @@ class CompiledStep(EagerStep):
             self.scale.copy_(self.scaler.scale(torch.ones_like(self.scale)))
 
     def _is_bound(self) -> bool:
-        """Finds the tensors that the program works on; False while the optimizer's state is not complete."""
+        """Binds the tensors of the program; False while the optimizer's state is incomplete."""
         if self._bound is None:
             found = tensors_by_place(step_tensors(self, self._hyper.cells, whole=self.whole))
             if not self._fits(found):
@@ -321,14 +319,14 @@ class CompiledStep(EagerStep):
         return True
 
     def _fits(self, found: dict[str, Tensor]) -> bool:
-        """Whether these are the tensors that the program is for; says why not, unless eager steps may still make them."""
+        """Whether the tensors fit the program; reports why not, unless eager steps may still create them."""
         why = describe_mismatch(found, self._expected)
         if why is not None and self._eager_steps >= _EAGER_STEPS:
             self._report("tensors", f"{why}: while that is so, steps run eagerly")
         return why is None
 
     def _bind(self, found: list[Tensor]) -> None:
-        """From now on the program works on these, and what an eager step left of gradients is memory that nobody needs."""
+        """Binds tensors, and frees gradients of an eager step."""
         self._bound = found
         if self.whole:
             self._drop_gradients()
@@ -338,15 +336,15 @@ class CompiledStep(EagerStep):
             value.grad = None
 
 
-def _memory_bytes(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 def batch_signature(batch: Any) -> Any:
-    """What a compiled program holds fixed of a batch, and checks nowhere itself, in about 1 us for each tensor.
+    """Returns what a compiled program assumes of a batch without a check, in about 1 us for each tensor.
 
-    That is the kinds of containers, their keys, and the shapes, dtypes, strides and devices of tensors. Of other leaves,
-    with which no batch is captured, it is their kind.
+    These are kinds of containers, their keys, and shapes, dtypes, strides and devices of tensors. A batch with other
+    leaves is never captured; their type suffices.
     """
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype, batch.stride(), batch.device
@@ -358,23 +356,23 @@ def batch_signature(batch: Any) -> Any:
 
 
 def build_program(captured: CapturedStep, parts: LoweringContext) -> Runner:
-    """The captured step as one compiled program, which takes what its graph takes.
+    """Compiles the captured step into one program with the graph's inputs.
 
     Raises:
-        PlanError: it can't be compiled.
+        PlanError: the step can't be compiled.
     """
     if parts.device.type != "cpu":
         return _compile(captured, parts)
-    hosted, numbers = split_host_scalars(captured)
-    run = _compile(hosted, parts)
-    return run if numbers is None else lambda flat: run([*flat, numbers(flat)])
+    captured, scalars = split_host_scalars(captured)
+    run = _compile(captured, parts)
+    return run if scalars is None else lambda flat: run([*flat, scalars(flat)])
 
 
 def _compile(captured: CapturedStep, parts: LoweringContext) -> Runner:
     options = _INDUCTOR_OPTIONS | _compiler_options()
     try:
         with warnings.catch_warnings(), silence_loggers("torch"):
-            warnings.simplefilter("ignore")  # of torch's own parts to each other
+            warnings.simplefilter("ignore")  # they concern torch's own code
             if parts.plan.compile == "package":
                 return load_or_build_package(captured, parts.device, options, parts.say)
             return _compile_now(captured, parts.device, options)
@@ -387,9 +385,9 @@ def _compile(captured: CapturedStep, parts: LoweringContext) -> Runner:
 
 
 def _compiler_options() -> dict[str, Any]:
-    """Spares torch a trial of 5 s: each compiler that takes its headers knows AVX2 and AVX-512, but perhaps not AMX."""
-    plain = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not torch.cpu._is_amx_tile_supported()
-    return {"cpp.vec_isa_ok": True} if plain else {}
+    """Skips torch's test compilation of 5 s: compilers that accept its headers support AVX2 and AVX-512, if not AMX."""
+    is_avx = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not torch.cpu._is_amx_tile_supported()
+    return {"cpp.vec_isa_ok": True} if is_avx else {}
 
 
 def _compile_now(captured: CapturedStep, device: torch.device, options: dict[str, Any]) -> Runner:

@@ -1,4 +1,4 @@
-"""The parallel axis, where ranks take each step together: each computes its rows of the batch, and all add up."""
+"""The parallel axis for ranks that share each step: each rank computes rows of the batch, and gradients are summed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction as _OfPython
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from hotloop.core.random.rng import RandomStreams, preserve_generators
@@ -37,39 +37,35 @@ from hotloop.task import StepResult
 
 
 class DataParallelStep(EagerStep):
-    """One training step of all ranks. Gradient, loss and sums are those of the whole batch, on each of them.
+    """One training step of all ranks. Each rank has gradient, loss and sums of the whole batch.
 
-    A rank's gradient counts what its loss counts: sum over ranks of gradient(loss) * weight, divided by the sum of the
-    weights, is the gradient of the whole batch's mean.
+    A rank's gradient has the weight of its loss: the sum over ranks of gradient(loss) * weight, divided by the sum of
+    the weights, is the gradient of the whole batch's mean.
     """
 
     def __init__(self, parts: LoweringContext) -> None:
         _check_gradients(parts)
         with preserve_attributes(parts.task):
-            self._as_one = find_joint_ops(parts)
-            draws = self._as_one.draws
+            self._joint = find_joint_ops(parts)
+            draws = self._joint.draws
             self._later = LaterGradients(parts, draws, tried=check_shares(parts, draws))
-        # before the optimizer looks at it
+        # the engine may replace parameters, so the optimizer is built afterwards
         self._module = self._engine(ModelWithLoss(parts.model, parts.compute), parts)
         super().__init__(parts)
-        if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
+        if draws.odd:  # equal numbers for different samples would be worse
             self.draws = self._step_draws(parts.device, rank=parts.world.rank)
-            parts.say(f"each rank draws its own random numbers, and not those of one process: {self._as_one.draws.odd}")
-        if self.owned.of_batch.paths:
-            parts.say(
-                f"each rank draws its own numbers from {', '.join(self.owned.of_batch.paths)}, and not those of one process"
-            )
-        self.draws.always = True  # which of the ranks drew from Python's generator would be theirs to agree on
+            parts.say(f"each rank draws its own random numbers, and not those of one process: {draws.odd}")
+        if paths := ", ".join(self.owned.of_batch.paths):
+            parts.say(f"each rank draws its own numbers from {paths}, and not those of one process")
+        self.draws.always = True  # ranks don't exchange which of them drew from Python's generator
         self._rows = self._samples = 0
         self._total: Any = 0
 
     def _engine(self, whole: ModelWithLoss, parts: LoweringContext) -> Any:
-        """What runs the model, and adds gradients up."""
+        """Returns the module that runs the model and sums gradients."""
         if parts.plan.parallel == "sharded":
             return FsdpModel(whole, parts.device)
-        if (
-            self._as_one.reentrant
-        ):  # parameters that the outer backward doesn't find are marked as unused, and so as ready
+        if self._joint.reentrant:  # DDP would mark parameters that the outer backward doesn't reach as unused
             raise PlanError(
                 "parallel=data, and the model has parts computed anew by a reentrant torch.utils.checkpoint",
                 expected="a backward that torch's DistributedDataParallel can follow",
@@ -89,28 +85,28 @@ class DataParallelStep(EagerStep):
         return StepResult(loss, None, scalars)
 
     def _backward_of(self, loss: Tensor) -> None:
-        """Parts of the forward pass may be computed anew here, last ones first."""
+        """Runs backward, which may recompute parts of the forward pass in reverse order."""
         with self._global_result(in_order=False):
             backward_in_modes(loss if self.scaler is None else self.scaler.scale(loss))
 
     @contextmanager
     def _global_result(self, *, in_order: bool = True) -> Iterator[None]:
-        """Has what is computed within normalise, and draw, as the whole batch would."""
-        world, draws = self.parts.world, self._as_one.draws
+        """Makes batch norms and random draws inside the context equal to those of the whole batch."""
+        world, draws = self.parts.world, self._joint.draws
         with ExitStack() as stack:
-            if self._as_one.norms:
+            if self._joint.norms:
                 stack.enter_context(GlobalBatchNorm(self._samples, bool(self._rows), self.parts.meter))
-            if draws.has_draws and (in_order or self._as_one.redraws):
+            if draws.has_draws and (in_order or self._joint.redraws):
                 stack.enter_context(GlobalBatchRng(draws, self._samples, world.rank, world.ranks, in_order=in_order))
             yield
 
     def _differentiate(self, computed: StepResult, batch: Any, samples: int) -> StepResult:
-        """Adds up figures and gradients of the ranks; a rank without rows computes too, and its figures count 0."""
+        """Sums figures and gradients over the ranks; a rank without rows takes part with weight 0."""
         weight = self.parts.weigh(batch, self._rows) if self._rows else 0
         self._module.counts = weight != 0 if isinstance(weight, Tensor) else bool(weight)
         values = [computed.loss.detach(), *(value.detach() for value in computed.scalars.values())]
         figures = self._weighted(values, weight)
-        # A profile separates waiting from communication, so the figures travel by themselves there.
+        # A profile separates waiting from communication, so figures are sent separately then.
         if isinstance(self._module, DdpModel) and len(figures) <= FIGURES and self.parts.meter.ear is None:
             self._backward_counted(computed.loss, weight / samples)
             totals = self._module.end_backward(figures)
@@ -128,12 +124,14 @@ class DataParallelStep(EagerStep):
         return StepResult(means[0], None, dict(zip(computed.scalars, means[1:], strict=True)))
 
     def _weighted(self, values: list[Tensor], weight: Any) -> Tensor:
-        """Returns the rank's weight and its figures times the weight; the figures of a rank that counts nothing may be NaN."""
-        own = torch.stack([value.to(self.sums["loss"].dtype) for value in (torch.ones_like(values[0]), *values)])
-        return weight_mean(own, weight) if isinstance(weight, Tensor) else own.mul_(weight) if weight else own.zero_()
+        """Returns the rank's weight and its weighted figures; figures of weight 0 may be NaN."""
+        figures = torch.stack([value.to(self.sums["loss"].dtype) for value in (torch.ones_like(values[0]), *values)])
+        if isinstance(weight, Tensor):
+            return weight_mean(figures, weight)
+        return figures.mul_(weight) if weight else figures.zero_()
 
     def _backward_counted(self, loss: Tensor, share: Tensor | float) -> None:
-        """Backward of the rank's share of the whole loss; the loss of a rank that counts nothing may be NaN."""
+        """Runs backward of the rank's share of the whole loss; a loss of share 0 may be NaN."""
         if isinstance(share, Tensor):
             loss = torch.where(share > 0, loss * share.to(loss.dtype), 0.0)
         else:
@@ -141,7 +139,7 @@ class DataParallelStep(EagerStep):
         self._backward_of(loss)
 
     def _divide_gradients(self, share: Tensor) -> None:
-        """Divides by the share of the batch that counts, which no rank knew before; where nothing counts gradients are 0."""
+        """Divides by the batch's share of counted samples, which no rank knew before; 0 if nothing counts."""
         divisor = torch.where(share > 0, share, 1.0)
         for value in self._filled:
             if value.grad is not None:
@@ -155,7 +153,7 @@ class DataParallelStep(EagerStep):
 
 
 class ParameterHostStep(DataParallelStep):
-    """The first rank alone updates, on the CPU; optimizers of the others get no gradients, and so keep no state."""
+    """Updates on rank 0 alone, on the CPU; the optimizers of other ranks get no gradients, and so have no state."""
 
     _module: ParameterHost
 
@@ -186,15 +184,15 @@ class ParameterHostStep(DataParallelStep):
 
 @dataclass(frozen=True)
 class JointOps:
-    """What ranks must do together within the forward pass.
+    """Operations that ranks must coordinate within the forward pass.
 
     Attributes:
         norms: whether batches are normalised.
-        draws: how the model draws random numbers.
-        redraws: whether backward draws some anew, as where parts of the forward pass are computed again.
+        draws: the pattern of the model's random draws.
+        redraws: whether backward repeats draws, as for recomputed parts of the forward pass.
         elsewhere: whether the forward pass draws from NumPy's or Python's generator.
-        reentrant: whether such parts run a backward of their own within backward.
-        scripted: what backward calls of the user's Python, such as `the torch.autograd.Function Reversal`; empty if nothing.
+        reentrant: whether recomputed parts run a backward of their own within backward.
+        scripted: the user's Python that backward calls, such as `the torch.autograd.Function Reversal`; empty if none.
     """
 
     norms: bool
@@ -206,19 +204,20 @@ class JointOps:
 
 
 def find_joint_ops(parts: LoweringContext) -> JointOps:
-    """Runs a copy of the model on 2 and on 3 samples; nothing of it stays."""
-    few, more = 2, 3
+    """Runs a copy of the model on 2 and on 3 samples."""
     try:
         with preserve_generators(parts.device):
-            seen = [_observe_copy(parts, samples) for samples in (few, more)]
+            first, second = (_observe_copy(parts, samples) for samples in (2, 3))
     except Exception as error:
-        return JointOps(
-            True, DrawPattern(odd=f"it couldn't be tried on {few} and {more} samples ({describe_error(error)})")
-        )
-    redraws = any(one.redraws for one in seen)
-    pattern = DrawPattern.from_draws(seen[0].drawn, seen[1].drawn, (few, more))
-    elsewhere, reentrant = any(one.elsewhere for one in seen), any(one.reentrant for one in seen)
-    return JointOps(seen[0].norms, pattern, redraws, elsewhere, reentrant, seen[0].scripted)
+        return JointOps(True, DrawPattern(odd=f"it couldn't be tried on 2 and 3 samples ({describe_error(error)})"))
+    return JointOps(
+        first.norms,
+        DrawPattern.from_draws(first.drawn, second.drawn, (2, 3)),
+        first.redraws or second.redraws,
+        first.elsewhere or second.elsewhere,
+        first.reentrant or second.reentrant,
+        first.scripted,
+    )
 
 
 @dataclass
@@ -239,11 +238,10 @@ def _observe_copy(parts: LoweringContext, samples: int) -> _ObservedOps:
     with DrawRecorder(parts.device) as draws, _CallRecorder() as calls:
         loss = parts.compute(model, batch).loss
     elsewhere = streams.has_drawn("look")
-    functions = {
-        node.name().removesuffix("Backward") for node in autograd_ancestors([loss]) if issubclass(type(node), _OfPython)
-    }
+    python_nodes = [node for node in autograd_ancestors([loss]) if issubclass(type(node), BackwardCFunction)]
+    functions = {node.name().removesuffix("Backward") for node in python_nodes}
     reentrant = "CheckpointFunction" in functions
-    exported = {name for name in functions if name.startswith("GeneratedBackwardFor_")}  # of torch.library's operators
+    exported = {name for name in functions if name.startswith("GeneratedBackwardFor_")}  # torch.library's operators
     scripted = _scripted_name(functions - exported - {"CheckpointFunction"}, hooks=calls.hooks)
     redraws = bool(draws.drawn) and _has_backward_draws(loss, parts.device)
     return _ObservedOps(calls.norms, draws.drawn, redraws, elsewhere, reentrant, scripted)
@@ -258,17 +256,17 @@ def _scripted_name(functions: set[str], *, hooks: bool) -> str:
 
 
 def _has_backward_draws(loss: Tensor, device: torch.device) -> bool:
-    """Whether its backward draws; it may where that can't be tried."""
+    """Whether the loss's backward draws random numbers; True if backward fails."""
     try:
         with DrawRecorder(device) as draws:
             backward_in_modes(loss)
-    except Exception:  # what a backward does that fails, nobody knows
+    except Exception:
         return True
     return bool(draws.drawn)
 
 
 class _CallRecorder(TorchFunctionMode):
-    """Notes whether a batch is normalised, and whether a hook is hung on what a forward pass computes."""
+    """Records calls of batch norm, and hooks on tensors of the forward pass."""
 
     norms = hooks = False
 
@@ -279,7 +277,7 @@ class _CallRecorder(TorchFunctionMode):
 
 
 def _check_gradients(parts: LoweringContext) -> None:
-    """Refuses what torch's engines can't add up, or spread."""
+    """Refuses models and tasks that torch's engines can't sum or shard."""
     if parts.plan.parallel == "sharded" and parts.task.average is not None:
         raise PlanError(
             "parallel=sharded with an average of the weights", fix="use parallel=data, or leave average out"

@@ -1,4 +1,4 @@
-"""Whether the gradients of the ranks' rows add up to that of the batch: tried on a few samples, before training."""
+"""Checks on a few samples, before training, that the gradients of the ranks' rows add up to the batch's gradient."""
 
 from __future__ import annotations
 
@@ -38,47 +38,46 @@ from hotloop.lowering.transforms.accumulation import (
 from hotloop.task import StepResult
 
 BatchShare = tuple[Any, int]
-"""A batch, and how many rows it has."""
+"""A batch, and its number of rows."""
 
 SEPARATE_LOSS_NOTE = (
     "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone"
 )
-"""What is said of ranks that train by themselves, each towards something else."""
+"""Note for ranks that train by themselves, each on another objective."""
 
 _SAMPLES = 5
-"""As few as make two shares of different sizes, each of several."""
+"""The fewest samples that make two shares of different sizes, each of several."""
 
 
 def check_shares(parts: LoweringContext, draws: DrawPattern) -> bool:
-    """Compares the gradient of a few samples with what two shares of them add up to; all ranks call it together.
+    """Compares the gradient of a few samples with the sum over two shares of them; a collective call.
 
-    Batch norms keep to their running statistics, and random numbers are those of the whole, since ranks have both in
-    common; where they draw numbers of their own, these are at their means. Where each rank trains by itself, and so
-    towards something else, a line does.
+    Batch norms use running statistics, and random numbers are those of the whole batch, since ranks share both; other
+    draws are replaced by their means. With parallel=local a difference is only a note.
 
     Args:
-        draws: how the model draws random numbers.
+        draws: the pattern of the model's random draws.
 
     Returns:
-        Whether they could be compared, and agree.
+        Whether the comparison worked, and the gradients agree.
 
     Raises:
-        PlanError: the loss, or a layer, looks at the batch as a whole.
+        PlanError: the loss, or a layer, depends on the batch as a whole.
     """
-    asked = f"parallel={parts.plan.parallel}"
-    found = _try_shares(parts, draws)  # on each rank, since a step may have something to say to the others
-    untried, name = parts.world.broadcast_object(lambda: found)
+    setting = f"parallel={parts.plan.parallel}"
+    result = _try_shares(parts, draws)  # on each rank, since a step may communicate
+    untried, name = parts.world.broadcast_object(lambda: result)
     if untried:
-        parts.say(f"{asked}: whether the ranks' gradients add up to that of one process couldn't be tried: {untried}")
+        parts.say(f"{setting}: whether the ranks' gradients add up to that of one process couldn't be tried: {untried}")
     elif name and parts.plan.parallel == "local":
         parts.say(SEPARATE_LOSS_NOTE)
     elif name:
-        raise pieces_error(f"{asked} changes the gradient of {name!r}", "use parallel=none", norms=())
+        raise pieces_error(f"{setting} changes the gradient of {name!r}", "use parallel=none", norms=())
     return not untried and not name
 
 
 def _try_shares(parts: LoweringContext, draws: DrawPattern) -> tuple[str, str]:
-    """Why it couldn't be tried, and else the parameter whose gradient differs; both empty where none does."""
+    """Returns why the comparison failed, and the parameter whose gradient differs; both empty if gradients agree."""
     try:
         if any(isinstance(module, nn.SyncBatchNorm) for module in parts.model.modules()):
             return "a SyncBatchNorm looks at other ranks", ""
@@ -96,7 +95,7 @@ def _try_shares(parts: LoweringContext, draws: DrawPattern) -> tuple[str, str]:
 
 
 def _first_samples(parts: LoweringContext) -> BatchShare:
-    """The first samples of the first batch, read once: a data set may give others when it is asked again."""
+    """Returns the first samples of the first batch, read once: a second read may give others."""
     order = parts.splits.order
     assert order is not None
     samples = min(order.batch_size, _SAMPLES)
@@ -107,22 +106,22 @@ def _first_samples(parts: LoweringContext) -> BatchShare:
 
 
 def _compare_shares(parts: LoweringContext, batch: Any, samples: int, draws: DrawPattern) -> tuple[str, str]:
-    """What `_try_shares` returns, of a batch that can be cut."""
-    means, seen = MeanDraws() if draws.odd else None, _DrawChecks()
+    """Returns the same as `_try_shares`, for a batch that can be split."""
+    means, checks = MeanDraws() if draws.odd else None, _DrawChecks()
     whole, cut = [(batch, samples)], list(split_batch(batch, samples, 2))
-    one = _sum_gradients(parts, whole, draws, means, seen)
-    elsewhere = RandomStreams(parts.task.seed, parts.device).has_drawn("look")
-    again, several = (_sum_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
-    if not all(bool(value.isfinite().all()) for value in one.values()):
+    first = _sum_gradients(parts, whole, draws, means, checks)
+    draws_outside_torch = RandomStreams(parts.task.seed, parts.device).has_drawn("look")
+    second, split = (_sum_gradients(parts, shares, draws, means, checks) for shares in (whole, cut))
+    if not all(bool(value.isfinite().all()) for value in first.values()):
         return "a gradient is NaN or infinite", ""
-    if find_differing_parameter(one, again, seen.eps):
+    if find_differing_parameter(first, second, checks.eps):
         return "the same samples give another gradient each time", ""
-    name = find_differing_parameter(one, several, seen.eps) or ""
+    name = find_differing_parameter(first, split, checks.eps) or ""
     if name and means is not None and means.unknown:
         return f"it draws by {means.unknown}", ""
-    if name and elsewhere:
+    if name and draws_outside_torch:
         return "it draws from NumPy's or Python's generator", ""
-    if name and seen.own:
+    if name and checks.has_own_generator:
         return "it draws from a generator of its own", ""
     return "", name
 
@@ -130,30 +129,30 @@ def _compare_shares(parts: LoweringContext, batch: Any, samples: int, draws: Dra
 def find_difference(
     parts: LoweringContext, draws: DrawPattern, batch: Any, samples: int, pieces: int
 ) -> tuple[str, str]:
-    """What `_try_shares` returns, of a later batch in so many pieces.
+    """Returns the same as `_try_shares`, for a later batch in `pieces` pieces.
 
-    In float64 with draws at their means; where the model can't do that, in its own numbers with those of the whole.
+    In float64 with draws at their means; if the model can't run so, in its own dtype with the whole batch's draws.
     """
     whole, cut = [(batch, samples)], list(split_batch(batch, samples, pieces))
     if len(cut) < 2:
         return "", ""
-    means, seen, eps = MeanDraws(), _DrawChecks(), None
+    means, checks, eps = MeanDraws(), _DrawChecks(), None
     try:
         with Float64Mode():
-            one, several = (_sum_gradients(parts, shares, draws, means, seen, wide=True) for shares in (whole, cut))
+            joint, split = (_sum_gradients(parts, shares, draws, means, checks, wide=True) for shares in (whole, cut))
     except _LossFault:
         return "", ""
-    except Exception:  # it casts to a dtype of its own
+    except Exception:  # the model casts to a fixed dtype
         means.unknown = means.unknown or "a dtype of its own"
     if means.unknown:
         means = MeanDraws() if draws.odd else None  # type: ignore[assignment]
-        one, several = (_sum_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
-        eps = seen.eps
+        joint, split = (_sum_gradients(parts, shares, draws, means, checks) for shares in (whole, cut))
+        eps = checks.eps
     if means is not None and means.unknown:
         return f"it draws by {means.unknown}", ""
-    if not all(bool(value.isfinite().all()) for value in one.values()):
-        return "", ""  # training itself reports what isn't finite
-    return "", find_differing_parameter(one, several, eps) or ""
+    if not all(bool(value.isfinite().all()) for value in joint.values()):
+        return "", ""  # training itself reports gradients that aren't finite
+    return "", find_differing_parameter(joint, split, eps) or ""
 
 
 def _sum_gradients(
@@ -161,34 +160,30 @@ def _sum_gradients(
     shares: Sequence[BatchShare],
     draws: DrawPattern,
     means: MeanDraws | None,
-    seen: _DrawChecks,
+    checks: _DrawChecks,
     *,
     wide: bool = False,
 ) -> dict[str, Tensor]:
-    """What the shares' gradients add up to under the plan's weights, by parameter, in the model's own numbers.
-
-    Args:
-        wide: in float64 instead.
-    """
+    """Returns the weighted sum of the shares' gradients by parameter, in the model's own dtypes or in float64."""
     weights = [float(parts.weigh(*share)) for share in shares]
     samples = sum(rows for _, rows in shares)
-    whole = draws.has_draws and means is None
+    shares_draws = draws.has_draws and means is None
     total: dict[str, Tensor] = {}
     for number, ((batch, _), weight) in enumerate(zip(shares, weights, strict=True)):
         if not weight and any(weights):
             continue
-        # Each has its own, since a forward pass may change a model, a loss or a batch.
+        # a forward pass may change model, loss and batch
         model = set_training(copy_model(parts.model), parts.in_eval)
         compute = _with_copied_loss(parts)
         rows = map_tensors(torch.clone, batch)
         if wide:
             model, rows = widen_model(model), map_tensors(to_float64, rows)
-        for_all = partial(GlobalBatchRng, draws, samples, number, len(shares)) if whole else _no_context
+        rng = partial(GlobalBatchRng, draws, samples, number, len(shares)) if shares_draws else _no_context
         RandomStreams(parts.task.seed, parts.device).reseed("look")
-        with seen, means or nullcontext():
-            with for_all(in_order=True), _FixedNorms():
+        with checks, means or nullcontext():
+            with rng(in_order=True), _FixedNorms():
                 loss = _check_loss_value(compute, model, rows)
-            with for_all(in_order=False), _FixedNorms():
+            with rng(in_order=False), _FixedNorms():
                 backward_in_modes(loss * (weight / (sum(weights) or 1.0)))
         for name, value in model.named_parameters():
             if value.grad is not None:
@@ -201,13 +196,13 @@ def _no_context(**_: Any) -> AbstractContextManager[Any]:
 
 
 def _with_copied_loss(parts: LoweringContext) -> Callable[[nn.Module, Any], StepResult]:
-    """The Task's forward pass, in the model's own numbers; a loss may have buffers that training changes."""
+    """Returns the Task's forward pass in the model's dtypes, with a copied loss, whose buffers may change."""
     loss = parts.task.loss
     return (replace(parts.task, loss=copy.deepcopy(loss)) if isinstance(loss, nn.Module) else parts.task).compute
 
 
 class _LossFault(Exception):
-    """Something is wrong with the loss, of which the first step says what."""
+    """The loss is faulty; the first step reports the error."""
 
 
 def _check_loss_value(compute: Callable[[nn.Module, Any], StepResult], model: nn.Module, batch: Any) -> Tensor:
@@ -222,36 +217,35 @@ def _check_loss_value(compute: Callable[[nn.Module, Any], StepResult], model: nn
 
 
 class _DrawChecks(RoundingBound):
-    """Notes also whether anything is drawn from a generator that isn't one of torch's global ones."""
+    """Records also draws from a generator other than torch's global ones."""
 
-    own = False
+    has_own_generator = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        generator = (kwargs or {}).get("generator")
-        self.own = self.own or (generator is not None and generator is not torch.default_generator)
+        if (kwargs or {}).get("generator") not in (None, torch.default_generator):
+            self.has_own_generator = True
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 class _FixedNorms(TorchFunctionMode):
-    """Has batch norms keep to what they know of their input before they see it."""
+    """Makes batch norms use running statistics, or mean 0 and variance 1 if they have none."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not F.batch_norm:
             return function(*args, **(kwargs or {}))
-        given = inspect.signature(F.batch_norm).bind(*args, **(kwargs or {})).arguments
-        channels = given["input"].new_ones(given["input"].shape[1])
-        known = given | {"training": False}
-        if given["running_mean"] is None:
-            known |= {"running_mean": torch.zeros_like(channels), "running_var": channels}
-        return F.batch_norm(**known)
+        arguments = inspect.signature(F.batch_norm).bind(*args, **(kwargs or {})).arguments | {"training": False}
+        if arguments["running_mean"] is None:
+            ones = arguments["input"].new_ones(arguments["input"].shape[1])
+            arguments |= {"running_mean": torch.zeros_like(ones), "running_var": ones}
+        return F.batch_norm(**arguments)
 
 
 def autograd_ancestors(values: Iterable[Tensor]) -> set[Any]:
-    """The nodes of the graph from some tensors to the leaves that they depend on; none of tensors that need no gradient."""
-    found: set[Any] = set()
-    ahead: list[Any] = [value.grad_fn for value in values]
-    while ahead:
-        if (node := ahead.pop()) is not None and node not in found:
-            found.add(node)
-            ahead += [following for following, _ in node.next_functions]
-    return found
+    """Returns all nodes of the autograd graph from some tensors back to the leaves."""
+    ancestors: set[Any] = set()
+    pending: list[Any] = [value.grad_fn for value in values]
+    while pending:
+        if (node := pending.pop()) is not None and node not in ancestors:
+            ancestors.add(node)
+            pending += [function for function, _ in node.next_functions]
+    return ancestors

@@ -32,7 +32,7 @@ class LaterGradients:
     """Compares batches that ranks share, before their steps; all ranks call `check` together.
 
     Args:
-        parts: the ingredients, with the model before an engine for ranks changes it.
+        parts: the context, with the model before an engine for ranks changes it.
         draws: the pattern of the model's random numbers.
         tried: whether the first batch was compared.
     """
@@ -41,7 +41,7 @@ class LaterGradients:
         self._parts, self._draws = parts, draws
         self._later = LaterBatches() if tried and not parts.world.is_single else None
         self._form = _copy_on_meta(parts.model) if parts.plan.parallel == "sharded" else None
-        self._step, self._seen, self._due = -1, 0, False
+        self._step, self._steps, self._due = -1, 0, False
 
     def check(self, batch: Any, rows: int, step: int, together: Callable[[], AbstractContextManager[None]]) -> None:
         """Compares a batch if a comparison is due.
@@ -57,7 +57,7 @@ class LaterGradients:
         """
         if self._later is None or step == self._step:
             return
-        self._step, self._seen = step, self._seen + 1
+        self._step, self._steps = step, self._steps + 1
         self._due = self._later.is_due(batch) or self._due
         if not self._is_decision_step or not self._all_due():
             return
@@ -73,8 +73,8 @@ class LaterGradients:
     @property
     def _is_decision_step(self) -> bool:
         """Whether the ranks decide before this step; under `parallel=local` they decide at the beginning alone."""
-        later = self._seen % _DECISION_INTERVAL == 0 and self._parts.plan.parallel != "local"
-        return self._seen <= _FIRST_DECISIONS or later
+        later = self._steps % _DECISION_INTERVAL == 0 and self._parts.plan.parallel != "local"
+        return self._steps <= _FIRST_DECISIONS or later
 
     def _all_due(self) -> bool:
         with self._parts.meter.measure_waiting():  # the first ranks that arrive wait for the slowest one
@@ -84,12 +84,12 @@ class LaterGradients:
     def _compare(self, batch: Any, rows: int, together: Callable[[], AbstractContextManager[None]]) -> str:
         """Returns the parameter whose gradient differs most; empty if none differs."""
         world = self._parts.world
-        own = to_device(batch, torch.device("cpu")) if rows else None
-        cut = [part for part in world.all_gather(own) if part is not None]
+        rank_rows = to_device(batch, torch.device("cpu")) if rows else None
+        cut = [part for part in world.all_gather(rank_rows) if part is not None]
         with together():
             model = self._parts.model if self._form is None else _with_values_of(self._form, self._parts.model)
-            found = self._difference(cut, model)  # on each rank, since a step may communicate
-        untried, name = world.broadcast_object(lambda: found)
+            result = self._difference(cut, model)  # on each rank, since a step may communicate
+        untried, name = world.broadcast_object(lambda: result)
         if untried:
             self._later = None
             self._parts.say(f"parallel={self._parts.plan.parallel}: batches after the first aren't compared: {untried}")
@@ -131,12 +131,11 @@ def _to_meta(value: Tensor) -> Tensor:
 
 def _with_values_of(form: nn.Module, model: nn.Module) -> nn.Module:
     """Returns a copy of `form` with the numbers of `model`, whose parameters are unsharded."""
-    made = copy.deepcopy(form)
+    copied = copy.deepcopy(form)
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):
         values = dict(named(model))
-        for name, value in named(made):
-            own = values[name].detach().clone()
-            torch.utils.swap_tensors(
-                value, nn.Parameter(own, value.requires_grad) if named is nn.Module.named_parameters else own
-            )
-    return made
+        for name, value in named(copied):
+            new = values[name].detach().clone()
+            is_parameter = named is nn.Module.named_parameters
+            torch.utils.swap_tensors(value, nn.Parameter(new, value.requires_grad) if is_parameter else new)
+    return copied

@@ -1,4 +1,4 @@
-"""Ranks that train by themselves, each on its rows of the batches, and average what they have come to now and then."""
+"""Local SGD: ranks train by themselves on their rows of the batches, and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hotloop.lowering.steps.data_parallel import DataParallelStep
 from hotloop.task import StepResult
 
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
-"""DiLoCo's (arXiv 2311.08105, section 3)."""
+"""Rate and momentum of DiLoCo (arXiv 2311.08105, section 3)."""
 
 
 class WeightAverage:
-    """Parameters that ranks have changed since they last met, and what becomes of them when they meet again.
+    """Averages the changes of the ranks' parameters since the last average.
 
-    What is averaged are the ways that they have gone, so that what none has moved stays as it is, bit by bit.
+    Averaging changes keeps parameters that no rank changed equal, bit by bit.
 
     Args:
-        parameters: of the rank.
-        momentum: one tensor for each, which this updates; empty to go on from the average itself.
+        parameters: of this rank.
+        momentum: one tensor for each parameter, updated in place; empty without an outer step.
     """
 
     def __init__(
@@ -40,70 +40,68 @@ class WeightAverage:
         self.begin()
 
     def begin(self) -> None:
-        """Notes where the ranks, who are together now, set out from."""
-        self._then = [value.detach().clone() for value in self._parameters]
+        """Copies the parameters, which are equal on all ranks at this time."""
+        self._start = [value.detach().clone() for value in self._parameters]
 
     @torch.no_grad()
     def take(self, counted: Tensor, others: Iterable[Tensor] = ()) -> None:
-        """Brings all ranks to the average.
+        """Sets all ranks to the average.
 
         Args:
-            counted: 0-dim, how much this rank's way counts; where nobody's does, all count alike.
-            others: further tensors, averaged as they stand; of the same shapes on all ranks, in the same order.
+            counted: 0-dim, weight of this rank's change; if all are 0, ranks have equal weights.
+            others: further tensors, whose values are averaged; of equal shapes and order on all ranks.
         """
         share = self._share(counted)
-        ways = [value - then for value, then in zip(self._parameters, self._then, strict=True)]
-        others = list(others)
-        self._add_up([*ways, *others], share)
-        for place, (value, then, way) in enumerate(zip(self._parameters, self._then, ways, strict=True)):
-            value.copy_(then + (self._outer(way, self._momentum[place]) if self._momentum else way))
+        changes = [value - start for value, start in zip(self._parameters, self._start, strict=True)]
+        self._add_up([*changes, *others], share)
+        for place, (value, start, change) in enumerate(zip(self._parameters, self._start, changes, strict=True)):
+            value.copy_(start + (self._outer(change, self._momentum[place]) if self._momentum else change))
         self.begin()
 
-    def _outer(self, way: Tensor, momentum: Tensor) -> Tensor:
-        """Nesterov's step along the average way, which stands for a gradient's opposite."""
-        momentum.mul_(OUTER_MOMENTUM).add_(way)
-        return OUTER_RATE * (way + OUTER_MOMENTUM * momentum)
+    def _outer(self, change: Tensor, momentum: Tensor) -> Tensor:
+        """Returns Nesterov's step along the average change, which takes the place of a negative gradient."""
+        momentum.mul_(OUTER_MOMENTUM).add_(change)
+        return OUTER_RATE * (change + OUTER_MOMENTUM * momentum)
 
     def _share(self, counted: Tensor) -> Tensor:
-        """How much of the average is this rank's, 0-dim."""
+        """Returns this rank's share of the average, 0-dim."""
         total = counted.clone()
         with self._meter.measure_waiting():
             dist.all_reduce(total)
         return torch.where(total == 0, 1 / self._world.ranks, counted / total)
 
     def _add_up(self, values: Sequence[Tensor], share: Tensor) -> None:
-        """Replaces each tensor by the sum of the ranks' shares of it; one message for all of a dtype."""
+        """Replaces each tensor by the weighted sum over the ranks, in one message for each dtype."""
         for dtype in dict.fromkeys(value.dtype for value in values):
-            alike = [value for value in values if value.dtype == dtype]
-            flat = torch.cat([value.reshape(-1) for value in alike]) * share.to(dtype)
+            group = [value for value in values if value.dtype == dtype]
+            flat = torch.cat([value.reshape(-1) for value in group]) * share.to(dtype)
             with self._meter.measure_communication():
                 dist.all_reduce(flat)
-            for value, mean in zip(alike, flat.split([value.numel() for value in alike]), strict=True):
+            for value, mean in zip(group, flat.split([value.numel() for value in group]), strict=True):
                 value.copy_(mean.view(value.shape))
 
 
 SYNC_EVERY = 16
-"""Steps between two meetings, where the plan names none."""
+"""Steps between two averages, if the plan sets none."""
 
 
 class LocalSgdStep(DataParallelStep):
-    """A step of this rank's own; after so many of them all ranks go on from the average of what they have.
+    """A step of this rank alone; every few steps all ranks continue from their average.
 
-    Local SGD (Stich 2018, arXiv 1805.09767, algorithm 1), with what each rank's losses counted since the last meeting
-    as its weight. With `outer`, the average is the aim of a step with Nesterov's momentum (DiLoCo: Douillard et al.
-    2023, arXiv 2311.08105, algorithm 1). The optimizer's state is averaged too, so that a checkpoint holds all there is.
+    Local SGD (Stich 2018, arXiv 1805.09767, algorithm 1); a rank's weight is that of its losses since the last average.
+    With `outer`, the average is the target of a step with Nesterov's momentum (DiLoCo: Douillard et al. 2023, arXiv
+    2311.08105, algorithm 1). The optimizer's state is averaged, too, so that one checkpoint holds the whole state.
     """
 
     def __init__(self, parts: LoweringContext) -> None:
         super().__init__(parts)
-        self._as_one = replace(self._as_one, norms=False)  # the norms of a step would be a meeting
+        self._joint = replace(self._joint, norms=False)  # global norms would need communication in each step
         self._every = parts.plan.sync_every or SYNC_EVERY
-        learning = {name: value for name, value in parts.model.named_parameters() if value.requires_grad}
+        trainable = {name: value for name, value in parts.model.named_parameters() if value.requires_grad}
         if parts.plan.outer == "nesterov":
-            self.outer = {name: torch.zeros_like(value) for name, value in learning.items()}
-        self._meeting = WeightAverage(parts.world, parts.meter, list(learning.values()), list(self.outer.values()))
-        self._apart = False
-        self._counted: Any = 0  # what the rank's losses did since the ranks last met
+            self.outer = {name: torch.zeros_like(value) for name, value in trainable.items()}
+        self._mean = WeightAverage(parts.world, parts.meter, list(trainable.values()), list(self.outer.values()))
+        self._counted: Any = 0  # weight of the rank's losses since the last average
         self._begin()
 
     def _engine(self, whole: ModelWithLoss, parts: LoweringContext) -> RankRowsModule:
@@ -122,7 +120,7 @@ class LocalSgdStep(DataParallelStep):
         return loss
 
     def _differentiate(self, computed: StepResult, batch: Any, samples: int) -> StepResult:
-        weight = self._own_weight(batch)
+        weight = torch.as_tensor(self.parts.weigh(batch, self._rows) if self._rows else 0, device=self.parts.device)
         self._module.counts = weight != 0
         self._backward_of(torch.where(weight == 0, 0.0, computed.loss))
         for value in self._filled:
@@ -132,56 +130,50 @@ class LocalSgdStep(DataParallelStep):
         self._counted = self._counted + weight
         return computed
 
-    def _own_weight(self, batch: Any) -> Tensor:
-        """What the rank's loss counts, 0-dim."""
-        weight = self.parts.weigh(batch, self._rows) if self._rows else 0
-        return torch.as_tensor(weight, device=self.parts.device)
-
     def sync_ranks(self) -> None:
-        """Averages, unless nothing was done since the last time."""
+        """Averages, unless no step ran since the last average."""
         if self._apart:
-            self._meeting.take(self._counted, self._others())
+            self._mean.take(self._counted, self._others())
             self._restore_average(self.totals())
             self._begin()
 
     def _others(self) -> Iterator[Tensor]:
-        """What moves beside the parameters: averages of these, buffers, and what the optimizer keeps for each."""
+        """Yields further tensors to average: averaged weights, buffers, and the optimizer's state."""
         yield from self.average.values()
         yield from (value for value in self.parts.model.buffers() if value.is_floating_point())
-        kept: dict[Any, Any] = self.optimizer.state
-        for holder, values in kept.items():
-            if not isinstance(holder, Tensor):
-                continue
-            yield from (value for key, value in values.items() if key != "step" and _is_running_mean(value))
+        state: dict[Any, Any] = self.optimizer.state
+        for owner, values in state.items():
+            if isinstance(owner, Tensor):
+                yield from (value for key, value in values.items() if key != "step" and _is_running_mean(value))
 
     def _begin(self) -> None:
         self._apart = False
         self._counted = torch.zeros((), dtype=self.sums["loss"].dtype, device=self.parts.device)
 
     def totals(self) -> dict[str, Any]:
-        """Each rank has added up its own; the samples are those of whole batches."""
+        """Sums the ranks' sums; all ranks count the samples of whole batches."""
         wide = self.sums["loss"].dtype
         names = [name for name in self.sums if name != "samples"]
         whole = torch.stack([torch.as_tensor(self.sums[name], device=self.parts.device).to(wide) for name in names])
         with self.parts.meter.measure_waiting():
             dist.all_reduce(whole)
-        found: dict[str, Any] = dict(zip(names, whole.unbind(), strict=True))
+        totals: dict[str, Any] = dict(zip(names, whole.unbind(), strict=True))
         if counts_samples(self.parts):
-            found["weight"] = int(found["weight"])  # as one process counts them
-        return self.sums | found
+            totals["weight"] = int(totals["weight"])  # an int, as in a single process
+        return self.sums | totals
 
     def on_state_restored(self) -> None:
         self._restore_average(self.sums)
-        self._meeting.begin()
+        self._mean.begin()
         self._begin()
 
     def _restore_average(self, whole: dict[str, Any]) -> None:
-        """Leaves the sums of all ranks to the first, so that they count once."""
+        """Leaves the sums of all ranks to rank 0, so that they count once."""
         if not self.parts.world.is_rank_zero:
             whole = {name: value if name == "samples" else value * 0 for name, value in whole.items()}
         self.sums = whole
 
 
 def _is_running_mean(value: Any) -> bool:
-    """Whether it may follow the samples, in whatever shape: Adafactor keeps sums of rows and of columns."""
+    """Whether a value of the optimizer's state may depend on samples; any shape: Adafactor has row and column sums."""
     return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,7 +1,7 @@
-"""Which linear layers of a model can be split over ranks, found by following its forward with torch.fx.
+"""Finds the linear layers of a model that can be split over ranks, by tracing its forward with torch.fx.
 
-Columns of one layer and rows of a later one, with nothing between them that looks at more than a column (or a head) at a
-time, need one sum over the ranks, after the rows (Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3).
+A layer split by columns, and a later one split by rows, need one sum over the ranks, after the rows, if the operations
+between act on each column (or head) by itself (Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -31,36 +31,21 @@ _FUNCTIONS = {
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.matmul),
 }
 _METHODS = {
-    *(
-        "relu",
-        "tanh",
-        "sigmoid",
-        "softmax",
-        "square",
-        "exp",
-        "clamp",
-        "pow",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "matmul",
-    ),
+    *("relu", "tanh", "sigmoid", "softmax", "square", "exp", "clamp", "pow", "add", "sub", "mul", "div", "neg"),
     *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "float", "to", "type_as"),
-    *("masked_fill",),
+    *("masked_fill", "matmul"),
 }
 _SIZE_ATTRIBUTES = ("size", "dim", "shape", "dtype", "device", "ndim")
-"""What may be asked of any value, since a split one answers as the whole would."""
+"""Attributes of any value that are equal for a split and a whole value."""
 
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """Linear layers that are split together, by name.
+    """Names of linear layers that are split together.
 
     Attributes:
-        columns: whose outputs are spread over the ranks.
-        rows: whose inputs are.
+        columns: layers whose outputs are split over the ranks.
+        rows: the layer whose inputs are split.
     """
 
     columns: tuple[str, ...]
@@ -69,14 +54,14 @@ class SplitGroup:
 
 @dataclass
 class SplittableLayers:
-    """What can be split, and why the other linear layers stay whole on each rank, by name."""
+    """Groups of layers to split, and why other linear layers stay whole on each rank, by name."""
 
     groups: list[SplitGroup] = field(default_factory=list)
     unsplit_reasons: dict[str, str] = field(default_factory=dict)
 
 
 def find_splittable(model: nn.Module, ranks: int) -> SplittableLayers:
-    """Follows the forward of a model, or of its parts where that of the whole can't be followed; fx may leave marks on it."""
+    """Traces the forward of a model, or of its submodules if it can't be traced; fx may set attributes on them."""
     found = SplittableLayers()
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -85,25 +70,24 @@ def find_splittable(model: nn.Module, ranks: int) -> SplittableLayers:
         _GroupWalk(model, path, graph, ranks, found).take()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not _is_within_group(name, found):
-            found.unsplit_reasons.setdefault(
-                name, "no other linear layer follows it with pointwise operations alone between"
-            )
+            reason = "no other linear layer follows it with pointwise operations alone between"
+            found.unsplit_reasons.setdefault(name, reason)
     return found
 
 
 def _is_within_group(name: str, found: SplittableLayers) -> bool:
-    """Whether a layer is split, or belongs to something that is named already."""
-    named = {one for group in found.groups for one in (*group.columns, group.rows)} | found.unsplit_reasons.keys()
-    return any(name == one or name.startswith(f"{one}.") for one in named)
+    """Whether a layer is split, or has a reason, or is part of a module that has one."""
+    split = {layer for group in found.groups for layer in (*group.columns, group.rows)}
+    return any(name == known or name.startswith(f"{known}.") for known in split | found.unsplit_reasons.keys())
 
 
 def _traced_graphs(module: nn.Module, path: str, found: SplittableLayers) -> Iterator[tuple[str, fx.Graph]]:
-    """The graphs of the largest parts whose forward can be followed, with their names."""
-    if not any(isinstance(one, nn.Linear) for one in module.modules()) or path in found.unsplit_reasons:
+    """Yields names and graphs of the largest submodules whose forward can be traced."""
+    if not any(isinstance(part, nn.Linear) for part in module.modules()) or path in found.unsplit_reasons:
         return
     try:
         yield path, _Tracer().trace(module)
-    except Exception as error:  # whatever a forward does with a stand-in for its tensors
+    except Exception as error:  # a user's forward may raise anything when given a Proxy
         for name, child in module.named_children():
             inside = f"{path}.{name}" if path else name
             if isinstance(child, nn.Linear):
@@ -112,11 +96,11 @@ def _traced_graphs(module: nn.Module, path: str, found: SplittableLayers) -> Ite
 
 
 class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True  # so that a mask may be cut to a size
+    proxy_buffer_attributes = True  # allows slicing a buffer, such as a mask, to a traced size
 
 
 class _GroupWalk:
-    """Looks for groups in one graph, from each linear layer back to those that feed it."""
+    """Finds groups in one graph, from each linear layer back to the layers before it."""
 
     def __init__(self, model: nn.Module, path: str, graph: fx.Graph, ranks: int, found: SplittableLayers) -> None:
         self.model, self.path, self.graph, self.ranks, self.found = model, path, graph, ranks, found
@@ -130,7 +114,7 @@ class _GroupWalk:
                 self._try(node)
 
     def _try(self, rows: fx.Node) -> None:
-        """Notes the group that ends in this layer, or why it is none."""
+        """Records the group that ends in this layer, or why it can't be split."""
         between: set[fx.Node] = set()
         columns: list[fx.Node] = []
         if not self._feeding_layer(rows.all_input_nodes[0], between, columns) or not columns:
@@ -143,7 +127,7 @@ class _GroupWalk:
         self.found.groups.append(SplitGroup(tuple(self._name(node) for node in columns), self._name(rows)))
 
     def _feeding_layer(self, value: Any, between: set[fx.Node], columns: list[fx.Node]) -> bool:
-        """Collects what leads to a value, as far as the next linear layers; False if something else is on the way."""
+        """Collects the nodes before a value up to the next linear layers; False if another operation comes first."""
         if not isinstance(value, fx.Node) or value in between or value in columns:
             return True
         if value in self._taken:
@@ -155,12 +139,11 @@ class _GroupWalk:
         if self._module(value, _POINTWISE) is None and value.target not in known:
             return False
         between.add(value)
-        return all(
-            self._feeding_layer(one, between, columns) for one in value.all_input_nodes if not self._is_fixed(one)
-        )
+        operands = [operand for operand in value.all_input_nodes if not self._is_fixed(operand)]
+        return all(self._feeding_layer(operand, between, columns) for operand in operands)
 
     def _hindrance(self, layers: list[fx.Node], between: set[fx.Node], rows: fx.Node) -> str:
-        """Why these layers can't be split together; empty if they can."""
+        """Returns why these layers can't be split together; empty if they can."""
         modules = [self._module(node, nn.Linear) for node in layers]
         for node, module in zip(layers, modules, strict=True):
             assert module is not None
@@ -175,28 +158,28 @@ class _GroupWalk:
                 if user not in between and user is not rows and not self._is_fixed(user):
                     return f"what {self._name(layers[0])!r} gives is used by {user.name!r}, too"
         width = modules[-1].in_features if modules[-1] is not None else 0
-        uneven = [one.out_features for one in modules[:-1] if one is not None and one.out_features != width]
+        uneven = [layer.out_features for layer in modules[:-1] if layer is not None and layer.out_features != width]
         if uneven or width % self.ranks:
             return f"{(uneven or [width])[0]} columns can't be dealt evenly to {self.ranks} ranks"
         return ""
 
     def _is_fixed(self, node: fx.Node) -> bool:
-        """Whether it is a size, or follows from sizes, numbers and buffers alone: nothing that gradients go to."""
+        """Whether the node depends on sizes, numbers and buffers alone, and so needs no gradient."""
         if node.op == "get_attr":
             return str(node.target) not in dict(self._part.named_parameters(remove_duplicate=False))
         if node.op == "call_method" and node.target in _SIZE_ATTRIBUTES:
             return True
         if node.op == "call_function" and node.target is getattr:
             return node.args[1] in _SIZE_ATTRIBUTES
-        given = node.all_input_nodes
-        return node.op in ("call_function", "call_method") and bool(given) and all(map(self._is_fixed, given))
+        operands = node.all_input_nodes
+        return node.op in ("call_function", "call_method") and bool(operands) and all(map(self._is_fixed, operands))
 
     @property
     def _part(self) -> nn.Module:
         return self.model.get_submodule(self.path)
 
     def _module(self, node: fx.Node, kinds: Any) -> Any:
-        """The module that a node calls, if it is of such a kind."""
+        """Returns the module that a node calls, if it has one of the kinds."""
         module = self._part.get_submodule(str(node.target)) if node.op == "call_module" else None
         return module if isinstance(module, kinds) else None
 

@@ -1,4 +1,4 @@
-"""The parallel axis, where linear layers are split: each rank has a part of them, and computes the whole batch."""
+"""The parallel axis for split linear layers: each rank has a part of them, and computes the whole batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hotloop.task import StepResult
 
 
 def shard_linear_layers(model: nn.Module, columns: Sequence[str], rows: Sequence[str], device: torch.device) -> None:
-    """Spreads the weights of linear layers in place: the outputs of some over the ranks, the inputs of others."""
+    """Shards the weights of linear layers in place: by outputs for `columns`, by inputs for `rows`."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     plan: dict[str, Any] = {name: ColwiseParallel(use_local_output=False) for name in columns}
     parallelize_module(model, mesh, plan | {name: RowwiseParallel() for name in rows})
@@ -39,17 +39,17 @@ def shard_linear_layers(model: nn.Module, columns: Sequence[str], rows: Sequence
 
 @contextmanager
 def run_as_whole(device: torch.device) -> Iterator[None]:
-    """Has a forward pass on spread values come to what it would come to on whole ones."""
+    """Makes a forward pass on sharded values compute the same as on whole ones."""
     with ExitStack() as stack:
-        stack.enter_context(implicit_replication())  # masks and the like, which all ranks have
+        stack.enter_context(implicit_replication())  # for tensors that all ranks have, such as masks
         if device.type == "cpu":
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the CPU's own kernel can't be spread
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # DTensor has no rule for the CPU's flash kernel
         stack.enter_context(_ReplicatedDraws())
         yield
 
 
 class _ReplicatedDraws(TorchDispatchMode):
-    """Draws for whole tensors, of which each rank takes its part: DTensor's own draws are for GPUs, and others."""
+    """Draws for whole tensors, of which each rank takes its part: DTensor's own draws are for GPUs, and differ."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,52 +66,49 @@ class _ReplicatedDraws(TorchDispatchMode):
 
 
 def _replicate_like(x: DTensor, whole: Tensor) -> DTensor:
-    """A tensor that all ranks have, spread as x is."""
+    """Shards a tensor that all ranks have like `x`."""
     return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
 
 
 def clip_sharded_norm(parameters: Sequence[Tensor], largest: float) -> None:
-    """`clip_grad_norm_` of spread and whole gradients together, whose operators take one kind at a time."""
+    """Applies `clip_grad_norm_` to sharded and whole gradients together, whose operators accept one kind at a time."""
     kinds = _gradient_kinds(parameters)
-    norms = [torch.nn.utils.get_total_norm([value.grad for value in kind if value.grad is not None], foreach=False)
-             for kind in kinds]  # fmt: skip
-    total = torch.linalg.vector_norm(torch.stack([_full_tensor(norm) for norm in norms]))
+    gradients = [[value.grad for value in kind if value.grad is not None] for kind in kinds]
+    norms = [torch.nn.utils.get_total_norm(values, foreach=False) for values in gradients]
+    total = torch.linalg.vector_norm(torch.stack(list(map(full_tensor, norms))))
     for kind in kinds:
         torch.nn.utils.clip_grads_with_norm_(kind, largest, total, foreach=False)
 
 
 def clip_sharded_value(parameters: Sequence[Tensor], largest: float) -> None:
-    """`clip_grad_value_`, likewise."""
+    """Applies `clip_grad_value_` to sharded and whole gradients."""
     for kind in _gradient_kinds(parameters):
         torch.nn.utils.clip_grad_value_(kind, largest, foreach=False)
 
 
 def _gradient_kinds(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    found = [[one for one in parameters if isinstance(one, DTensor) is kind] for kind in (False, True)]
-    return [kind for kind in found if kind]
-
-
-def _full_tensor(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    kinds = [[value for value in parameters if isinstance(value, DTensor) is kind] for kind in (False, True)]
+    return [kind for kind in kinds if kind]
 
 
 _MAX_SHOWN = 3
-"""Layers named in a line."""
+"""Number of layers named in a line."""
 
 _ROUNDING = 1e4
-"""Times a dtype's epsilon that gradients of a split model may be off: a hundredth part of what any mistake makes."""
+"""Permitted error of gradients of a split model, in units of a dtype's epsilon; any mistake is 100 times larger."""
 
 
 class TensorStep(EagerStep):
-    """One training step of all ranks, each of which computes all of it but for its parts of the split layers."""
+    """One training step of all ranks, each of which computes everything but the other ranks' parts of split layers."""
 
     def __init__(self, parts: LoweringContext) -> None:
         found = _find_splittable(parts)
         _try_split(parts, found)
-        _split_model(parts.model, found, parts.device)  # before the optimizer looks at it
+        _split_model(parts.model, found, parts.device)  # before the optimizer is built
         super().__init__(parts)
         for group in self.optimizer.param_groups:
-            group.update({key: False for key in ("foreach", "fused") if key in group})  # one list can't hold both kinds
+            # a kernel over lists of parameters can't mix sharded and whole tensors
+            group.update({key: False for key in ("foreach", "fused") if key in group})
         self.draws.always = True
         parts.say(_describe_split(found))
 
@@ -137,10 +134,10 @@ class TensorStep(EagerStep):
 
 
 def _find_splittable(parts: LoweringContext) -> SplittableLayers:
-    """What can be split.
+    """Returns the layers to split.
 
     Raises:
-        PlanError: nothing, naming the layers and why.
+        PlanError: no layer can be split; the message names layers and reasons.
     """
     if parts.task.average is not None:
         raise PlanError("parallel=tensor with an average of the weights", fix="use parallel=data, or leave average out")
@@ -158,20 +155,18 @@ def _find_splittable(parts: LoweringContext) -> SplittableLayers:
 
 
 def _describe_reasons(model: nn.Module, found: SplittableLayers) -> str:
-    shown = [
-        f"{name!r} ({type(model.get_submodule(name)).__name__}): {why}" for name, why in found.unsplit_reasons.items()
-    ]
-    left = len(shown) - _MAX_SHOWN
-    return "; ".join(shown[:_MAX_SHOWN]) + (f"; and {left} more" if left > 0 else "")
+    reasons = found.unsplit_reasons.items()
+    lines = [f"{name!r} ({type(model.get_submodule(name)).__name__}): {why}" for name, why in reasons]
+    more = len(lines) - _MAX_SHOWN
+    return "; ".join(lines[:_MAX_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _describe_split(found: SplittableLayers) -> str:
     split = [name for group in found.groups for name in (*group.columns, group.rows)]
     more = f" and {len(split) - _MAX_SHOWN} more" if len(split) > _MAX_SHOWN else ""
-    kept = (
-        f"; whole on each rank: {', '.join(list(found.unsplit_reasons)[:_MAX_SHOWN])}" if found.unsplit_reasons else ""
-    )
-    return f"split over the ranks: {', '.join(split[:_MAX_SHOWN])}{more}{kept}{', ...' * (len(found.unsplit_reasons) > _MAX_SHOWN)}"
+    whole = list(found.unsplit_reasons)
+    rest = f"; whole on each rank: {', '.join(whole[:_MAX_SHOWN])}" if whole else ""
+    return f"split over the ranks: {', '.join(split[:_MAX_SHOWN])}{more}{rest}{', ...' * (len(whole) > _MAX_SHOWN)}"
 
 
 def _split_model(model: nn.Module, found: SplittableLayers, device: torch.device) -> None:
@@ -180,10 +175,10 @@ def _split_model(model: nn.Module, found: SplittableLayers, device: torch.device
 
 
 def _try_split(parts: LoweringContext, found: SplittableLayers) -> None:
-    """Holds a split copy against a whole one: loss and gradients of two samples; nothing of it stays.
+    """Compares loss and gradients of a split copy with those of a whole one, on two samples.
 
     Raises:
-        PlanError: it can't be run, or comes to something else.
+        PlanError: the split copy fails, or its gradients differ.
     """
     names = ", ".join(repr(group.rows) for group in found.groups[:_MAX_SHOWN])
     with preserve_generators(parts.device):
@@ -192,7 +187,7 @@ def _try_split(parts: LoweringContext, found: SplittableLayers) -> None:
         try:
             _split_model(model, found, parts.device)
             with run_as_whole(parts.device):
-                given = _full_gradients(parts, model)
+                actual = _full_gradients(parts, model)
         except Exception as error:
             raise PlanError(
                 f"parallel=tensor can't run the model with {names} split: {describe_error(error)}",
@@ -200,20 +195,21 @@ def _try_split(parts: LoweringContext, found: SplittableLayers) -> None:
             ) from error
     size = sum(float(value.norm()) ** 2 for value in expected.values()) ** 0.5
     for name, value in expected.items():
-        off = float((given[name] - value).norm())
-        if not off <= _ROUNDING * torch.finfo(value.dtype).eps * (float(value.norm()) + 0.01 * size):
+        difference = float((actual[name] - value).norm())
+        if not difference <= _ROUNDING * torch.finfo(value.dtype).eps * (float(value.norm()) + 0.01 * size):
             raise PlanError(
-                f"the model comes to something else with {names} split: the gradient of {name!r} is off by {off:.2g}",
+                f"the model comes to something else with {names} split: the gradient of {name!r} is off by {difference:.2g}",
                 expected="the same but for rounding",
                 fix="use parallel=data",
             )
 
 
 def _full_gradients(parts: LoweringContext, model: nn.Module) -> dict[str, Tensor]:
-    """Of each parameter that has one, whole, and the loss as `loss`."""
+    """Returns the whole gradient of each parameter that has one, and the loss as `loss`."""
     batch = to_device(first_batch(parts.splits), parts.device)
     RandomStreams(parts.task.seed, parts.device).reseed("look")
     loss = parts.compute(set_training(model, parts.in_eval), batch).loss
     loss.backward()
-    of = {name: full_tensor(value.grad) for name, value in model.named_parameters() if value.grad is not None}
-    return of | {"loss": full_tensor(loss.detach())}
+    parameters = model.named_parameters()
+    gradients = {name: full_tensor(value.grad) for name, value in parameters if value.grad is not None}
+    return gradients | {"loss": full_tensor(loss.detach())}

@@ -1,1 +1,1 @@
-"""One file for each axis of a plan: what it changes in the parts of a step."""
+"""One file for each axis of a plan, which changes the context of lowering."""

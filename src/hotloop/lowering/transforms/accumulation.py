@@ -1,4 +1,4 @@
-"""The accumulation axis: a batch in pieces, whose gradients add up to those of the whole."""
+"""The accumulation axis: processes a batch in pieces, whose gradients add up to the gradient of the whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def accumulate(parts: LoweringContext, model: nn.Module, batch: Any, samples: in
     scalars: dict[str, Any] = {}
     for (piece, _), weight in zip(cut, weights, strict=True):
         if not weight and any(weights):
-            continue  # none of its targets count: its loss is a mean of nothing
+            continue  # without counted targets the loss is a mean of nothing
         computed = parts.compute(model, piece)
         share = weight / (sum(weights) or 1.0)
         backward(computed.loss * share)
@@ -51,11 +52,11 @@ def accumulate(parts: LoweringContext, model: nn.Module, batch: Any, samples: in
 def accumulate_on_device(
     parts: LoweringContext, model: nn.Module, batch: Any, samples: int, backward: Callable[..., None]
 ) -> StepResult:
-    """The same without asking for a tensor's value, so that it can be captured.
+    """Like `accumulate`, but never reads a tensor's value, so that a step can be captured.
 
     Args:
-        backward: also gets a 0-dim bool tensor where what a piece counts depends on the values in it; False if it
-            counts nothing, so that its gradients, of a mean of nothing, are to be left out.
+        backward: gets also a 0-dim bool tensor if a piece's weight depends on its values; False means that the piece
+            has no weight, so that its gradients, of a mean of nothing, must be dropped.
     """
     cut = list(split_batch(batch, count_rows(batch, samples).number, parts.plan.accumulation))
     weights = [parts.weigh(piece, size) for piece, size in cut]
@@ -73,10 +74,10 @@ def accumulate_on_device(
 
 
 def split_batch(batch: Any, samples: int, pieces: int) -> Iterator[tuple[Any, int]]:
-    """`batch` cut along its first dimension into at most so many pieces of nearly equal size.
+    """Splits `batch` along its first dimension into at most `pieces` pieces of nearly equal size.
 
     Raises:
-        PlanError: it holds something that can't be cut.
+        PlanError: a part of the batch can't be split.
     """
     if uncut := part_without_rows(batch, samples):
         raise PlanError(
@@ -90,39 +91,39 @@ def split_batch(batch: Any, samples: int, pieces: int) -> Iterator[tuple[Any, in
 
 
 def part_without_rows(batch: Any, samples: int) -> str:
-    """The first tensor of a batch that can't be cut; empty if there is none."""
+    """Describes the first tensor of a batch that can't be split; empty if there is none."""
     uncut = (value for value in tree_tensors(batch) if not value.ndim or len(value) != samples)
     return next((f"a tensor of shape {tuple(value.shape)} that has no row per sample" for value in uncut), "")
 
 
 def piece_bounds(samples: int, pieces: int) -> list[int]:
-    """Where pieces begin, and the last one ends; some have no sample where there are too few."""
+    """Returns the start of each piece, and the end of the last; with few samples some pieces are empty."""
     return [samples * number // pieces for number in range(pieces + 1)]
 
 
 def check_accumulation(parts: LoweringContext, batch: Any, samples: int) -> None:
-    """Refuses what comes out otherwise in the plan's pieces, see `check_pieces`."""
+    """Refuses a Task whose gradients change in the plan's pieces; see `check_pieces`."""
     pieces = parts.plan.accumulation
     check_pieces(parts, batch, samples, pieces, f"accumulation={pieces}", "leave accumulation out")
 
 
 class ComparisonError(PlanError):
-    """The gradients of a batch as a whole can't be computed beside training."""
+    """The gradients of a whole batch can't be computed for a comparison."""
 
 
 def check_pieces(
     parts: LoweringContext, batch: Any, samples: int, pieces: int, asked: str, instead: str, wide: bool = True
 ) -> None:
-    """Compares the gradients of one batch in pieces with those of the whole, with draws at their means.
+    """Compares the gradients of one batch in pieces with those of the whole, with draws replaced by their means.
 
     Args:
-        asked: for what, as the plan has it.
-        instead: what to do where it can't be had.
-        wide: in float64; else in the model's own numbers, which each model can, and which show less.
+        asked: the plan's setting that needs pieces.
+        instead: what to do if the check fails.
+        wide: in float64; else in the model's own dtypes, which any model supports, but which show less.
 
     Raises:
-        PlanError: they differ, or a piece can't be run: a layer or the loss looks at the batch as a whole; or float64 is
-            not for this model.
+        PlanError: gradients differ, or a piece fails: a layer or the loss depends on the batch as a whole; or the
+            model doesn't run in float64.
         NotCopied: the loss can't be copied.
     """
     whole: dict[str, Tensor] = {}
@@ -145,26 +146,25 @@ def check_pieces(
             fix=instead,
         ) from error
     if not all(bool(value.isfinite().all()) for value in whole.values()):
-        return  # training itself reports what isn't finite, and where
+        return  # training itself reports gradients that aren't finite, with their place
     if (name := find_differing_parameter(whole, cut, None if wide else roundings.eps)) is not None:
         raise pieces_error(f"{asked} changes the gradient of {name!r}", instead, _find_norms(parts))
 
 
 def find_differing_parameter(whole: dict[str, Tensor], cut: dict[str, Tensor], eps: float | None) -> str | None:
-    """The parameter whose gradients differ most, if that is more than the order of a sum can make of it.
+    """Returns the parameter whose gradients differ most, if the difference exceeds the error of another order of sums.
 
     Args:
-        eps: the last bit of the numbers that they were computed in, relative to 1; None if all was in float64.
+        eps: the relative precision of the computation; None for float64.
     """
 
     def distance(name: str) -> float:
-        found = float((whole[name] - cut.get(name, torch.zeros_like(whole[name]))).norm())
-        return math.inf if math.isnan(found) else found
+        norm = float((whole[name] - cut.get(name, torch.zeros_like(whole[name]))).norm())
+        return math.inf if math.isnan(norm) else norm
 
     scale = max((float(value.norm()) for value in whole.values()), default=0.0)
     worst = max(whole, key=distance, default=None)
-    # The order of a sum is worth some of the last bits, in float64 1e-14 or so; what looks at the whole batch shows orders
-    # of magnitude above.
+    # In float64 the order of a sum causes errors of about 1e-14; a dependence on the whole batch is far larger.
     close = 1e-8 if eps is None else min(0.1, _ROUNDING_FACTOR * eps)
     return None if worst is None or distance(worst) <= close * scale else worst
 
@@ -177,10 +177,10 @@ def _find_norms(parts: LoweringContext) -> _NormModules:
 
 
 def pieces_error(what: str, instead: str, norms: _NormModules) -> PlanError:
-    """The error for what comes out otherwise in pieces.
+    """Returns the error for a result that differs in pieces.
 
     Args:
-        norms: batch norms that are to blame, if there are any.
+        norms: batch norms of the model, which are the likely reason.
     """
     reason = (
         f"the layer {norms[0][0]!r} ({type(norms[0][1]).__name__}) normalises over the samples that it sees"
@@ -195,7 +195,7 @@ def pieces_error(what: str, instead: str, norms: _NormModules) -> PlanError:
 
 
 _ROUNDING_FACTOR = 1e4
-"""Last bits of a number that the order of a sum may be worth."""
+"""Permitted error by the order of a sum, in units of eps."""
 
 
 def _copy_gradients(parts: LoweringContext, batch: Any, samples: int, pieces: int, wide: bool) -> dict[str, Tensor]:
@@ -204,18 +204,18 @@ def _copy_gradients(parts: LoweringContext, batch: Any, samples: int, pieces: in
         widen_model(model)
         batch = map_tensors(lambda value: value.double() if value.is_floating_point() else to_float64(value), batch)
     plan, classes = parts.plan.with_axes(accumulation=pieces), bool(parts.task.classes or parts.splits.classes)
-    with parts.with_copied_loss() as own:
-        cut = LoweringContext(**{**vars(own), "plan": plan})
+    with parts.with_copied_loss() as copied:
+        copied = replace(copied, plan=plan)
         with MeanDraws(), Float64Mode() if wide else nullcontext(), watch_losses(model, batch, classes=classes):
-            accumulate(cut, model, batch, samples, lambda loss: loss.backward())
+            accumulate(copied, model, batch, samples, lambda loss: loss.backward())
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
 class RoundingBound(TorchDispatchMode):
-    """Notes how narrow the numbers are that something is computed in; a step may cast to bf16 within, and back.
+    """Records the lowest precision of a computation; a step may cast to bf16 and back.
 
     Attributes:
-        eps: the last bit of the narrowest floating-point dtype that an operator put out, relative to 1.
+        eps: the relative precision of the lowest floating-point dtype that an operator returned.
     """
 
     eps = 0.0
@@ -229,10 +229,10 @@ class RoundingBound(TorchDispatchMode):
 
 
 class MeanDraws(TorchDispatchMode):
-    """Random draws at their means, so that two computations which draw differently can be compared.
+    """Replaces random draws by their means, so that computations with different draws can be compared.
 
     Attributes:
-        unknown: an operator that draws, and whose mean isn't known here; empty if there was none.
+        unknown: an operator that draws without a known mean; empty if there was none.
     """
 
     unknown = ""

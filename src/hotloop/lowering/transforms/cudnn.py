@@ -60,7 +60,7 @@ class FreshAlgorithms:
 
 
 def cudnn_inexact_reasons(parts: LoweringContext) -> Iterator[str]:
-    """Yields why a resumed run under this plan may differ from an uninterrupted run; nothing if cuDNN times no algorithms."""
+    """Yields why a resumed run under this plan may differ from an uninterrupted one; nothing if cuDNN times none."""
     on_cuda = any(device.type == "cuda" for device in parts.devices)
     if parts.plan.cudnn == "benchmark":
         yield f"cudnn=benchmark: {_ANOTHER_CHOICE}"

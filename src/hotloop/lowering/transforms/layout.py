@@ -1,4 +1,4 @@
-"""The layout axis: images and their weights with the channels last in memory, which convolutions may run faster on."""
+"""The layout axis: images and their weights with channels last in memory, on which convolutions may run faster."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def apply_layout(parts: LoweringContext) -> LoweringContext:
-    """Channels last for each parameter, and each tensor of a batch, with 4 or 5 dimensions; shapes stay as they are."""
+    """Lays out each parameter, and each tensor of a batch, of 4 or 5 dimensions channels last; shapes stay the same."""
     if parts.plan.layout == "contiguous":
         return parts
     for value in [*parts.model.parameters(), *parts.model.buffers()]:
         value.data = to_channels_last(value.data)
     compute = parts.compute
 
-    def laid_out(model: nn.Module, batch: Any) -> StepResult:
+    def compute_channels_last(model: nn.Module, batch: Any) -> StepResult:
         with LogicalOrderDraws():
             return compute(model, map_tensors(to_channels_last, batch))
 
-    return replace(parts, compute=laid_out)
+    return replace(parts, compute=compute_channels_last)
 
 
 def to_channels_last(tensor: Tensor) -> Tensor:
-    """`tensor` with its channels last in memory, if it has 4 or 5 dimensions."""
+    """Returns `tensor` with channels last in memory, if it has 4 or 5 dimensions."""
     layout = _FORMATS.get(tensor.ndim)
     return tensor if layout is None else tensor.contiguous(memory_format=layout)
 
 
 class LogicalOrderDraws(TorchFunctionMode):
-    """Draws random numbers in the order of the dimensions, not of the memory, so that a layout doesn't change them."""
+    """Draws random numbers in the order of dimensions instead of memory, so that a layout doesn't change them."""
 
     def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function not in _DRAWING or not any(_is_channels_last(given) for given in (*args, *kwargs.values())):
+        if function not in _DRAWING or not any(map(_is_channels_last, (*args, *kwargs.values()))):
             return function(*args, **kwargs)
         if function is F.dropout:
             return _dropout(*args, **kwargs)
@@ -61,7 +61,7 @@ _DRAWN_FROM = {
     *(torch.rand_like, torch.randn_like, torch.randint_like),
     *(torch.dropout, torch.native_dropout, torch.alpha_dropout, F.alpha_dropout),
 }
-"""Others, such as `bernoulli`, draw in the order of the dimensions by themselves."""
+"""Functions that draw in the order of memory; others, such as `bernoulli`, draw in the order of dimensions."""
 
 _DRAWN_INTO = {
     *(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.random_),
@@ -70,12 +70,12 @@ _DRAWN_INTO = {
 _DRAWING = {F.dropout} | _DRAWN_FROM | _DRAWN_INTO
 
 
-def _is_channels_last(given: Any) -> bool:
-    return isinstance(given, Tensor) and given.ndim in _FORMATS and not given.is_contiguous()
+def _is_channels_last(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim in _FORMATS and not value.is_contiguous()
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout` with a mask drawn in the order of the dimensions."""
+    """Runs `F.dropout` with a mask drawn in the order of the dimensions."""
     if not training or p in (0, 1):
         return F.dropout(x, p, training, inplace)
     keep = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - p).div_(1 - p)

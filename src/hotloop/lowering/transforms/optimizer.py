@@ -1,4 +1,4 @@
-"""The optimizer axis: how the update is written, parameter by parameter, over lists of them, or as one kernel."""
+"""The optimizer axis: the implementation of the update: parameter by parameter, over lists, or as one kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as of_torch
+from torch.optim import optimizer as torch_optimizer
 
 from hotloop.core.task_parts.named_optimizers import member_optimizers
 from hotloop.errors import PlanError
@@ -27,7 +27,7 @@ _FLAGS = {
 
 
 def apply_optimizer(parts: LoweringContext) -> LoweringContext:
-    """The optimizer of the Task's factory, switched to an implementation of its update; what it computes stays."""
+    """Switches the Task's optimizer to another implementation of the same update."""
     if parts.plan.optimizer == "default":
         return parts
     build, flags = parts.build_optimizer, _FLAGS[parts.plan.optimizer]
@@ -45,9 +45,9 @@ def apply_optimizer(parts: LoweringContext) -> LoweringContext:
 
 
 def _guard_fused(optimizer: torch.optim.Optimizer, parts: LoweringContext) -> None:
-    """Keeps torch's fused kernels from what they can't take, step by step; see `_Fallback` and `lay_out_gradients`."""
+    """Avoids torch's fused kernels in steps that they don't support; see `_Fallback` and `lay_out_gradients`."""
     falls_back = isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
-    # As its constructor would set it. Without it the scaler of fp16 unscales by itself, as the form to fall back to needs.
+    # As the constructor would set it. If False, fp16's scaler unscales by itself, as the fallback's update needs.
     optimizer._step_supports_amp_scaling = not falls_back  # type: ignore[attr-defined]
     if falls_back:
         _count_on_device(optimizer)
@@ -59,52 +59,53 @@ def _guard_fused(optimizer: torch.optim.Optimizer, parts: LoweringContext) -> No
 
 
 def _count_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Moves counts of steps that a constructor made, as Adagrad's does, to where a fused kernel reads them."""
+    """Moves step counts that a constructor created, as Adagrad's does, to the device of the fused kernel."""
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(parameter.device)
 
 
 class _Fallback:
-    """Steps that the fused form of SGD or Adagrad can't take go parameter by parameter.
+    """Switches to the baseline's update, parameter by parameter, for steps that fused SGD or Adagrad don't support.
 
-    It can't take sparse gradients, nor parameters of which some have momentum and some not yet, as where a branch
-    gives a parameter its first gradient late. The parameter-by-parameter form is the baseline's.
+    These steps have sparse gradients, or only some parameters with momentum, as when a branch gives a parameter its
+    first gradient late.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> None:
-        self._momentum = isinstance(optimizer, torch.optim.SGD)
-        self._say, self._said, self._fell = say, set[str](), False
+        self._has_momentum = isinstance(optimizer, torch.optim.SGD)
+        self._say, self._reported, self._is_active = say, set[str](), False
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         why = self._why_unfit(optimizer)
         if why:
             self._switch(optimizer, fused=False)
-        if why and why not in self._said:
-            self._said.add(why)
+        if why and why not in self._reported:
+            self._reported.add(why)
             self._say(f"optimizer=fused: {why}, so such steps update parameter by parameter")
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._fell:
+        if self._is_active:
             self._switch(optimizer, fused=True)
 
     def _switch(self, optimizer: torch.optim.Optimizer, *, fused: bool) -> None:
-        self._fell = not fused
+        self._is_active = not fused
         for group in optimizer.param_groups:
             group["fused"] = fused
 
     def _why_unfit(self, optimizer: torch.optim.Optimizer) -> str:
-        """Why this step can't be fused; empty if it can."""
+        """Returns why this step can't be fused; empty if it can."""
         values = [value for group in optimizer.param_groups for value in group["params"]]
         if any(value.grad is not None and value.grad.is_sparse for value in values):
             return "there are sparse gradients"
-        if self._momentum and len(optimizer.state) != len(values) and any(map(_is_mixed, _momentum_flags(optimizer))):
-            return "some parameters get their first gradient later than others"
-        return ""
+        if not self._has_momentum or len(optimizer.state) == len(values):
+            return ""
+        is_mixed = any(any(flags) and not all(flags) for flags in _momentum_flags(optimizer))
+        return "some parameters get their first gradient later than others" if is_mixed else ""
 
 
 def _momentum_flags(optimizer: torch.optim.Optimizer) -> list[list[bool]]:
-    """Of each group with momentum, whether each parameter with a gradient has momentum already."""
+    """Returns for each group with momentum whether each parameter with a gradient has momentum already."""
     return [
         [
             optimizer.state.get(value, {}).get("momentum_buffer") is not None
@@ -116,18 +117,14 @@ def _momentum_flags(optimizer: torch.optim.Optimizer) -> list[list[bool]]:
     ]
 
 
-def _is_mixed(have: list[bool]) -> bool:
-    return any(have) and not all(have)
-
-
 def _match_strides(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     lay_out_gradients(optimizer)
 
 
 def lay_out_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Gives each gradient that a fused kernel reads the strides of its parameter, since it walks both in the order of memory.
+    """Gives each gradient that a fused kernel reads the strides of its parameter: the kernel iterates over memory.
 
-    Autograd lays out what it accumulates so; gradients from a captured step or from other ranks come as they are.
+    Autograd's accumulation does the same; gradients from a captured step or from other ranks may have other strides.
     """
     for group in optimizer.param_groups:
         for value in group["params"] if group.get("fused") else ():
@@ -137,11 +134,10 @@ def lay_out_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_gapless(value: Tensor) -> bool:
-    """Whether a tensor's elements fill one stretch of memory, each once, in whichever order: what fused kernels take."""
+    """Whether a tensor's elements fill a contiguous range of memory, each once, in any order, as fused kernels need."""
     filled = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1
-    ):
+    dimensions = [(stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+    for stride, size in sorted(dimensions):
         if stride != filled:
             return value.numel() == 0
         filled *= size
@@ -149,14 +145,14 @@ def is_gapless(value: Tensor) -> bool:
 
 
 SUBNORMAL_INTERVAL = 128
-"""Steps from one sweep to the next, each of which takes about as long as reading and writing the optimizer's state once."""
+"""Steps between two sweeps; a sweep takes about as long as reading and writing the optimizer's state once."""
 
 _LIKE_FP32 = (torch.float32, torch.float64, torch.bfloat16)
-"""Formats that go down to 1.2e-38 or below; what fp16 has no room for may well count."""
+"""Dtypes with numbers down to 1.2e-38 or below; subnormal numbers of fp16 are too large to drop."""
 
 
 def zero_subnormals(values: Iterable[Tensor]) -> None:
-    """Makes them zero in place; single numbers, such as counts of steps, stay as they are."""
+    """Sets subnormal numbers to zero in place; 0-dim tensors, such as step counts, stay the same."""
     for value in values:
         if value.dtype in _LIKE_FP32 and value.ndim and _owns_memory(value):
             info = torch.finfo(value.dtype)
@@ -164,32 +160,32 @@ def zero_subnormals(values: Iterable[Tensor]) -> None:
 
 
 def _owns_memory(value: Tensor) -> bool:
-    """Whether each of its numbers can be written by itself."""
+    """Whether each element has memory of its own, which can be written."""
     expanded = any(size > 1 and not step for size, step in zip(value.shape, value.stride(), strict=True))
     return not (expanded or value.is_inference())
 
 
 @torch.no_grad()
 def flush_subnormals(optimizer: Optimizer, step: int) -> None:
-    """Makes them zero in what an optimizer keeps, after every so many steps; `step` is the number of the one that ends."""
+    """Sets subnormal numbers of an optimizer's state to zero every `SUBNORMAL_INTERVAL` steps; `step` just ended."""
     if (step + 1) % SUBNORMAL_INTERVAL == 0:
-        kept = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
-        zero_subnormals(value for value in kept if isinstance(value, Tensor) and value.layout == torch.strided)
+        values = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
+        zero_subnormals(value for value in values if isinstance(value, Tensor) and value.layout == torch.strided)
 
 
 _SHARED_UPDATE_MODES = ("data", "sharded", "towers", "tensor", "stages")
-"""Values of `parallel` under which ranks come to one gradient together."""
+"""Values of `parallel` with one gradient for all ranks."""
 
 _HOOK_ATTRIBUTES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def describe_update_hook(optimizer: torch.optim.Optimizer) -> str | None:
-    """What an update calls beside the `step` of the optimizer's class, as `a hook around SGD.step`; None if nothing."""
+    """Returns what an update calls besides the class's `step`, as `a hook around SGD.step`; None if nothing."""
     name = f"{type(optimizer).__name__}.step"
     hooks = chain(
-        *(getattr(optimizer, name, {}).values() for name in _HOOK_ATTRIBUTES),  # a wrapper may never have got them
-        of_torch._global_optimizer_pre_hooks.values(),
-        of_torch._global_optimizer_post_hooks.values(),
+        *(getattr(optimizer, name, {}).values() for name in _HOOK_ATTRIBUTES),  # a wrapper may lack them
+        torch_optimizer._global_optimizer_pre_hooks.values(),
+        torch_optimizer._global_optimizer_post_hooks.values(),
     )
     if any(not _is_internal_hook(hook) for hook in hooks):
         return f"a hook around {name}"
@@ -199,7 +195,7 @@ def describe_update_hook(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def check_whole_gradients(model: nn.Module, plan: Plan) -> None:
-    """Refuses hooks on gradients where these come in parts: a hook would see each part by itself, or none.
+    """Refuses hooks on gradients that are computed in parts: a hook would get each part by itself, or none.
 
     Raises:
         PlanError: a parameter has such a hook.
@@ -216,16 +212,16 @@ def check_whole_gradients(model: nn.Module, plan: Plan) -> None:
 
 
 def bare_step(step: Any) -> Any:
-    """The function that a `step` is without what torch puts around it: its hooks, a schedule's count, `no_grad`."""
-    found = inspect.unwrap(step, stop=lambda one: not _is_torch_function(one))
-    return getattr(found, "__func__", found)
+    """Returns the function of a `step` without torch's wrappers: hooks, a schedule's count, `no_grad`."""
+    function = inspect.unwrap(step, stop=lambda wrapper: not _is_torch_function(wrapper))
+    return getattr(function, "__func__", function)
 
 
 def _is_torch_function(function: Any) -> bool:
-    """By where it was written: a wrapper takes the name of what it wraps."""
+    """Whether torch's source defines the function; a wrapper's name is that of the wrapped function."""
     return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("torch.")
 
 
 def _is_internal_hook(hook: Any) -> bool:
-    """Whether hotloop hung it up itself, or torch to count steps for its profiler."""
+    """Whether hotloop registered the hook, or torch for its profiler."""
     return str(getattr(hook, "__module__", "")).startswith(("hotloop.", "torch.profiler"))

@@ -1,8 +1,8 @@
-"""The placement axis: modules of the model on devices of their own, with the copies made on the way there and back.
+"""The placement axis: places modules of the model on devices of their own.
 
-A placed module takes what it is called with to its device, and what it puts out back to that of the code around it: of
-the innermost placed module that it is in, else the plan's. So whatever a forward does between its modules, such as
-adding a skip or joining branches, finds everything in one place, and so do loss and targets.
+A placed module's inputs are copied to its device, and its outputs to the device of the code around it: that of the
+innermost placed module around it, else the plan's. So the code between the modules of a forward, such as a skip
+connection, has all tensors on one device, and so do loss and targets.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hotloop.errors import PlanError
 from hotloop.lowering.context import LoweringContext, count_parameters, move_to_device
 
 _SHOWN = 8
-"""Modules named in an error, which is one line."""
+"""Number of modules named in a message."""
 
 
 def apply_placement(parts: LoweringContext, device: torch.device) -> LoweringContext:
-    """The model's placed modules on their devices, and all else on `device`.
+    """Moves the placed modules to their devices, and the rest of the model to `device`.
 
     Raises:
-        PlanError: there is no such module or device, or what is one tensor would be in two places.
+        PlanError: no such module or device, or a shared tensor would need two devices.
     """
-    asked = {name: check_device(where) for name, where in (parts.plan.placement or {}).items()}
-    places = ModulePlaces.from_model(parts.model, asked, device)
+    devices = {name: check_device(where) for name, where in (parts.plan.placement or {}).items()}
+    places = ModulePlaces.from_model(parts.model, devices, device)
     names = _placed_names(parts.model, places)
     _check_shared(parts.model, names, places)
     parts = move_to_device(parts, device, places.move)
@@ -39,50 +39,50 @@ def apply_placement(parts: LoweringContext, device: torch.device) -> LoweringCon
         there, home = places.at(name), places.run_across_devices(name)
         if there != home:
             DeviceTrip(name, there, home).is_on(module)
-    elsewhere = tuple(sorted({*asked.values()} - {device}, key=str))
-    return replace(parts, elsewhere=elsewhere, notes=(*parts.notes, _describe_placement(parts.model, asked, device)))
+    elsewhere = tuple(sorted({*devices.values()} - {device}, key=str))
+    return replace(parts, elsewhere=elsewhere, notes=(*parts.notes, _describe_placement(parts.model, devices, device)))
 
 
-def _describe_placement(model: nn.Module, asked: Mapping[str, torch.device], device: torch.device) -> str:
-    sizes = {name: count_parameters(model.get_submodule(name))[0] for name in asked}
-    found = [f"{name} on {where} ({sizes[name]:,} parameters)" for name, where in asked.items()]
-    return f"placed: {', '.join(found[:_SHOWN])}{', ...' * (len(found) > _SHOWN)}; the rest on {device}"
+def _describe_placement(model: nn.Module, devices: Mapping[str, torch.device], device: torch.device) -> str:
+    sizes = {name: count_parameters(model.get_submodule(name))[0] for name in devices}
+    places = [f"{name} on {where} ({sizes[name]:,} parameters)" for name, where in devices.items()]
+    return f"placed: {', '.join(places[:_SHOWN])}{', ...' * (len(places) > _SHOWN)}; the rest on {device}"
 
 
 @dataclass(frozen=True)
 class ModulePlaces:
-    """Where each part of a model is.
+    """The device of each part of a model.
 
     Attributes:
-        named: devices by the names of modules that are called; all else is where what surrounds it is. The model
-            itself, with the empty name, is on the plan's device.
+        named_modules: devices by the names of called modules; other parts are on the device of the module around them.
+            The model itself, with the empty name, is on the plan's device.
     """
 
     named_modules: Mapping[str, torch.device]
 
     @classmethod
-    def from_model(cls, model: nn.Module, asked: Mapping[str, torch.device], device: torch.device) -> ModulePlaces:
-        """Raises PlanError for a name that no module has, and one of a module that nobody calls."""
+    def from_model(cls, model: nn.Module, devices: Mapping[str, torch.device], device: torch.device) -> ModulePlaces:
+        """Raises PlanError for unknown names, and for modules that are never called."""
         known = dict(model.named_modules(remove_duplicate=False))
         named = {"": device}
-        for name in sorted(asked, key=_depth):  # what is named within a list of modules counts more than the list
+        for name in sorted(devices, key=_depth):  # a member's place overrides that of its list
             if name not in known:
                 raise _unknown_module(name, [other for other in known if other])
-            named |= dict.fromkeys(_called_modules(known[name], name), asked[name])
+            named |= dict.fromkeys(_called_modules(known[name], name), devices[name])
         return cls(named)
 
     def at(self, name: str) -> torch.device:
-        """Where the module, parameter or buffer of that name is."""
+        """Returns the device of the module, parameter or buffer of that name."""
         while name not in self.named_modules:
             name = name.rpartition(".")[0]
         return self.named_modules[name]
 
     def run_across_devices(self, name: str) -> torch.device:
-        """Where the code is that calls the module of that name."""
+        """Returns the device of the code that calls the module of that name."""
         return self.at(name.rpartition(".")[0])
 
     def move(self, model: nn.Module) -> nn.Module:
-        """Moves each part straight to its device, so that none needs room for all: inner ones first, and then left out."""
+        """Moves each part directly to its device, inner parts first: no device needs memory for the whole model."""
         modules = {name: model.get_submodule(name) for name in self.named_modules}
         holders = {name: model.get_submodule(name.rpartition(".")[0])._modules for name in self.named_modules if name}
         for name in sorted(modules, key=_depth, reverse=True):
@@ -108,43 +108,41 @@ def _unknown_module(name: str, known: list[str]) -> PlanError:
 
 
 def _called_modules(module: nn.Module, name: str) -> Iterator[str]:
-    """The modules that are called where a module is: itself, or the members of a list or dict of modules.
+    """Yields the called modules of a placed module: itself, or the members of a list or dict of modules.
 
     Raises:
-        PlanError: nobody would bring it what it computes with.
+        PlanError: the module has no forward whose inputs could be moved.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanError(f"placement names {name!r}, which is TorchScript: it takes no hooks", fix="leave it out")
-    members = {own: member for own, member in module._modules.items() if member is not None}
-    holds = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    members = {key: member for key, member in module._modules.items() if member is not None}
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         yield name
-    elif holds or not members:
+    elif tensors or not members:
         raise PlanError(
             f"placement names {name!r} ({type(module).__name__}), which has no forward",
             expected="a module that is called, so that what it is called with can be brought to it",
             fix="place the module around it instead",
         )
     else:
-        for own, member in members.items():
-            yield from _called_modules(member, f"{name}.{own}")
+        for key, member in members.items():
+            yield from _called_modules(member, f"{name}.{key}")
 
 
 def _placed_names(model: nn.Module, places: ModulePlaces) -> list[tuple[str, nn.Module]]:
-    """The placed modules, each by all of its names."""
-    every = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
-    own = {id(module) for name, module in every if name in places.named_modules}
-    return [(name, module) for name, module in every if id(module) in own]
+    """Returns the placed modules, each by all of its names."""
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    placed = {id(module) for name, module in named if name in places.named_modules}
+    return [(name, module) for name, module in named if id(module) in placed]
 
 
 def _check_shared(model: nn.Module, names: list[tuple[str, nn.Module]], places: ModulePlaces) -> None:
-    """Refuses what has several names, and by them several places."""
+    """Refuses shared modules and tensors whose names have different places."""
     values = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     _check_alike("tensor", [(name, value, f"on {places.at(name)}") for name, value in values])
-    ways = [
-        (name, module, f"on {places.at(name)}, called from {places.run_across_devices(name)}") for name, module in names
-    ]
-    _check_alike("module", ways)
+    calls = [f"on {places.at(name)}, called from {places.run_across_devices(name)}" for name, _ in names]
+    _check_alike("module", [(name, module, call) for (name, module), call in zip(names, calls, strict=True)])
 
 
 def _check_alike(what: str, found: Sequence[tuple[str, object, str]]) -> None:
@@ -161,30 +159,29 @@ def _check_alike(what: str, found: Sequence[tuple[str, object, str]]) -> None:
 
 @dataclass(eq=False)
 class DeviceTrip:
-    """What the module of that name is called with goes `there`, and what it puts out comes `home`."""
+    """Hooks of the module `name` that move inputs to the device `there`, and outputs to the device `home`."""
 
     name: str
     there: torch.device
     home: torch.device
-    _under_way: list[DeviceCopies] = field(default_factory=list)
+    _open_calls: list[DeviceCopies] = field(default_factory=list)
 
     def is_on(self, module: nn.Module) -> None:
-        """Has each call of the module make the trip."""
+        """Registers the hooks."""
         module.register_forward_pre_hook(self.move_inputs, with_kwargs=True)
         module.register_forward_hook(self.move_outputs, always_call=True)
 
     def move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments of a call, there."""
-        self._under_way.append(copies := DeviceCopies(self.there))
+        self._open_calls.append(copies := DeviceCopies(self.there))
         return copies.copy_of((args, kwargs))
 
     def move_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """What a call put out, at home.
+        """Copies the outputs of a call back.
 
         Raises:
-            PlanError: it also changed a list or dict that it was given, which is another one at home.
+            PlanError: the module changed a list or dict among its inputs, which is a copy.
         """
-        copies = self._under_way.pop()
+        copies = self._open_calls.pop()
         copies.write_back()
         if copies.has_new_layout:
             raise PlanError(
@@ -196,7 +193,7 @@ class DeviceTrip:
 
 
 class DeviceCopies:
-    """Copies of tensors on a device: what is one tensor has one copy, and what is there already is its own."""
+    """Copies of tensors on a device: one copy for each tensor, and none for tensors that are on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -205,20 +202,20 @@ class DeviceCopies:
         self._items: list[Any] = []
 
     def copy_of(self, tree: Any) -> Any:
-        """A tree of tensors and other things, there."""
+        """Returns the tree with copied tensors."""
         self._tree = map_tensors(self._copy, tree, self._other)
         self._items = _container_items(self._tree)
         return self._tree
 
     def write_back(self) -> None:
-        """Changes what was copied as the copies were changed in place since."""
+        """Writes in-place changes of the copies back to the originals."""
         for tensor, copy, version in self._made.values():
             if copy is not tensor and _version(copy) != version:
                 tensor.copy_(copy)
 
     @property
     def has_new_layout(self) -> bool:
-        """Whether a list or dict of the copies holds something else than at first."""
+        """Whether the items of a list or dict of the copies were replaced."""
         return list(map(id, _container_items(self._tree))) != list(map(id, self._items))
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -228,14 +225,14 @@ class DeviceCopies:
         return self._made[id(tensor)][1]
 
     def _other(self, leaf: Any) -> Any:
-        """A leaf of another kind, by its own `to` if it has one, such as a packed sequence; modules stay as they are."""
+        """Moves a leaf of another kind, such as a packed sequence, by its own `to`; modules stay."""
         return leaf.to(self._device) if hasattr(leaf, "to") and not isinstance(leaf, nn.Module) else leaf
 
 
 def _container_items(tree: Any) -> list[Any]:
-    """All that lists and dicts hold."""
-    inside = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
-    return [item for one in inside for item in (one, *_container_items(one))]
+    """Returns all items of nested lists and dicts."""
+    items = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
+    return [leaf for item in items for leaf in (item, *_container_items(item))]
 
 
 def _version(tensor: Tensor) -> int:

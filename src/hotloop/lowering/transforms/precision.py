@@ -1,4 +1,4 @@
-"""The precision axis: in which numbers the forward pass multiplies; parameters and updates stay fp32."""
+"""The precision axis: the number format of products in the forward pass; parameters and updates stay fp32."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TF32 = {"cuda.matmul": "tf32", "cudnn.conv": "tf32", "cudnn.rnn": "tf32", "mkld
 
 
 def apply_precision(parts: LoweringContext) -> LoweringContext:
-    """torch's switches around the whole step: for `fp32` and `tf32` those that the name says, else the process' as they
-    are now, which stay whatever is set later. bf16 and fp16 by torch's autocast around forward.
+    """Sets torch's precision switches around the whole step, and autocast around forward for bf16 and fp16.
 
-    fp16 has its loss scaled.
+    `fp32` and `tf32` set their own switches; other values use the process' current ones, whatever is set later. fp16
+    scales the loss.
     """
     precision = parts.plan.precision
-    device = "cuda" if any(one.type == "cuda" for one in parts.devices) else parts.device.type
+    device = "cuda" if any(device.type == "cuda" for device in parts.devices) else parts.device.type
     named = {"fp32": IEEE, "tf32": _TF32}.get(precision)
     switches = read_switches() | (named or {})
     around = partial(apply_switches, switches, device, written=named is not None)
@@ -46,6 +46,6 @@ def apply_precision(parts: LoweringContext) -> LoweringContext:
 
 
 def autocast_context(parts: LoweringContext) -> AbstractContextManager[Any]:
-    """What the forward pass computes in: torch's autocast under bf16 and fp16."""
+    """Returns the context of the forward pass: autocast for bf16 and fp16."""
     dtype = _HALF.get(parts.plan.precision)
     return nullcontext() if dtype is None else torch.autocast(parts.device.type, dtype)

@@ -1,4 +1,4 @@
-"""The residency axis: where the data lies that batches are cut out of."""
+"""The residency axis: the memory from which batches are cut."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hotloop.lowering.context import LoweringContext
 
 
 def apply_residency(parts: LoweringContext) -> LoweringContext:
-    """Training and validation data in memory, or on the device; test data, which is read once, stays as it is.
+    """Reads training and validation data into memory or onto the device; test data is read once, so it stays.
 
     Raises:
-        PlanError: the training data can't be there; the message says why.
+        PlanError: the training data can't be read there; the message says why.
     """
     if parts.plan.residency == "stream":
         return parts
@@ -27,8 +27,8 @@ def apply_residency(parts: LoweringContext) -> LoweringContext:
     train, notes = _table_in_memory(parts, "data", roles.train)
     validation = roles.validation
     if validation is not None:
-        validation, said = _table_in_memory(parts, "validation", validation)
-        notes += said
+        validation, further = _table_in_memory(parts, "validation", validation)
+        notes += further
     if parts.plan.residency == "device" and parts.device.type != "cpu":
         assert isinstance(train, Table)
         train = _move_table(parts, "data", train)
@@ -38,7 +38,7 @@ def apply_residency(parts: LoweringContext) -> LoweringContext:
 
 
 def _table_in_memory(parts: LoweringContext, name: str, source: Source) -> tuple[Source, tuple[str, ...]]:
-    """The source as a table, and what to say of it: read at its first use in this process, then kept."""
+    """Returns the source as a table, and notes; the first use in this process reads it, later ones share the table."""
     if isinstance(source, Stream) and name == "data":
         raise PlanError(
             f"residency={parts.plan.residency!r} of data that has an order of its own",
@@ -61,7 +61,7 @@ def _table_in_memory(parts: LoweringContext, name: str, source: Source) -> tuple
 def _read_once(parts: LoweringContext, name: str, samples: Samples) -> tuple[Table | PlanError, tuple[str, ...]]:
     task, roles = parts.task, parts.splits
     order = roles.order if name == "data" else None
-    how = InMemoryRead(
+    read = InMemoryRead(
         name=name,
         order=order or Order(len(samples), min(roles.batch_size, len(samples)), roles.seed, shuffle=False),
         deterministic=task.deterministic,
@@ -72,19 +72,19 @@ def _read_once(parts: LoweringContext, name: str, samples: Samples) -> tuple[Tab
     began = time.perf_counter()
     try:
         with parts.during(f"reading {name} into memory") as progress:
-            table = read_into_memory(samples, replace(how, progress=progress))
+            table = read_into_memory(samples, replace(read, progress=progress))
     except PlanError as error:
-        error = error.with_traceback(None)  # it is kept, and all that its frames hold need not be
+        error = error.with_traceback(None)  # the error is stored: frees the objects of its frames
         return error, () if name == "data" else (f"{error.given}; it is loaded sample by sample",)
     except Exception as error:
         if not any(map(is_out_of_memory, filter(None, [error, error.__cause__]))):
             raise
-        none_left = how.insufficient_memory(f"there was no memory left for it ({describe_error(error)})")
-        return none_left, () if name == "data" else (f"{none_left.given}; it is loaded sample by sample",)
-    took = time.perf_counter() - began
-    roles.reading_s[name] = (took, time.perf_counter())
-    said = f"read {len(table):,} samples of {name} into memory ({format_megabytes(table.nbytes())}) in {took:.1f}s"
-    return table, (said,)
+        failure = read.insufficient_memory(f"there was no memory left for it ({describe_error(error)})")
+        return failure, () if name == "data" else (f"{failure.given}; it is loaded sample by sample",)
+    took_s = time.perf_counter() - began
+    roles.reading_s[name] = (took_s, time.perf_counter())
+    size = format_megabytes(table.nbytes())
+    return table, (f"read {len(table):,} samples of {name} into memory ({size}) in {took_s:.1f}s",)
 
 
 def _is_fitting(table: Table, device: torch.device) -> bool:
@@ -93,10 +93,10 @@ def _is_fitting(table: Table, device: torch.device) -> bool:
 
 
 def _move_table(parts: LoweringContext, name: str, table: Table) -> Table:
-    """The table on the device: one there, for all Programs that use it at a time."""
+    """Returns the table on the device; all Programs in use share one copy."""
     device, key = parts.device, (name, str(parts.device))
-    there = parts.splits.moved.get(key)
-    if there is None:
+    moved = parts.splits.moved.get(key)
+    if moved is None:
         if not _is_fitting(table, device):
             raise InsufficientMemoryError(
                 f"residency='device': {name} takes {format_megabytes(table.nbytes())}, and {device} has "
@@ -104,5 +104,5 @@ def _move_table(parts: LoweringContext, name: str, table: Table) -> Table:
                 expected="at most half of what is free, for training needs the rest",
                 fix="use residency='host'",
             )
-        there = parts.splits.moved[key] = table.to(device)
-    return there
+        moved = parts.splits.moved[key] = table.to(device)
+    return moved
