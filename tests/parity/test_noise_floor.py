@@ -175,7 +175,7 @@ def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change(
             [lower(task, BASELINE)],
         )
         assert collector.collect().unproven is None
-        return {one.name for one in collector.witnesses if not one.is_active}
+        return {one.name for one in collector.references if not one.is_active}
 
     assert left_out(lambda: Mixed(6, 3)) == {"permuted"}
     assert left_out(lambda: nn.Linear(6, 3)) == set()
