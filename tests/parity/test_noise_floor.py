@@ -189,13 +189,13 @@ def test_the_baseline_s_step_stays_what_it_was_while_others_take_theirs(few: boo
     states: list[int] = []
 
     class Watching(StepCollector):
-        def _try(self, program: Program, account: StepErrors, stop: PathState, known: Any) -> None:
+        def _run_candidate(self, program: Program, account: StepErrors, stop: PathState, known: Any) -> None:
             seen, after = run_one_step(apart, stop.state, stop.batch)
             _, _, eager, expected = known
             assert differing_paths(expected, after) == []
             assert not any(relative_errors(eager, seen, dict.fromkeys(seen, 1.0)).values())
             states.append(stop.state.position.step)
-            super()._try(program, account, stop, known)
+            super()._run_candidate(program, account, stop, known)
 
     collected = Watching(Float64Reference(task, torch.device("cpu")), witnesses, [], [lower(task, BASELINE)]).collect()
     assert collected.unproven is None and len(states) > 4
