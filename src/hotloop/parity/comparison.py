@@ -34,7 +34,6 @@ class _StepRecord(StepTensors):
         self._values: dict[Key, tuple[Any, Any]] = {}
 
     def record(self, key: Key, value: Any, before: Any = None) -> None:
-        """Stores a value, or its change since `before`."""
         self._values[key] = value, before
 
     def __getitem__(self, key: Key) -> Tensor:
@@ -141,7 +140,6 @@ def _tensor_kind(key: Key) -> Key:
 
 
 def _finite_norm(value: Tensor) -> float:
-    """Returns the norm of the finite elements."""
     norm = _norm(value)
     return norm if math.isfinite(norm) else _norm(value.nan_to_num(0.0, 0.0, 0.0))
 
@@ -205,7 +203,6 @@ def _relative_error(off: float, size: float) -> float:
 
 
 def _difference_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """Returns `difference_norm` of each pair."""
     if len(pairs) < 2:
         return [difference_norm(*pair) for pair in pairs]
     off = torch._foreach_norm(torch._foreach_sub(*map(list, zip(*pairs, strict=True))))

@@ -109,7 +109,6 @@ def _test_figures(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def _final_loss(task: Task, plan: Plan) -> float:
-    """Returns the final loss: on the validation data if there are any, else over the last epoch."""
     with preserve_generators():
         program = lower(task, plan)
         try:

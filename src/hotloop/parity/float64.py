@@ -71,8 +71,6 @@ def lower_in_float64(task: Task, device: torch.device) -> Program:
 
 
 class _NoFeed(Feed):
-    """Feed of a Program that gets each batch from its caller."""
-
     batches = None
     reseeds = True
 
@@ -84,8 +82,6 @@ class _NoFeed(Feed):
 
 
 class _Float64Program(Program):
-    """Program in float64 that restores the States of any Program of the Task."""
-
     def restore(self, state: State) -> None:
         super().restore(_state_in_float64(state))
 
@@ -143,7 +139,6 @@ def _widen_single(tree: Any) -> Any:
 
 
 def _replace_tensors(unchanged: Sequence[Tensor], change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Returns the tree with all tensors changed but those in `unchanged`."""
     return tree_map_only(Tensor, lambda value: value if any(value is one for one in unchanged) else change(value), tree)
 
 
@@ -327,7 +322,6 @@ def _written_tensors(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _has_integers(result: Any) -> bool:
-    """Checks whether an operation returns integers or booleans."""
     tensors = (value for value in tree_leaves(result) if isinstance(value, Tensor))
     return any(not (value.is_floating_point() or value.is_complex()) for value in tensors)
 

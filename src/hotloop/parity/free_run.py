@@ -288,7 +288,6 @@ def _distance_by_kind(one: State, other: State, *, from_zero: bool = False) -> d
 
 
 def _rounding_by_kind(state: State, steps: int) -> dict[str, float]:
-    """Returns by kind the drift by rounding each number once in each step."""
     squares: dict[str, float] = {}
     for (what, _), value in _computed_tensors(state):
         size = float(torch.linalg.vector_norm(to_float64(value).nan_to_num(0.0, 0.0, 0.0)))

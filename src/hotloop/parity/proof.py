@@ -240,7 +240,6 @@ def _prove_group(task: Task, programs: Sequence[Program], draws: SharedDraws, pr
 
 
 def _has_unrequested_reduction(program: Program, found: Parity) -> bool:
-    """Checks whether a plan computes in fewer bits than the baseline without asking for it."""
     return bool(found.reductions) and program.parts.plan.precision not in REDUCED
 
 

@@ -271,7 +271,6 @@ _ROW_LENGTH = 4096
 
 
 def _sequential_sum(rows: Tensor) -> Tensor:
-    """Returns the sum over the first dimension."""
     whole = len(rows) // _ROW_LENGTH * _ROW_LENGTH
     if not whole:
         return _sum_one_by_one(rows)

@@ -144,7 +144,6 @@ def check_word_draws(start: State, plain: Program, records: Sequence[StepErrors]
 
 
 def _draws_of_steps(start: State, program: Program) -> list[list[tuple[str, Tensor]]]:
-    """Returns the draws of each tested step."""
     program.restore(_state_at_epoch_start(start))
     return [_draws_of_step(program, batch) for batch in _tested_batches(program)]
 
@@ -162,7 +161,6 @@ def _tested_batches(program: Program) -> Iterator[Any]:
 
 
 def _draws_of_step(program: Program, batch: Any) -> list[tuple[str, Tensor]]:
-    """Returns a step's draws; none if it can't be recorded."""
     recorder = StepDrawRecorder()
     try:
         # The recorder is the innermost context: other contexts around a step replace draws.

@@ -197,11 +197,9 @@ class _ReplayedDraws(TorchDispatchMode):
         self._drawn: Iterator[Tensor] | None = None
 
     def is_on(self) -> _ReplayedDraws:
-        """Returns the context of one or several steps."""
         return self
 
     def begin(self) -> None:
-        """Begins a step, after its generators are seeded."""
         self._number, self._drawn = 0, None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -243,7 +243,6 @@ class StepCollector:
     def _run_nudged(
         self, point: PathState, number: int, unit: float, true: StepTensors, sizes: TensorErrors
     ) -> TensorErrors | None:
-        """Returns the errors of a step with parameters changed by `unit`; None if it fails."""
         assert self._nudging is not None
         try:
             state = nudge_state(point.state, number, unit)
@@ -256,7 +255,6 @@ class StepCollector:
             return None
 
     def _unrepeatable(self, point: PathState) -> str | None:
-        """Returns why two runs of the baseline's step differ; None if they are equal."""
         with warnings.catch_warnings(record=True) as warned, _warn_of_nondeterminism():
             warnings.simplefilter("always")
             first = self._baseline(point, 0)[1]
@@ -313,7 +311,6 @@ def _active_errors(references: Sequence[ReferenceRun]) -> list[StepErrors]:
 
 @contextmanager
 def _warn_of_nondeterminism() -> Iterator[None]:
-    """Makes torch warn of operations without deterministic implementation."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -329,7 +326,6 @@ def largest_errors(found: Sequence[TensorErrors]) -> TensorErrors:
 
 
 def _unequal_keys(seen: StepTensors, eager: StepTensors, keys: set[Key]) -> set[Key]:
-    """Returns the tensors that aren't bitwise the eager step's."""
     errors = relative_errors(seen, eager, dict.fromkeys(seen, 1.0)) if keys else {}
     return {key for key in keys if errors.get(key, math.inf)}
 

@@ -82,7 +82,6 @@ def _steps_between(program: Program, count: int) -> int:
 
 
 def _last_state(program: Program) -> PathState | None:
-    """Returns the path's last State with the epoch's last batch, if that is smaller than the others."""
     order = program.parts.splits.order
     if order is None or not order.batches or program.steps_left() == 0:
         return None

@@ -130,7 +130,6 @@ def _describe_reduction(evidence: Evidence, reduced: Sequence[str]) -> str:
 
 
 def _class_broken(candidate: StepErrors, evidence: Evidence, table: Sequence[TensorError]) -> dict[str, Any] | None:
-    """Returns the class `broken` with the first wrong tensor and step; None if there is none."""
     off = {(one.what, one.name) for one in table if one.ratio > TYPICAL_LIMIT}
     limit = REDUCED_PRECISION_LIMIT if evidence.peers else WORST_LIMIT
     for step, errors, floor in zip(
@@ -178,7 +177,6 @@ def typical_errors(
 
 
 def _comparable_errors(own: Sequence[TensorErrors], errors: Sequence[TensorErrors]) -> list[TensorErrors]:
-    """Returns the errors of the tensors that the plan's own errors include at the same state."""
     return [
         {key: error for key, error in at_state.items() if key in shown}
         for at_state, shown in zip(errors, own, strict=False)

@@ -121,7 +121,6 @@ class ArraysStep(EagerStep):
         return {name for name, value in self.parts.model.named_parameters() if value.requires_grad}
 
     def _find_addresses(self) -> dict[str, int]:
-        """Returns the addresses of parameters and buffers by name."""
         model = self.parts.model
         return {name: value.data_ptr() for name, value in chain(model.named_parameters(), model.named_buffers())}
 
@@ -145,7 +144,6 @@ class ArraysStep(EagerStep):
         return loss
 
     def _loss_and_gradient(self, output: Any, target: Any) -> tuple[Any, Any]:
-        """Returns the loss and its derivative with respect to the output."""
         self._loss.check(target, output.shape[1:], "the target")
         return self._loss.forward(output, target), self._loss.backward()
 

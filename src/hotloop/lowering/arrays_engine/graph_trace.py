@@ -82,7 +82,6 @@ def trace_layers(model: nn.Module) -> tuple[Graph, list[LayerCall]]:
 
 @contextmanager
 def _in_training_mode(model: nn.Module) -> Iterator[None]:
-    """Puts the model into training mode; restores each module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     try:
@@ -134,7 +133,6 @@ def _graph(model: nn.Module) -> fx.Graph:
 
 
 def _generators() -> tuple[Any, ...]:
-    """Returns the states of the generators that a forward may use during the trace."""
     return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
 
 
@@ -159,7 +157,7 @@ def _user_line(stack: str | None) -> str:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The shape of a tensor."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -301,7 +299,6 @@ class _GraphWalk:
         return fx.node.map_arg(given, lambda node: self._values[node])
 
     def _tensor(self, given: Any, node: fx.Node) -> str:
-        """Returns the name of a call's input tensor."""
         value = self._value(given)
         if not isinstance(value, str) or not isinstance(given, fx.Node):
             what = "the model's result" if node.op == "output" else f"what {self._call_name(node)} gets"

@@ -57,7 +57,6 @@ _IGNORED_OPTIONS = ("inplace", "_stacklevel", "dtype")
 
 
 def _require_settings(module: Any, **settings: Any) -> None:
-    """Rejects a module with other settings than these."""
     for name, value in settings.items():
         if getattr(module, name) != value:
             raise UnsupportedSetting(f"{name}={getattr(module, name)!r}")

@@ -304,7 +304,6 @@ def _explain_flatten(failure: _Failure) -> HotloopError | None:
 
 
 def _input_at(error: BaseException) -> Tensor | None:
-    """Returns the input of the innermost linear layer."""
     trace, value = error.__traceback__, None
     while trace is not None:
         if isinstance(trace.tb_frame.f_locals.get("self"), nn.Linear):

@@ -98,7 +98,6 @@ def _list_samples(numbers: list[int], shown: int = 3) -> str:
 
 
 def _reload_batch(program: Program, position: Position, *, prepared: bool) -> Any:
-    """Loads the same batch again on the CPU, without augmentation."""
     roles = program.parts.task.roles  # the user's data, wherever the plan stores them
     transform = BatchTransform(torch.device("cpu"), roles.seed, roles.prepare if prepared else None)
     feed = open_feed(roles.train, roles.order, transform, workers=0, endless=False)
@@ -156,7 +155,6 @@ def local_at(error: BaseException, name: str) -> Any:
 
 
 def _running_modules(error: BaseException) -> Iterator[nn.Module]:
-    """Yields the modules whose methods were running, innermost first."""
     for frame in _error_frames(error):
         if isinstance(module := frame.f_locals.get("self"), nn.Module):
             yield module

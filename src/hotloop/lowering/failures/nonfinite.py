@@ -114,7 +114,6 @@ class _Replay:
         program.restore(state)
 
     def _step(self, batch: Any) -> NonFiniteError | None:
-        """Runs one step; returns the error if a value isn't finite."""
         program, position = self.program, self.program.position
         self.watch.begin(batch)
         loss = float(program.step(batch))
@@ -171,7 +170,6 @@ class _Replay:
         )
 
     def _describe_growth(self) -> str:
-        """Describes the growth of loss or weights in the steps before; empty if there is none."""
         if (rise := _find_rise(self.losses[:-1])) is not None:
             return f", after the loss had risen from {rise[0]:.4g} to {rise[1]:.4g}"
         if (rise := _find_rise(self.weights[:-1])) is not None:
@@ -179,7 +177,6 @@ class _Replay:
         return f", with a weight as large as {self.weights[-2]:.4g}" if self.weights[-2] > _LARGE_VALUE else ""
 
     def _lower_rate(self) -> str:
-        """Returns the advice for a divergent training; empty for another."""
         if not self._describe_growth():
             return ""
         rate = float(self.program.optimizer.param_groups[0]["lr"])
@@ -263,8 +260,6 @@ def nonfinite_figure_error(
 
 
 class _BatchFinder:
-    """Finds the first batch of an evaluation whose loss isn't finite."""
-
     def __init__(self, program: Program) -> None:
         self.watch, self._program = ValueHooks(program.model), program
         self.empty = ""

@@ -58,7 +58,6 @@ def _requested_bytes(text: str) -> str:
 
 
 def _release_memory(error: Exception, program: Program) -> None:
-    """Frees the failed step's frames, the gradients, and memory that is reserved for steps."""
     traceback.clear_frames(error.__traceback__)
     program.optimizer.zero_grad()
     restore_allocator(program.parts)
@@ -68,7 +67,6 @@ def _release_memory(error: Exception, program: Program) -> None:
 
 
 def _used_bytes(program: Program) -> dict[str, int]:
-    """Returns the bytes in use by purpose."""
     model, roles = program.model, program.parts.splits
     trained = [value for group in program.optimizer.param_groups for value in group["params"]]
     used = {
@@ -109,7 +107,6 @@ def _batch_size_advice(program: Program) -> tuple[dict[str, int], str]:
 
 
 def _measure_needs(program: Program, batch_size: int) -> dict[int, int]:
-    """Returns the bytes that small batches need, by their size, as far as they fit."""
     needs: dict[int, int] = {}
     for samples in (few for few in (1, 2, 4) if few <= batch_size):
         if 3 * max(needs.values(), default=0) > free_memory_bytes(program.device):

@@ -70,7 +70,6 @@ def _copy_function(function: FunctionType, known: dict[int, Any]) -> FunctionTyp
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """Yields the global names in code and in its nested functions."""
     yield from code.co_names
     for item in code.co_consts:
         if isinstance(item, CodeType):
@@ -78,6 +77,5 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def _is_library_function(function: FunctionType) -> bool:
-    """Whether a function is part of Python, of torch or of an installed package."""
     package = str(function.__module__).partition(".")[0]
     return package in _LIBRARIES or is_installed(function.__code__.co_filename)

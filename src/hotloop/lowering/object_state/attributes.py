@@ -213,11 +213,7 @@ def worker_changes(task: Task, workers: int | None, ranks: int = 1) -> list[str]
         return []
     root = {"data": source.dataset}
     # training reports the errors of samples
-    with (
-        preserve_generators(),
-        preserve_attributes(task),
-        suppress(Exception),
-    ):
+    with preserve_generators(), preserve_attributes(task), suppress(Exception):
         initial = find_values(root, ())
         for place in (0, len(source) - 1):
             source.dataset[place]

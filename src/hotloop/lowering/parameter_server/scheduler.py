@@ -134,7 +134,6 @@ class BatchScheduler:
         return [lease for lease in self._leases.values() if lease.work.batch not in self.counted]
 
     def _is_ahead(self, worker: int, lease: _Lease) -> bool:
-        """Checks whether the worker has begun more than `bound` batches since the assignment."""
         begun = self._begun.get(worker, 0) - lease.begun.get(worker, 0)
         return self.bound is not None and begun > self.bound
 

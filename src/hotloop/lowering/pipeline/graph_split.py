@@ -139,7 +139,6 @@ class TracedForward:
         return StepResult(*pytree.tree_unflatten(flat, self._spec))
 
     def _crossing(self, place: int, results: Sequence[fx.Node]) -> list[fx.Node]:
-        """Returns the values computed before that node and used after."""
         before = set(self.nodes[:place])
         later = [used for node in self.nodes[place:] for used in node.all_input_nodes]
         return list(dict.fromkeys(node for node in [*later, *results] if node in before))
@@ -263,7 +262,6 @@ def no_backward_error(what: str) -> PlanError:
 
 
 def _failing_module(objective: LossModule, leaves: tuple[Tensor, ...]) -> str:
-    """Returns the innermost module whose forward fails in the export."""
     inside: list[str] = []
     hooks: list[RemovableHandle] = []
     for name, module in objective.named_modules():

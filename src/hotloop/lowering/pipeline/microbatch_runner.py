@@ -175,7 +175,6 @@ def _no_replay(first: int, rows: int) -> AbstractContextManager[None]:
 
 
 def _move_constants(piece: GraphPiece, device: torch.device) -> None:
-    """Moves constants of the graph, and the devices of tensors that the graph creates, to this device."""
     host = torch.device("cpu")
     if device == host:
         return

@@ -120,8 +120,6 @@ def free_storage(value: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """Place of a tensor that is sent separately."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -178,7 +178,6 @@ def _measure_split(parts: LoweringContext, objective: LossModule) -> tuple[str, 
 
 
 def _fewer_stages(parts: LoweringContext, most: int) -> str:
-    """Returns the advice for a model that can be cut into at most `most` stages."""
     ranks = most // (stage_count(parts) // parts.world.ranks)
     advice = [f"--ranks {ranks}"] if ranks > 1 else []
     advice += ["pipeline=1f1b"] if parts.plan.pipeline == "interleaved" and most > 1 else []
@@ -188,7 +187,6 @@ def _fewer_stages(parts: LoweringContext, most: int) -> str:
 def _describe_split(
     parts: LoweringContext, costs: Sequence[PieceCost], cuts: Sequence[int], names: Sequence[str]
 ) -> list[str]:
-    """Returns a line for each stage."""
     total = sum(cost.seconds for cost in costs) or 1.0
     lines = []
     for stage, (first, last) in enumerate(itertools.pairwise([0, *cuts, len(costs)])):
@@ -214,7 +212,6 @@ def _stage_memory_bytes(parts: LoweringContext) -> float:
 
 
 def _microbatches_in_flight(parts: LoweringContext, stage: int) -> int:
-    """Returns the number of microbatches whose saved tensors a stage stores for backward."""
     microbatches = parts.plan.microbatches or 1
     return microbatches if parts.plan.pipeline == "gpipe" else min(microbatches, stage_count(parts) - stage)
 

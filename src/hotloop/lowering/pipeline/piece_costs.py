@@ -44,10 +44,7 @@ class PieceCost:
 
 
 def find_best_cuts(
-    costs: Sequence[PieceCost],
-    stages: int,
-    room: float = math.inf,
-    in_flight: Callable[[int], int] = lambda stage: 1,
+    costs: Sequence[PieceCost], stages: int, room: float = math.inf, in_flight: Callable[[int], int] = lambda stage: 1
 ) -> tuple[int, ...] | None:
     """Returns the first pieces of the second, third... stage; None if no split fits into memory.
 
@@ -165,7 +162,6 @@ def infer_piece_shapes(
 
 
 def _reached_leaves(values: Sequence[Tensor]) -> set[int]:
-    """Returns the `id`s of the leaves that get gradients from these tensors."""
     found = {id(value) for value in values if value.requires_grad and value.is_leaf}
     return found | {id(node.variable) for node in autograd_ancestors(values) if hasattr(node, "variable")}
 
@@ -246,7 +242,6 @@ def _meta_tensors(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Te
 
 
 def _fresh_leaf(value: Tensor) -> Tensor:
-    """Returns a copy that is a leaf of a new graph."""
     return value.detach().clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
 
 

@@ -93,7 +93,6 @@ class PipelineStep(EagerStep):
         return torch.stack([torch.as_tensor(weight, device=self.parts.device).to(wide) for weight in cut])
 
     def _report(self, found: StepResult | None) -> StepResult:
-        """Broadcasts loss and scalars of the last rank."""
         values = torch.zeros(1 + len(self._names), dtype=self.sums["loss"].dtype, device=self.parts.device)
         if found is not None:
             values = torch.stack([found.loss, *found.scalars.values()])
@@ -166,7 +165,6 @@ def mean_result(found: Sequence[StepResult], weights: Tensor) -> StepResult:
 
 
 def _join_outputs(*parts: Any) -> Any:
-    """Joins the microbatches' outputs along the samples."""
     if len(parts) == 1 or not isinstance(parts[0], Tensor):
         return parts[0]
     if not parts[0].ndim:

@@ -216,7 +216,6 @@ class ProcessPool:
         return None
 
     def _exit_reason(self, worker: int, unreached: _WorkerUnreachable) -> WorkerAnswer:
-        """Distinguishes a dead worker from a living one that can't be reached."""
         process = self._processes[worker]
         process.join(_EXIT_WAIT_S)
         if process.exitcode is None:
@@ -254,7 +253,6 @@ def _spawn_context() -> Any:
 
 
 def _call_method(host: Any, method: Any, *arguments: Any) -> Any:
-    """Runs in a worker: calls a method of the worker's object."""
     return method(host.local_value(), *arguments)
 
 
@@ -297,10 +295,7 @@ def _join_rpc(name: str, rank: int, world: int, folder: str, *, threads: int) ->
 @contextmanager
 def _use_loopback() -> Iterator[None]:
     """Sets the loopback interface for RPC, unless the user has set another, and logs of errors only."""
-    settings = {
-        "TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
+    settings = {"TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ours = [name for name in settings if name not in os.environ]
     os.environ.update({name: settings[name] for name in ours})
     try:

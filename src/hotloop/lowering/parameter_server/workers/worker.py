@@ -86,7 +86,6 @@ class WorkerReplica:
         )
 
     def _check(self, gradient: Gradient) -> Gradient:
-        """Returns the gradient unchanged, if it can be sent."""
         gradients = [value for value in gradient.gradients if value is not None]
         if any(value.is_sparse for value in gradients):
             raise PlanError(
