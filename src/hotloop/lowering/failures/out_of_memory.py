@@ -37,7 +37,8 @@ def explain_out_of_memory(error: Exception, program: Program, place: str, *, tra
     device = "memory" if kinds == {"cpu"} else f"memory on {' or '.join(map(str, program.devices))}"
     failure = f"{place} ran out of {device}{_requested_bytes(text)}"
     _release_memory(error, program)
-    need, advice = {}, "use a smaller batch_size or a smaller model"
+    need: dict[str, int] = {}
+    advice = "use a smaller batch_size or a smaller model"
     if training:
         need, advice = _batch_size_advice(program)
     parts = {**_used_bytes(program), **need}

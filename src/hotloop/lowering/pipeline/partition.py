@@ -122,7 +122,7 @@ def cut_positions(traced: TracedForward, split: str) -> list[int]:
                 expected=f"modules that it uses, such as {known or 'none of this model'}",
                 fix="check the spelling, or use split=auto",
             )
-        if traced.bind(place):
+        if traced.separates_mutation(place):
             raise PlanError(
                 f"split={split}: {name!r} changes in place what was computed before it, so both must be in one stage",
                 fix="begin the stage elsewhere, use inplace=False there, or use split=auto",
