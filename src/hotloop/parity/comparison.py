@@ -196,10 +196,10 @@ def _distance_norms(group: Sequence[tuple[Key, Tensor, Tensor]], sizes: dict[Key
     ]
 
 
-def _relative_error(off: float, size: float) -> float:
-    if off == 0:
+def _relative_error(distance: float, size: float) -> float:
+    if distance == 0:
         return 0.0
-    return off / size if math.isfinite(off) and 0 < size < math.inf else math.inf
+    return distance / size if math.isfinite(distance) and 0 < size < math.inf else math.inf
 
 
 def _difference_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:

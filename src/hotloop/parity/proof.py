@@ -221,26 +221,26 @@ def _group_by_pieces(task: Task, programs: Sequence[Program]) -> list[tuple[Shar
 
 
 def _prove_group(task: Task, programs: Sequence[Program], draws: SharedDraws, progress: ProofProgress) -> list[Parity]:
-    found = _compare_programs(task, programs, draws, progress, brief=True)
+    parities = _compare_programs(task, programs, draws, progress, brief=True)
     # More baselines can only allow larger errors, so a plan that passes with few baselines passes with all.
-    left = [number for number, parity in enumerate(found) if parity.parity == "broken"]
-    plain = [number for number in left if not _has_unrequested_reduction(programs[number], found[number])]
+    broken = [number for number, parity in enumerate(parities) if parity.parity == "broken"]
+    unrequested = [
+        number
+        for number in broken
+        if parities[number].reductions and programs[number].parts.plan.precision not in REDUCED
+    ]
+    others = [number for number in broken if number not in unrequested]
     again: dict[int, Parity] = {}
-    if plain:
-        parities = _compare_programs(task, [programs[number] for number in plain], draws, progress, brief=False)
-        again |= zip(plain, parities, strict=True)
-    for number in [number for number in left if number not in plain]:
-        again[number] = _compare_programs(
-            task, [programs[number]], draws, progress, brief=False, in_formats=found[number].arithmetic
-        )[0]
+    if others:
+        compared = _compare_programs(task, [programs[number] for number in others], draws, progress, brief=False)
+        again |= zip(others, compared, strict=True)
+    for number in unrequested:
+        formats = parities[number].arithmetic
+        (again[number],) = _compare_programs(task, [programs[number]], draws, progress, brief=False, in_formats=formats)
     for number, parity in again.items():
-        seconds = (found[number].seconds or 0.0) + (parity.seconds or 0.0)
-        found[number] = parity.model_copy(update={"seconds": seconds})
-    return found
-
-
-def _has_unrequested_reduction(program: Program, found: Parity) -> bool:
-    return bool(found.reductions) and program.parts.plan.precision not in REDUCED
+        seconds = (parities[number].seconds or 0.0) + (parity.seconds or 0.0)
+        parities[number] = parity.model_copy(update={"seconds": seconds})
+    return parities
 
 
 def _compare_programs(

@@ -220,7 +220,7 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[[], None]]] = {
     ),
     "a dead worker's batch forgotten": (
         BatchScheduler,
-        "lose",
+        "release_worker",
         lambda self, worker: self.counted.update({self._leases.pop(worker).work.batch: worker}),
         check_each_sample_counts_once,
     ),
@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[[], None]]] = {
     ),
     "not compensated": (
         ParameterServer,
-        "_corrected",
+        "_correct",
         lambda self, gradient, now, then, staleness: gradient,
         lambda: check_updates(POLICIES[2]),
     ),

@@ -139,13 +139,10 @@ class ArraysStep(EagerStep):
 
     def _forward_and_backward(self, inputs: Any, target: Any) -> Any:
         output = self.network.graph.forward(inputs, training=True)
-        loss, dy = self._loss_and_gradient(output, target)
-        self.network.graph.backward(dy)
-        return loss
-
-    def _loss_and_gradient(self, output: Any, target: Any) -> tuple[Any, Any]:
         self._loss.check(target, output.shape[1:], "the target")
-        return self._loss.forward(output, target), self._loss.backward()
+        loss = self._loss.forward(output, target)
+        self.network.graph.backward(self._loss.backward())
+        return loss
 
     def _update(self) -> None:
         if not self._uses_arrays:

@@ -315,19 +315,16 @@ def _input_at(error: BaseException) -> Tensor | None:
 def _explain_dtype(failure: _Failure) -> HotloopError | None:
     if not is_mismatch(failure.text):
         return None
-    of_batch = [tensor.dtype for tensor in tree_tensors(batch_at(failure.error))]
+    of_batch = dict.fromkeys(tensor.dtype for tensor in tree_tensors(batch_at(failure.error)))
     of_model = {parameter.dtype for parameter in failure.model.parameters()}
-    from_data = bool((dtypes_in(failure.text) - of_model) & set(of_batch))
-    holds = f"; the batch holds {' and '.join(dict.fromkeys(map(_shorten, of_batch)))}" if of_batch else ""
+    from_data = bool((dtypes_in(failure.text) - of_model) & of_batch.keys())
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in of_batch)
+    holds = f"; the batch holds {names}" if of_batch else ""
     kind: Callable[..., HotloopError] = DataError if from_data else TaskError
     return kind(
         f"{failure.place}: dtypes that don't go together{failure.where}: {failure.text}{holds}",
         fix=dtype_remedy(failure.text, from_data=from_data),
     )
-
-
-def _shorten(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _EXPLANATIONS: tuple[Callable[[Any], HotloopError | None], ...] = (

@@ -137,7 +137,7 @@ class _Replay:
     def _batch_error(self, event: ValueEvent, position: Position, batch: Any) -> tuple[str, str]:
         values = dict(floating_parts(batch))[event.name]
         given, fix = describe_bad_samples(self.program, position, event.name, nonfinite_rows(values))
-        return f"{given} {_event_noun(event)} in its {event.name}", fix
+        return f"{given} {'NaN' if event.state == 'NaN' else 'infinity'} in its {event.name}", fix
 
     def _model_error(self, event: ValueEvent) -> tuple[str, str]:
         if event.kind == "output":
@@ -201,10 +201,6 @@ def _find_rise(values: list[float]) -> tuple[float, float] | None:
     """Returns the smallest and the last value if the values grew by `_RISE_RATIO`."""
     low = min((value for value in values if value > 0), default=math.inf)
     return (low, values[-1]) if values and values[-1] > _RISE_RATIO * low else None
-
-
-def _event_noun(event: ValueEvent) -> str:
-    return "NaN" if event.state == "NaN" else "infinity"
 
 
 def _trained_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -40,14 +40,11 @@ def object_attributes(value: Any, own: Set[str]) -> NamedValues:
     if is_third_party(kind, own):
         return
     for base in kind.__mro__:
-        for name in () if is_third_party(base, own) else filter(partial(_is_slot, base), vars(base)):
+        members = {} if is_third_party(base, own) else vars(base)
+        for name in [name for name, item in members.items() if inspect.ismemberdescriptor(item)]:
             with suppress(AttributeError):  # a slot without a value
                 yield name, getattr(value, name)
     yield class_entry(value)
-
-
-def _is_slot(kind: type, name: str) -> bool:
-    return inspect.ismemberdescriptor(vars(kind)[name])
 
 
 def class_entry(value: Any) -> tuple[str, Any]:

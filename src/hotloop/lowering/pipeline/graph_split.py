@@ -123,14 +123,10 @@ class TracedForward:
     def split(self, starts: Sequence[int]) -> list[GraphPiece]:
         """Splits the graph before each of these nodes."""
         bounds = [0, *starts, len(self.nodes)]
-        ranges = list(itertools.pairwise(bounds))
         results = [node for node in _node_results(self.module) if isinstance(node, fx.Node)]
         crossing = [self._crossing(place, results) for place in bounds[1:-1]]
-        arriving, leaving = [[], *crossing], [*crossing, results]
-        return [
-            self._piece(first, last, into, out)
-            for (first, last), into, out in zip(ranges, arriving, leaving, strict=True)
-        ]
+        ends = zip(itertools.pairwise(bounds), [[], *crossing], [*crossing, results], strict=True)
+        return [self._piece(first, last, arriving, leaving) for (first, last), arriving, leaving in ends]
 
     def result(self, values: Sequence[Tensor]) -> StepResult:
         """Returns the last piece's outputs as the result of the Task's `compute`."""
@@ -148,12 +144,13 @@ class TracedForward:
         graph, copies = fx.Graph(), {}
         for node in into:
             copies[node] = graph.placeholder(node.name)
-        used = dict.fromkeys(one for node in [*nodes, *out] for one in _external_inputs(node))
+        read = (value for node in [*nodes, *out] for value in [node, *node.all_input_nodes])
+        used = [value for value in dict.fromkeys(read) if value.op in ("get_attr", "placeholder")]
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         leaves = [place for place, node in enumerate(placeholders) if node in used]
         for place in leaves:
             copies[placeholders[place]] = graph.placeholder(placeholders[place].name)
-        for node in [*(one for one in used if one.op == "get_attr"), *nodes]:
+        for node in [*(value for value in used if value.op == "get_attr"), *nodes]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in out))
         return GraphPiece(fx.GraphModule(self.module, graph), tuple(leaves), len(into))
@@ -188,13 +185,6 @@ def _is_inside(path: str, name: str) -> bool:
 
 def _node_results(module: fx.GraphModule) -> Sequence[Any]:
     return next(node for node in module.graph.nodes if node.op == "output").args[0]
-
-
-def _external_inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields a node's inputs that no node computes, or the node itself if it is one."""
-    for one in [node, *node.all_input_nodes]:
-        if one.op in ("get_attr", "placeholder"):
-            yield one
 
 
 def _mutated_tensors(node: fx.Node) -> Iterator[fx.Node]:

@@ -122,7 +122,7 @@ class MicrobatchRunner:
     def _station(self, chain: StageChain, stage: int) -> ReadyStage:
         piece, shape = chain.pieces[stage], chain.piece_shapes[stage]
         _move_constants(piece, self._parts.device)
-        replay = partial(self._scheduled_rng.replay, stage) if self._scheduled_rng is not None else _no_replay
+        replay = None if self._scheduled_rng is None else partial(self._scheduled_rng.replay, stage)
         outputs = self._outputs if stage == len(chain.pieces) - 1 else None
         leading = [value.requires_grad for value in shape.leaving]
         module = _Stage(piece, partial(autocast_context, self._parts), replay, leading, outputs)
@@ -143,7 +143,7 @@ class _Stage(nn.Module):
         self,
         piece: GraphPiece,
         around: ContextFactory,
-        replay: Callable[[int, int], AbstractContextManager[Any]],
+        replay: Callable[[int, int], AbstractContextManager[Any]] | None,
         leading: Sequence[bool],
         outputs: list[tuple[Tensor, ...]] | None,
     ) -> None:
@@ -152,7 +152,7 @@ class _Stage(nn.Module):
 
     def forward(self, *arrived: Tensor, rows: Tensor, **leaves: Tensor) -> tuple[Tensor, ...]:
         batch = {place: leaves[leaf_name(place)] for place in self.piece.leaves}
-        with self._around(), self._replay(int(rows[0]), len(rows)):
+        with self._around(), self._replay(int(rows[0]), len(rows)) if self._replay else nullcontext():
             left = tuple(value.contiguous() for value in self.piece(arrived, batch))
         left = tuple(v if leads else v.detach() for v, leads in zip(left, self._leading, strict=True))
         if self._outputs is not None:
@@ -168,10 +168,6 @@ def _loss_share(left: Any, share: Tensor) -> Tensor:
     """Returns the microbatch's part of the loss; 0 for a share of 0, where the loss may be NaN."""
     loss = left[0] if isinstance(left, Sequence) else left
     return torch.where(share[0] == 0, 0.0, loss * share[0].to(loss.dtype))
-
-
-def _no_replay(first: int, rows: int) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _move_constants(piece: GraphPiece, device: torch.device) -> None:

@@ -146,7 +146,11 @@ def infer_piece_shapes(
         batch = [torch.empty_like(leaf, device=device) for leaf in leaves]
         arrived: tuple[Tensor, ...] = ()
         for piece in pieces:
-            values = {name: _zeros_like(value, device) for name, value in _tensors_of(piece)}
+            values = {
+                name: torch.empty(value.shape, dtype=value.dtype, device=device, requires_grad=value.requires_grad)
+                for name, value in _tensors_of(piece)
+            }
+
             with around(), _DrawRecorder() as recorder:
                 left = functional_call(piece, values, (arrived, batch))
             passes.append((arrived, left, tuple(recorder.drawings)))
@@ -226,10 +230,6 @@ class _SavedTensors:
 
 def _tensors_of(piece: GraphPiece) -> list[tuple[str, Tensor]]:
     return [*piece.named_parameters(), *piece.named_buffers()]
-
-
-def _zeros_like(value: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
 
 
 def _meta_tensors(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -56,7 +56,8 @@ class PipelineStep(EagerStep):
         self._checked = True
         self._names = list(computed.scalars)
         check_clipping(self.parts.task, self._trainable)
-        self._keep_own_averages()
+        self.average = {name: value for name, value in self.average.items() if name in self._ownership.own}
+        self._list_parameters()
         self._shared = self._ownership.shared_tensors()
         self._runner = MicrobatchRunner(parts, objective, self._ownership, self._schedule_draws(seen.draws, chain))
         self.draws.always = True  # else ranks would have to agree whether any drew from Python's generator
@@ -88,9 +89,11 @@ class PipelineStep(EagerStep):
 
     def _weights(self, batch: Any, samples: int, weigh: Callable[[Any, int], Any]) -> Tensor:
         """Returns the weight of each microbatch's loss: (microbatches,)."""
-        cut = [weigh(_output_rows(batch, first, rows), rows) for first, rows in self._runner.sizes(samples)]
-        wide = self.sums["loss"].dtype
-        return torch.stack([torch.as_tensor(weight, device=self.parts.device).to(wide) for weight in cut])
+        weights = []
+        for first, rows in self._runner.sizes(samples):
+            part = map_tensors(lambda value, cut=slice(first, first + rows): value[cut], batch)  # type: ignore[misc]
+            weights.append(torch.as_tensor(weigh(part, rows), device=self.parts.device).to(self.sums["loss"].dtype))
+        return torch.stack(weights)
 
     def _report(self, found: StepResult | None) -> StepResult:
         values = torch.zeros(1 + len(self._names), dtype=self.sums["loss"].dtype, device=self.parts.device)
@@ -121,10 +124,6 @@ class PipelineStep(EagerStep):
         dist.all_reduce(norms)
         return torch.linalg.vector_norm(norms)
 
-    def _keep_own_averages(self) -> None:
-        self.average = {name: value for name, value in self.average.items() if name in self._ownership.own}
-        self._list_parameters()
-
     def restore_average(self, average: dict[str, Tensor]) -> None:
         super().restore_average({name: value for name, value in average.items() if name in self._ownership.own})
 
@@ -146,10 +145,6 @@ class PipelineStep(EagerStep):
             return None
         outputs = pytree.tree_map(_join_outputs, *(computed.output for computed in found))
         return mean_result(found, self._weights(batch, samples, self.parts.task.weight_of))._replace(output=outputs)
-
-
-def _output_rows(batch: Any, first: int, rows: int) -> Any:
-    return map_tensors(lambda value: value[first : first + rows], batch)
 
 
 def mean_result(found: Sequence[StepResult], weights: Tensor) -> StepResult:
