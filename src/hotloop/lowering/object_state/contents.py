@@ -162,7 +162,7 @@ def _generator_value(value: Any) -> StoredValue | None:
     if isinstance(value, random.Random):
         return StoredValue(value.getstate(), value.setstate, is_random=True)
     if isinstance(value, torch.Generator):
-        return StoredValue(value.get_state(), value.set_state, is_random=True)
+        return StoredValue(value.get_state(), lambda state: _set_state(value, state), is_random=True)
     if isinstance(value, np.random.RandomState):
         return StoredValue(
             _to_plain(value.get_state(legacy=False)), lambda state: value.set_state(_to_arrays(state)), is_random=True
@@ -173,6 +173,10 @@ def _generator_value(value: Any) -> StoredValue | None:
             _to_plain(inner.state), lambda state: setattr(inner, "state", _to_arrays(state)), is_random=True
         )
     return None
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
 
 
 def _to_plain(state: Any) -> Any:
