@@ -21,7 +21,7 @@ StepTensors = Mapping[Key, Tensor]
 """float64 on the CPU; counts stay integers."""
 
 KINDS = ("count", "loss", "buffer", "gradient", "optimizer", "update", "size of update", "average")
-"""In the order in which a step computes them."""
+"""In the order of their computation in a step."""
 
 FLOAT32_UNIT = 2.0**-24
 """Unit roundoff of fp32: half the distance from 1 to the next number."""

@@ -256,7 +256,7 @@ def _first_unequal(ended: _RunEnd, known: _BaselineDrift, paths: Sequence[str]) 
         ]
         return f"it trained on {spans[0]}, where the baseline trained on {spans[1]}"
     found = next((path for path in paths if path.startswith(_EXACT_PATHS)), None)
-    return None if found is None else f"{found.strip('/')} is another than the baseline's"
+    return None if found is None else f"{found.strip('/')} differs from the baseline's"
 
 
 def _first_count_difference(one: State, other: State, paths: Sequence[str]) -> str | None:

@@ -277,7 +277,7 @@ def _compare_programs(
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return all_unproven(f"the model can't be turned into float64: {describe_error(error)}")
+            return all_unproven(f"the model can't be converted to float64: {describe_error(error)}")
         references = baseline_references(task, plans[0].device, few=brief)
         plain = references[0].program
         reduced = reduced_precision_references(task, plans[0], plain, few=brief)
@@ -302,7 +302,7 @@ def _compare_programs(
     evidence.shared_draws, evidence.requested = "" if draws is None else draws.description, asked
     for program, record in zip(programs, evidence.candidates, strict=True):
         if truth.watch.draws and program.parts.elsewhere:
-            record.unproven = "it draws random numbers on several devices, so they are other ones than the baseline's"
+            record.unproven = "it draws random numbers on several devices, and these differ from the baseline's"
         elif truth.watch.draws and program.parts.plan.accumulation > 1 and (draws is None or draws.irregular):
             record.unproven = _why_not_in_pieces("" if draws is None else draws.irregular)
     common |= {"states": len(evidence.steps), "seconds": time.monotonic() - began}
@@ -330,8 +330,8 @@ def _why_rarely_compiled(record: StepErrors) -> str:
 
 
 def _why_not_in_pieces(odd: str) -> str:
-    reason = "it draws random numbers for each piece of a batch, so they are other ones than the baseline's"
-    return f"{reason}, and {odd}" if odd else reason
+    reason = "it draws random numbers for each piece of a batch, and these differ from the baseline's"
+    return f"{reason}: {odd}" if odd else reason
 
 
 def _collect_evidence(

@@ -58,7 +58,7 @@ def classify(candidate: StepErrors, evidence: Evidence, free: FreeRunResult | No
     if free is not None and (free.other or far):
         return known | {"parity": "broken", **_classify_drift(free, far)}
     if free is not None and free.count is not None:
-        reason = f"{free.count.strip('/')} is another number than the baseline's after {free.steps} free steps"
+        reason = f"{free.count.strip('/')} differs from the baseline's number after {free.steps} free steps"
         return known | {"parity": "unproven", "reason": reason}
     if (reason := _why_incomparable(candidate, evidence, table)) is not None:
         return known | {"parity": "unproven", "reason": reason}
@@ -84,11 +84,9 @@ def _why_incomparable(candidate: StepErrors, evidence: Evidence, table: Sequence
     if not rows:
         return None
     row = min(rows, key=lambda row: KINDS.index(row.what))
-    whose = (
-        "the eager step's in that precision" if evidence.peers else "the baseline's or that of a harmless change of it"
-    )
+    tensor = "the eager step's in that precision" if evidence.peers else "the baseline's or that of a harmless change"
     return (
-        f"the {row.what} {row.name!r} can't be compared: {whose} is altogether another than in float64, and the plan's"
+        f"the {row.what} {row.name!r} can't be compared: {tensor} differs altogether from that in float64, and the plan's"
         " isn't bitwise equal"
     )
 

@@ -99,7 +99,7 @@ class ArraysStep(EagerStep):
         places = self._find_addresses()
         if moved := [name for name, place in places.items() if place != self._addresses.get(name)]:
             raise TaskError(
-                f"a callback gives {moved[0]!r} other memory, and engine=arrays computes on what it had",
+                f"a callback gives {moved[0]!r} other memory, and engine=arrays computes on the former memory",
                 expected="parameters and buffers that are changed in place",
                 fix=f"write into {moved[0]!r}, such as by `.data.copy_(...)`, or choose engine=eager",
             )
@@ -112,7 +112,7 @@ class ArraysStep(EagerStep):
             )
         if changed := sorted(self._find_trained() ^ self._trained):
             raise TaskError(
-                f"a callback freezes or thaws {changed[0]!r}, and engine=arrays trains what it did at first",
+                f"a callback freezes or thaws {changed[0]!r}, and engine=arrays trains the parameters that were trainable at first",
                 expected="the same parameters to train throughout",
                 fix="choose engine=eager",
             )

@@ -206,7 +206,7 @@ def _explain_full_disk(failure: _Failure) -> HotloopError | None:
         return None
     return DiskError(
         f"{failure.place}: the disk of {full} is full",
-        expected="room there",
+        expected="free space on that disk",
         fix=f"free some space there, or set TMPDIR to a folder on another disk; {describe_checkpoint(failure.saved_step)}",
     )
 
@@ -297,8 +297,8 @@ def _explain_flatten(failure: _Failure) -> HotloopError | None:
     if given.ndim < 3 or math.prod(given.shape[1:]) != module.in_features:
         return None
     return TaskError(
-        f"{failure.place}: samples of shape {tuple(given.shape[1:])} come into {failure.module}",
-        expected=f"{module.in_features} numbers in a row for each sample",
+        f"{failure.place}: samples of shape {tuple(given.shape[1:])} reach {failure.module}",
+        expected=f"{module.in_features} numbers in one dimension for each sample",
         fix="write nn.Flatten() before that layer, or x = x.flatten(1) in forward",
     )
 

@@ -87,7 +87,7 @@ class LossCalls(TorchFunctionMode):
             ] = None
 
     def _is_broadcast(self, output: Tensor, target: Tensor) -> bool:
-        """Whether the loss certainly compares outputs with targets of other samples."""
+        """Checks whether the loss certainly compares outputs with targets of other samples."""
         if output.shape == target.shape or 1 in (output.numel(), target.numel()):
             return False
         if not _can_broadcast(output, target):

@@ -24,7 +24,7 @@ def copy_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of the loss, including its closures, its defaults and the globals that its code names.
 
     Raises:
-        NotCopied: a part of the loss can't be copied.
+        LossNotCopied: a part of the loss can't be copied.
     """
     return _copy_value(loss, {}, "the loss")
 

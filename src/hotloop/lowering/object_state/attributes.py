@@ -136,7 +136,7 @@ def _put_all(contents: Mapping[str, Any], now: FoundValues) -> None:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether an object itself has an attribute; a module's parameters and buffers count."""
+    """Checks an object's own attributes; a module's parameters and buffers count."""
     return name in vars(owner) or (isinstance(owner, nn.Module) and name in {*owner._parameters, *owner._buffers})
 
 
@@ -299,6 +299,6 @@ def _is_within(place: str, others: Collection[str]) -> bool:
 
 
 def _is_inside(place: str, others: Collection[str]) -> bool:
-    """Whether an object that contains the place is in `others`."""
+    """Checks whether an object that contains the place is in `others`."""
     ends = (end for end, letter in enumerate(place) if letter == "/")
     return any(place[:end] in others for end in ends)

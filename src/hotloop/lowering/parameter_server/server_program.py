@@ -135,13 +135,13 @@ class GradientFeed:
                 raise TrainingError(
                     f"no worker has answered for {waited_s:.0f}s",
                     expected="a gradient of any worker",
-                    fix="look for what holds all workers up; --rank-timeout makes the server wait longer; continue with --resume",
+                    fix="find what blocks all workers; --rank-timeout makes the server wait longer; continue with --resume",
                 )
             since = min(since, now) if reason else math.inf
             if now - since > max(_PATIENCE_S, 3 * self._longest_s):
                 raise TrainingError(
                     f"stopped ({reason}) without saving: no worker has answered for {now - began:.0f}s",
-                    fix="look for what holds them up, and go on from the last checkpoint",
+                    fix="find what blocks them, and continue from the last checkpoint",
                 )
 
         worker, answer = crew.receive(check_limits)

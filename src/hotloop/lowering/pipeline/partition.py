@@ -168,7 +168,7 @@ def _measure_split(parts: LoweringContext, objective: LossModule) -> tuple[str, 
     cuts = find_best_cuts(costs, stages, _stage_memory_bytes(parts), partial(_microbatches_in_flight, parts))
     if cuts is None:
         raise PlanError(
-            f"no split of the model into {stages} stages has room in the memory of {parts.device}: its parameters with"
+            f"no split of the model into {stages} stages fits into the memory of {parts.device}: its parameters with"
             f" gradients and optimizer state take {_format_mib(sum(cost.weights for cost in costs))}",
             fix="use more ranks, or more microbatches",
         )
