@@ -145,7 +145,7 @@ def ratios(account: StepErrors, evidence: Evidence, free: FreeRunResult | None) 
     anywhere = [
         floor_ratio(error, floor.get(key))
         for errors, floor in zip(
-            account.errors, judging.noise_floors(evidence.rounding, evidence.has_closer_look), strict=True
+            account.errors, judging.noise_floors(evidence.rounding, evidence.nudged_rounding), strict=True
         )
         for key, error in errors.items()
     ]

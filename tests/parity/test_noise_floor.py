@@ -175,7 +175,7 @@ def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change(
             [lower(task, BASELINE)],
         )
         assert collector.collect().unproven is None
-        return {one.name for one in collector.witnesses if not one.is_active}
+        return {one.name for one in collector.references if not one.is_active}
 
     assert left_out(lambda: Mixed(6, 3)) == {"permuted"}
     assert left_out(lambda: nn.Linear(6, 3)) == set()
@@ -189,13 +189,13 @@ def test_the_baseline_s_step_stays_what_it_was_while_others_take_theirs(few: boo
     states: list[int] = []
 
     class Watching(StepCollector):
-        def _try(self, program: Program, account: StepErrors, stop: PathState, known: Any) -> None:
+        def _run_candidate(self, program: Program, account: StepErrors, stop: PathState, known: Any) -> None:
             seen, after = run_one_step(apart, stop.state, stop.batch)
             _, _, eager, expected = known
             assert differing_paths(expected, after) == []
             assert not any(relative_errors(eager, seen, dict.fromkeys(seen, 1.0)).values())
             states.append(stop.state.position.step)
-            super()._try(program, account, stop, known)
+            super()._run_candidate(program, account, stop, known)
 
     collected = Watching(Float64Reference(task, torch.device("cpu")), witnesses, [], [lower(task, BASELINE)]).collect()
     assert collected.unproven is None and len(states) > 4

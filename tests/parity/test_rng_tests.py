@@ -150,11 +150,11 @@ def looked_at(task: hotloop.Task, program: Program) -> StepErrors:
 def test_what_a_plan_draws_is_looked_at_by_itself(plant: Callable[[Program], None]) -> None:
     task = many()
     honest = looked_at(task, lower(task, HALVES))
-    assert (honest.draw_notes, honest.draws) == (True, None)
+    assert (honest.has_tested_draws, honest.draws) == (True, None)
     program = lower(task, HALVES)
     plant(program)
     found = looked_at(task, program)
-    assert found.draw_notes and str(found.draws).startswith(PLANTS[plant])
+    assert found.has_tested_draws and str(found.draws).startswith(PLANTS[plant])
 
 
 Graph = torch.fx.GraphModule
@@ -223,8 +223,8 @@ def test_what_a_captured_step_draws_is_looked_at_by_itself(name: str, pieces: in
     task = many()
     graphs = Graphs(task, "step", pieces)
     honest, found = looked_at(task, graphs.program()), looked_at(task, graphs.program(change))
-    assert (honest.draw_notes, honest.draws) == (True, None)
-    assert found.draw_notes and says in str(found.draws)
+    assert (honest.has_tested_draws, honest.draws) == (True, None)
+    assert found.has_tested_draws and says in str(found.draws)
 
 
 @pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.more), 2])

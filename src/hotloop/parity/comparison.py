@@ -1,4 +1,4 @@
-"""What one step did, as tensors by name, and how far two steps are from each other."""
+"""The tensors of one step by name, and the distance between two steps."""
 
 from __future__ import annotations
 
@@ -18,70 +18,68 @@ Key = tuple[str, str]
 """(what, name), as in `TensorError`."""
 
 StepTensors = Mapping[Key, Tensor]
-"""float64 on the CPU; what is counted stays whole."""
+"""float64 on the CPU; counts stay integers."""
 
 KINDS = ("count", "loss", "buffer", "gradient", "optimizer", "update", "size of update", "average")
-"""In the order in which a step makes them."""
+"""In the order of their computation in a step."""
 
 FLOAT32_UNIT = 2.0**-24
-"""Unit roundoff of fp32: half of the distance from 1 to the next number."""
+"""Unit roundoff of fp32: half the distance from 1 to the next number."""
 
 
 class _StepRecord(StepTensors):
-    """Keeps what it is told of as it is, and makes float64 of one after the other: a whole network so would be large."""
+    """Stores tensors as they are and converts one at a time to float64, since a whole network is large."""
 
     def __init__(self) -> None:
-        self._kept: dict[Key, tuple[Any, Any]] = {}
+        self._values: dict[Key, tuple[Any, Any]] = {}
 
     def record(self, key: Key, value: Any, before: Any = None) -> None:
-        """With a value `before`, by how much it has changed."""
-        self._kept[key] = value, before
+        self._values[key] = value, before
 
     def __getitem__(self, key: Key) -> Tensor:
-        value, before = self._kept[key]
+        value, before = self._values[key]
         return to_float64(value) if before is None else _parameter_change(value, before)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._kept
+        return key in self._values
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._kept)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._values)
 
 
 def run_one_step(program: Program, state: State, batch: Any, *, lent: bool = False) -> tuple[StepTensors, State]:
-    """Runs a step from `state` on a copy of `batch`; the State after it is also given as it is.
+    """Runs a step from `state` on a copy of `batch`; returns its tensors and the State after it.
 
     Args:
-        lent: both lie in the Program's own memory, for who is done with them before it takes another step.
+        lent: both share the Program's memory, valid until its next step.
     """
     program.restore(replace(state, sums={}))
     before = {name: (value.grad, _version(value.grad)) for name, value in program.model.named_parameters()}
-    given = copy_tree(batch)
-    program.step(given)
-    after, seen = program.state(lent=lent), _StepRecord()
+    copied = copy_tree(batch)
+    program.step(copied)
+    after, tensors = program.state(lent=lent), _StepRecord()
     for name, value in after.sums.items():
-        seen.record(("count" if name in _COUNTS else "loss", name), value)
+        tensors.record(("count" if name in _COUNTS else "loss", name), value)
     for key, value in _buffers(after):
-        seen.record(key, value)
+        tensors.record(key, value)
     for name, parameter in program.model.named_parameters():
         gradient, (old, version) = parameter.grad, before[name]
         if gradient is not None and (gradient is not old or gradient._version != version):  # made in this step
-            seen.record(("gradient", name), gradient.detach().to("cpu", copy=not lent))
+            tensors.record(("gradient", name), gradient.detach().to("cpu", copy=not lent))
     for path, value in tree_leaves({key: after.optimizer[key] for key in ("state", "own", "groups")}):
         if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
-            seen.record(("optimizer", path.strip("/")), value)
+            tensors.record(("optimizer", path.strip("/")), value)
     for name, value in after.parameters.items():
         if is_real(value):
-            seen.record(("update", name), value, state.parameters[name])
+            tensors.record(("update", name), value, state.parameters[name])
     for name, value in after.average.items():
-        seen.record(("average", name), value)
-    for place, (was, now) in enumerate(zip(tree_tensors(batch), tree_tensors(given), strict=True)):
-        changed = 0 if torch.equal(was, now) else 1
-        seen.record(("count", f"tensors {place} of the batch that were changed"), changed)
-    return seen, after
+        tensors.record(("average", name), value)
+    for place, (was, now) in enumerate(zip(tree_tensors(batch), tree_tensors(copied), strict=True)):
+        tensors.record(("count", f"tensors {place} of the batch that were changed"), int(not torch.equal(was, now)))
+    return tensors, after
 
 
 _COUNTS = ("samples", "weight")
@@ -93,7 +91,7 @@ def _buffers(state: State) -> Iterator[tuple[Key, Any]]:
 
 
 def _parameter_change(value: Tensor, before: Tensor) -> Tensor:
-    """In float64, which is made of neither as a whole."""
+    """Returns the change in float64, computed in slices to save memory."""
     if value.layout != torch.strided or value.is_complex():
         return to_float64(value) - to_float64(before)
     change = torch.empty(value.shape, dtype=torch.float64)
@@ -106,13 +104,10 @@ def _version(tensor: Tensor | None) -> int:
     return -1 if tensor is None else tensor._version
 
 
-def _exact_dtype(number: float) -> torch.dtype:
-    return torch.int64 if isinstance(number, int) else torch.float64
-
-
 def to_float64(value: Any) -> Tensor:
-    """As float64 on the CPU, strided and real; what is counted stays whole."""
-    tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=_exact_dtype(value))
+    """Returns the value as float64 on the CPU, strided and real; counts stay integers."""
+    exact = torch.int64 if isinstance(value, int) else torch.float64
+    tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=exact)
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
@@ -121,10 +116,10 @@ def to_float64(value: Any) -> Tensor:
 
 
 def tensor_scales(truth: StepTensors, before: State) -> dict[Key, float]:
-    """The size of each tensor: its norm, but not less than a hundredth of what its kind comes to.
+    """Returns the scale of each tensor: its norm, but at least a hundredth of the largest of its kind.
 
-    So an error in what is truly zero, such as the gradient of a bias before a batch normalisation, is measured by its
-    neighbours; but not by a buffer that the step leaves as it was `before`, such as a mask, which may have any size.
+    So the error of a gradient that is truly zero, such as of a bias before a batch normalization, is relative to other
+    gradients. A buffer that the step doesn't change, such as a mask, is no such measure: it may have any size.
     """
     constant = {key for key, value in _buffers(before) if key in truth and torch.equal(to_float64(value), truth[key])}
     sizes = {key: _finite_norm(value) for key, value in truth.items()}
@@ -139,44 +134,44 @@ def tensor_scales(truth: StepTensors, before: State) -> dict[Key, float]:
 
 
 def _tensor_kind(key: Key) -> Key:
-    """Those of a kind; of an optimizer's state and of buffers, those with the same role, as running means have."""
+    """Returns the kind; of an optimizer's state and of buffers with the role, such as running means."""
     separator = {"optimizer": "/", "buffer": "."}.get(key[0])
     return key[0], key[1].rpartition(separator)[2] if separator else ""
 
 
 def _finite_norm(value: Tensor) -> float:
-    """The norm of what is finite in it."""
     norm = _norm(value)
     return norm if math.isfinite(norm) else _norm(value.nan_to_num(0.0, 0.0, 0.0))
 
 
-def relative_errors(seen: StepTensors, truth: StepTensors, sizes: dict[Key, float]) -> dict[Key, float]:
-    """Each tensor's distance from the truth, as a share of its size; infinite where shapes or whole numbers differ.
+def relative_errors(tensors: StepTensors, truth: StepTensors, sizes: dict[Key, float]) -> dict[Key, float]:
+    """Returns each tensor's distance from the truth relative to its scale; infinite where shapes or integers differ.
 
-    The size of an update is looked at once more by itself: rounding hides it in single numbers, not in their sum.
+    The length of an update along the true one is compared as well: rounding is small in the sum over an update's
+    numbers.
     """
     found: dict[Key, float] = {}
-    for group in _tensor_groups(seen, truth):
+    for group in _tensor_groups(tensors, truth):
         for (key, value, true), off in zip(group, _distance_norms(group, sizes), strict=True):
             found[key] = off
             if key[0] == "update" and 0 < (size := float(torch.dot(true.flatten(), true.flatten()))) < math.inf:
                 along = torch.dot(value.double().flatten(), true.flatten())
                 found["size of update", key[1]] = abs(float(along) / size - 1)
-    return found | {key: math.inf for key in seen if key not in found}
+    return found | {key: math.inf for key in tensors if key not in found}
 
 
-def _tensor_groups(seen: StepTensors, truth: StepTensors) -> Iterator[list[tuple[Key, Tensor, Tensor]]]:
-    """What both have in one shape, as (key, value, truth), as many at once as one slice has numbers, or one tensor by itself."""
+def _tensor_groups(tensors: StepTensors, truth: StepTensors) -> Iterator[list[tuple[Key, Tensor, Tensor]]]:
+    """Yields tensors of equal shape in both as (key, value, truth), in groups of up to `_SLICE` numbers."""
     group: list[tuple[Key, Tensor, Tensor]] = []
     numbers = 0
-    for key in seen:
+    for key in tensors:
         true = truth.get(key)
         if true is None:
             continue
         if group and numbers + true.numel() > _SLICE:
             yield group
             group, numbers = [], 0
-        value = seen[key]  # which is made now
+        value = tensors[key]  # converts to float64
         if true.shape == value.shape:
             group.append((key, value, true))
             numbers += true.numel()
@@ -184,13 +179,13 @@ def _tensor_groups(seen: StepTensors, truth: StepTensors) -> Iterator[list[tuple
         yield group
 
 
-def missing_tensors(seen: StepTensors, truth: StepTensors) -> list[Key]:
-    """What the truth has and a step doesn't; gradients are not, since a compiled step keeps them to itself."""
-    return [key for key in truth if key not in seen and key[0] != "gradient"]
+def missing_tensors(tensors: StepTensors, truth: StepTensors) -> list[Key]:
+    """Returns the tensors that a step lacks; gradients are no fault, since a compiled step doesn't show them."""
+    return [key for key in truth if key not in tensors and key[0] != "gradient"]
 
 
 def _distance_norms(group: Sequence[tuple[Key, Tensor, Tensor]], sizes: dict[Key, float]) -> list[float]:
-    """Those of several tensors at once: a call of torch's for each takes longer than what it computes for a small one."""
+    """Computes several relative errors in few calls: for small tensors the calls take longer than the arithmetic."""
     real = [(value, true) for _, value, true in group if value.is_floating_point() and true.is_floating_point()]
     apart = iter(_difference_norms(real))
     return [
@@ -201,14 +196,13 @@ def _distance_norms(group: Sequence[tuple[Key, Tensor, Tensor]], sizes: dict[Key
     ]
 
 
-def _relative_error(off: float, size: float) -> float:
-    if off == 0:
+def _relative_error(distance: float, size: float) -> float:
+    if distance == 0:
         return 0.0
-    return off / size if math.isfinite(off) and 0 < size < math.inf else math.inf
+    return distance / size if math.isfinite(distance) and 0 < size < math.inf else math.inf
 
 
 def _difference_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """As `difference_norm` of each."""
     if len(pairs) < 2:
         return [difference_norm(*pair) for pair in pairs]
     off = torch._foreach_norm(torch._foreach_sub(*map(list, zip(*pairs, strict=True))))
@@ -217,14 +211,14 @@ def _difference_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
 
 
 def difference_norm(value: Tensor, true: Tensor) -> float:
-    """The norm of the difference of two of a shape; what isn't finite is none where it is the same on both sides."""
+    """Returns the norm of the difference of two tensors of equal shape; NaN or infinity on both sides is equal."""
     return math.hypot(
         *(_slice_difference_norm(to_float64(mine), to_float64(theirs)) for mine, theirs in _slices(value, true))
     )
 
 
 _SLICE = 2**20
-"""Numbers of which float64 is made at once: one layer may have most of a network's weights."""
+"""Numbers that are converted to float64 at once: one layer may have most of a network's weights."""
 
 
 def _slices(value: Tensor, true: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -243,7 +237,7 @@ def _slice_difference_norm(value: Tensor, true: Tensor) -> float:
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is a tensor of numbers with a fraction, which rounding is about."""
+    """Checks whether the value is a tensor of floating-point or complex numbers, which rounding affects."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

@@ -1,4 +1,4 @@
-"""Does a plan's training end where the baseline's does? Several seeds, and a test of equivalence."""
+"""Test of equivalence, over several seeds, of the final losses under a plan and under the baseline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hotloop.plan import Plan
 from hotloop.task import Task
 
 _MIN_MARGIN = 0.01
-"""Of the baseline's figure."""
+"""Least margin of equivalence, relative to the baseline's mean loss."""
 
 _LEVEL, _LEAST_SEEDS = 0.05, 3
 
@@ -30,33 +30,33 @@ _LEVEL, _LEAST_SEEDS = 0.05, 3
 def check_convergence(
     task: Task, plan: Plan, seeds: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Convergence:
-    """Trains a Task to its end, under the baseline and under a plan, once with each of so many seeds from its own on.
+    """Trains a Task to its end, under the baseline and under a plan, with each of `seeds` seeds from the Task's own on.
 
-    Where a training fails, or at Ctrl-C or SIGTERM, what was trained until then is the result, and says so.
+    After a failed training, Ctrl-C or SIGTERM the result has the losses until then and the reason.
 
     Raises:
-        PlanError: fewer than three seeds, which have no spread to speak of.
+        PlanError: fewer than three seeds.
     """
     check_seeds(seeds)
     numbers = [task.seed + place for place in range(seeds)]
     plans = {"baseline": Plan(device=plan.device, workers=plan.workers), "plan": plan}
-    found: dict[str, list[float]] = {name: [] for name in plans}
+    losses: dict[str, list[float]] = {name: [] for name in plans}
     todo = [(number, name) for number in numbers for name in plans]
     done, ended = 0, dict[str, str]()
     try:
         for done, (number, name) in enumerate(todo):
-            found[name].append(_final_loss(replace(task, seed=number), plans[name]))
+            losses[name].append(_final_loss(replace(task, seed=number), plans[name]))
             progress(done + 1, len(todo))
     except (HotloopError, KeyboardInterrupt) as error:
         number, name = todo[done]
         ended = end_reason(f"the training of the {name} with seed {number}", error)
     what = "train_loss" if task.roles.validation is None else "validation_loss"
-    both, seen = (found["baseline"], found["plan"]), numbers[: len(found["baseline"])]
+    both, seen = (losses["baseline"], losses["plan"]), numbers[: len(losses["baseline"])]
     return compare_losses(*both, what=what, epochs=task.epochs, seeds=seen, ended=ended)
 
 
 def check_seeds(seeds: int) -> None:
-    """Raises PlanError for so few that they have no spread to speak of."""
+    """Raises PlanError for fewer than three seeds."""
     if seeds < _LEAST_SEEDS:
         expected = f"{_LEAST_SEEDS} or more"
         raise PlanError(f"{seeds} seeds for a test of convergence", expected=expected, fix=f"use {_LEAST_SEEDS}")
@@ -71,13 +71,13 @@ def compare_losses(
     seeds: Sequence[int],
     ended: Mapping[str, Any] | None = None,
 ) -> Convergence:
-    """The test on figures that belong together seed by seed; one that isn't finite is never equivalent.
+    """Tests pairs of losses, seed by seed, for equivalence; a loss that isn't finite is never equivalent.
 
     Args:
-        ended: `ended_by` and `ended` of the record. Seeds trained both ways before a stop are tested like others; a
-            training that failed has no end that could be alike.
+        ended: `ended_by` and `ended` of the record. After a stop the seeds trained both ways are tested; after a
+            failure none are.
     """
-    pairs = [(theirs, ours) for theirs, ours in zip(baseline, plan, strict=False)]  # a stop may come between the two
+    pairs = [(theirs, ours) for theirs, ours in zip(baseline, plan, strict=False)]  # a stop may come between both
     able = len(pairs) >= _LEAST_SEEDS and (ended or {}).get("ended_by") != "failure"
     return Convergence(
         what=what,
@@ -91,8 +91,7 @@ def compare_losses(
 
 
 def _test_figures(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """The figures of the test."""
-    from scipy import stats  # takes half a second and 50 MB, which no training shall pay for
+    from scipy import stats  # the import takes 0.5 s and 50 MB
 
     theirs, ours = np.asarray(pairs).T
     apart = ours - theirs
@@ -110,7 +109,6 @@ def _test_figures(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def _final_loss(task: Task, plan: Plan) -> float:
-    """The loss that a training ends with: on the validation data, or else over its last epoch."""
     with preserve_generators():
         program = lower(task, plan)
         try:
@@ -126,7 +124,6 @@ def _final_loss(task: Task, plan: Plan) -> float:
 
 
 def _training_loss(program: Program) -> float:
-    """The loss over an epoch."""
     try:
         while not program.advance(1000).ended:
             pass

@@ -1,4 +1,4 @@
-"""What was seen of everyone who took the steps that are compared."""
+"""Errors and other evidence of the compared steps."""
 
 from __future__ import annotations
 
@@ -13,62 +13,61 @@ TensorErrors = dict[Key, float]
 
 @dataclass
 class StepErrors:
-    """What was seen of a baseline or a candidate.
+    """Evidence of the steps of a baseline or a candidate.
 
     Attributes:
-        errors: of each tensor, at each state.
-        eagerly: states, from 0, at which a compiled plan took its step eagerly, as with a smaller batch.
-        differs: where the State first wasn't bitwise the baseline's after a step.
-        unequal: what once wasn't bitwise the eager step's at a state where that is further from float64 than can be told.
-        failed: what a step raised, and which; nothing is asked of it from then on.
-        drawn: whether its random numbers were looked at in themselves, and `draws` what is wrong with them.
-        unproven: why it can't be compared, though others can; `short_of_memory` says that it lacked memory.
-        arithmetic: the products of its step, as seen in the first one; None where they couldn't be seen.
-        looked_in_vain: at how many states more nudges were asked for because of it, and didn't explain it.
+        errors: relative error of each tensor, by state.
+        eager_states: numbers of the states, from 0, at which a compiled plan ran eagerly, such as for a smaller batch.
+        differs: path and step at which the State first wasn't bitwise the baseline's.
+        unequal: tensors not bitwise the eager step's at a state where that step's distance from float64 is infinite.
+        failed: the first step that raised, and its error; later steps are left out.
+        has_tested_draws: whether the random numbers were tested; `draws` is their fault.
+        unproven: why the steps can't be compared; `short_of_memory` if memory was missing.
+        arithmetic: the products of the first step; None if unknown.
+        unexplained_states: states at which larger nudges were tried for this candidate without explaining its error.
     """
 
     name: str
     errors: list[TensorErrors] = field(default_factory=list)
-    is_eager: set[int] = field(default_factory=set)
+    eager_states: set[int] = field(default_factory=set)
     differs: str | None = None
     unequal: set[Key] = field(default_factory=set)
     failed: str | None = None
-    draw_notes: bool = False
+    has_tested_draws: bool = False
     draws: str | None = None
     unproven: str | None = None
     short_of_memory: bool = False
     arithmetic: Arithmetic | None = None
-    has_unseen_draws: int = 0
+    unexplained_states: int = 0
 
     @property
     def is_able(self) -> bool:
-        """Whether more is asked of it."""
         return self.failed is None and self.unproven is None
 
     @property
-    def has_own_draws(self) -> list[TensorErrors]:
-        """The errors at each state, but where a compiled plan ran eagerly only what it never shows of its program."""
-        shown = {key for state, one in enumerate(self.errors) if state not in self.is_eager for key in one}
+    def visible_errors(self) -> list[TensorErrors]:
+        """Errors by state; where a compiled plan ran eagerly, only of tensors that its compiled program never shows."""
+        shown = {key for state, errors in enumerate(self.errors) if state not in self.eager_states for key in errors}
         return [
-            {key: error for key, error in one.items() if state not in self.is_eager or key not in shown}
-            for state, one in enumerate(self.errors)
+            {key: error for key, error in errors.items() if state not in self.eager_states or key not in shown}
+            for state, errors in enumerate(self.errors)
         ]
 
 
 @dataclass
 class Evidence:
-    """Of all single steps.
+    """Evidence of all single steps.
 
     Attributes:
-        baselines: those that differ harmlessly.
-        peers: the eager step in the candidates' reduced precision, and variants of it; empty where they reduce nothing.
-        asked: whether the candidates' plan asks for that precision.
+        baselines: the baseline and harmless changes of it.
+        peers: the eager step in the candidates' reduced precision, and changes of it; empty without reduced precision.
+        last: the last State from which the schedule allows a free run; or the first.
         steps: the number of the step at each state, from 0.
-        rounding: the worst error at each state of those that candidates are judged by.
-        closer: the same, with more nudges where a candidate was far off.
-        last: the State that the path came to while the schedule allowed all steps that are to follow; or the first.
-        followed: whether everybody got the random numbers that candidates draw, and where these come from.
-        unproven: why nothing can be said, where that is so.
+        rounding: the largest error of each tensor among the judges, by state.
+        shared_draws: origin of the candidates' random numbers, if all other Programs get them.
+        unproven: why nothing can be proven.
+        nudged_rounding: as `rounding`, with more nudges where a candidate had large errors.
+        requested: whether the candidates' plan asks for the reduced precision.
     """
 
     baselines: list[StepErrors]
@@ -79,17 +78,17 @@ class Evidence:
     rounding: list[TensorErrors] = field(default_factory=list)
     shared_draws: str = ""
     unproven: str | None = None
-    has_closer_look: list[TensorErrors] = field(default_factory=list)
+    nudged_rounding: list[TensorErrors] = field(default_factory=list)
     requested: bool = False
 
-    def reductions(self, account: StepErrors) -> list[str]:
-        """What a candidate computes in fewer bits than the baseline, one line for each class of operators."""
+    def reductions(self, candidate: StepErrors) -> list[str]:
+        """Returns the operators that a candidate computes in fewer bits than the baseline, one line per class."""
         baseline = self.baselines[0].arithmetic if self.baselines else None
-        if account.arithmetic is None or baseline is None:
+        if candidate.arithmetic is None or baseline is None:
             return []
-        return describe_reductions(account.arithmetic, baseline)
+        return describe_reductions(candidate.arithmetic, baseline)
 
     @property
     def judges(self) -> list[StepErrors]:
-        """Those whose errors tell what rounding comes to in the candidates' precision."""
+        """The steps whose errors show the size of rounding errors in the candidates' precision."""
         return self.peers or self.baselines

@@ -1,7 +1,7 @@
-"""The step in float64, as the truth that other ways to run it are measured against.
+"""The step in float64, the reference for other ways to run it.
 
-It draws what fp32 draws, and it is watched: wherever a result that follows from parameters or inputs has fewer bits
-than float64, it is no truth any more.
+It uses fp32's random numbers. A dispatch mode checks that each result that depends on parameters or inputs stays
+float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hotloop.plan import Plan
 from hotloop.task import StepResult, Task
 
 _FACTORIES = ("rand", "randn", "normal")
-"""Operations that draw numbers of the default dtype."""
+"""Random operations without a tensor argument, of the default dtype."""
 
 _WIDE = {
     torch.float32: torch.float64,
@@ -39,28 +39,28 @@ _WIDE = {
     torch.complex64: torch.complex128,
 }
 _SINGLE_DTYPES = (torch.float32, torch.complex64)
-"""What a Task may ask for by name and mean the numbers that it computes with."""
+"""Dtypes that a Task names when it means the dtype of its numbers."""
 
 _COPYING_OPS = (torch.ops.aten.lift_fresh.default,)
-"""Gives the tensor of `torch.tensor(...)` as it is."""
+"""Returns the tensor of `torch.tensor(...)` unchanged."""
 
 _CUT_OFF_OPS = tuple(
     getattr(torch.ops.aten, name)
     for name in ("floor", "ceil", "round", "trunc", "frac", "sign", "floor_divide", "remainder", "fmod")
 )
-"""Operations that jump where rounding moves a number over a whole one."""
+"""Operations that jump where rounding moves a number across an integer."""
 
 _DRAWING_OPS = ("rrelu", "_scaled_dot_product", "_fused", "_cudnn", "miopen", "mkldnn")
-"""Operations that compute with what they draw."""
+"""Operations that compute with the random numbers that they draw."""
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 def lower_in_float64(task: Task, device: torch.device) -> Program:
-    """The Task's step in float64.
+    """Lowers the Task's step in float64.
 
     Raises:
-        TaskError, RuntimeError: model or loss can't be turned into float64.
+        TaskError, RuntimeError: model or loss can't be converted to float64.
     """
     with preserve_generators():
         parts = move_to_device(LoweringContext.from_task(task, Plan(device=str(device))), device)
@@ -71,8 +71,6 @@ def lower_in_float64(task: Task, device: torch.device) -> Program:
 
 
 class _NoFeed(Feed):
-    """For a Program that gets each batch from its caller."""
-
     batches = None
     reseeds = True
 
@@ -84,36 +82,34 @@ class _NoFeed(Feed):
 
 
 class _Float64Program(Program):
-    """In float64; the States that it goes to may be of any Program of the Task."""
-
     def restore(self, state: State) -> None:
         super().restore(_state_in_float64(state))
 
 
 class _WidenedTensors(Mapping[str, Any]):
-    """Makes float64 of one tensor after the other, as it is asked for them: all at once are twice the State."""
+    """Converts one tensor at a time to float64: all at once take twice the State's memory."""
 
-    def __init__(self, kept: Mapping[str, Any], but: str = "") -> None:
-        self._kept, self._but = kept, but
+    def __init__(self, tensors: Mapping[str, Any], but: str = "") -> None:
+        self._tensors, self._but = tensors, but
 
     def __getitem__(self, name: str) -> Any:
-        value = self._kept[name]
+        value = self._tensors[name]
         if not isinstance(value, dict):
             return _widen_tree(value)
         return {key: one if key == self._but else _widen_tree(one) for key, one in value.items()}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._kept
+        return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._tensors)
 
 
 def _state_in_float64(state: State) -> State:
-    """A State with each number that the step computes with as float64; steps that an optimizer counts stay counts."""
+    """Returns a State with all computed numbers in float64; an optimizer's step counts stay as they are."""
     optimizer = dict(state.optimizer)
     if optimizer:
         optimizer["state"] = _WidenedTensors(optimizer["state"], but="step")
@@ -134,7 +130,7 @@ def _to_wide_single(value: Tensor) -> Tensor:
 
 
 def _request_wide(kwargs: Any) -> Any:
-    """A cast to fp32, such as of logits or in a norm, is none where the numbers are fp32: so here it isn't one either."""
+    """Replaces a requested fp32, as for logits or in a norm, by float64: in fp32 such a cast does nothing."""
     return {**kwargs, "dtype": _WIDE[kwargs["dtype"]]} if kwargs.get("dtype") in _SINGLE_DTYPES else kwargs
 
 
@@ -142,9 +138,8 @@ def _widen_single(tree: Any) -> Any:
     return tree_map_only(Tensor, _to_wide_single, tree)
 
 
-def _replace_tensors(kept: Sequence[Tensor], change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The tree with all tensors changed but these."""
-    return tree_map_only(Tensor, lambda value: value if any(value is one for one in kept) else change(value), tree)
+def _replace_tensors(unchanged: Sequence[Tensor], change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda value: value if any(value is one for one in unchanged) else change(value), tree)
 
 
 def _widen_tree(tree: Any) -> Any:
@@ -155,7 +150,7 @@ class Float64Step(EagerStep):
     """One training step in float64.
 
     Attributes:
-        watch: what was seen of its operations since it was made.
+        watch: the check of its operations.
     """
 
     def __init__(self, parts: LoweringContext) -> None:
@@ -163,12 +158,12 @@ class Float64Step(EagerStep):
         self.watch = Float64Check(parts.model)
 
     def _compute(self, batch: Any) -> StepResult:
-        exact = _widen_tree(batch)  # before anybody watches, or it would follow from constants
+        exact = _widen_tree(batch)  # outside the check, which would take the batch for constants
         with self.watch.check_step():
             return super()._compute(exact)
 
     def _backward_of(self, loss: Tensor) -> None:
-        with self.watch.check_step():  # what is computed again in backward draws again
+        with self.watch.check_step():  # activation checkpointing draws again in backward
             super()._backward_of(loss)
 
     def _update(self) -> None:
@@ -181,11 +176,11 @@ class Float64Step(EagerStep):
 
 
 class Float64Check(ReadOnlyDispatchMode):
-    """Sees each operation of a step that should be float64 throughout.
+    """Checks that each operation of a step computes in float64.
 
     Attributes:
-        narrowed: which module, or the optimizer, first gave a result of fewer bits though it follows from float64, and how.
-        draws: whether model or loss drew anything random.
+        narrowed: the module or the optimizer that first returned fewer bits from float64, and the operation.
+        draws: whether model or loss drew random numbers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -193,13 +188,13 @@ class Float64Check(ReadOnlyDispatchMode):
         self.narrowed: str | None = None
         self.draws = False
         self._model = model
-        self._inside: list[str] = []
+        self._modules: list[str] = []
         self._updating = False
         self._constants: dict[int, weakref.ref[Tensor]] = {}
 
     @contextmanager
     def check_step(self) -> Iterator[None]:
-        """Model and loss, whose numbers of the default dtype are float64 then."""
+        """Checks model and loss, with float64 as the default dtype."""
         before = torch.get_default_dtype()
         with ExitStack() as stack:
             stack.enter_context(self._observe("the loss, or what surrounds the model,", updating=False))
@@ -214,31 +209,31 @@ class Float64Check(ReadOnlyDispatchMode):
 
     @contextmanager
     def check_update(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """The optimizer, whose counts of steps keep their default dtype; it may ask for model and loss on the way."""
+        """Checks the optimizer, whose step counts keep their default dtype; a closure may run model and loss."""
         with self._observe(f"the optimizer ({type(optimizer).__name__})", updating=True):
             yield
 
     @contextmanager
     def _observe(self, where: str, *, updating: bool) -> Iterator[None]:
-        with nullcontext() if self._inside else self:
-            before, depth = self._updating, len(self._inside)
-            self._inside.append(where)
+        with nullcontext() if self._modules else self:
+            before, depth = self._updating, len(self._modules)
+            self._modules.append(where)
             self._updating = updating
             try:
                 yield
             finally:
-                del self._inside[depth:]
+                del self._modules[depth:]
                 self._updating = before
                 if not depth:
                     self._constants = {key: known for key, known in self._constants.items() if known() is not None}
 
     def _enter(self, name: str, module: nn.Module) -> Callable:
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-        return lambda *_: self._inside.append(where)
+        return lambda *_: self._modules.append(where)
 
     def _leave(self, *_: Any) -> None:
-        if len(self._inside) > 1:  # another hook may have failed before the module was entered
-            self._inside.pop()
+        if len(self._modules) > 1:  # another hook may have failed before `_enter`
+            self._modules.pop()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -264,7 +259,7 @@ class Float64Check(ReadOnlyDispatchMode):
         return result
 
     def _depends_on_batch(self, tree: Any) -> bool:
-        """Whether a float64 number among them is no constant: it comes from parameters, inputs or draws."""
+        """Checks whether a float64 number among them comes from parameters, inputs or draws."""
         if isinstance(tree, Tensor):
             return tree.dtype in _NARROW and not self._is_constant(tree)
         return isinstance(tree, list | tuple) and any(self._depends_on_batch(one) for one in tree)
@@ -274,28 +269,30 @@ class Float64Check(ReadOnlyDispatchMode):
         return known is not None and known() is value
 
     def _constant(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What follows from whole numbers or constants alone: where the Task says fp32, it means what it computes with.
+        """Computes a result of integers and constants alone, in float64 where the Task requests fp32.
 
-        But what is cut off to whole numbers, or compared, is so as fp32 has it: rounding would choose others.
+        Comparisons and roundings to integers run in fp32: float64 might give other integers.
         """
-        if function.is_view and function not in _COPYING_OPS:  # a widened one would be no view
-            return self._is_recorded(function(*args, **kwargs))
+        if function.is_view and function not in _COPYING_OPS:  # a float64 copy would be no view
+            return self._record_constants(function(*args, **kwargs))
         if _first_dtype(_SINGLE_DTYPES, args):
             args = _widen_single(args)
         result = function(*args, **kwargs)
-        cuts_off = function.overloadpacket in _CUT_OFF_OPS or kwargs.get("rounding_mode") or _has_whole(result)
+        cuts_off = function.overloadpacket in _CUT_OFF_OPS or kwargs.get("rounding_mode") or _has_integers(result)
         if cuts_off and _first_dtype(_NARROW, args) is not None:
             result = function(*tree_map_only(Tensor, _to_narrow, args), **kwargs)
-        return self._is_recorded(_widen_single(result))
+        return self._record_constants(_widen_single(result))
 
-    def _is_recorded(self, result: Any) -> Any:
+    def _record_constants(self, result: Any) -> Any:
         for value in result if isinstance(result, list | tuple) else (result,):
             if isinstance(value, Tensor) and value.dtype in _NARROW:
                 self._constants[id(value)] = weakref.ref(value)
         return result
 
     def _write(self, function: Any, args: Any, kwargs: Any, follows: bool) -> Any:
-        """In place: constants become what they are written to, and that is none any more if something else is written too."""
+        """Runs an in-place operation; constants take the target's dtype, and a target that gets other numbers is no
+        constant.
+        """
         targets = _written_tensors(function, args, kwargs)
         if not follows and _first_dtype(_SINGLE_DTYPES, targets) is not None:
             args = _replace_tensors(targets, _to_narrow, args)
@@ -314,49 +311,47 @@ class Float64Check(ReadOnlyDispatchMode):
                 del self._constants[key]
 
     def _note(self, what: str) -> None:
-        self.narrowed = self.narrowed or f"{self._inside[-1]} {what}"
+        self.narrowed = self.narrowed or f"{self._modules[-1]} {what}"
 
 
 def _written_tensors(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """What an operation writes to."""
     arguments = function._schema.arguments
     written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    return [one for name in written for one in tree_leaves(given.get(name)) if isinstance(one, Tensor)]
+    values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return [value for name in written for value in tree_leaves(values.get(name)) if isinstance(value, Tensor)]
 
 
-def _has_whole(result: Any) -> bool:
-    """Whether there are whole numbers or answers in what an operation gives."""
-    given = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-    return any(not (one.is_floating_point() or one.is_complex()) for one in given)
+def _has_integers(result: Any) -> bool:
+    tensors = (value for value in tree_leaves(result) if isinstance(value, Tensor))
+    return any(not (value.is_floating_point() or value.is_complex()) for value in tensors)
 
 
 def _first_dtype(dtypes: Collection[torch.dtype], tree: Any) -> torch.dtype | None:
-    """The first of these dtypes in what an operation takes or gives; by hand, since a step has thousands of them."""
+    """Returns the first of these dtypes in the tree; faster than `tree_leaves`: a step has thousands of operations."""
     if isinstance(tree, Tensor):
         return tree.dtype if tree.dtype in dtypes else None
     if isinstance(tree, list | tuple):
-        for one in tree:
-            if (found := _first_dtype(dtypes, one)) is not None:
-                return found
+        for value in tree:
+            if (dtype := _first_dtype(dtypes, value)) is not None:
+                return dtype
     return None
 
 
 def _draw_in_float32(function: Any, args: Any, kwargs: Any) -> Any:
-    """What the operation draws in fp32, as float64."""
+    """Draws the random numbers of fp32, as float64."""
     if function is torch.ops.aten.native_dropout.default:
         x, p, training = args
         kept = torch.ones_like(x, dtype=torch.float32)
         scaled, mask = function(kept, p, training)
         return x * scaled, mask
-    given, named = kwargs.get("dtype"), any(argument.name == "dtype" for argument in function._schema.arguments)
-    if given in _NARROW:
-        kwargs = {**kwargs, "dtype": _NARROW[given]}
-    elif given is None and named and function.overloadpacket.__name__ in _FACTORIES:
+    dtype, takes_dtype = kwargs.get("dtype"), any(argument.name == "dtype" for argument in function._schema.arguments)
+    if dtype in _NARROW:
+        kwargs = {**kwargs, "dtype": _NARROW[dtype]}
+    elif dtype is None and takes_dtype and function.overloadpacket.__name__ in _FACTORIES:
         kwargs = {**kwargs, "dtype": torch.float32}
     narrow = tree_map_only(Tensor, _to_narrow, args)
     result = function(*narrow, **kwargs)
     if function._schema.is_mutable:
         args[0].copy_(narrow[0])
         return args[0]
-    return tree_map_only(Tensor, lambda value: value.to(_WIDE.get(value.dtype, value.dtype)), result)
+    return tree_map_only(Tensor, _to_wide, result)

@@ -1,4 +1,4 @@
-"""The free run: some steps on end, across the end of an epoch, each with its own feed."""
+"""The free run: several consecutive steps, across the end of an epoch, each Program with its own feed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from hotloop.parity.trajectory import state_before_end, translate_baseline_error
 
 STEPS = 10
 _STEPS_BEFORE_END = 5
-"""Steps before the end of the epoch."""
+"""The free run starts so many steps before the end of an epoch."""
 
 NUDGES = 4
-"""Free runs of the baseline a rounding off."""
+"""Free runs of the baseline with nudged parameters."""
 
-_SUSPICIOUS, _MORE = 8.0, 8
-"""Times what rounding came to: from here on so many free runs farther off tell whether it could lead there too."""
+_SUSPICIOUS, _LARGER_NUDGES = 8.0, 8
+"""Multiple of the drift by rounding from which on `_LARGER_NUDGES` more free runs are compared."""
 
 
 @dataclass(frozen=True)
 class KindDrift:
-    """How far a candidate ended from the baseline in one kind of tensors.
+    """A candidate's distance from the baseline in one kind of tensors, after a free run.
 
     Attributes:
-        what: such as the parameters.
-        apart: the distance as a share of the way that the baseline's went.
-        rounding: the same of baselines that differ harmlessly, the worst of them; and no less than rounding the numbers
-            themselves once in each step, since these baselines compute an optimizer's own state all in the same way.
+        what: the kind, such as the parameters.
+        apart: the distance, relative to the distance that the baseline moved.
+        rounding: the largest such distance of harmlessly changed baselines, and at least one rounding of each number
+            per step, since these baselines compute an optimizer's own state all in the same way.
     """
 
     what: str
@@ -45,21 +45,20 @@ class KindDrift:
 
     @property
     def times(self) -> float:
-        """The distance in multiples of what rounding comes to."""
+        """The distance in multiples of the drift by rounding."""
         return self.apart / max(self.rounding, FLOAT32_UNIT)
 
 
 @dataclass(frozen=True)
 class FreeRunResult:
-    """How a candidate's free run ended.
+    """The end of a candidate's free run.
 
     Attributes:
-        steps: how many there were.
-        drifts: of each kind of tensors; none if it didn't come to its end.
-        bitwise: whether it ended in the baseline's State.
-        other: what had to be equal and wasn't.
-        count: a whole number or a flag that is another, though it is the same under all harmless changes: a fault, or an
-            answer that rounding has turned there by chance.
+        drifts: one for each kind of tensors; none if the run failed.
+        is_bitwise: whether the State equals the baseline's bit by bit.
+        other: the difference in values that must be equal, or the error.
+        count: path of a whole number or flag that differs, though it is the same under all harmless changes: a fault,
+            or a decision that rounding has changed by chance.
     """
 
     steps: int
@@ -70,11 +69,10 @@ class FreeRunResult:
 
     @property
     def largest_drift(self) -> KindDrift:
-        """In multiples of rounding."""
         return max(self.drifts, key=lambda drift: drift.times, default=KindDrift("the parameters", 0.0, 0.0))
 
     def drifts_beyond(self, limit: float) -> KindDrift | None:
-        """The first that is further than so many times what rounding comes to, the parameters before all others."""
+        """Returns the first drift of more than `limit` times the drift by rounding, the parameters' first."""
         return next((drift for drift in self.drifts if drift.times > limit), None)
 
 
@@ -86,32 +84,31 @@ class _RunEnd:
 
 @dataclass(frozen=True)
 class _BaselineDrift:
-    """What a candidate's end is held against.
+    """The baseline's free run, with which candidates are compared.
 
     Attributes:
-        expected: the baseline's end.
-        rounding: by kind, the largest distance from there of a baseline that differs harmlessly.
-        near: those of each that was nudged.
-        ways: by kind, how far the baseline went.
-        loose: paths of the State at which a harmless difference leads to another value.
+        rounding: by kind, the largest distance of a harmlessly changed baseline.
+        ways: by kind, the distance that the baseline moved.
+        loose_paths: paths of the State at which a harmless change leads to another value.
+        nudged_distances: by kind, the distances of each nudged baseline.
     """
 
     expected: _RunEnd
     rounding: dict[str, float]
     ways: dict[str, float]
-    is_loose: frozenset[str]
-    is_near: tuple[dict[str, float], ...] = ()
+    loose_paths: frozenset[str]
+    nudged_distances: tuple[dict[str, float], ...] = ()
 
 
 def compare_free_runs(
     start: State,
-    witnesses: Sequence[ReferenceRun],
+    references: Sequence[ReferenceRun],
     peers: Sequence[ReferenceRun],
     candidates: Sequence[Program],
     nudges: int = NUDGES,
 ) -> list[FreeRunResult]:
-    """Runs on from `start` with everyone; rounding is that of the peers, if there are any."""
-    plain, steps = witnesses[0].program, free_run_steps(candidates)
+    """Runs all Programs freely from `start`; the peers, or else the references, show the drift by rounding."""
+    plain, steps = references[0].program, free_run_steps(candidates)
     plain.restore(start)
     left = plain.steps_left()
     steps = steps if left is None else min(steps, left)
@@ -121,21 +118,21 @@ def compare_free_runs(
         expected = _run_to_end(plain, start, steps, lent=False)
     ways = _distance_by_kind(expected.state, start, from_zero=True)
     known = _BaselineDrift(expected, _rounding_by_kind(expected.state, steps), ways, frozenset())
-    for witness, end in _harmless_ends(start, peers or witnesses, steps, nudges):
-        known = _add_baseline(known, end.state, witness)
-        del end  # the next begins with an optimizer's state of its own
-    looked, found = False, []
+    for reference, end in _harmless_ends(start, peers or references, steps, nudges):
+        known = _add_baseline(known, end.state, reference)
+        del end  # frees the optimizer's state before the next run
+    has_larger_nudges, results = False, []
     for program in candidates:
         ended = _try_run(program, start, steps)
-        found.append(_compare_ends(ended, known, steps))
-        if not looked and found[-1].drifts_beyond(_SUSPICIOUS):
-            known, looked = _add_larger_nudges(known, start, peers or witnesses, steps), True
-            found[-1] = _compare_ends(ended, known, steps)
-    return found
+        results.append(_compare_ends(ended, known, steps))
+        if not has_larger_nudges and results[-1].drifts_beyond(_SUSPICIOUS):
+            known, has_larger_nudges = _add_larger_nudges(known, start, peers or references, steps), True
+            results[-1] = _compare_ends(ended, known, steps)
+    return results
 
 
 def free_run_steps(candidates: Sequence[Program]) -> int:
-    """Steps of a free run of these, where the schedule allows them."""
+    """Returns the number of steps of a free run of these Programs; the schedule may allow fewer."""
     return max(STEPS, 3 * _max_steps_per_replay(candidates) + 1)
 
 
@@ -144,36 +141,35 @@ def _max_steps_per_replay(candidates: Sequence[Program]) -> int:
 
 
 def _steps_per_replay(program: Program) -> int:
-    """Steps of one replay: what goes wrong from one to the next shows in a whole one alone."""
+    """Steps of one CUDA graph replay: a fault between its steps shows only in a whole replay."""
     graphs = program.parts.plan.graphs
     return graphs if isinstance(graphs, int) else 1
 
 
-def _add_baseline(known: _BaselineDrift, drifted: State, witness: ReferenceRun) -> _BaselineDrift:
-    """With one more baseline that differs harmlessly."""
+def _add_baseline(known: _BaselineDrift, drifted: State, reference: ReferenceRun) -> _BaselineDrift:
     found = _distance_by_kind(drifted, known.expected.state)
     return replace(
         known,
         rounding=_largest_distances(known.rounding, found),
-        is_loose=known.is_loose | set(differing_paths(drifted, known.expected.state)),
-        is_near=(*known.is_near, found) if witness.unit else known.is_near,
+        loose_paths=known.loose_paths | set(differing_paths(drifted, known.expected.state)),
+        nudged_distances=(*known.nudged_distances, found) if reference.unit else known.nudged_distances,
     )
 
 
 def _add_larger_nudges(
-    known: _BaselineDrift, start: State, witnesses: Sequence[ReferenceRun], steps: int
+    known: _BaselineDrift, start: State, references: Sequence[ReferenceRun], steps: int
 ) -> _BaselineDrift:
-    """With baselines that are nudged farther: what those that were nudged less have not switched by chance, they may."""
-    nudging = next((one for one in witnesses if one.unit), None)
-    if nudging is None or not known.is_near:
+    """Adds baselines with larger nudges, which switch a ReLU or maximum that smaller nudges missed by chance."""
+    nudging = next((reference for reference in references if reference.unit), None)
+    if nudging is None or not known.nudged_distances:
         return known
     least = _rounding_by_kind(known.expected.state, steps)
-    for number in range(_MORE):
-        state = nudge_state(start, number + len(known.is_near), FARTHER * nudging.unit)
+    for number in range(_LARGER_NUDGES):
+        state = nudge_state(start, number + len(known.nudged_distances), FARTHER * nudging.unit)
         with nudging.around():
             ended = _run_to_end(nudging.program, state, steps)
         found = _distance_by_kind(ended.state, known.expected.state)
-        near = {what: statistics.median_low([one.get(what, 0.0) for one in known.is_near]) for what in found}
+        near = {what: statistics.median_low([one.get(what, 0.0) for one in known.nudged_distances]) for what in found}
         may = {what: rounding_error(size, max(near[what], least.get(what, 0.0))) for what, size in found.items()}
         known = replace(known, rounding=_largest_distances(known.rounding, may))
     return known
@@ -184,7 +180,6 @@ def _largest_distances(known: dict[str, float], found: dict[str, float]) -> dict
 
 
 def _try_run(program: Program, start: State, steps: int) -> _RunEnd | str:
-    """Where it ends, or why it doesn't."""
     try:
         return _run_to_end(program, start, steps)
     except Exception as error:
@@ -198,7 +193,7 @@ def _compare_ends(ended: _RunEnd | str, known: _BaselineDrift, steps: int) -> Fr
         return FreeRunResult(steps, (), is_bitwise=False, other=ended)
     expected = known.expected.state
     paths = differing_paths(ended.state, expected)
-    tight = [path for path in paths if path not in known.is_loose]
+    tight = [path for path in paths if path not in known.loose_paths]
     return FreeRunResult(
         steps,
         _kind_drifts(ended.state, known),
@@ -209,26 +204,25 @@ def _compare_ends(ended: _RunEnd | str, known: _BaselineDrift, steps: int) -> Fr
 
 
 def _harmless_ends(
-    start: State, witnesses: Sequence[ReferenceRun], steps: int, nudges: int
+    start: State, references: Sequence[ReferenceRun], steps: int, nudges: int
 ) -> Iterator[tuple[ReferenceRun, _RunEnd]]:
-    """Where harmless differences lead to; those of the batch alone lead nowhere else, since each run has its own feed."""
-    for witness in witnesses:
-        if not witness.is_in_order:
+    """Yields ends of harmlessly changed baselines; each run has its own feed, so the batch stays as it is."""
+    for reference in references:
+        if not reference.is_in_order:
             continue
-        for number in range(nudges if witness.unit else 1):
+        for number in range(nudges if reference.unit else 1):
             try:
-                with witness.around():
-                    ended = _run_to_end(witness.program, witness.state(start, number), steps)
+                with reference.around():
+                    ended = _run_to_end(reference.program, reference.state(start, number), steps)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                continue  # whatever else it is, it says nothing of the plan that is proven
-            yield witness, ended
-            del ended  # the next begins with an optimizer's state of its own
+                continue  # the failure of a changed baseline says nothing about the plan
+            yield reference, ended
+            del ended  # frees the optimizer's state before the next run
 
 
 def _run_to_end(program: Program, start: State, steps: int, *, lent: bool = True) -> _RunEnd:
-    """Where it ends, in its own memory if `lent`."""
     program.restore(start)
     program.seed_all()
     left, spans = steps, []
@@ -242,16 +236,16 @@ def _run_to_end(program: Program, start: State, steps: int, *, lent: bool = True
 
 
 def _kind_drifts(state: State, known: _BaselineDrift) -> tuple[KindDrift, ...]:
-    found = []
+    drifts = []
     for what, apart in _distance_by_kind(state, known.expected.state).items():
         way = known.ways.get(what) or 1.0
         way = way if math.isfinite(way) else 1.0
-        found.append(KindDrift(what, apart / way, known.rounding.get(what, 0.0) / way))
-    return tuple(found)
+        drifts.append(KindDrift(what, apart / way, known.rounding.get(what, 0.0) / way))
+    return tuple(drifts)
 
 
 _EXACT_PATHS = ("/position", "/schedule", "/sums/samples", "/optimizer/groups", "/extra")
-"""What rounding has nothing to do with, as a rule: some optimizers and modules keep there what they computed."""
+"""Paths that rounding usually can't change; some optimizers and modules store computed numbers there."""
 
 
 def _first_unequal(ended: _RunEnd, known: _BaselineDrift, paths: Sequence[str]) -> str | None:
@@ -262,21 +256,22 @@ def _first_unequal(ended: _RunEnd, known: _BaselineDrift, paths: Sequence[str]) 
         ]
         return f"it trained on {spans[0]}, where the baseline trained on {spans[1]}"
     found = next((path for path in paths if path.startswith(_EXACT_PATHS)), None)
-    return None if found is None else f"{found.strip('/')} is another than the baseline's"
+    return None if found is None else f"{found.strip('/')} differs from the baseline's"
 
 
 def _first_count_difference(one: State, other: State, paths: Sequence[str]) -> str | None:
-    """The first of these paths, but for a sum's, at which either State has no number with a fraction."""
+    """Returns the first path, except sums, at which either State has no floating-point tensor."""
     both = [dict(tree_leaves(vars(state))) for state in (one, other)]
     whole = (path for path in paths if not path.startswith("/sums") and not all(is_real(of.get(path)) for of in both))
     return next(whole, None)
 
 
 def _distance_by_kind(one: State, other: State, *, from_zero: bool = False) -> dict[str, float]:
-    """Distance of one State from another, by kind; NaN and infinity are no distance where both have them.
+    """Returns the distance of two States by kind; NaN or infinity on both sides counts as equal.
 
     Args:
-        from_zero: whether what the other lacks began with zeros; else that, as another shape, is infinitely far.
+        from_zero: whether a tensor that `other` lacks counts as zeros; else its distance is infinite, as for another
+            shape.
     """
     squares: dict[str, float] = {}
     mine, theirs = dict(_computed_tensors(one)), dict(_computed_tensors(other))
@@ -293,7 +288,6 @@ def _distance_by_kind(one: State, other: State, *, from_zero: bool = False) -> d
 
 
 def _rounding_by_kind(state: State, steps: int) -> dict[str, float]:
-    """By kind, what rounding each number once in each step comes to."""
     squares: dict[str, float] = {}
     for (what, _), value in _computed_tensors(state):
         size = float(torch.linalg.vector_norm(to_float64(value).nan_to_num(0.0, 0.0, 0.0)))
@@ -303,9 +297,9 @@ def _rounding_by_kind(state: State, steps: int) -> dict[str, float]:
 
 
 def _computed_tensors(state: State) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """What is computed, as ((kind, path), tensor); the optimizer's and buffers by the part that they play.
+    """Yields computed tensors as ((kind, path), tensor); those of the optimizer and of buffers by their role.
 
-    Of the sums of an epoch the loss: others may count, such as right answers, of which rounding turns one now and then.
+    Of an epoch's sums only the loss: others may count, such as correct answers, which rounding changes now and then.
     """
     kinds = {"parameters": "the parameters", "average": "the averaged parameters", "outer": "the ranks' momentum"}
     for path, value in tree_leaves(vars(state)):

@@ -1,4 +1,4 @@
-"""Is this plan's result as true as the baseline's? Single steps against float64, then a free run."""
+"""Proof of a plan: single steps compared with float64, then a free run compared with the baseline."""
 
 from __future__ import annotations
 
@@ -37,43 +37,43 @@ from hotloop.parity.verdict import classify
 from hotloop.plan import Plan
 from hotloop.task import Task
 
-_WEIGHTS, _STATE = 14, 6
-"""Times the bytes of the weights and of the optimizer's state that a proof takes of the host's memory, as measured on the CPU:
-the truth and its step are in float64, which takes twice what fp32 does, those of the baseline and the plan are as they are.
-The host of an accelerator, to which each step is copied, is taken to need as much; nobody has measured it there."""
+_WEIGHT_COPIES, _STATE_COPIES = 14, 6
+"""Copies of the weights and of the optimizer's state in host memory, measured on the CPU: float64 takes twice the bytes
+of fp32. An accelerator's host, which stores a copy of each step, is assumed to need as much."""
 
 _PROGRAM_COUNT = 3
-"""Times what a Program holds, on an accelerator: the baseline, and the truth in float64."""
+"""Program sizes on an accelerator: one for the baseline, two for the float64 reference."""
 
 _SAFE_SHARE = 0.75
-"""Of what is free: allocators give back what is freed only in part, and activations come on top."""
+"""Share of the free memory: allocators return only part of it, and activations come on top."""
 
 
 def missing_memory(programs: Sequence[Program]) -> str:
-    """What a proof of these Programs needs and what there is; empty where it is enough."""
+    """Returns why there is too little memory for a proof of these Programs; empty if there is enough."""
     for device, need in needed_bytes(programs).items():
-        room = free_memory_bytes(device)
-        if need > _SAFE_SHARE * room:
+        free = free_memory_bytes(device)
+        if need > _SAFE_SHARE * free:
             where = "" if device.type == "cpu" else f" on {device}"
-            return f"a proof takes about {format_binary_bytes(need)} of memory{where}, of which {format_binary_bytes(room)} are free"
+            takes = f"a proof takes about {format_binary_bytes(need)} of memory{where}"
+            return f"{takes}, of which {format_binary_bytes(free)} are free"
     return ""
 
 
 def needed_bytes(programs: Sequence[Program]) -> dict[torch.device, int]:
-    """Of the host and of where they compute, beside what they hold themselves; what activations take isn't counted."""
-    weights, state = _held_bytes(programs[0])
+    """Returns the bytes that a proof needs on host and device, beside the Programs and activations."""
+    weights, state = _weight_and_state_bytes(programs[0])
     device, host = programs[0].device, torch.device("cpu")
-    others, whole = (len(programs) - 1) * (weights + state), 2 * weights + state  # with its gradients
-    needed = {host: _WEIGHTS * weights + _STATE * state + others}
+    others, whole = (len(programs) - 1) * (weights + state), 2 * weights + state  # with gradients
+    needed = {host: _WEIGHT_COPIES * weights + _STATE_COPIES * state + others}
     if device != host:
         needed[device] = _PROGRAM_COUNT * whole
-    if has_image_normalization(programs[0]):  # by another Program, from the beginning
+    if has_image_normalization(programs[0]):  # one more reference Program
         needed[device] += whole
     return needed
 
 
-def _held_bytes(program: Program) -> tuple[int, int]:
-    """Bytes of parameters and buffers, and of the optimizer's state; before that is made, as many as it will have."""
+def _weight_and_state_bytes(program: Program) -> tuple[int, int]:
+    """Returns the bytes of parameters with buffers, and of the optimizer's state; an estimate before the first step."""
     weights = sum(value.nbytes for value in (*program.model.parameters(), *program.model.buffers()))
     if not program.optimizer.state:
         return weights, int(weights * _state_per_weight(program.optimizer))
@@ -81,12 +81,12 @@ def _held_bytes(program: Program) -> tuple[int, int]:
 
 
 def _bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
-    # counts are nothing
-    return sum(value.nbytes for value in tree_tensors(list(optimizer.state.values())) if value.ndim)
+    values = tree_tensors(list(optimizer.state.values()))
+    return sum(value.nbytes for value in values if value.ndim)  # without step counts
 
 
 def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of state for each byte of weights, by a step of another of its kind; 2, as Adam's, where there can't be one."""
+    """Returns bytes of state per byte of weights, from a step of a small optimizer; else 2, as Adam."""
     weight = torch.nn.Parameter(torch.zeros(8, 8))
     weight.grad = torch.ones_like(weight)
     known = inspect.signature(type(optimizer)).parameters
@@ -96,16 +96,16 @@ def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
                 [weight], **{name: value for name, value in optimizer.defaults.items() if name in known}
             )
             twin.step()
-    except Exception:  # an optimizer of the user's may ask for anything: this is an estimate, and that of most
+    except Exception:  # a user's optimizer may need other arguments
         return 2.0
     return _bytes_of_state(twin) / weight.nbytes
 
 
 ProofProgress = Callable[[int, int], None]
-"""Told of states done, and how many there are."""
+"""Called with the number of compared states and the number of all states."""
 
 SharedDraws = PieceDraws | WordDraws | None
-"""What candidates draw otherwise than the baseline, if they do."""
+"""Random draws that differ from the baseline's; None if candidates draw as the baseline does."""
 
 
 def prove(task: Task, plan: Plan, *, progress: ProofProgress = lambda done, total: None) -> Parity:
@@ -126,7 +126,7 @@ def prove_plans(
 ) -> list[Parity]:
     """Compares plans with the baseline, those of one device and reduced precision together; see `prove_programs`.
 
-    One that can't be run, or for which there is no memory, is unproven.
+    A plan that can't be run, or for which there is no memory, is unproven.
     """
     found: dict[Plan, Parity] = {}
     groups: dict[tuple[str, str], list[Program]] = {}
@@ -154,14 +154,14 @@ def prove_programs(
 ) -> list[Parity]:
     """Compares Programs of one Task, on one device and in one reduced precision or none, with the baseline there.
 
-    From States along the baseline's path each takes one step, with the same batch and the same draws, and so does the
-    baseline in float64. Losses, gradients, updates, the optimizer's state and buffers may be off from the truth by a
-    small multiple of what several baselines are that differ harmlessly. A free run across the end of an epoch follows.
-    What computes products in fewer bits than the baseline is no better than `reduced-precision`, however small its errors.
-    Their States are put back afterwards. Where there is no memory for all of that, they are unproven.
+    From States along the baseline's path each Program takes one step with the same batch and random numbers, and so
+    does the baseline in float64. Losses, gradients, updates, the optimizer's state and buffers may differ from float64
+    by a small multiple of the differences of harmlessly changed baselines. A free run across the end of an epoch
+    follows. A Program with products in fewer bits than the baseline is at best `reduced-precision`. The Programs'
+    States are restored. Without enough memory, the Programs are unproven.
 
     Raises:
-        HotloopError: a step of the baseline itself can't be run, and so the training can't.
+        HotloopError: a step of the baseline itself fails, and so would the training.
     """
     if any(isinstance(program.optimizer, NamedOptimizers) for program in programs):
         why = "the step updates several optimizers in turn, and the proof follows one update in a step"
@@ -192,14 +192,14 @@ def _memory_reason(error: Exception) -> str:
 
 
 def _group_by_draws(task: Task, programs: Sequence[Program]) -> list[tuple[SharedDraws, list[Program]]]:
-    """Programs that draw the same random numbers, and what these are where they aren't the baseline's."""
+    """Returns groups of Programs with the same random draws, each with the draws that differ from the baseline's."""
     by_words = [program for program in programs if program._step.draws_by_words]
     others = [program for program in programs if not program._step.draws_by_words]
     return [*([(WordDraws(), by_words)] if by_words else []), *(_group_by_pieces(task, others) if others else [])]
 
 
 def _group_by_pieces(task: Task, programs: Sequence[Program]) -> list[tuple[SharedDraws, list[Program]]]:
-    """Programs that cut batches into as many pieces, and what these draw."""
+    """Returns groups of Programs with the same number of pieces per batch, each with the draws of these pieces."""
     plans = [program.parts.plan for program in programs]
     cut = {plan.accumulation for plan in plans if plan.precision not in REDUCED} - {1}
     if not cut or not task.roles.is_exact:
@@ -221,27 +221,26 @@ def _group_by_pieces(task: Task, programs: Sequence[Program]) -> list[tuple[Shar
 
 
 def _prove_group(task: Task, programs: Sequence[Program], draws: SharedDraws, progress: ProofProgress) -> list[Parity]:
-    found = _compare_programs(task, programs, draws, progress, brief=True)
-    # More baselines can only allow more, so what passes beside one passes beside all of them.
-    left = [number for number, parity in enumerate(found) if parity.parity == "broken"]
-    plain = [number for number in left if not _has_unrequested_reduction(programs[number], found[number])]
+    parities = _compare_programs(task, programs, draws, progress, brief=True)
+    # More baselines can only allow larger errors, so a plan that passes with few baselines passes with all.
+    broken = [number for number, parity in enumerate(parities) if parity.parity == "broken"]
+    unrequested = [
+        number
+        for number in broken
+        if parities[number].reductions and programs[number].parts.plan.precision not in REDUCED
+    ]
+    others = [number for number in broken if number not in unrequested]
     again: dict[int, Parity] = {}
-    if plain:
-        parities = _compare_programs(task, [programs[number] for number in plain], draws, progress, brief=False)
-        again |= zip(plain, parities, strict=True)
-    for number in [number for number in left if number not in plain]:
-        again[number] = _compare_programs(
-            task, [programs[number]], draws, progress, brief=False, in_formats=found[number].arithmetic
-        )[0]
+    if others:
+        compared = _compare_programs(task, [programs[number] for number in others], draws, progress, brief=False)
+        again |= zip(others, compared, strict=True)
+    for number in unrequested:
+        formats = parities[number].arithmetic
+        (again[number],) = _compare_programs(task, [programs[number]], draws, progress, brief=False, in_formats=formats)
     for number, parity in again.items():
-        seconds = (found[number].seconds or 0.0) + (parity.seconds or 0.0)
-        found[number] = parity.model_copy(update={"seconds": seconds})
-    return found
-
-
-def _has_unrequested_reduction(program: Program, found: Parity) -> bool:
-    """Whether a plan computes in fewer bits than the baseline, though it doesn't say so."""
-    return bool(found.reductions) and program.parts.plan.precision not in REDUCED
+        seconds = (parities[number].seconds or 0.0) + (parity.seconds or 0.0)
+        parities[number] = parity.model_copy(update={"seconds": seconds})
+    return parities
 
 
 def _compare_programs(
@@ -253,11 +252,11 @@ def _compare_programs(
     brief: bool,
     in_formats: Mapping[str, str] | None = None,
 ) -> list[Parity]:
-    """As `prove_programs` does; `brief` beside few baselines, which allows less.
+    """Compares Programs as `prove_programs` does; `brief` uses few baselines, which allows smaller errors.
 
     Args:
-        in_formats: those of the only Program's products, where they have fewer bits than the baseline's without being asked
-            for: it is held against the baseline in the same ones.
+        in_formats: formats of the only Program's products, where they have fewer bits than the baseline's without
+            request: the baseline computes in the same formats.
     """
     began = time.monotonic()
     plans = [program.parts.plan for program in programs]
@@ -278,52 +277,52 @@ def _compare_programs(
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return all_unproven(f"the model can't be turned into float64: {describe_error(error)}")
-        witnesses = baseline_references(task, plans[0].device, few=brief)
-        plain = witnesses[0].program
+            return all_unproven(f"the model can't be converted to float64: {describe_error(error)}")
+        references = baseline_references(task, plans[0].device, few=brief)
+        plain = references[0].program
         reduced = reduced_precision_references(task, plans[0], plain, few=brief)
         asked = bool(reduced)
         if in_formats is not None:
             reduced = references_in_formats(programs[0], plain, lowest_format(in_formats))
-        whole = [truth.program, *(witness.program for witness in [*witnesses, *reduced])]
+        whole = [truth.program, *(reference.program for reference in [*references, *reduced])]
         try:
             with nullcontext() if draws is None else draws.follow(whole):
-                evidence, free = _collect_evidence(truth, witnesses, reduced, programs, progress, brief)
+                evidence, free = _collect_evidence(truth, references, reduced, programs, progress, brief)
             if isinstance(draws, WordDraws) and not evidence.unproven:
-                able = [account for account in evidence.candidates if account.is_able]
-                check_word_draws(evidence.last, witnesses[0].program, able)
+                able = [record for record in evidence.candidates if record.is_able]
+                check_word_draws(evidence.last, references[0].program, able)
             elif truth.watch.draws and not evidence.unproven:
                 watched = list(zip(programs, evidence.candidates, strict=True))
-                check_own_draws(evidence.last, witnesses[0].program, watched)
+                check_own_draws(evidence.last, references[0].program, watched)
         finally:
-            for witness in [*witnesses, *reduced]:
-                witness.program.close()
+            for reference in [*references, *reduced]:
+                reference.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)
     evidence.shared_draws, evidence.requested = "" if draws is None else draws.description, asked
-    for program, account in zip(programs, evidence.candidates, strict=True):
+    for program, record in zip(programs, evidence.candidates, strict=True):
         if truth.watch.draws and program.parts.elsewhere:
-            account.unproven = "it draws random numbers on several devices, so they are other ones than the baseline's"
+            record.unproven = "it draws random numbers on several devices, and these differ from the baseline's"
         elif truth.watch.draws and program.parts.plan.accumulation > 1 and (draws is None or draws.irregular):
-            account.unproven = _why_not_in_pieces("" if draws is None else draws.irregular)
+            record.unproven = _why_not_in_pieces("" if draws is None else draws.irregular)
     common |= {"states": len(evidence.steps), "seconds": time.monotonic() - began}
     return [
         Parity(
-            plan=account.name,
+            plan=record.name,
             free_steps=free[id(program)].steps if id(program) in free else 0,
             **common,
-            **classify(account, evidence, free.get(id(program))),
+            **classify(record, evidence, free.get(id(program))),
         )
-        for program, account in zip(programs, evidence.candidates, strict=True)
+        for program, record in zip(programs, evidence.candidates, strict=True)
     ]
 
 
-def _why_rarely_compiled(account: StepErrors) -> str:
-    """Why a compiled plan can't be judged: about half of the single steps are the least; empty where there are as many.
+def _why_rarely_compiled(record: StepErrors) -> str:
+    """Returns why a compiled plan can't be judged: fewer than about half of the single steps ran compiled; else empty.
 
-    The very first makes the optimizer's state, and is eager, as the epoch's last batch is where it is smaller.
+    The first step, which makes the optimizer's state, and a smaller last batch of an epoch run eagerly.
     """
-    states, own = len(account.errors), len(account.errors) - len(account.is_eager)
+    states, own = len(record.errors), len(record.errors) - len(record.eager_states)
     if own and 2 * (own + 1) >= min(states, STATES):
         return ""
     taken = f"{own} of the {states} steps that were compared" if own else "no step that was compared"
@@ -331,32 +330,31 @@ def _why_rarely_compiled(account: StepErrors) -> str:
 
 
 def _why_not_in_pieces(odd: str) -> str:
-    """Why pieces can't be compared."""
-    reason = "it draws random numbers for each piece of a batch, so they are other ones than the baseline's"
-    return f"{reason}, and {odd}" if odd else reason
+    reason = "it draws random numbers for each piece of a batch, and these differ from the baseline's"
+    return f"{reason}: {odd}" if odd else reason
 
 
 def _collect_evidence(
     truth: Float64Reference,
-    witnesses: Sequence[ReferenceRun],
+    references: Sequence[ReferenceRun],
     reduced: Sequence[ReferenceRun],
     programs: Sequence[Program],
     progress: ProofProgress,
     brief: bool,
 ) -> tuple[Evidence, dict[int, FreeRunResult]]:
-    """Of single steps, and of the free run of each Program that could take them, by its id."""
-    nudging = next((one for one in reduced or witnesses if one.unit), None)
-    asked, others = ([one for one in every if not (brief and one.unit)] for every in (witnesses, reduced))
+    """Returns the evidence of single steps, and the free run of each Program that can take the steps, by its id."""
+    nudging = next((one for one in reduced or references if one.unit), None)
+    asked, others = ([one for one in every if not (brief and one.unit)] for every in (references, reduced))
     collector = StepCollector(truth, asked, others, programs, free_run_steps(programs), nudging)
     evidence = collector.collect(lambda states: progress(states, STATES))
     if evidence.unproven:
         return evidence, {}
-    for account in evidence.candidates:
-        if account.is_able and (few := _why_rarely_compiled(account)):
-            account.unproven = few
-    accounts = zip(programs, evidence.candidates, strict=True)
-    able = [program for program, account in accounts if account.is_able]
+    for record in evidence.candidates:
+        if record.is_able and (few := _why_rarely_compiled(record)):
+            record.unproven = few
+    records = zip(programs, evidence.candidates, strict=True)
+    able = [program for program, record in records if record.is_able]
     truth.release()
-    fp32, other = ([one for one in every if one.is_active] for every in (witnesses, reduced))
+    fp32, other = ([one for one in every if one.is_active] for every in (references, reduced))
     runs = compare_free_runs(evidence.last, fp32, other, able, nudges=1 if brief else NUDGES)
     return evidence, dict(zip(map(id, able), runs, strict=True))

@@ -1,4 +1,4 @@
-"""Who takes the steps that are compared: float64, the baseline, and baselines that differ harmlessly."""
+"""Reference runs of a step: float64, the baseline, and harmless changes of the baseline."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ _UNITS = {
     "bf16": 2.0**-8,
     "fp8": 2.0**-3,
 }
-"""By how much a parameter may be off without being another number in that precision."""
+"""Relative size of a nudge by format: the largest change of a parameter that its format doesn't resolve."""
 
 
 @dataclass(eq=False)
 class ReferenceRun:
-    """Takes a step its own way.
+    """One way to run a step.
 
     Attributes:
-        around: a context that it runs in.
-        state, batch: what it makes of those that it is given, with a number that differs from step to step.
-        unit: by how much it changes parameters, relative to their size; 0 if it doesn't.
-        in_order: whether it leaves the samples of a batch in their order.
-        active: False once it failed or wasn't harmless; nothing is asked of it from then on.
-        account: what was seen of it.
+        around: context of the step.
+        state, batch: change the State and the batch, with a number that differs from step to step.
+        unit: relative change of the parameters; 0 for none.
+        is_in_order: whether the samples of a batch keep their order.
+        is_active: False after a failure or a change that wasn't harmless; it then takes no more steps.
     """
 
     name: str
@@ -65,13 +64,13 @@ class ReferenceRun:
         self.errors = StepErrors(self.name)
 
     def step(self, state: State, batch: Any, number: int, *, lent: bool = False) -> tuple[StepTensors, State]:
-        """One step from `state`, see `run_one_step`; `number` differs from step to step."""
+        """Runs one step from `state`, see `run_one_step`; `number` differs from step to step."""
         with self.around():
             return run_one_step(self.program, self.state(state, number), self.batch(batch, number), lent=lent)
 
 
 class Float64Reference:
-    """The step in float64, and whether it is one."""
+    """Reference step in float64, with the check that it stays float64."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.program = lower_in_float64(task, device)
@@ -80,12 +79,12 @@ class Float64Reference:
         self.watch = step.watch
 
     def step(self, state: State, batch: Any) -> StepTensors:
-        """What one step does, until the next."""
-        seen, _ = run_one_step(self.program, state, batch, lent=True)
-        return dict(seen)  # each is asked for again and again
+        """Returns the tensors of one step, valid until the next step."""
+        tensors, _ = run_one_step(self.program, state, batch, lent=True)
+        return dict(tensors)  # converted once: each is read several times
 
     def release(self) -> None:
-        """Gives its memory back, which is twice that of any other; it takes no step any more."""
+        """Frees the memory, twice that of another Program; no step is possible afterwards."""
         self.program.optimizer.state.clear()
         for value in (*self.program.model.parameters(), *self.program.average.values()):
             value.grad = None
@@ -93,44 +92,43 @@ class Float64Reference:
 
 
 def baseline_references(task: Task, device: str, *, few: bool) -> list[ReferenceRun]:
-    """The baseline on a device, the same a rounding off, and unless `few` others that differ from it harmlessly.
+    """Returns the baseline on a device, a nudged baseline, and unless `few` others with harmless changes.
 
-    Where images are normalised over the batch, what rounding does to its means is in all that follows. So the few are two
-    more there: with channels last, as compilers lay images, and without oneDNN.
-
-    Without random draws, the samples of a batch may also come in another order; see `reordered_reference`.
+    With images normalized over the batch, rounding of the means affects all later layers. There the few are two more:
+    with channels last, as compilers choose, and without oneDNN. Without random draws `reordered_reference` is added
+    later.
     """
-    found = _plain_references(task, Plan(device=device, workers=0), few)
-    program = found[0].program
-    normed = has_image_normalization(program)
-    if device == "cpu" and (normed or not few):
-        found.append(ReferenceRun("without oneDNN", program, around=_without_onednn))
+    runs = _plain_references(task, Plan(device=device, workers=0), few)
+    program = runs[0].program
+    if device == "cpu" and (not few or has_image_normalization(program)):
+        runs.append(ReferenceRun("without oneDNN", program, around=_without_onednn))
     if few:
-        return found
+        return runs
     if device == "cpu":
-        found.append(ReferenceRun("in a row", program, around=_SequentialSums))
+        runs.append(ReferenceRun("in a row", program, around=_SequentialSums))
         if torch.get_num_threads() > 1:
-            found.append(ReferenceRun("one thread", program, around=_with_one_thread))
+            runs.append(ReferenceRun("one thread", program, around=_with_one_thread))
     elif device.startswith("cuda"):
-        found.append(ReferenceRun("without cuDNN", program, around=lambda: torch.backends.cudnn.flags(enabled=False)))
-    return found
+        runs.append(ReferenceRun("without cuDNN", program, around=lambda: torch.backends.cudnn.flags(enabled=False)))
+    return runs
 
 
 def reduced_precision_references(task: Task, plan: Plan, baseline: Program, *, few: bool) -> list[ReferenceRun]:
-    """The eager step in a plan's reduced precision, and variants of it, as few as there can be if `few`.
+    """Returns the eager step in a plan's reduced precision with changes of it, only the nudged one if `few`.
 
-    None for a plan that asks for no reduced precision, or for the one that the baseline has by torch's settings.
+    Empty for a plan without reduced precision, or with the one that the baseline has by torch's settings.
     """
     if plan.precision not in REDUCED:
         return []
-    found = _plain_references(task, Plan(device=plan.device, precision=plan.precision, workers=0), few)
-    same = plan.precision == "tf32" and found[0].program.parts.switches == baseline.parts.switches
-    return [] if same else found
+    runs = _plain_references(task, Plan(device=plan.device, precision=plan.precision, workers=0), few)
+    same = plan.precision == "tf32" and runs[0].program.parts.switches == baseline.parts.switches
+    return [] if same else runs
 
 
 def references_in_formats(candidate: Program, baseline: Program, format_: str) -> list[ReferenceRun]:
-    """The baseline under the candidate's switches, and in its dtype of fewest bits: peers of a plan that nobody asked to
-    reduce the precision."""
+    """Returns the baseline under the candidate's switches in the dtype of its lowest format, for an unrequested
+    reduction.
+    """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}.get(format_)
     kind, unit = baseline.device.type, _UNITS[format_]
     with candidate.around():
@@ -145,17 +143,16 @@ def references_in_formats(candidate: Program, baseline: Program, format_: str) -
             yield
 
     around = partial(run_within, [baseline], reduced)
+    nudge = partial(nudge_state, unit=unit)
     return [
         ReferenceRun("eager", baseline, around=around),
-        ReferenceRun(
-            "nudged", baseline, around=around, state=lambda state, number: nudge_state(state, number, unit), unit=unit
-        ),
+        ReferenceRun("nudged", baseline, around=around, state=nudge, unit=unit),
     ]
 
 
 @contextmanager
 def run_within(programs: Sequence[Program], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Has the steps of these Programs run in one more context each."""
+    """Runs the steps of these Programs in one more context each."""
     before = [(program, program.parts) for program in {id(program): program for program in programs}.values()]
     try:
         for program, parts in before:
@@ -167,7 +164,7 @@ def run_within(programs: Sequence[Program], context: Callable[[], AbstractContex
 
 
 def _nudge_unit(program: Program) -> float:
-    """By how much parameters may be off without being other numbers in the format of the fewest bits that is computed in."""
+    """Returns the relative size of a nudge, from the format of fewest bits in which the Program computes."""
     parts = program.parts
     half = parts.plan.precision if parts.plan.precision in ("bf16", "fp16") else None
     if half is not None:
@@ -185,23 +182,22 @@ def _nudge_unit(program: Program) -> float:
 def _plain_references(task: Task, plan: Plan, few: bool) -> list[ReferenceRun]:
     program = lower(task, plan)
     unit = _nudge_unit(program)
-    found = [
+    runs = [
         ReferenceRun("eager", program),
-        ReferenceRun("nudged", program, state=lambda state, number: nudge_state(state, number, unit), unit=unit),
+        ReferenceRun("nudged", program, state=partial(nudge_state, unit=unit), unit=unit),
     ]
-    turned = plan.with_axes(layout="channels_last")
     if has_image_normalization(program) or (not few and task_facts(program.parts).images):
-        found.append(ReferenceRun("channels last", lower(task, turned)))
-    return found
+        runs.append(ReferenceRun("channels last", lower(task, plan.with_axes(layout="channels_last"))))
+    return runs
 
 
 def has_image_normalization(program: Program) -> bool:
-    """Whether it has layers that do so over the batch."""
+    """Checks whether layers normalize images over the batch."""
     return has_batch_normalization(program.model) and task_facts(program.parts).images
 
 
 def reordered_reference(program: Program) -> ReferenceRun:
-    """The baseline with the samples of each batch in another order, which changes sums in their last bits alone."""
+    """Returns the baseline with the samples of each batch in another order, which changes only rounding."""
     return ReferenceRun("permuted", program, batch=_permute, is_in_order=False)
 
 
@@ -218,13 +214,13 @@ def _with_one_thread() -> Iterator[None]:
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch speaks of other hardware when the switch is used
+        warnings.simplefilter("ignore")  # torch warns about other hardware here
         with torch.backends.mkldnn.flags(enabled=False):
             yield
 
 
 class _SequentialSums(TorchDispatchMode):
-    """Sums whose numbers are added one after the other, as compilers write them; torch adds up pairs, which rounds less."""
+    """Adds up sums one number after the other, as compiled code does; torch's pairwise sums round less."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value: Any = args[0] if args else None
@@ -234,34 +230,34 @@ class _SequentialSums(TorchDispatchMode):
             return func(*args, **kwargs or {})
         if value.dtype != torch.float32 or value.layout != torch.strided:
             return func(*args)
-        given = args[1] if len(args) > 1 and args[1] else range(value.ndim)
-        dims = sorted(dim % value.ndim for dim in ([given] if isinstance(given, int) else given))
+        summed = args[1] if len(args) > 1 and args[1] else range(value.ndim)
+        dims = sorted(dim % value.ndim for dim in ([summed] if isinstance(summed, int) else summed))
         rows = value.movedim(dims, list(range(len(dims)))).flatten(0, len(dims) - 1) if dims else value[None]
         if len(rows) < 2:
             return func(*args)
         total = _sequential_sum(rows) / (len(rows) if func in _MEANS else 1)
-        kept = [1 if dim in dims else size for dim, size in enumerate(value.shape)]
-        return total.reshape(kept) if args[2:] == (True,) else total
+        shape = [1 if dim in dims else size for dim, size in enumerate(value.shape)]
+        return total.reshape(shape) if args[2:] == (True,) else total
 
 
 _LIKELIHOODS = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
-"""Cross entropy sums in a kernel of its own."""
+"""Cross entropy has a sum in a kernel of its own."""
 
 
 def _sequential_likelihood(
     scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
 ) -> tuple[Tensor, Tensor]:
-    """What `aten.nll_loss_forward` gives: the loss, and the weight of all targets.
+    """Returns the loss and the sum of weights of `aten.nll_loss_forward`.
 
     Args:
-        scores: log probabilities float32 (N, C, ...).
+        scores: log probabilities, float32 (N, C, ...).
         target: int64 (N, ...).
         reduction: torch's number: 0 none, 1 mean, 2 sum.
     """
-    kept = target != ignored
-    places = torch.where(kept, target, 0)
-    weights = kept.to(scores.dtype) if weight is None else weight[places] * kept
-    losses = torch.where(kept, -scores.gather(1, places.unsqueeze(1)).squeeze(1) * weights, 0.0)
+    counts = target != ignored
+    places = torch.where(counts, target, 0)
+    weights = counts.to(scores.dtype) if weight is None else weight[places] * counts
+    losses = torch.where(counts, -scores.gather(1, places.unsqueeze(1)).squeeze(1) * weights, 0.0)
     if not reduction:
         return losses, scores.new_zeros(())
     total, whole = _sequential_sum(losses.flatten()), _sequential_sum(weights.flatten())
@@ -271,11 +267,10 @@ def _sequential_likelihood(
 _MEANS = (torch.ops.aten.mean.default, torch.ops.aten.mean.dim)
 _SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, *_MEANS)
 _ROW_LENGTH = 4096
-"""So many numbers torch's compiler adds up before it begins another sum."""
+"""Numbers that torch's compiler adds up in one sum."""
 
 
 def _sequential_sum(rows: Tensor) -> Tensor:
-    """The sum over the first dimension."""
     whole = len(rows) // _ROW_LENGTH * _ROW_LENGTH
     if not whole:
         return _sum_one_by_one(rows)
@@ -291,7 +286,9 @@ def _sum_one_by_one(rows: Tensor) -> Tensor:
 
 
 def nudge_state(state: State, number: int, unit: float = 2 * FLOAT32_UNIT) -> State:
-    """A State whose parameters are off by `unit`, up, down or not at all, at random; by more where they have fewer bits."""
+    """Returns the State with parameters changed by `unit`, up, down or not at all, at random; at least by their own
+    eps.
+    """
     generator = generator_for(number, "nudge")
 
     def nudge(value: Tensor) -> Tensor:
@@ -304,14 +301,16 @@ def nudge_state(state: State, number: int, unit: float = 2 * FLOAT32_UNIT) -> St
 
 
 FARTHER, _SWITCHED = 8.0, 8.0
-"""Times as far is a state nudged where nudges don't tell; an error of as many times more than that comes of a switch."""
+"""Factor of larger nudges; an error that grows by more than `_SWITCHED` times this comes from a switched ReLU or
+maximum.
+"""
 
 
 def rounding_error(error: float, near: float) -> float:
-    """What rounding may do, as a nudge `FARTHER` off shows it: its error, if a ReLU or a maximum was switched there.
+    """Returns the possible rounding error, from the error after a nudge `FARTHER` times as large.
 
-    A plan may round more than a nudge does, and switch what none has switched by chance. An error that only grew with the
-    nudge is made smaller with it.
+    A plan may round more than a nudge and switch a ReLU that no nudge switches by chance: then the error counts as it
+    is. An error that only grew with the nudge is divided by the same factor.
 
     Args:
         near: the error after a nudge of the usual size.

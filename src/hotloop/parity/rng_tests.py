@@ -1,6 +1,6 @@
-"""A plan's random numbers by themselves: those that its own steps draw, beside the baseline's and each other.
+"""Tests of a plan's own random numbers against the baseline's and against each other.
 
-Whether it computes the right thing with them is another question, see `shared_rng.py`.
+`shared_rng.py` serves the comparison of results from equal random numbers.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hotloop.parity.shared_rng import WordDraws
 
 TESTED_STEPS = 16
 _MAX_VALUES = 4096
-"""Numbers of one draw that are looked at."""
+"""Numbers of one draw that are tested."""
 
 _MIN_VALUES = 30
-"""Numbers of a kind without which nothing can be said of how they go together."""
+"""Least numbers for a test of independence."""
 
 _MIN_P = 1e-7
-"""A probability by chance below which two draws are not alike, or not independent."""
+"""p-value below which two draws have different distributions or depend on each other."""
 
 
 class StepDrawRecorder(ReadOnlyDispatchMode):
-    """Keeps what a step draws, in order.
+    """Records a step's draws in order.
 
     Attributes:
-        drawn: names of operators, and their first numbers, flat.
+        drawn: name of the operator and its first numbers, float64 of shape (up to `_MAX_VALUES`,).
     """
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ class StepDrawRecorder(ReadOnlyDispatchMode):
 
 @dataclass
 class OwnDraws:
-    """What steps of one Program have drawn.
+    """Draws of one Program over several steps.
 
     Attributes:
-        values: by the place of a draw in the model, and by the piece of a batch, step by step.
+        values: by (place of the draw in the model, piece of the batch), by step.
         names: of the operators of a step, or of each of its pieces.
-        odd: whether not all draws were seen, or in no such order; then nothing can be said.
+        irregular: whether draws are missing or in another order, so that nothing can be tested.
     """
 
     most_pieces: int = 1
@@ -69,7 +69,7 @@ class OwnDraws:
     irregular: bool = False
 
     def note(self, step: int, drawn: Sequence[tuple[str, Tensor]], names: tuple[str, ...]) -> None:
-        """Keeps a step's draws, where they are those of so many names once for each piece."""
+        """Records a step's draws, if these are the operators `names` once for each piece."""
         self.names = names
         pieces = len(drawn) // max(1, len(names))
         if not drawn or pieces > self.most_pieces or [name for name, _ in drawn] != list(names) * pieces:
@@ -80,7 +80,7 @@ class OwnDraws:
             self.values.setdefault((place, piece), {})[step] = value
 
     def fault(self, baseline: OwnDraws) -> str | None:
-        """What is wrong with them: their rate and scale, or that they depend on each other where the baseline's don't."""
+        """Returns the first draw with another distribution, or a dependence that the baseline's draws lack."""
         for (place, piece), steps in sorted(self.values.items()):
             name = f"draw {place + 1}" + (f" of piece {piece + 1}" if self.most_pieces > 1 else "")
             name = f"{name} ({self.names[place]})"
@@ -99,36 +99,36 @@ class OwnDraws:
 
 
 def has_own_draws(program: Program) -> bool:
-    """Whether it draws otherwise than operation by operation for a whole batch."""
+    """Checks whether a Program draws otherwise than by single operations for a whole batch."""
     plan = program.parts.plan
     return plan.accumulation > 1 or plan.compile != "none" or plan.graphs != "none"
 
 
-def check_own_draws(start: State, plain: Program, watched: Sequence[tuple[Program, StepErrors]]) -> None:
-    """Runs steps from there on, and writes down in the accounts whether their own draws were seen, and what is wrong."""
-    watched = [(program, account) for program, account in watched if account.is_able and has_own_draws(program)]
-    if not watched:
+def check_own_draws(start: State, plain: Program, tested: Sequence[tuple[Program, StepErrors]]) -> None:
+    """Runs steps and records whether the candidates' own draws were tested, and their faults."""
+    tested = [(program, record) for program, record in tested if record.is_able and has_own_draws(program)]
+    if not tested:
         return
     start = _state_at_epoch_start(start)
-    for program in (plain, *(program for program, _ in watched)):
+    for program in (plain, *(program for program, _ in tested)):
         program.restore(start)
-    baseline, own = OwnDraws(), [OwnDraws(program.parts.plan.accumulation) for program, _ in watched]
+    baseline, own = OwnDraws(), [OwnDraws(program.parts.plan.accumulation) for program, _ in tested]
     for step, batch in enumerate(_tested_batches(plain)):
         drawn = _draws_of_step(plain, batch)
         names = tuple(name for name, _ in drawn)
         if not drawn or (step and names != baseline.names):
             return
         baseline.note(step, drawn, names)
-        for (program, _), found in zip(watched, own, strict=True):
-            if not found.irregular:
-                found.note(step, _draws_of_step(program, batch), names)
-    for (_, account), found in zip(watched, own, strict=True):
-        account.draw_notes = not found.irregular
-        account.draws = None if found.irregular else found.fault(baseline)
+        for (program, _), draws in zip(tested, own, strict=True):
+            if not draws.irregular:
+                draws.note(step, _draws_of_step(program, batch), names)
+    for (_, record), draws in zip(tested, own, strict=True):
+        record.has_tested_draws = not draws.irregular
+        record.draws = None if draws.irregular else draws.fault(baseline)
 
 
-def check_word_draws(start: State, plain: Program, accounts: Sequence[StepErrors]) -> None:
-    """The same for plans that draw by words, of which the eager step draws the same ones; compiled, masks can't be seen."""
+def check_word_draws(start: State, plain: Program, records: Sequence[StepErrors]) -> None:
+    """Tests plans that draw by words on the eager step, which draws the same numbers: compiled masks aren't visible."""
     drawn = _draws_of_steps(start, plain)
     with WordDraws().follow([plain]):
         by_words = _draws_of_steps(start, plain)
@@ -139,23 +139,21 @@ def check_word_draws(start: State, plain: Program, accounts: Sequence[StepErrors
         own.note(step, other, names)
     if baseline.irregular or own.irregular:
         return
-    for account in accounts:
-        account.draw_notes, account.draws = True, own.fault(baseline)
+    for record in records:
+        record.has_tested_draws, record.draws = True, own.fault(baseline)
 
 
 def _draws_of_steps(start: State, program: Program) -> list[list[tuple[str, Tensor]]]:
-    """What each of some steps from there on draws."""
     program.restore(_state_at_epoch_start(start))
     return [_draws_of_step(program, batch) for batch in _tested_batches(program)]
 
 
 def _state_at_epoch_start(start: State) -> State:
-    """Of its epoch."""
     return replace(start, position=Position(start.position.step, start.position.epoch, 0), sums={})
 
 
 def _tested_batches(program: Program) -> Iterator[Any]:
-    """Those that come, as many as are looked at; fewer where training or its schedule is over before."""
+    """Yields the next batches, up to `TESTED_STEPS`; fewer where training or schedule ends before."""
     left, task = program.steps_left(), program.parts.task
     epochs = range(program.position.epoch, max(program.position.epoch + 1, task.epochs))
     batches = (batch for epoch in epochs for batch, _ in program.feed.epoch(epoch))
@@ -163,22 +161,21 @@ def _tested_batches(program: Program) -> Iterator[Any]:
 
 
 def _draws_of_step(program: Program, batch: Any) -> list[tuple[str, Tensor]]:
-    """What a step draws; nothing where it can't be watched."""
-    recording = StepDrawRecorder()
+    recorder = StepDrawRecorder()
     try:
-        # The recording is the innermost context: other contexts around a step draw in their own way.
-        with program.checks.pause(), run_within([program], lambda: recording):
+        # The recorder is the innermost context: other contexts around a step replace draws.
+        with program.checks.pause(), run_within([program], lambda: recorder):
             program.step(copy_tree(batch))
-    except Exception:  # the same step ran without being watched
+    except Exception:  # the step itself ran before without error
         return []
-    return recording.drawn
+    return recorder.drawn
 
 
 def _same_distribution_p(some: dict[int, Tensor], others: dict[int, Tensor]) -> float:
-    """That two samples of one distribution differ so much."""
-    from scipy import stats  # takes half a second and 50 MB, which no training shall pay for
+    """Returns the p-value of equal distributions (Kolmogorov-Smirnov)."""
+    from scipy import stats  # the import takes 0.5 s and 50 MB
 
-    one, other = (torch.cat([each[step] for step in sorted(each)]).numpy() for each in (some, others))
+    one, other = (torch.cat([sample[step] for step in sorted(sample)]).numpy() for sample in (some, others))
     return float(stats.ks_2samp(one, other, method="asymp").pvalue)
 
 
@@ -193,16 +190,16 @@ def _between_steps_p(steps: dict[int, Tensor]) -> float:
 
 
 def _independence_p(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """That they go together so well by chance; 1 where there is too little to say.
+    """Returns the p-value of independence; 1 where there are too few values.
 
-    Numbers of two values by Fisher's exact test, others by the correlation of their ranks.
+    Fisher's exact test for numbers of two values, else the correlation of ranks.
     """
     from scipy import stats
 
     pairs = [(a[: len(b)], b[: len(a)]) for a, b in zip(some, others, strict=False)]
     if not pairs:
         return 1.0
-    x, y = (torch.cat(each) for each in zip(*pairs, strict=True))
+    x, y = map(torch.cat, zip(*pairs, strict=True))
     if len(x) < _MIN_VALUES or x.min() == x.max() or y.min() == y.max():
         return 1.0
     if len(x.unique()) == len(y.unique()) == 2:

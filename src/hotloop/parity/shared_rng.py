@@ -1,4 +1,4 @@
-"""Draws of plans that draw otherwise than the baseline, in pieces of a batch or by words: everybody else gets the same."""
+"""Shared random draws: other Programs draw as plans that draw in pieces of a batch or by words."""
 
 from __future__ import annotations
 
@@ -31,35 +31,34 @@ from hotloop.lowering.transforms.accumulation import piece_bounds
 from hotloop.parity.references import run_within
 
 _FEW, _MORE = 2, 3
-"""Samples of the batches that show how a model draws."""
+"""Batch sizes of the two runs that show how a model draws."""
 
 
 @dataclass(frozen=True)
 class RandomOpPlace:
-    """One draw of a model's forward pass, and along which of its dimensions it goes with the samples."""
+    """One draw of a model's forward pass, and its dimension along the samples."""
 
     drawing: RandomOp
     along: BatchDimension
 
     def draw_shape(self, rows: int) -> Tensor:
-        """As much as so many samples draw."""
+        """Draws numbers for `rows` samples."""
         shape = list(self.drawing.shape)
         shape[self.along.dim] = rows * self.along.each
         return self.drawing.draw(tuple(shape), self.along.order)
 
     def samples(self, shape: tuple[int, ...]) -> int:
-        """Those that draw into this shape; 0 where it is no such draw."""
+        """Returns the number of samples that draw this shape; 0 for another draw."""
         like = len(shape) == len(self.drawing.shape)
         return shape[self.along.dim] // self.along.each if like else 0
 
 
 @dataclass(frozen=True)
 class RandomOps:
-    """How a model draws in its forward pass.
+    """The draws of a model's forward pass, in order.
 
     Attributes:
-        places: the draws, in order.
-        odd: why pieces of a batch can't be put together; empty if they can.
+        irregular: why draws of pieces can't be combined; empty if they can.
     """
 
     places: tuple[RandomOpPlace, ...] = ()
@@ -67,11 +66,11 @@ class RandomOps:
 
 
 def find_random_ops(program: Program) -> RandomOps:
-    """Runs a copy of the model on 2 and on 3 samples; what isn't seen here may still be drawn in a step."""
+    """Runs a copy of the model on 2 and on 3 samples; a step may have more draws than these runs show."""
     try:
         with preserve_generators(*program.devices):
             few, more = (_observe_draws(program, samples) for samples in (_FEW, _MORE))
-    except Exception:  # the step itself will say what there is to say
+    except Exception:  # the step itself raises its error
         return RandomOps()
     if few.elsewhere or more.elsewhere:
         return RandomOps(irregular="numbers come from Python's or NumPy's generator")
@@ -79,7 +78,7 @@ def find_random_ops(program: Program) -> RandomOps:
         return RandomOps()
     if len(few.known) != len(few.drawn):
         return RandomOps(irregular="an operation computes with what it draws")
-    if [one.name for one in few.drawn] != [one.name for one in more.drawn]:
+    if [draw.name for draw in few.drawn] != [draw.name for draw in more.drawn]:
         return RandomOps(irregular="a batch of another size draws otherwise")
     if not counts_samples(program.parts):
         return RandomOps(irregular="a piece in which nothing counts draws nothing")
@@ -102,7 +101,7 @@ class _ObservedDraws:
 
 
 def _observe_draws(program: Program, samples: int) -> _ObservedDraws:
-    """What a copy of the model draws from torch's generator, what of it can be repeated, and whether others are asked."""
+    """Returns all draws of a copy of the model, those that can be repeated, and whether other generators moved."""
     parts = program.parts
     model = set_training(copy_model(parts.model), parts.in_eval)
     batch = to_device(first_batch(parts.splits, samples), parts.device)
@@ -111,13 +110,11 @@ def _observe_draws(program: Program, samples: int) -> _ObservedDraws:
     with _DrawObserver() as known, DrawRecorder(parts.device) as watching, torch.no_grad():
         parts.compute(model, batch)
     after = generator_states()
-    moved = any(before[whose] != after[whose] for whose in before if whose != "torch's")
+    moved = any(before[name] != after[name] for name in before if name != "torch's")
     return _ObservedDraws(watching.drawn, known.drawings, moved)
 
 
 class _DrawObserver(TorchDispatchMode):
-    """Notes each draw that can be repeated."""
-
     def __init__(self) -> None:
         super().__init__()
         self.drawings: list[RandomOp] = []
@@ -129,24 +126,23 @@ class _DrawObserver(TorchDispatchMode):
 
 
 class WordDraws:
-    """What a step draws that was rewritten to draw by words; see `lowering/rewrites/dropout_from_words.py`."""
+    """Draws by words, after the rewrite of `lowering/rewrites/dropout_from_words.py`."""
 
     irregular, description = "", "which are cut out of random words"
 
     def follow(self, programs: Sequence[Program]) -> AbstractContextManager[None]:
-        """Has Programs that run operation by operation draw by words."""
+        """Makes Programs that run operation by operation draw by words."""
         return run_within(programs, WordDrawMode)
 
 
 @dataclass
 class PieceDraws:
-    """What the pieces of a batch draw, one after the other, put together to what the whole batch draws.
+    """Draws of a batch's pieces, one after the other, combined to the draws of the whole batch.
 
     Attributes:
-        told: where the numbers come from.
-        device: that the generator is of.
-        count: of pieces.
-        odd: why this can't be had after all; empty as long as it can.
+        device: device of the generator.
+        count: number of pieces.
+        irregular: why the draws can't be combined; empty as long as they can.
     """
 
     description: ClassVar[str] = "which come for each piece of a batch"
@@ -157,23 +153,22 @@ class PieceDraws:
     irregular: str = ""
 
     def drawn(self, samples: int) -> Iterator[Tensor]:
-        """Draws for a batch from where torch's generator stands, piece by piece; yields what the whole batch gets."""
+        """Draws piece by piece from torch's generator; yields the numbers of the whole batch."""
         rows = [last - first for first, last in itertools.pairwise(piece_bounds(samples, self.count)) if first < last]
-        of_pieces = [[place.draw_shape(each) for place in self.places] for each in rows]
+        of_pieces = [[place.draw_shape(count) for place in self.places] for count in rows]
         for number, place in enumerate(self.places):
             yield torch.cat([values[number] for values in of_pieces], dim=place.along.dim)
 
     @contextmanager
     def follow(self, programs: Sequence[Program]) -> Iterator[None]:
-        """Has Programs that take a batch as a whole draw what the pieces draw."""
-        each = {id(program): program for program in programs}.values()
-        before = [(program, program.parts) for program in each]
+        """Makes Programs that take a whole batch draw the pieces' numbers."""
+        before = [(program, program.parts) for program in {id(program): program for program in programs}.values()]
         try:
-            for program in each:
-                given = _ReplayedDraws(self)
+            for program, _ in before:
+                replayed = _ReplayedDraws(self)
                 draws = program._step.draws
-                draws.seed = _redraw(draws.seed, given)  # type: ignore[method-assign]
-                program.parts = replace(program.parts, around=(*program.parts.around, given.is_on))
+                draws.seed = _redraw(draws.seed, replayed)  # type: ignore[method-assign]
+                program.parts = replace(program.parts, around=(*program.parts.around, replayed.is_on))
             yield
         finally:
             for program, parts in before:
@@ -181,18 +176,18 @@ class PieceDraws:
                 program.parts = parts
 
 
-def _redraw(seed: Any, given: _ReplayedDraws) -> Any:
+def _redraw(seed: Any, replayed: _ReplayedDraws) -> Any:
     def seeded(step: int) -> None:
         seed(step)
-        given.begin()
+        replayed.begin()
 
     return seeded
 
 
 class _ReplayedDraws(TorchDispatchMode):
-    """Gives each operator that draws the next of what the pieces have drawn for the whole batch.
+    """Gives each random operator the next of the pieces' numbers for the whole batch.
 
-    Where a step draws otherwise than the look has shown, that is noted, and it draws by itself.
+    Where a step draws otherwise than the first runs, it draws by itself and `irregular` has the reason.
     """
 
     def __init__(self, pieces: PieceDraws) -> None:
@@ -202,11 +197,9 @@ class _ReplayedDraws(TorchDispatchMode):
         self._drawn: Iterator[Tensor] | None = None
 
     def is_on(self) -> _ReplayedDraws:
-        """For a step, or several."""
         return self
 
     def begin(self) -> None:
-        """A step begins: the generators are seeded for it."""
         self._number, self._drawn = 0, None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,7 +211,7 @@ class _ReplayedDraws(TorchDispatchMode):
             return result
         if isinstance(result, tuple):
             return drawing.finish(args, value)
-        return result.copy_(value)  # laid out in memory as it would be
+        return result.copy_(value)  # preserves the strides
 
     def _next(self, drawing: RandomOp) -> Tensor | None:
         places, number = self._pieces.places, self._number

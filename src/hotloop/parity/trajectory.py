@@ -1,4 +1,4 @@
-"""Where plans are compared: States along the baseline's path, each with the batch that comes next."""
+"""States along the baseline's path at which plans are compared, each with the next batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hotloop.lowering.failures.explanation import explain_error
 from hotloop.lowering.program import Program
 
 _FIRST_STEPS = 4
-"""States at the beginning, where an optimizer's own state is made, stand side by side."""
+"""The first States are consecutive: the optimizer makes its state there."""
 
 _APART, _SLOW_S = 4, 0.1
-"""Steps from one State to the next; none are left out where a step takes longer than this."""
+"""Steps between States; 1 where a step takes longer than `_SLOW_S` seconds."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PathState:
 
 @contextmanager
 def translate_baseline_errors(program: Program) -> Iterator[None]:
-    """What its own step raises ends the training too, and is told as it is there; a lack of memory is the proof's."""
+    """Raises an error of the baseline's step as in training, except a lack of memory."""
     try:
         yield
     except Exception as error:
@@ -41,9 +41,9 @@ def translate_baseline_errors(program: Program) -> Iterator[None]:
 
 
 def walk_states(program: Program, count: int = STATES) -> Iterator[PathState]:
-    """Walks the Program along its path and yields so many States; of a shorter training or schedule all.
+    """Runs the Program along its path and yields `count` States; all States of a shorter training or schedule.
 
-    The epoch's last batch is among them if it is smaller than the others, though the path may not come that far.
+    The epoch's last batch is among them if it is smaller than the others, even if the path ends before it.
     """
     taken, wanted, most = 0, 0, _steps_between(program, count)
     apart = most
@@ -62,34 +62,26 @@ def walk_states(program: Program, count: int = STATES) -> Iterator[PathState]:
         if program.position.epoch + 1 >= program.parts.task.epochs or program.steps_left() == 0 or taken == count:
             break
         program.end_epoch(1.0)
-    last = _last_state(program) if taken == count else None  # a path through all of the training has met it
-    if last is not None:
+    if taken == count and (last := _last_state(program)) is not None:  # else the path includes the last batch
         yield last
 
 
 def _steps_between(program: Program, count: int) -> int:
-    """So far from State to State that all fit into the training, and few stand at the epoch's last batch, if it has one."""
+    """Returns the steps between States so that all fit into the training and few are at the epoch's last batch."""
     parts = program.parts
-    lengths = (
-        None if parts.splits.batches is None else parts.splits.batches * parts.task.epochs,
-        program.steps_left(),
-    )
+    batches = parts.splits.batches
+    lengths = (None if batches is None else batches * parts.task.epochs, program.steps_left())
     steps = min((length for length in lengths if length is not None), default=None)
     most = _APART if steps is None else min(_APART, max(1, (steps - _FIRST_STEPS) // (count - _FIRST_STEPS + 1)))
-    batches = parts.splits.batches
 
-    def last_ones(apart: int) -> int:
-        return (
-            sum((_FIRST_STEPS + apart * number) % batches == 0 for number in range(1, count - _FIRST_STEPS + 1))
-            if batches
-            else 0
-        )
+    def count_last_batches(apart: int) -> int:
+        numbers = range(1, count - _FIRST_STEPS + 1)
+        return sum((_FIRST_STEPS + apart * number) % batches == 0 for number in numbers) if batches else 0
 
-    return min(range(most, 0, -1), key=last_ones)
+    return min(range(most, 0, -1), key=count_last_batches)
 
 
 def _last_state(program: Program) -> PathState | None:
-    """The epoch's last batch, with the State that the path came to."""
     order = program.parts.splits.order
     if order is None or not order.batches or program.steps_left() == 0:
         return None
@@ -102,7 +94,7 @@ def _last_state(program: Program) -> PathState | None:
 
 
 def state_before_end(state: State, batches: int | None, steps: int) -> State:
-    """The same State so many steps before the end of its epoch, or at its beginning if that is nearer."""
+    """Returns the State moved to `steps` steps before the end of its epoch, or to the epoch's beginning."""
     if batches is None:
         return state
     place = max(0, batches - steps)

@@ -1,4 +1,4 @@
-"""From the evidence to one of the five classes."""
+"""Classification of a candidate from the evidence."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from hotloop.parity.step_collector import errors_at_state, floor_ratio, largest_
 
 # Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/parity.md.
 TYPICAL_LIMIT = 4.0
-"""Times the floor that the median error of a tensor may be."""
+"""Limit of a tensor's median error, in multiples of the noise floor."""
 
 WORST_LIMIT = 32.0
-"""Times what rounding does at a state that the error there may be."""
+"""Limit of an error at one state, in multiples of the rounding error there."""
 
 _JUMP_RATIO = 8.0
-"""Times the floor from which on the largest error of a harmless change is one of another kind."""
+"""Multiple of the noise floor from which on a harmless change's largest error counts as a switched ReLU or maximum."""
 
 FREE_RUN_LIMIT = 8.0
-"""Times the drift of the harmless baselines that a free run may end away from theirs."""
+"""Limit of a free run's drift, in multiples of the harmless baselines' drift."""
 
 REDUCED_PRECISION_LIMIT = 8.0
-"""In place of the last two in a reduced precision, where rounding itself is large."""
+"""Replaces the last two limits in a reduced precision, where rounding errors are large."""
 
 MAX_SHOWN_ERRORS = 50
 
 
-def classify(account: StepErrors, evidence: Evidence, free: FreeRunResult | None) -> dict[str, Any]:
-    """Class, reason and figures of one candidate."""
-    if reason := evidence.unproven or account.unproven:
-        return {"parity": "unproven", "reason": reason, "short_of_memory": account.short_of_memory}
-    if account.failed:
-        reason = f"its {account.failed}, which the baseline's doesn't"
-        return {"parity": "broken", "reason": reason, "first": account.failed.partition(" raised ")[0]}
-    if account.draws:
-        return {"parity": "broken", "reason": f"its {account.draws}", "first": account.draws.partition(" (")[0]}
+def classify(candidate: StepErrors, evidence: Evidence, free: FreeRunResult | None) -> dict[str, Any]:
+    """Returns class, reason and figures of one candidate."""
+    if reason := evidence.unproven or candidate.unproven:
+        return {"parity": "unproven", "reason": reason, "short_of_memory": candidate.short_of_memory}
+    if candidate.failed:
+        reason = f"its {candidate.failed}, which the baseline's doesn't"
+        return {"parity": "broken", "reason": reason, "first": candidate.failed.partition(" raised ")[0]}
+    if candidate.draws:
+        return {"parity": "broken", "reason": f"its {candidate.draws}", "first": candidate.draws.partition(" (")[0]}
     of_fp32 = [] if evidence.peers else evidence.rounding
-    reduced = evidence.reductions(account)
+    reduced = evidence.reductions(candidate)
     known: dict[str, Any] = {
-        "errors": typical_errors(account, evidence.baselines, of_fp32)[:MAX_SHOWN_ERRORS],
+        "errors": typical_errors(candidate, evidence.baselines, of_fp32)[:MAX_SHOWN_ERRORS],
         "reductions": reduced,
     }
-    if account.arithmetic is not None:
-        known["arithmetic"] = account.arithmetic.lowest
-    table = typical_errors(account, evidence.judges, evidence.rounding)
-    if (wrong := _class_broken(account, evidence, table)) is not None:
+    if candidate.arithmetic is not None:
+        known["arithmetic"] = candidate.arithmetic.lowest
+    table = typical_errors(candidate, evidence.judges, evidence.rounding)
+    if (wrong := _class_broken(candidate, evidence, table)) is not None:
         if reduced:
             wrong["reason"] += f"; {_describe_reduction(evidence, reduced)}"
         return known | wrong
@@ -58,18 +58,17 @@ def classify(account: StepErrors, evidence: Evidence, free: FreeRunResult | None
     if free is not None and (free.other or far):
         return known | {"parity": "broken", **_classify_drift(free, far)}
     if free is not None and free.count is not None:
-        reason = f"{free.count.strip('/')} is another number than the baseline's after {free.steps} free steps"
+        reason = f"{free.count.strip('/')} differs from the baseline's number after {free.steps} free steps"
         return known | {"parity": "unproven", "reason": reason}
-    if (reason := _why_incomparable(account, evidence, table)) is not None:
+    if (reason := _why_incomparable(candidate, evidence, table)) is not None:
         return known | {"parity": "unproven", "reason": reason}
     bitwise = (
-        not reduced and not evidence.shared_draws and account.differs is None and (free is None or free.is_bitwise)
+        not reduced and not evidence.shared_draws and candidate.differs is None and (free is None or free.is_bitwise)
     )
-    return known | _class_without_errors(account, table, bitwise, evidence, 0 if free is None else free.steps)
+    return known | _class_without_errors(candidate, table, bitwise, evidence, 0 if free is None else free.steps)
 
 
 def _classify_drift(free: FreeRunResult, far: KindDrift | None) -> dict[str, str]:
-    """Where a free run ended in another State."""
     if free.other or far is None:
         return {"reason": free.other or "", "first": f"the parameters, within {free.steps} steps"}
     reason = (
@@ -79,72 +78,60 @@ def _classify_drift(free: FreeRunResult, far: KindDrift | None) -> dict[str, str
     return {"reason": reason, "first": f"{far.what}, within {free.steps} steps"}
 
 
-def _why_incomparable(account: StepErrors, evidence: Evidence, table: Sequence[TensorError]) -> str | None:
-    """Why a tensor has no error that could be judged, though it isn't bitwise the eager step's, if there is one."""
-    rows = [row for row in table if row.floor == math.inf and (row.what, row.name) in account.unequal]
+def _why_incomparable(candidate: StepErrors, evidence: Evidence, table: Sequence[TensorError]) -> str | None:
+    """Returns why a tensor has no floor, though it isn't bitwise the eager step's; None if there is no such tensor."""
+    rows = [row for row in table if row.floor == math.inf and (row.what, row.name) in candidate.unequal]
     if not rows:
         return None
     row = min(rows, key=lambda row: KINDS.index(row.what))
-    whose = (
-        "the eager step's in that precision" if evidence.peers else "the baseline's or that of a harmless change of it"
-    )
+    tensor = "the eager step's in that precision" if evidence.peers else "the baseline's or that of a harmless change"
     return (
-        f"the {row.what} {row.name!r} can't be compared: {whose} is altogether another than in float64, and the plan's"
+        f"the {row.what} {row.name!r} can't be compared: {tensor} differs altogether from that in float64, and the plan's"
         " isn't bitwise equal"
     )
 
 
 def _class_without_errors(
-    account: StepErrors, table: Sequence[TensorError], bitwise: bool, evidence: Evidence, free_steps: int
+    candidate: StepErrors, table: Sequence[TensorError], bitwise: bool, evidence: Evidence, free_steps: int
 ) -> dict[str, Any]:
-    """The class of a candidate in which nothing is wrong."""
-    reduced = evidence.reductions(account)
-    largest, states = max((one.ratio for one in table), default=0.0), len(evidence.steps)
+    reduced = evidence.reductions(candidate)
+    largest, states = max([0.1, *(row.ratio for row in table)]), len(evidence.steps)
     compared = f"{states} single steps" if states >= STATES else f"all {states} single steps of the training"
+    allowed = f"(allowed: {TYPICAL_LIMIT:g})"
     if bitwise:
         reason = f"in {compared} and a free run of {free_steps}, each bit is the baseline's"
         return {"parity": "bitwise", "reason": reason}
-    if evidence.peers:
-        of_fp32 = max((one.ratio for one in typical_errors(account, evidence.baselines, [])), default=0.0)
-        beside = (
-            "and larger than the baseline's"
-            if of_fp32 > TYPICAL_LIMIT
-            else "and no larger than the baseline's, as it happens"
-        )
-        reason = (
-            f"{_describe_reduction(evidence, reduced)}: in {compared} its errors are at most {max(largest, 0.1):.1f} times those of"
-            f" the eager step in that precision (allowed: {TYPICAL_LIMIT:g}), {beside}"
-        )
-        return {"parity": "reduced-precision", "reason": reason}
-    if reduced:
-        reason = (
-            f"{_describe_reduction(evidence, reduced)}: in {compared} its errors are at most {max(largest, 0.1):.1f} times what"
-            f" harmless changes of the baseline come to (allowed: {TYPICAL_LIMIT:g})"
-        )
+    if evidence.peers or reduced:
+        reason = f"{_describe_reduction(evidence, reduced)}: in {compared} its errors are at most {largest:.1f} times"
+        if evidence.peers:
+            of_fp32 = max((row.ratio for row in typical_errors(candidate, evidence.baselines, [])), default=0.0)
+            size = "larger" if of_fp32 > TYPICAL_LIMIT else "no larger"
+            happens = "" if of_fp32 > TYPICAL_LIMIT else ", as it happens"
+            reason += f" those of the eager step in that precision {allowed}, and {size} than the baseline's{happens}"
+        else:
+            reason += f" what harmless changes of the baseline come to {allowed}"
         return {"parity": "reduced-precision", "reason": reason}
     reason = (
-        f"in {compared} no tensor is further from float64 than {max(largest, 0.1):.1f} times what harmless changes of"
-        f" the baseline come to (allowed: {TYPICAL_LIMIT:g})"
+        f"in {compared} no tensor is further from float64 than {largest:.1f} times what harmless changes of"
+        f" the baseline come to {allowed}"
     )
     if evidence.shared_draws:
         reason += f"; the baseline drew the plan's random numbers, {evidence.shared_draws}"
-    if account.draw_notes:
+    if candidate.has_tested_draws:
         reason += "; what it draws has the baseline's rate and scale and is independent"
     return {"parity": "fp32-equivalent", "reason": reason}
 
 
 def _describe_reduction(evidence: Evidence, reduced: Sequence[str]) -> str:
-    """What a plan computes in fewer bits than the baseline, and whether it was asked to."""
     asked = "as it was asked to" if evidence.requested else "which its plan doesn't ask for"
     return f"{' and '.join(reduced) or 'it rounds to fewer bits'}, {asked}"
 
 
-def _class_broken(account: StepErrors, evidence: Evidence, table: Sequence[TensorError]) -> dict[str, Any] | None:
-    """The class `broken`, with the first tensor and step that went wrong."""
+def _class_broken(candidate: StepErrors, evidence: Evidence, table: Sequence[TensorError]) -> dict[str, Any] | None:
     off = {(one.what, one.name) for one in table if one.ratio > TYPICAL_LIMIT}
     limit = REDUCED_PRECISION_LIMIT if evidence.peers else WORST_LIMIT
     for step, errors, floor in zip(
-        evidence.steps, account.errors, noise_floors(evidence.rounding, evidence.has_closer_look), strict=True
+        evidence.steps, candidate.errors, noise_floors(evidence.rounding, evidence.nudged_rounding), strict=True
     ):
         far = {key for key, error in errors.items() if floor_ratio(error, floor.get(key)) > limit}
         wrong = far | {key for key in off if floor_ratio(errors.get(key, 0.0), floor.get(key)) > TYPICAL_LIMIT}
@@ -154,7 +141,7 @@ def _class_broken(account: StepErrors, evidence: Evidence, table: Sequence[Tenso
             size = "differs altogether" if times == float("inf") else f"is {times:.3g} times what rounding comes to"
             first = f"{what} {name!r} at step {step + 1}"
             return {"parity": "broken", "reason": f"the error of the {first} {size}", "first": first}
-    if off:  # its median is, though at no state by itself
+    if off:  # the median error is too large, though no single one is
         what, name = min(off, key=lambda key: KINDS.index(key[0]))
         first = f"{what} {name!r} at step {evidence.steps[0] + 1}"
         return {"parity": "broken", "reason": f"the typical error of the {what} {name!r} is too large", "first": first}
@@ -162,55 +149,46 @@ def _class_broken(account: StepErrors, evidence: Evidence, table: Sequence[Tenso
 
 
 def noise_floors(rounding: Sequence[TensorErrors], closer: Sequence[TensorErrors] = ()) -> list[TensorErrors]:
-    """At each state what rounding does there, and no less than usual: of a single number, such as a loss, it may cancel.
+    """Returns each state's rounding errors, at least their median over the states: a single number's error may cancel.
 
     Args:
-        closer: what it does where more nudges were tried, if they were.
+        closer: rounding errors with more nudges, if they were tried.
     """
     usual = {key: error for key, error in _median_errors(rounding).items() if error != float("inf")}
     return [largest_errors([errors_at_state(here), usual]) for here in closer or rounding]
 
 
 def typical_errors(
-    account: StepErrors, judges: Sequence[StepErrors], rounding: Sequence[TensorErrors]
+    candidate: StepErrors, judges: Sequence[StepErrors], rounding: Sequence[TensorErrors]
 ) -> list[TensorError]:
-    """The median errors over the states against the floor that the judges make at the same ones, worst first.
+    """Returns the median errors over the states and the judges' noise floor at the same states, worst first.
 
-    What a compiled step keeps to itself, such as gradients, is seen at those states alone where the step runs eagerly.
+    Tensors that a compiled step doesn't show, such as gradients, are compared only where the step runs eagerly.
     """
-    own = account.has_own_draws
+    own = candidate.visible_errors
     floor = _noise_floor([_comparable_errors(own, one.errors) for one in judges], _comparable_errors(own, rounding))
-    found = _median_errors(own)
-    rows = [
-        TensorError(
-            what=what,
-            name=name,
-            error=error,
-            floor=floor.get((what, name), 0.0),
-            ratio=floor_ratio(error, floor.get((what, name))),
-        )
-        for (what, name), error in found.items()
-    ]
+    rows = []
+    for (what, name), error in _median_errors(own).items():
+        noise = floor.get((what, name))
+        rows.append(TensorError(what=what, name=name, error=error, floor=noise or 0.0, ratio=floor_ratio(error, noise)))
     return sorted(rows, key=lambda row: -row.ratio)
 
 
 def _comparable_errors(own: Sequence[TensorErrors], errors: Sequence[TensorErrors]) -> list[TensorErrors]:
-    """Errors at each state of what the plan's own errors have there, too."""
-    return [{key: one[key] for key in one if key in seen} for one, seen in zip(errors, own, strict=False)]
+    return [
+        {key: error for key, error in at_state.items() if key in shown}
+        for at_state, shown in zip(errors, own, strict=False)
+    ]
 
 
 def _noise_floor(judges: Sequence[Sequence[TensorErrors]], rounding: Sequence[TensorErrors]) -> TensorErrors:
-    """The worst of the judges' medians.
+    """Returns the largest of the judges' medians.
 
-    Where harmless changes make errors of two sizes, since rounding switches a maximum or a ReLU at some states and at
-    others doesn't, each judge's median is of one size or the other by chance: there it is the median over the states of
-    the worst at each.
+    Rounding may switch a ReLU or a maximum at some states only. Then errors have two sizes, and each judge's median is
+    one of both by chance: the floor is the median over the states of the largest error at each.
     """
-    floor, largest, usual = (
-        largest_errors([_median_errors(one) for one in judges]),
-        largest_errors(rounding),
-        _median_errors(rounding),
-    )
+    floor = largest_errors([_median_errors(errors) for errors in judges])
+    largest, usual = largest_errors(rounding), _median_errors(rounding)
     jumping = {key for key, error in floor.items() if largest.get(key, 0.0) > _JUMP_RATIO * max(error, FLOAT32_UNIT)}
     return floor | {key: max(floor[key], usual[key]) for key in jumping}
 

@@ -67,7 +67,7 @@ class Office:
 
 def office(seed: int, bound: int | None, *, faults: bool = True) -> Office:
     ledger = BatchScheduler(bound)
-    ledger.is_open(0, 0, BATCHES)
+    ledger.begin_epoch(0, 0, BATCHES)
     found = Office(ledger, seed)
     found.run(faults)
     return found
@@ -92,17 +92,17 @@ def test_without_a_bound_others_run_ahead() -> None:
 
 def test_what_was_handed_out_before_the_ledger_was_opened_anew_counts_no_more() -> None:
     ledger = BatchScheduler()
-    ledger.is_open(0, 0, 3)
+    ledger.begin_epoch(0, 0, 3)
     work = ledger.take(0, 0)
     assert work is not None
-    ledger.is_open(0, 0, 3)
+    ledger.begin_epoch(0, 0, 3)
     assert not ledger.count(0, work)
     assert ledger.refused == 1 and not ledger.counted
 
 
 def test_a_dead_workers_batch_goes_to_the_next_that_asks() -> None:
     ledger = BatchScheduler()
-    ledger.is_open(0, 5, 9)
+    ledger.begin_epoch(0, 5, 9)
     assert [ledger.take(worker, 0).batch for worker in (0, 1)] == [5, 6]  # type: ignore[union-attr]
     assert ledger.release_worker(0) == 5
     assert ledger.release_worker(0) is None
@@ -111,7 +111,7 @@ def test_a_dead_workers_batch_goes_to_the_next_that_asks() -> None:
 
 def test_paused_it_hands_out_nothing_new_but_what_was_lost() -> None:
     ledger = BatchScheduler()
-    ledger.is_open(0, 0, 9)
+    ledger.begin_epoch(0, 0, 9)
     ledger.take(0, 0)
     ledger.paused = True
     ledger.release_worker(0)

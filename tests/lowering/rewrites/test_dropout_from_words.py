@@ -356,7 +356,7 @@ def test_the_draws_that_everybody_follows_are_looked_at_by_themselves(
     """The numbers agree then, since all draw the same."""
     plain, honest, faulty = lower(images(), Plan()), StepErrors("honest"), StepErrors("faulty")
     check_word_draws(plain.state(), plain, [honest])
-    assert (honest.draw_notes, honest.draws) == (True, None)
+    assert (honest.has_tested_draws, honest.draws) == (True, None)
     monkeypatch.setattr(dropout_from_words, "draw_into", fault)
     check_word_draws(plain.state(), plain, [faulty])
     assert SEEN[fault] in str(faulty.draws)

@@ -1,1 +1,1 @@
-"""The engine axis: a step written out in array operations of `hotloop.arrays`."""
+"""The engine axis: a step in array operations of `hotloop.arrays`."""

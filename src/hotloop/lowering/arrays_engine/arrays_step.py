@@ -1,7 +1,7 @@
-"""The engine axis: the step written out in array operations by `hotloop.arrays`, on the memory of torch's tensors.
+"""The engine axis: the step in array operations of `hotloop.arrays`, on the memory of torch's tensors.
 
-Forward, loss, backward and update are NumPy's or CuPy's, and autograd is not asked for anything. What surrounds them is
-the eager step's: random streams, clipping, schedule, average, sums. So is the State, and any plan can go on from it.
+NumPy or CuPy computes forward, loss, backward and update, without autograd. Random streams, clipping, schedule,
+average, sums and State are the eager step's, so that training can continue under any plan.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from hotloop.task import StepResult
 
 
 class ArraysStep(EagerStep):
-    """One training step, in array operations.
+    """One training step in array operations.
 
     Attributes:
         network: the model's layers.
 
     Raises:
-        PlanError: the Task has something that isn't known how to write out; the message names it.
+        PlanError: the Task has a part without counterpart in arrays; the message names it.
     """
 
     def __init__(self, parts: LoweringContext) -> None:
@@ -68,39 +68,38 @@ class ArraysStep(EagerStep):
         layers = [call.layer for call in self.network.calls]
         for layer in layers:
             if isinstance(layer, Dropout):
-                layer.draw = self._kept_state
+                layer.draw = self._draw_mask
         self._embeddings = [layer for layer in layers if isinstance(layer, Embedding)]
-        self._places, self._trained = self._find_places(), self._find_trained()
+        self._addresses, self._trained = self._find_addresses(), self._find_trained()
         self._gradients: dict[Tensor, Any] = {}
-        # torch's schedulers warn where the optimizer's own `step` wasn't called before theirs.
+        # torch's schedulers warn if the optimizer's own `step` wasn't called before theirs.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._memory: dict[Tensor, Memory] = {}
         self._dtype = self._trainable[0].dtype
         self._known_inputs: Any = None
-        self._written_out = True
+        self._uses_arrays = True
 
     def run_eagerly(self) -> None:
-        """From now on, by torch on the same tensors, so that hooks of modules see what happens."""
-        self._written_out = False
+        """Makes torch run further steps on the same tensors, so that hooks of modules are called."""
+        self._uses_arrays = False
 
     def on_state_restored(self) -> None:
-        """Notes that tensors of the optimizer's state were replaced."""
+        """Drops the views of the optimizer's state, whose tensors were replaced."""
         self._memory = {}
 
     def invalidate_bindings(self) -> None:
-        """Looks whether the layers still compute on the model's memory, which callbacks may have replaced.
+        """Checks that the layers still compute on the model's memory, which callbacks may have replaced.
 
         Raises:
-            TaskError: the model has other parameters than the optimizer, or some have other memory, or are trained that
-                weren't, or the other way round.
+            TaskError: the model has other parameters than the optimizer, other memory, or other trainable parameters.
         """
         super().invalidate_bindings()
         self._check_ownership()
         self._memory = {}
-        places = self._find_places()
-        if moved := [name for name, place in places.items() if place != self._places.get(name)]:
+        places = self._find_addresses()
+        if moved := [name for name, place in places.items() if place != self._addresses.get(name)]:
             raise TaskError(
-                f"a callback gives {moved[0]!r} other memory, and engine=arrays computes on what it had",
+                f"a callback gives {moved[0]!r} other memory, and engine=arrays computes on the former memory",
                 expected="parameters and buffers that are changed in place",
                 fix=f"write into {moved[0]!r}, such as by `.data.copy_(...)`, or choose engine=eager",
             )
@@ -113,7 +112,7 @@ class ArraysStep(EagerStep):
             )
         if changed := sorted(self._find_trained() ^ self._trained):
             raise TaskError(
-                f"a callback freezes or thaws {changed[0]!r}, and engine=arrays trains what it did at first",
+                f"a callback freezes or thaws {changed[0]!r}, and engine=arrays trains the parameters that were trainable at first",
                 expected="the same parameters to train throughout",
                 fix="choose engine=eager",
             )
@@ -121,17 +120,16 @@ class ArraysStep(EagerStep):
     def _find_trained(self) -> set[str]:
         return {name for name, value in self.parts.model.named_parameters() if value.requires_grad}
 
-    def _find_places(self) -> dict[str, int]:
-        """Where the memory of parameters and buffers begins, by name."""
+    def _find_addresses(self) -> dict[str, int]:
         model = self.parts.model
         return {name: value.data_ptr() for name, value in chain(model.named_parameters(), model.named_buffers())}
 
     def _backward(self, batch: Any, samples: int, step: int) -> StepResult:
-        if not self._written_out:
+        if not self._uses_arrays:
             return super()._backward(batch, samples, step)
         self.draws.seed(step)
         self._clear_gradients()
-        with np.errstate(all="ignore"):  # torch doesn't warn of infinity either: the loop looks for it
+        with np.errstate(all="ignore"):  # as in torch, the training loop checks for infinity
             loss = self._forward_and_backward(*self._arrays(batch))
         for parameter, users in self.network.owned_modules:
             self._gradients[parameter] = reduce(add, [layer.gradients[name] for layer, name in users])
@@ -141,17 +139,13 @@ class ArraysStep(EagerStep):
 
     def _forward_and_backward(self, inputs: Any, target: Any) -> Any:
         output = self.network.graph.forward(inputs, training=True)
-        loss, dy = self._compare_first(output, target)
-        self.network.graph.backward(dy)
+        self._loss.check(target, output.shape[1:], "the target")
+        loss = self._loss.forward(output, target)
+        self.network.graph.backward(self._loss.backward())
         return loss
 
-    def _compare_first(self, output: Any, target: Any) -> tuple[Any, Any]:
-        """The loss, and its derivative with respect to the output."""
-        self._loss.check(target, output.shape[1:], "the target")
-        return self._loss.forward(output, target), self._loss.backward()
-
     def _update(self) -> None:
-        if not self._written_out:
+        if not self._uses_arrays:
             super()._update()
             return
         weights = {parameter: users[0][0].weights[users[0][1]] for parameter, users in self.network.owned_modules}
@@ -159,7 +153,7 @@ class ArraysStep(EagerStep):
         for group in self.optimizer.param_groups:
             rule = convert_optimizer(self.optimizer, group)
             for parameter in group["params"]:
-                if parameter in weights:  # the others are frozen
+                if parameter in weights:  # others are frozen
                     self._update_by(rule, parameter, weights[parameter], counting)
 
     def _update_by(self, rule: Optimizer, parameter: Tensor, weight: Any, counting: bool) -> None:
@@ -171,7 +165,7 @@ class ArraysStep(EagerStep):
             rule.update(weight, self._gradients[parameter], self._memory[parameter], step)
 
     def _state(self, parameter: Tensor, names: tuple[str, ...], counting: bool) -> dict[str, Any]:
-        """The optimizer's own state of a parameter, as its first step makes it; the arrays' memory is the same memory."""
+        """Returns a parameter's optimizer state, made as by its first step; the arrays are on the same memory."""
         state = self.optimizer.state[parameter] if names or counting else {}
         if parameter in self._memory:
             return state
@@ -182,17 +176,17 @@ class ArraysStep(EagerStep):
         self._memory[parameter] = {name: as_array(state[name], self._xp) for name in names}
         return state
 
-    def _kept_state(self, shape: tuple[int, ...], share: float) -> Any:
-        """A dropout's mask from torch's generator, as torch's own dropout draws it."""
+    def _draw_mask(self, shape: tuple[int, ...], share: float) -> Any:
+        """Draws a dropout's mask from torch's generator, as torch's own dropout."""
         mask = torch.empty(shape, dtype=self._dtype, device=self.parts.device).bernoulli_(share)
         return as_array(mask, self._xp)
 
     def _arrays(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and target as arrays.
+        """Returns inputs and target as arrays.
 
         Raises:
-            DataError: they are no pair of tensors, or of a dtype that the model hasn't.
-            TaskError: the model can't take them.
+            DataError: the batch is no pair of tensors, or has a dtype other than the model's.
+            TaskError: the model doesn't accept the inputs.
         """
         if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(one, Tensor) for one in batch):
             given = f"{len(batch)} parts" if isinstance(batch, tuple | list) else type_name(batch)

@@ -1,6 +1,6 @@
-"""A Task's model, loss and optimizer in terms of `hotloop.arrays`, on the same memory: so weights come back by themselves.
+"""Conversion of a Task's model, loss and optimizer to `hotloop.arrays` on the same memory.
 
-What has nothing like it there, or has a setting that this hasn't, is an error that names it.
+A part or a setting without counterpart there is an error that names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hotloop.lowering.arrays_engine.graph_trace import LayerCall, module_label, 
 
 
 def namespace_of(device: torch.device) -> Any:
-    """NumPy for the CPU, CuPy for NVIDIA's and AMD's GPUs.
+    """Returns NumPy for the CPU, CuPy for NVIDIA's and AMD's GPUs.
 
     Raises:
         PlanError: CuPy isn't installed.
@@ -32,7 +32,7 @@ def namespace_of(device: torch.device) -> Any:
 
 
 def as_array(tensor: Tensor, xp: Any) -> Any:
-    """The tensor as an array on the same memory."""
+    """Returns the tensor as an array on the same memory."""
     return xp.from_dlpack(tensor.detach())
 
 
@@ -44,9 +44,9 @@ class ConvertedModel:
     """A model as layers.
 
     Attributes:
-        graph: the layers, whose weights and buffers are the model's own memory.
-        calls: each layer with the module that it was made of.
-        owned: each trainable parameter, with the layers that use it and the name that it has there.
+        graph: the layers, on the memory of the model's weights and buffers.
+        calls: each layer with its module.
+        owned_modules: each trainable parameter with the layers that use it and its name there.
     """
 
     graph: Graph
@@ -55,12 +55,12 @@ class ConvertedModel:
 
 
 def convert_model(model: nn.Module, xp: Any) -> ConvertedModel:
-    """The model as layers of `hotloop.arrays`.
+    """Converts the model to layers of `hotloop.arrays`.
 
     A module that is called several times, and modules that share a parameter, become several layers on one memory.
 
     Raises:
-        PlanError: what its forward calls isn't known, or has a setting or a hook that its layer hasn't.
+        PlanError: a module or function of the forward pass is unknown, or has a setting or a hook that its layer lacks.
     """
     for name, module in model.named_modules():
         _check_hooks(name, module)
@@ -70,7 +70,7 @@ def convert_model(model: nn.Module, xp: Any) -> ConvertedModel:
         if call.module is None:
             continue
         for name, value in call.module.named_parameters(recurse=False):
-            key = name.removesuffix("_l0")  # of recurrent modules
+            key = name.removesuffix("_l0")  # suffix in recurrent modules
             call.layer.weights[key] = as_array(value, xp)
             if value.requires_grad:
                 users.setdefault(value, []).append((call.layer, key))
@@ -82,7 +82,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _check_hooks(name: str, module: nn.Module) -> None:
-    hooked = any(getattr(module, kept) for kept in _HOOKS)
+    hooked = any(getattr(module, hooks) for hooks in _HOOKS)
     values = module.parameters(recurse=False)
     if hooked or any(value._backward_hooks or value._post_accumulate_grad_hooks for value in values):
         raise unsupported_error(f"the hooks of {module_label(name, module)}")
@@ -105,20 +105,21 @@ _DEFAULT_OPTIONS = {"reduction": "mean", "weight": None, "pos_weight": None, "la
 
 
 def convert_loss(loss: Any) -> arrays.Loss:
-    """A Task's loss as one of `hotloop.arrays`.
+    """Converts a Task's loss to one of `hotloop.arrays`.
 
     Raises:
-        PlanError: it isn't known, or has a setting that isn't.
+        PlanError: the loss or one of its settings is unknown.
     """
     function: Any = loss.func if isinstance(loss, partial) else loss
-    given = loss.keywords if isinstance(loss, partial) else {}
+    keywords = loss.keywords if isinstance(loss, partial) else {}
     make = _MODULES.get(type(function)) or (_FUNCTIONS.get(function) if callable(function) else None)
     if make is None or (isinstance(loss, partial) and loss.args):
-        names = ", ".join(f"nn.{one.__name__}" for one in _MODULES)
+        names = ", ".join(f"nn.{known.__name__}" for known in _MODULES)
         name = getattr(function, "__name__", None)
         raise unsupported_error(f"the loss {name or type(loss).__name__}", f"{names}, or their functions")
     for name, plain in _DEFAULT_OPTIONS.items():
-        value = given.get(name, getattr(loss, name, plain) if not given else plain)
+        value = keywords.get(name, getattr(loss, name, plain) if not keywords else plain)
+
         if value is not plain and value != plain:
             raise unsupported_error(f"{name}={value!r} of the loss")
     return make(LossInfo.from_loss(loss).ignore_index) if make is arrays.CrossEntropy else make()
@@ -128,14 +129,14 @@ def convert_loss(loss: Any) -> arrays.Loss:
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> arrays.Optimizer:
-    """How the weights of one of the optimizer's groups are updated, with the numbers that it has now.
+    """Returns the update rule of a parameter group with its present numbers.
 
     Raises:
-        PlanError: the optimizer isn't known, or has a setting that isn't.
+        PlanError: the optimizer or one of its settings is unknown.
     """
     make = _CONVERTERS.get(type(optimizer))
     if make is None:
-        names = ", ".join(one.__name__ for one in _CONVERTERS)
+        names = ", ".join(known.__name__ for known in _CONVERTERS)
         raise unsupported_error(f"the optimizer {type(optimizer).__name__}", f"one of torch.optim: {names}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise unsupported_error(f"the hooks of {type(optimizer).__name__}")
@@ -146,7 +147,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
 
 
 def has_step_count(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it remembers, for each weight, how many steps were taken."""
+    """Checks whether the optimizer counts the steps of each weight."""
     return type(optimizer) is not torch.optim.SGD
 
 

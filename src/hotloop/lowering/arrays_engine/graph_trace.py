@@ -1,8 +1,7 @@
-"""A torch model as a graph of layers: torch.fx says what its forward calls, and each call becomes a layer.
+"""Conversion of a torch model to a graph of layers: torch.fx traces the forward pass, and each call becomes a layer.
 
-torch.fx (Reed et al.: torch.fx, MLSys 2022) runs `forward` once on a stand-in that writes down what is done with it. So a
-forward of one's own is known as far as the modules and functions that it calls are, and as long as it always calls the
-same ones.
+torch.fx (Reed et al., MLSys 2022) runs `forward` once on a proxy that records the operations. So a user's own forward
+is known if all its modules and functions are, and if it always calls the same ones.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from hotloop.lowering.arrays_engine.registry import (
     layer_of_module,
 )
 
-_KNOWN_LAYERS = ", ".join(sorted(one.__name__ for one in MODULES))
+_KNOWN_LAYERS = ", ".join(sorted(module.__name__ for module in MODULES))
 
 
 def unsupported_error(what: str, expected: str = "") -> PlanError:
@@ -43,7 +42,7 @@ def unsupported_error(what: str, expected: str = "") -> PlanError:
 
 
 def module_label(path: str, module: nn.Module) -> str:
-    """What a message calls a module."""
+    """Returns the module's name in messages."""
     return f"{path!r} ({type(module).__name__})" if path else f"the model, {type_name(module)}"
 
 
@@ -52,9 +51,9 @@ class LayerCall:
     """A layer of the graph.
 
     Attributes:
-        module: that it was made of; None for a function.
-        path: the module's name in the model; of a function that of the module whose forward called it.
-        layer: what does the same.
+        module: its module; None for a function.
+        path: the module's name in the model; for a function the name of the module whose forward calls it.
+        layer: the layer that computes the same.
     """
 
     module: nn.Module | None
@@ -63,16 +62,16 @@ class LayerCall:
 
 
 def trace_layers(model: nn.Module) -> tuple[Graph, list[LayerCall]]:
-    """The model as a graph of layers without weights, and the calls that these were made of.
+    """Returns the model as a graph of layers without weights, and the call of each layer.
 
     Raises:
-        PlanError: something isn't known, has a setting that its layer hasn't, or depends on the numbers themselves.
+        PlanError: a call is unknown, has a setting that its layer lacks, or depends on the values of tensors.
     """
     with _in_training_mode(model):
         walk = _GraphWalk(model)
         for node in _graph(model).nodes:
-            walk.take(node)
-    used = {name for _, *given in walk.nodes.values() for name in given} | {walk.result}
+            walk.convert(node)
+    used = {name for _, *inputs in walk.nodes.values() for name in inputs} | {walk.result}
     for name in walk.nodes:
         if name not in used:
             raise unsupported_error(f"{name!r}, whose result nothing uses", "a model that uses what it computes")
@@ -83,7 +82,6 @@ def trace_layers(model: nn.Module) -> tuple[Graph, list[LayerCall]]:
 
 @contextmanager
 def _in_training_mode(model: nn.Module) -> Iterator[None]:
-    """The model as it trains; afterwards each module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     try:
@@ -104,7 +102,9 @@ class _Tracer(fx.Tracer):
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Whether it is one thing: those of torch are but for containers, and what inherits from what is known."""
+    """Checks whether the trace enters a module: not those of torch, except containers, and not subclasses of known
+    ones.
+    """
     return isinstance(module, tuple(MODULES)) or (
         type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
     )
@@ -118,7 +118,7 @@ def _graph(model: nn.Module) -> fx.Graph:
     before = _generators()
     try:
         found = _Tracer().trace(model)
-    except Exception as error:  # whatever a forward does with a stand-in for its tensor
+    except Exception as error:  # a forward may raise anything when it gets a proxy
         reason = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
         raise unsupported_error(
             f"the model, {type_name(model)}, whose forward can't be followed at {_user_line(_module_frames(error))}: {reason}",
@@ -133,23 +133,22 @@ def _graph(model: nn.Module) -> fx.Graph:
 
 
 def _generators() -> tuple[Any, ...]:
-    """The states of the generators that a forward may draw from while it is followed."""
     return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
 
 
 def _module_frames(error: Exception) -> str:
-    found = []
-    at = error.__traceback__
-    while at is not None:
-        found.append(f'File "{at.tb_frame.f_code.co_filename}", line {at.tb_lineno}')
-        at = at.tb_next
-    return "\n".join(found)
+    lines, trace = [], error.__traceback__
+    while trace is not None:
+        lines.append(f'File "{trace.tb_frame.f_code.co_filename}", line {trace.tb_lineno}')
+        trace = trace.tb_next
+    return "\n".join(lines)
 
 
 def _user_line(stack: str | None) -> str:
-    """The innermost line in a stack that isn't torch's or of this file, as `file:line`."""
+    """Returns the innermost line of a stack outside torch and this file, as `file:line`."""
     own = (str(Path(torch.__file__).parent), __file__)
-    lines = [found for found in re.findall(r'File "(.*)", line (\d+)', stack or "") if not found[0].startswith(own)]
+    places = re.findall(r'File "(.*)", line (\d+)', stack or "")
+    lines = [place for place in places if not place[0].startswith(own)]
     return ":".join(lines[-1]) if lines else "an unknown place"
 
 
@@ -158,19 +157,19 @@ def _user_line(stack: str | None) -> str:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The shape of a tensor."""
+    pass
 
 
 @dataclass(frozen=True)
 class _Size:
-    """A number of that shape, or made of such; `batch` says whether it is that of the samples."""
+    """A size from a shape, or computed from sizes; `is_batch` for the number of samples."""
 
     is_batch: bool
 
 
 @dataclass(frozen=True)
 class _States:
-    """What a recurrent module gives beside the output that is `of`: the last states; `depth` indices lead to the h."""
+    """Last states of the recurrent module with output `of`; `depth` indices lead to h."""
 
     of: str
     depth: int
@@ -178,19 +177,19 @@ class _States:
 
 @dataclass(frozen=True)
 class _Recurrent:
-    """All that a recurrent module gives, where `of` is its output."""
+    """All results of a recurrent module with output `of`."""
 
     of: str
     states: _States
 
 
 class _GraphWalk:
-    """Goes from call to call.
+    """Converts call after call.
 
     Attributes:
         nodes: of the graph so far.
-        calls: that have a layer so far.
-        result: the name of what the model gives.
+        calls: those with a layer so far.
+        result: name of the model's result.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -200,8 +199,7 @@ class _GraphWalk:
         self._model = model
         self._values: dict[fx.Node, Any] = {}
 
-    def take(self, node: fx.Node) -> None:
-        """The next call."""
+    def convert(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self._input(node)
         elif node.op == "output":
@@ -273,7 +271,7 @@ class _GraphWalk:
         return self._add_function(node, arrays.Identity(), *values)
 
     def _of_recurrent(self, node: fx.Node, given: Any) -> Any:
-        """One of the things that a recurrent module gives, or its last state."""
+        """Returns a selected result of a recurrent module, or the node of its last state."""
         if node.target is operator.getitem and isinstance(given, _Recurrent) and node.args[1] in (0, 1):
             return given.of if node.args[1] == 0 else given.states
         if isinstance(given, _States) and given.depth == 2 and node.target is operator.getitem and node.args[1] == 0:
@@ -284,7 +282,7 @@ class _GraphWalk:
         raise self._unsupported(node, " of what a recurrent module gives")
 
     def _size(self, node: fx.Node) -> _Shape | _Size | None:
-        """What a call says of a shape; None if it isn't about one."""
+        """Returns the shape or size that a call computes; None for another call."""
         values = [self._value(one) for one in node.args]
         if node.target is getattr and values[1:] == ["shape"]:
             return _Shape()
@@ -301,7 +299,6 @@ class _GraphWalk:
         return fx.node.map_arg(given, lambda node: self._values[node])
 
     def _tensor(self, given: Any, node: fx.Node) -> str:
-        """The name of a tensor that a call gets."""
         value = self._value(given)
         if not isinstance(value, str) or not isinstance(given, fx.Node):
             what = "the model's result" if node.op == "output" else f"what {self._call_name(node)} gets"
@@ -324,7 +321,7 @@ class _GraphWalk:
         )
 
     def _path(self, node: fx.Node) -> str:
-        """The module whose forward makes this call; empty for the model itself."""
+        """Returns the module whose forward makes the call; empty for the model itself."""
         return next(reversed(node.meta.get("nn_module_stack", {})), "")
 
     def _module_called(self, path: str) -> str:
@@ -340,7 +337,7 @@ class _GraphWalk:
         return unsupported_error(f"{self._call_name(node)}{how}")
 
     def _check_in_place(self, node: fx.Node, in_place: bool) -> None:
-        """Refuses to change a tensor that something else uses too: a layer leaves what it gets as it is."""
+        """Rejects an in-place change of a tensor with another use: layers don't change their inputs."""
         given: Any = node.args[0] if node.args else None
         while in_place and isinstance(given, fx.Node):
             if len(given.users) > 1:
@@ -362,7 +359,7 @@ def _operation_name(node: fx.Node) -> str:
 
 
 def _reshape_layer(sizes: list[Any]) -> Layer:
-    """`view` and `reshape`, where the samples stay apart; a size that follows from the others may be anything."""
+    """Converts `view` and `reshape` that keep the samples apart; at most one other size may be open."""
     first, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
     open_sizes = [one for one in rest if one == -1 or isinstance(one, _Size)]
     samples = first == _Size(True) or (first == -1 and not open_sizes)
@@ -372,7 +369,7 @@ def _reshape_layer(sizes: list[Any]) -> Layer:
 
 
 def _select_layer(index: Any) -> Layer:
-    """`x[:, 3]`, which is one step of a sequence."""
+    """Converts `x[:, 3]`, one step of a sequence."""
     every = slice(None)
     first, step, *rest = index if isinstance(index, tuple) and len(index) > 1 else (None, None)
     if first != every or not isinstance(step, int) or any(one not in (every, ...) for one in rest):

@@ -1,6 +1,6 @@
-"""torch's modules and functions, and the layers of `hotloop.arrays` that do the same.
+"""torch's modules and functions with the layers of `hotloop.arrays` that compute the same.
 
-What isn't in `MODULES` or `FUNCTIONS`, or has a setting that the layer hasn't, can't be written out.
+Other modules, functions and settings can't be converted.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from hotloop.arrays.layer import Layer
 
 
 class UnsupportedSetting(Exception):
-    """A setting of a module or function that its layer hasn't."""
+    """A setting of a module or function that its layer lacks."""
 
 
 def layer_of_module(module: nn.Module) -> Layer:
-    """The layer that does what a module of `MODULES` does.
+    """Returns the layer of a module in `MODULES`.
 
     Raises:
-        Unknown: it has a setting that the layer hasn't.
+        UnsupportedSetting: the layer lacks one of its settings.
     """
     return MODULES[type(module)](module)
 
 
 def layer_of_function(function: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Layer:
-    """The layer that does what a function of `FUNCTIONS`, or a method of tensors of that name, does.
+    """Returns the layer of a function in `FUNCTIONS`, or of a tensor method of that name.
 
     Args:
-        arguments, named: what it gets beside the tensor.
+        arguments, named: the call's arguments without the tensor.
 
     Raises:
-        Unknown: they say what the layer hasn't.
+        UnsupportedSetting: the layer lacks one of the arguments.
     """
     make = FUNCTIONS[function]
     try:
@@ -57,7 +57,6 @@ _IGNORED_OPTIONS = ("inplace", "_stacklevel", "dtype")
 
 
 def _require_settings(module: Any, **settings: Any) -> None:
-    """Refuses a module whose settings aren't these."""
     for name, value in settings.items():
         if getattr(module, name) != value:
             raise UnsupportedSetting(f"{name}={getattr(module, name)!r}")
@@ -187,7 +186,7 @@ MODULES: dict[type[nn.Module], Callable[[Any], Layer]] = {
     nn.Softplus: _softplus,
     nn.Tanh: lambda module: arrays.Tanh(),
 }
-"""By exact type: a subclass may do anything."""
+"""By exact type: a subclass may have another forward."""
 
 
 # --- functions, as the modules that do the same
@@ -249,13 +248,13 @@ FUNCTIONS: dict[Any, Callable[..., nn.Module | Layer]] = {
         *([name] if hasattr(Tensor, name) else []),
     ]
 }
-"""Functions, and names of tensors' methods, with what they take beside the tensor."""
+"""Functions, and names of tensor methods, with their arguments besides the tensor."""
 
 SUM_FUNCTIONS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
-"""Of two tensors."""
+"""Functions that add two tensors."""
 
 IN_PLACE_FUNCTIONS: tuple[Any, ...] = (operator.iadd, torch.relu_, "add_", "relu_")
-"""What changes the tensor that it gets; others do where they are given `inplace=True`."""
+"""Functions that change their input; others do with `inplace=True`."""
 
 VIEW_FUNCTIONS: tuple[Any, ...] = (
     torch.flatten,
@@ -266,4 +265,4 @@ VIEW_FUNCTIONS: tuple[Any, ...] = (
     "contiguous",
     operator.getitem,
 )
-"""What may give another view of the same memory, and so do `nn.Flatten` and `nn.Identity`."""
+"""Functions that may return a view of the same memory, as `nn.Flatten` and `nn.Identity`."""

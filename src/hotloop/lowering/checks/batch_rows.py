@@ -74,7 +74,7 @@ class BatchChecks:
             yield batch, samples
 
     def check(self, batch: Any, samples: int, step: int) -> None:
-        """Checks one batch; see `passing`."""
+        """Checks one batch; see `check_while_passing`."""
         if self._is_paused:
             return
         if self._counts:

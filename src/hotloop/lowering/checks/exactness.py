@@ -39,7 +39,6 @@ def optimizers_in_hooks(task: Task, model: nn.Module, optimizer: Optimizer) -> I
 
 
 def _captured_optimizers(value: Any, seen: set[int]) -> Iterator[Optimizer]:
-    """Yields the optimizers in a function's closure, its defaults and the object of a bound method."""
     if id(value) in seen:
         return
     seen.add(id(value))

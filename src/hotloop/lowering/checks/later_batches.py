@@ -44,7 +44,7 @@ class LaterBatches:
         self._note(count_padding(batch))
 
     def is_due(self, batch: Any) -> bool:
-        """Whether the run's next batch must be compared; called once for each batch."""
+        """Checks whether the run's next batch must be compared; called once for each batch."""
         self._number += 1
         power = self._number > 1 and self._number & (self._number - 1) == 0
         self._waits = self._waits or power
@@ -105,7 +105,7 @@ class PaddingCounts(NamedTuple):
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """For each count, whether it is above 0."""
+        """Whether each count is above 0."""
         return tuple(count > 0 for count in self.counts)
 
 

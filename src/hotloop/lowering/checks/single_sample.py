@@ -27,7 +27,7 @@ def check_single_samples(parts: LoweringContext) -> None:
     if order is None:
         return
     last = order.size(order.batches - 1)
-    whole = last == 1 and not _has_separate_normalization(parts)
+    whole = last == 1 and parts.plan.parallel != "local"  # with "local" each rank normalises its own samples
     if not whole and _smallest_part(parts, {order.batch_size, last}) > 1:
         return
     try:
@@ -35,10 +35,8 @@ def check_single_samples(parts: LoweringContext) -> None:
     except Exception as error:  # the first step reports it
         parts.say(f"whether the model can be trained on one sample isn't tried: {describe_error(error)}")
         return
-    if not failed or (
-        not whole and SINGLE_VALUE_ERROR in failed
-    ):  # ranks normalise over the whole batch; another check compares pieces
-        return
+    if not failed or (not whole and SINGLE_VALUE_ERROR in failed):
+        return  # ranks normalise over the whole batch; another check compares pieces
     if not whole:
         what = f"a part of a batch has 1 sample, on which the model fails in training: {failed}"
         raise TaskError(
@@ -58,11 +56,6 @@ def check_single_samples(parts: LoweringContext) -> None:
         else "a model that takes one sample",
         fix=fix,
     )
-
-
-def _has_separate_normalization(parts: LoweringContext) -> bool:
-    """Whether ranks normalise separately, each over its own samples."""
-    return parts.plan.parallel == "local"
 
 
 def _smallest_part(parts: LoweringContext, sizes: set[int]) -> int:

@@ -1,4 +1,4 @@
-"""An exception out of a step or an evaluation, told as one of hotloop's errors."""
+"""Explanation of an exception from a step, an evaluation or a callback as one of hotloop's errors."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ _MISSING = re.compile(
 
 
 def mismatched_devices(text: str, own: str) -> list[str] | None:
-    """The two devices that `text`, an error of torch, speaks of; None if it is about something else.
+    """Returns the two devices in `text`, an error of torch; None if the error has another cause.
 
     Args:
-        own: the device of the plan, which texts that name only one device don't mention.
+        own: the plan's device, which texts with a single device omit.
     """
     if not _DEVICE_MESSAGES.search(text):
         return None
@@ -75,7 +75,7 @@ def mismatched_devices(text: str, own: str) -> list[str] | None:
 
 
 def is_missing_device(text: str) -> bool:
-    """Whether the user's code asked for a device that this machine, or this torch, doesn't have."""
+    """Checks whether the user's code requests a device that this machine or this torch lacks."""
     return _MISSING.search(text) is not None
 
 
@@ -113,17 +113,17 @@ _DTYPE_WORDS = re.compile(r"\b(unsigned char|" + "|".join(_DTYPES) + r")(?:Tenso
 
 
 def is_mismatch(text: str) -> bool:
-    """Whether `text` is torch's word for dtypes that don't go together."""
+    """Checks whether `text` is a torch error about dtypes that don't match."""
     return _DTYPE_MESSAGES.search(text) is not None
 
 
 def dtypes_in(text: str) -> set[torch.dtype]:
-    """The dtypes that such a text speaks of."""
+    """Returns the dtypes in such a text."""
     return {_DTYPES[match[1].lower()] for match in _DTYPE_WORDS.finditer(text)}
 
 
 def dtype_remedy(text: str, *, from_data: bool) -> str:
-    """What to do about it, as a sentence that begins with a verb."""
+    """Returns the advice, as a sentence that begins with a verb."""
     if "class probabilities" in text:
         return "give class numbers of shape (batch,), or float probabilities of shape (batch, classes)"
     if "target" in text or "can't be cast" in text:
@@ -136,13 +136,13 @@ def dtype_remedy(text: str, *, from_data: bool) -> str:
 
 
 def explain_error(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
-    """The error that tells a user what happened, where, and what to do; one of hotloop's own passes as it is.
+    """Returns the error with what happened, where, and what to do; an error of hotloop is returned unchanged.
 
-    The program is used up by this: after a lack of memory, small batches are run on it to see what would fit.
+    After a lack of memory small batches run on the program to measure their need; it can't be used afterwards.
 
     Args:
-        error: what came out of `advance` or an evaluation.
-        program: where it stood then.
+        error: raised by `advance` or an evaluation.
+        program: in its state at the error.
         saved_step: the step of the last good checkpoint, if there is one.
         during: `validation` or `test`; empty for a training step.
     """
@@ -152,12 +152,11 @@ def explain_error(error: Exception, program: Program, saved_step: int | None, du
         return lost
     position = program.position
     place = f"{during} after step {position.step}" if during else step_under_way(position)
-    trouble = _Failure(error, program, place, saved_step, during)
+    failure = _Failure(error, program, place, saved_step, during)
     if is_out_of_memory(error):
         return explain_out_of_memory(error, program, place, training=not during)
-    return next((found for recognise in _EXPLANATIONS if (found := recognise(trouble))), None) or _explain_user_error(
-        trouble
-    )
+    explained = (explanation for explain in _EXPLANATIONS if (explanation := explain(failure)))
+    return next(explained, None) or _explain_user_error(failure)
 
 
 @dataclass(frozen=True)
@@ -178,13 +177,13 @@ class _Failure:
 
     @property
     def module(self) -> str:
-        """The title of the module in which it happened; empty outside of the model."""
+        """Title of the module in which the error was raised; empty outside the model."""
         module = module_at(self.error, self.model)
         return module_titles(self.model)[id(module)] if module is not None else ""
 
     @property
     def line(self) -> str:
-        """` (file.py:12)`: the innermost line of the user's own, where there is one."""
+        """` (file.py:12)`: the innermost line of the user's code; empty if there is none."""
         found = re.search(r" \([^()]+:\d+\)$", describe_error(self.error))
         return found[0] if found else ""
 
@@ -193,144 +192,139 @@ class _Failure:
         return (f" in {self.module}" if self.module else "") + self.line
 
 
-def _explain_user_error(trouble: _Failure) -> HotloopError:
-    """The user's own code raised something."""
-    where = f", in {trouble.module}" if trouble.module else ""
-    given = f"{trouble.place} raised {describe_error(trouble.error)}{where}"
-    if trouble.program.position.step == 0 and not trouble.during:
+def _explain_user_error(failure: _Failure) -> HotloopError:
+    where = f", in {failure.module}" if failure.module else ""
+    given = f"{failure.place} raised {describe_error(failure.error)}{where}"
+    if failure.program.position.step == 0 and not failure.during:
         return TaskError(given, fix="check that the Task's model, loss and data fit together; nothing was trained yet")
-    return TrainingError(given, fix=f"correct that line; {describe_checkpoint(trouble.saved_step)}")
+    return TrainingError(given, fix=f"correct that line; {describe_checkpoint(failure.saved_step)}")
 
 
-def _explain_full_disk(trouble: _Failure) -> HotloopError | None:
-    full = full_disk_path(trouble.error)
+def _explain_full_disk(failure: _Failure) -> HotloopError | None:
+    full = full_disk_path(failure.error)
     if full is None:
         return None
     return DiskError(
-        f"{trouble.place}: the disk of {full} is full",
-        expected="room there",
-        fix=f"free some space there, or set TMPDIR to a folder on another disk; {describe_checkpoint(trouble.saved_step)}",
+        f"{failure.place}: the disk of {full} is full",
+        expected="free space on that disk",
+        fix=f"free some space there, or set TMPDIR to a folder on another disk; {describe_checkpoint(failure.saved_step)}",
     )
 
 
-def _explain_devices(trouble: _Failure) -> HotloopError | None:
-    device = str(trouble.program.device)
-    if is_missing_device(trouble.text):
+def _explain_devices(failure: _Failure) -> HotloopError | None:
+    device = str(failure.program.device)
+    if is_missing_device(failure.text):
         return DeviceError(
-            f"{trouble.place} asks for a device that isn't here{trouble.where}: {trouble.text}",
+            f"{failure.place} asks for a device that isn't here{failure.where}: {failure.text}",
             expected=f"tensors on {device}, the plan's device",
             fix="take the device from a tensor at hand, such as x.device, instead of naming it",
         )
-    found = mismatched_devices(trouble.text, device)
+    found = mismatched_devices(failure.text, device)
     if found is None:
         return None
-    stray = unregistered_module_at(trouble.error, trouble.model)
+    stray = unregistered_module_at(failure.error, failure.model)
     advice = "keep a module's constant tensors by self.register_buffer(...), make new ones with device=x.device"
-    if placed := trouble.program.parts.plan.placement:
+    if placed := failure.program.parts.plan.placement:
         advice = (
             f"call a placed module, use neither its weights nor other methods, or place what is around it; {advice}"
         )
     return DeviceError(
-        f"{trouble.place}: tensors on {' and '.join(found)} meet{trouble.where}"
+        f"{failure.place}: tensors on {' and '.join(found)} meet{failure.where}"
         + (f", which runs a {type(stray).__name__} that is no registered part of it" if stray is not None else ""),
         expected="all on one device" if placed else f"all on {device}",
         fix=advice if stray is None else "keep modules as attributes or in an nn.ModuleList",
     )
 
 
-def _explain_label(trouble: _Failure) -> HotloopError | None:
-    found = re.match(r"Target (-?\d+) is out of bounds", trouble.text)
+def _explain_label(failure: _Failure) -> HotloopError | None:
+    found = re.match(r"Target (-?\d+) is out of bounds", failure.text)
     if found is None:
         return None
-    output, label = local_at(trouble.error, "output"), int(found[1])
+    output, label = local_at(failure.error, "output"), int(found[1])
     classes = output.shape[1] if isinstance(output, Tensor) and output.ndim > 1 else None
     return DataError(
-        f"{trouble.place}: the {' '.join([trouble.during, 'data']).strip()} has label {label}"
-        f"{_describe_sample(trouble, label)}"
+        f"{failure.place}: the {' '.join([failure.during, 'data']).strip()} has label {label}"
+        f"{_describe_sample(failure, label)}"
         + (f", but the model has {classes} outputs" if classes else ", which is none of the loss's classes"),
         expected=f"labels from 0 to {classes - 1}" if classes else "labels from 0 to the number of classes less one",
         fix="check the labels, or the width of the model's last layer",
     )
 
 
-def _describe_sample(trouble: _Failure, label: int) -> str:
-    """` in sample 57`, by its number in the user's data; empty where that can't be told."""
-    batch, order, position = batch_at(trouble.error), trouble.program.parts.splits.order, trouble.program.position
+def _describe_sample(failure: _Failure, label: int) -> str:
+    """Returns ` in sample 57`, by its number in the user's data; empty if unknown."""
+    batch, order, position = batch_at(failure.error), failure.program.parts.splits.order, failure.program.position
     target = batch[-1] if isinstance(batch, tuple | list) else None
-    if trouble.during or not isinstance(order, Order) or not isinstance(target, Tensor) or target.ndim == 0:
+    if failure.during or not isinstance(order, Order) or not isinstance(target, Tensor) or target.ndim == 0:
         return ""
     rows = (target.reshape(len(target), -1) == label).any(dim=1).nonzero().flatten()
-    numbers = rank_sample_numbers(trouble.program, position)
+    numbers = rank_sample_numbers(failure.program, position)
     return f" in sample {int(numbers[rows[0]])}" if len(rows) and numbers is not None else ""
 
 
-def _explain_single_sample(trouble: _Failure) -> HotloopError | None:
-    if SINGLE_VALUE_ERROR not in trouble.text or trouble.during:
+def _explain_single_sample(failure: _Failure) -> HotloopError | None:
+    if SINGLE_VALUE_ERROR not in failure.text or failure.during:
         return None
     return DataError(
-        f"{trouble.place}: a batch has one value for each channel{trouble.where}, which a batch norm can't normalise",
+        f"{failure.place}: a batch has one value for each channel{failure.where}, which a batch norm can't normalise",
         expected="2 samples or more in each batch",
         fix=f"leave such batches out (drop_last of the Task or the DataLoader), or use another batch_size; "
-        f"{describe_checkpoint(trouble.saved_step)}",
+        f"{describe_checkpoint(failure.saved_step)}",
     )
 
 
-def _explain_index(trouble: _Failure) -> HotloopError | None:
-    if "device-side assert" in trouble.text:
+def _explain_index(failure: _Failure) -> HotloopError | None:
+    if "device-side assert" in failure.text:
         return DataError(
-            f"{trouble.place}: an index or label was out of range on {trouble.program.device}, which doesn't say where",
+            f"{failure.place}: an index or label was out of range on {failure.program.device}, which doesn't say where",
             fix="run it with --device cpu, which names the place",
         )
-    module = module_at(trouble.error, trouble.model)
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not isinstance(trouble.error, IndexError):
+    module = module_at(failure.error, failure.model)
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not isinstance(failure.error, IndexError):
         return None
     return DataError(
-        f"{trouble.place}: an index is out of range{trouble.where}, which has {module.num_embeddings} rows",
+        f"{failure.place}: an index is out of range{failure.where}, which has {module.num_embeddings} rows",
         expected=f"indices from 0 to {module.num_embeddings - 1}",
         fix="check the indices in the data, or give the embedding more rows",
     )
 
 
-def _explain_flatten(trouble: _Failure) -> HotloopError | None:
-    """Images that come into a linear layer as they are."""
-    module, given = module_at(trouble.error, trouble.model), _input_at(trouble.error)
-    if not isinstance(module, nn.Linear) or given is None or "shapes cannot be multiplied" not in trouble.text:
+def _explain_flatten(failure: _Failure) -> HotloopError | None:
+    """Explains images that reach a linear layer without flattening."""
+    module, given = module_at(failure.error, failure.model), _input_at(failure.error)
+    if not isinstance(module, nn.Linear) or given is None or "shapes cannot be multiplied" not in failure.text:
         return None
     if given.ndim < 3 or math.prod(given.shape[1:]) != module.in_features:
         return None
     return TaskError(
-        f"{trouble.place}: samples of shape {tuple(given.shape[1:])} come into {trouble.module}",
-        expected=f"{module.in_features} numbers in a row for each sample",
+        f"{failure.place}: samples of shape {tuple(given.shape[1:])} reach {failure.module}",
+        expected=f"{module.in_features} numbers in one dimension for each sample",
         fix="write nn.Flatten() before that layer, or x = x.flatten(1) in forward",
     )
 
 
 def _input_at(error: BaseException) -> Tensor | None:
-    """What the innermost layer was called with."""
-    trace, found = error.__traceback__, None
+    trace, value = error.__traceback__, None
     while trace is not None:
         if isinstance(trace.tb_frame.f_locals.get("self"), nn.Linear):
-            found = trace.tb_frame.f_locals.get("input", found)
+            value = trace.tb_frame.f_locals.get("input", value)
         trace = trace.tb_next
-    return found if isinstance(found, Tensor) else None
+    return value if isinstance(value, Tensor) else None
 
 
-def _explain_dtype(trouble: _Failure) -> HotloopError | None:
-    if not is_mismatch(trouble.text):
+def _explain_dtype(failure: _Failure) -> HotloopError | None:
+    if not is_mismatch(failure.text):
         return None
-    held = [tensor.dtype for tensor in tree_tensors(batch_at(trouble.error))]
-    own = {parameter.dtype for parameter in trouble.model.parameters()}
-    from_data = bool((dtypes_in(trouble.text) - own) & set(held))
-    holds = f"; the batch holds {' and '.join(dict.fromkeys(map(_shorten, held)))}" if held else ""
+    of_batch = dict.fromkeys(tensor.dtype for tensor in tree_tensors(batch_at(failure.error)))
+    of_model = {parameter.dtype for parameter in failure.model.parameters()}
+    from_data = bool((dtypes_in(failure.text) - of_model) & of_batch.keys())
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in of_batch)
+    holds = f"; the batch holds {names}" if of_batch else ""
     kind: Callable[..., HotloopError] = DataError if from_data else TaskError
     return kind(
-        f"{trouble.place}: dtypes that don't go together{trouble.where}: {trouble.text}{holds}",
-        fix=dtype_remedy(trouble.text, from_data=from_data),
+        f"{failure.place}: dtypes that don't go together{failure.where}: {failure.text}{holds}",
+        fix=dtype_remedy(failure.text, from_data=from_data),
     )
-
-
-def _shorten(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _EXPLANATIONS: tuple[Callable[[Any], HotloopError | None], ...] = (
@@ -342,11 +336,10 @@ _EXPLANATIONS: tuple[Callable[[Any], HotloopError | None], ...] = (
     _explain_flatten,
     _explain_dtype,
 )
-"""Each recognises one kind of mistake."""
 
 
 def explain_callback_error(error: Exception, callback: Callback, view: View, saved: int | None) -> Exception:
-    """The error in one line that names the callback; one of hotloop's own stays as it is.
+    """Returns the error in one line with the callback's name; an error of hotloop is returned unchanged.
 
     Args:
         saved: the step of the last checkpoint, if there is one.
@@ -364,7 +357,7 @@ def explain_callback_error(error: Exception, callback: Callback, view: View, sav
 
 
 def explain_rank_error(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
-    """The same as `explain_error`, which says so where it came of one rank of several."""
+    """Returns the error of `explain_error`, with the rank if there are several."""
     world = program.parts.world
     if world.is_single:
         return explain_error(error, program, saved_step, during)
@@ -375,14 +368,14 @@ def explain_rank_error(error: Exception, program: Program, saved_step: int | Non
         fix = "use a smaller batch_size, or more ranks, each of which computes a smaller part of it"
         return MemoryExhausted(f"rank {world.rank}: {place} ran out of memory: {describe_error(error)}", fix=fix)
     found = explain_error(error, program, saved_step, during)
-    if isinstance(found, PartsDifferError):  # which all ranks find together
+    if isinstance(found, PartsDifferError):  # all ranks raise it together
         return found
     place = f"{during} after step {program.position.step}: " if during and during not in found.given else ""
     return type(found)(f"rank {world.rank}: {place}{found.given}", expected=found.expected, fix=found.fix)
 
 
 def nonfinite_error_of_ranks(reached: int) -> NonFiniteError:
-    """For several ranks: the place can be found by one process alone, which has the whole batch."""
+    """Returns the error for several ranks: only one process alone, with the whole batch, can find the place."""
     return NonFiniteError(
         f"by step {reached} the loss or a parameter became NaN or infinite",
         fix="go on with --set parallel=none, which names the step and the module",

@@ -1,4 +1,4 @@
-"""Which samples of the user's data a batch is made of, and which of them hold NaN or infinity."""
+"""Place of an error: the step, the module, and the samples of the user's data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from hotloop.lowering.program import Program
 
 
 def user_sample_numbers(program: Program, position: Position) -> Tensor | None:
-    """Numbers of the samples in the batch that follows `position`, in the data as the user gave it: int64 (batch,).
-
-    None for a stream, which has no numbers.
-    """
+    """Returns the numbers of the samples after `position` in the user's data: int64 (batch,); None for a stream."""
     roles = program.parts.splits
     if roles.order is None:
         return None
@@ -34,7 +31,7 @@ def user_sample_numbers(program: Program, position: Position) -> Tensor | None:
 
 
 def rank_sample_numbers(program: Program, position: Position) -> Tensor | None:
-    """Of these the rank's own: int64 (rows,); a rank without rows computes the first."""
+    """Returns the numbers of the rank's samples: int64 (rows,); a rank without rows computes the first sample."""
     numbers, world = user_sample_numbers(program, position), program.parts.is_dealt
     if numbers is None:
         return None
@@ -43,7 +40,7 @@ def rank_sample_numbers(program: Program, position: Position) -> Tensor | None:
 
 
 def floating_parts(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors of a batch with what to call them: `input`, `target`, `batch['mask']`."""
+    """Yields a batch's floating-point tensors with their names: `input`, `target`, `batch['mask']`."""
     if isinstance(batch, Tensor):
         if batch.is_floating_point() or batch.is_complex():
             yield path or "input", batch
@@ -64,17 +61,17 @@ def _role(place: int, length: int) -> str:
 
 
 def nonfinite_rows(values: Tensor) -> Tensor:
-    """Places along the first dimension that hold NaN or infinity: int64 (places,)."""
+    """Returns the indices along the first dimension with NaN or infinity: int64 (places,)."""
     if values.ndim == 0:
         return (~torch.isfinite(values)).reshape(1).nonzero().flatten()
     return (~torch.isfinite(values.reshape(len(values), -1))).any(dim=1).nonzero().flatten().cpu()
 
 
 def describe_bad_samples(program: Program, position: Position, part: str, rows: Tensor) -> tuple[str, str]:
-    """Who made the bad values of a training batch, and what to do: `("sample 7 of the data has", "remove ...")`.
+    """Returns the origin of a batch's bad values and the advice: `("sample 7 of the data has", "remove ...")`.
 
     Args:
-        part: name of the bad tensor, as `floating_parts` gives it.
+        part: name of the bad tensor, from `floating_parts`.
         rows: the bad places in the batch.
     """
     numbers = user_sample_numbers(program, position)
@@ -95,16 +92,15 @@ def _find_origin(stage: str, listed: str, count: int) -> tuple[str, str]:
 
 
 def _list_samples(numbers: list[int], shown: int = 3) -> str:
-    """`sample 7`, `samples 7, 9`, `samples 7, 9, 30 and 12 more`."""
+    """Returns `sample 7`, `samples 7, 9` or `samples 7, 9, 30 and 12 more`."""
     more = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
     return f"sample{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers[:shown]))}{more}"
 
 
 def _reload_batch(program: Program, position: Position, *, prepared: bool) -> Any:
-    """The same batch once more on the CPU, not augmented."""
-    roles = program.parts.task.roles  # as given, wherever the plan puts them
-    treatment = BatchTransform(torch.device("cpu"), roles.seed, roles.prepare if prepared else None)
-    feed = open_feed(roles.train, roles.order, treatment, workers=0, endless=False)
+    roles = program.parts.task.roles  # the user's data, wherever the plan stores them
+    transform = BatchTransform(torch.device("cpu"), roles.seed, roles.prepare if prepared else None)
+    feed = open_feed(roles.train, roles.order, transform, workers=0, endless=False)
     try:
         batch, _ = next(feed.epoch(position.epoch, position.batch))
         return batch
@@ -116,58 +112,56 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 def step_under_way(position: Position) -> str:
-    """`step 12 (epoch 1, batch 12)`: the step that follows a position, counted from 1."""
+    """Returns `step 12 (epoch 1, batch 12)`: the step after a position, counted from 1."""
     return f"step {position.step + 1} (epoch {position.epoch + 1}, batch {position.batch + 1})"
 
 
 def describe_checkpoint(step: int | None) -> str:
-    """What there is to go on with."""
     return f"the last good checkpoint is of step {step}" if step else "no checkpoint was written yet"
 
 
 def module_title(name: str, module: nn.Module) -> str:
-    """`'layers.3' (Linear)`, or `the model (Net)` for the outermost module."""
+    """Returns `'layers.3' (Linear)`, or `the model (Net)` for the outermost module."""
     return f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
 
 
 def module_titles(model: nn.Module) -> dict[int, str]:
-    """The title of each module, by its identity."""
+    """Returns the title of each module by its `id`."""
     return {id(module): module_title(name, module) for name, module in model.named_modules()}
 
 
 def module_at(error: BaseException, model: nn.Module) -> nn.Module | None:
-    """The innermost module of `model` in whose method the error came up."""
+    """Returns the innermost module of `model` in whose method the error was raised."""
     own = module_titles(model)
     return next((module for module in _running_modules(error) if id(module) in own), None)
 
 
 def unregistered_module_at(error: BaseException, model: nn.Module) -> nn.Module | None:
-    """The innermost module that ran, if it is called by `model` without being a part of it."""
+    """Returns the innermost module that ran, if `model` calls it without having registered it."""
     innermost = next(_running_modules(error), None)
     stray = innermost is not None and id(innermost) not in module_titles(model)
     return innermost if stray and module_at(error, model) is not None else None
 
 
 def batch_at(error: BaseException) -> Any:
-    """The batch that was being worked on; None before there was one."""
+    """Returns the batch at the error; None before the first batch."""
     return local_at(error, "batch")
 
 
 def local_at(error: BaseException, name: str) -> Any:
-    """The innermost value of that name in hotloop's own functions."""
+    """Returns the innermost local variable of that name in hotloop's own functions."""
     own = (frame for frame in _error_frames(error) if frame.f_code.co_filename.startswith(_PACKAGE))
     return next((frame.f_locals[name] for frame in own if name in frame.f_locals), None)
 
 
 def _running_modules(error: BaseException) -> Iterator[nn.Module]:
-    """The modules whose methods were running, innermost first."""
     for frame in _error_frames(error):
         if isinstance(module := frame.f_locals.get("self"), nn.Module):
             yield module
 
 
 def _error_frames(error: BaseException) -> list[FrameType]:
-    """The frames that the error passed, innermost first."""
+    """Returns the error's frames, innermost first."""
     frames, trace = [], error.__traceback__
     while trace is not None:
         frames.append(trace.tb_frame)

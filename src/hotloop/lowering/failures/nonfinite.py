@@ -1,4 +1,4 @@
-"""Finds where a loss, gradient or parameter turned NaN or infinite, by replaying the steps up to it."""
+"""Search for the first NaN or infinite loss, gradient or parameter, by a replay of the steps before."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from hotloop.lowering.program import Program
 from hotloop.task import StepResult
 
 _RISE_RATIO = 10.0
-"""A loss, or a largest weight, that grew so many times before the end had been running away."""
+"""Growth of the loss, or of the largest weight, from which on the training counts as divergent."""
 
 _LARGE_VALUE = 1e6
-"""No weight of a training that goes well is as large."""
+"""Weights above this value don't occur in a training that converges."""
 
 _OUTPUT_FIX = "look for a log, sqrt or division by 0 in it, or an exp that overflows, and add an eps or clamp its input"
 
@@ -48,13 +48,13 @@ _GRADIENT_FIX = (
 def find_nonfinite(
     program: Program, reached: int, figures: Mapping[int, float] | None = None, losses: Sequence[float] = ()
 ) -> NonFiniteError:
-    """The error that names the step and the first value in it that was not finite.
+    """Returns the error that names the step and the first value in it that isn't finite.
 
     Args:
-        program: restored to the last good State, or fresh if there is none; it is used up.
-        reached: the trouble came up in this step (counted from 1) or before.
-        figures: the monitored figure of each epoch done, by its number from 0, for schedulers that watch it.
-        losses: what is known of the training loss before that State, in order.
+        program: restored to the last good State, or new if there is none; it can't be used afterwards.
+        reached: the step, counted from 1, by which the value occurred.
+        figures: the monitored figure of each finished epoch, by its number from 0, for schedulers that use it.
+        losses: the known training losses before that State, in order.
     """
     replay = _Replay(program, reached, figures or {}, list(losses))
     try:
@@ -71,7 +71,7 @@ def find_nonfinite(
 @dataclass
 class _Replay:
     program: Program
-    has_reached: int
+    reached: int
     figures: Mapping[int, float]
     losses: list[float]
     weights: list[float] = field(default_factory=list)
@@ -90,19 +90,19 @@ class _Replay:
             )
         self.weights.append(_largest_weight(program.model))
         with self.watch.record():
-            self._first_event()
-            while program.position.step < self.has_reached:
+            self._record_usual_values()
+            while program.position.step < self.reached:
                 start = program.position
-                left = self.has_reached - start.step
+                left = self.reached - start.step
                 for batch, _ in islice(program.feed.epoch(start.epoch, start.batch), left):
                     if (error := self._step(batch)) is not None:
                         return error
-                if program.position.step < self.has_reached:
+                if program.position.step < self.reached:
                     program.end_epoch(self.figures.get(start.epoch, math.nan))
         return self._report_finite()
 
-    def _first_event(self) -> None:
-        """Sees what is usual in a step on a neighbouring batch, in case the first step to replay is the bad one."""
+    def _record_usual_values(self) -> None:
+        """Records the usual values on a neighbouring batch, in case the first replayed step is the bad one."""
         program, state = self.program, self.program.state()
         place = state.position.batch - 1 if state.position.batch else 1
         if program.parts.splits.order is None or place >= program.parts.splits.order.batches:
@@ -114,7 +114,6 @@ class _Replay:
         program.restore(state)
 
     def _step(self, batch: Any) -> NonFiniteError | None:
-        """Runs one step; what went wrong in it, if anything did."""
         program, position = self.program, self.program.position
         self.watch.begin(batch)
         loss = float(program.step(batch))
@@ -126,7 +125,7 @@ class _Replay:
             return None
         event = self.watch.first(loss_finite=math.isfinite(loss))
         if event is None:
-            given, fix = self._no_event(batch, loss)
+            given, fix = self._explain_loss_or_update(batch, loss)
         elif event.kind == "batch":
             given, fix = self._batch_error(event, position, batch)
         else:
@@ -138,7 +137,7 @@ class _Replay:
     def _batch_error(self, event: ValueEvent, position: Position, batch: Any) -> tuple[str, str]:
         values = dict(floating_parts(batch))[event.name]
         given, fix = describe_bad_samples(self.program, position, event.name, nonfinite_rows(values))
-        return f"{given} {_event_noun(event)} in its {event.name}", fix
+        return f"{given} {'NaN' if event.state == 'NaN' else 'infinity'} in its {event.name}", fix
 
     def _model_error(self, event: ValueEvent) -> tuple[str, str]:
         if event.kind == "output":
@@ -151,8 +150,8 @@ class _Replay:
             given += ", from the loss function's derivative"
         return given, self._lower_rate() or _GRADIENT_FIX
 
-    def _no_event(self, batch: Any, loss: float) -> tuple[str, str]:
-        """No value of the model is to blame: it's the loss, its weight, or the update."""
+    def _explain_loss_or_update(self, batch: Any, loss: float) -> tuple[str, str]:
+        """Explains a loss, a loss weight or an update that isn't finite though the model's values are."""
         program = self.program
         task, state = program.parts.task, "NaN" if math.isnan(loss) else "infinite"
         if not math.isfinite(loss):
@@ -171,7 +170,6 @@ class _Replay:
         )
 
     def _describe_growth(self) -> str:
-        """What had been running away in the steps before, if anything."""
         if (rise := _find_rise(self.losses[:-1])) is not None:
             return f", after the loss had risen from {rise[0]:.4g} to {rise[1]:.4g}"
         if (rise := _find_rise(self.weights[:-1])) is not None:
@@ -179,7 +177,6 @@ class _Replay:
         return f", with a weight as large as {self.weights[-2]:.4g}" if self.weights[-2] > _LARGE_VALUE else ""
 
     def _lower_rate(self) -> str:
-        """The advice for a training that had been running away; empty if it hadn't."""
         if not self._describe_growth():
             return ""
         rate = float(self.program.optimizer.param_groups[0]["lr"])
@@ -194,20 +191,16 @@ class _Replay:
             else "data with an order of its own, which can't be replayed"
         )
         return NonFiniteError(
-            f"by step {self.has_reached} the loss or a parameter became NaN or infinite, but stayed finite when the steps"
+            f"by step {self.reached} the loss or a parameter became NaN or infinite, but stayed finite when the steps"
             f" from {self.start + 1} on were replayed, which points to {reason}",
             fix=f"go on with --resume; {self.saved}",
         )
 
 
 def _find_rise(values: list[float]) -> tuple[float, float] | None:
-    """The smallest and the last value, if it grew a lot from the one to the other."""
+    """Returns the smallest and the last value if the values grew by `_RISE_RATIO`."""
     low = min((value for value in values if value > 0), default=math.inf)
     return (low, values[-1]) if values and values[-1] > _RISE_RATIO * low else None
-
-
-def _event_noun(event: ValueEvent) -> str:
-    return "NaN" if event.state == "NaN" else "infinity"
 
 
 def _trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -231,10 +224,11 @@ _EVALUATION_FIX = "look for statistics kept for evaluation mode, and for a log, 
 def nonfinite_figure_error(
     program: Program, source: Source | None, figure: str, value: float, saved_step: int | None
 ) -> NonFiniteError:
-    """The error for a monitored figure that is NaN or infinite, while training loss and parameters are finite.
+    """Returns the error for a NaN or infinite monitored figure, while training loss and parameters are finite.
 
     Args:
-        source: the validation data, which one process evaluates once more to find the place; a rank has only its share.
+        source: the validation data, which a single process evaluates again to find the place; a rank has only its
+            share.
         figure: its name, such as `validation_loss`.
     """
     state = "NaN" if math.isnan(value) else "infinite"
@@ -262,8 +256,6 @@ def nonfinite_figure_error(
 
 
 class _BatchFinder:
-    """Sees each batch of an evaluation, and notes the first whose loss is not finite."""
-
     def __init__(self, program: Program) -> None:
         self.watch, self._program = ValueHooks(program.model), program
         self.empty = ""

@@ -1,4 +1,4 @@
-"""Running out of memory: what held it, and which batch would fit."""
+"""Explanation of a lack of memory: what takes the memory, and which batch size fits."""
 
 from __future__ import annotations
 
@@ -22,48 +22,43 @@ from hotloop.lowering.transforms.allocator import restore_allocator
 
 _REQUESTED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
 _SAFE_SHARE = 0.9
-"""Share of the free memory that an advice uses: what a small batch tells of a large one is not exact."""
+"""Share of the free memory that the advice uses, since small batches predict large ones only roughly."""
 
 
 def explain_out_of_memory(error: Exception, program: Program, place: str, *, training: bool) -> MemoryExhausted:
-    """The error that says what held the memory and what would fit; the program is used up by finding out.
+    """Returns the error with the memory in use and a batch size that fits; the program can't be used afterwards.
 
     Args:
-        place: where it happened, such as `step 1 (epoch 1, batch 1)`.
-        training: whether it was a training step, whose need can be measured on small batches.
+        place: where the memory ran out, such as `step 1 (epoch 1, batch 1)`.
+        training: whether a training step failed, whose need can be measured on small batches.
     """
     text = " ".join(str(error).split())
     kinds = {device.type for device in program.devices}
     device = "memory" if kinds == {"cpu"} else f"memory on {' or '.join(map(str, program.devices))}"
-    given = f"{place} ran out of {device}{_requested_bytes(text)}"
+    failure = f"{place} ran out of {device}{_requested_bytes(text)}"
     _release_memory(error, program)
-    if not training:
-        parts, advice = _held_bytes(program), "use a smaller batch_size or a smaller model"
-    else:
+    need: dict[str, int] = {}
+    advice = "use a smaller batch_size or a smaller model"
+    if training:
         need, advice = _batch_size_advice(program)
-        parts = {**_held_bytes(program), **need}
-    held = ", ".join(f"{name} {format_binary_bytes(value)}" for name, value in parts.items() if value)
+    parts = {**_used_bytes(program), **need}
+    used = ", ".join(f"{name} {format_binary_bytes(value)}" for name, value in parts.items() if value)
     free = " and ".join(
-        f"{format_binary_bytes(free_memory_bytes(device))}{_describe_place(device, program)}"
+        format_binary_bytes(free_memory_bytes(device)) + (f" on {device}" if program.parts.elsewhere else "")
         for device in program.devices
     )
-    return MemoryExhausted(f"{given}; {held}; {free} are free without the batch", fix=advice)
-
-
-def _describe_place(device: torch.device, program: Program) -> str:
-    return f" on {device}" if program.parts.elsewhere else ""
+    return MemoryExhausted(f"{failure}; {used}; {free} are free without the batch", fix=advice)
 
 
 def _requested_bytes(text: str) -> str:
-    found = _REQUESTED.search(text)
-    if found is None:
+    match = _REQUESTED.search(text)
+    if match is None:
         return ""
-    power = UNITS.index(found[2])
-    return f" when it asked for {format_binary_bytes(float(found[1]) * 1024**power)}"
+    power = UNITS.index(match[2])
+    return f" when it asked for {format_binary_bytes(float(match[1]) * 1024**power)}"
 
 
 def _release_memory(error: Exception, program: Program) -> None:
-    """Gives up what the failed step still held: its frames' values, the gradients, and memory that is kept for steps."""
     traceback.clear_frames(error.__traceback__)
     program.optimizer.zero_grad()
     restore_allocator(program.parts)
@@ -72,21 +67,20 @@ def _release_memory(error: Exception, program: Program) -> None:
             torch.get_device_module(device).empty_cache()
 
 
-def _held_bytes(program: Program) -> dict[str, int]:
-    """Bytes by what they are for; gradients as they are once there."""
+def _used_bytes(program: Program) -> dict[str, int]:
     model, roles = program.model, program.parts.splits
     trained = [value for group in program.optimizer.param_groups for value in group["params"]]
-    held = {
+    used = {
         "parameters": _tensor_bytes([*model.parameters(), *model.buffers()]),
         "gradients": _tensor_bytes(trained),
         "optimizer state": _tensor_bytes(tree_tensors(list(program.optimizer.state.values()))),
         "average": _tensor_bytes(program.average.values()),
     }
     tables = [table for table in (roles.train, roles.validation, roles.make_test) if isinstance(table, Table)]
-    if program.device.type not in ("cpu", "mps"):  # elsewhere data on the host is in another memory
+    if program.device.type not in ("cpu", "mps"):  # data on the host is in another memory
         tables = [table for table in tables if table.device.type == program.device.type]
-    held["data"] = sum(table.nbytes() for table in tables)
-    return held
+    used["data"] = sum(table.nbytes() for table in tables)
+    return used
 
 
 def _tensor_bytes(values: Iterable[Tensor]) -> int:
@@ -94,9 +88,9 @@ def _tensor_bytes(values: Iterable[Tensor]) -> int:
 
 
 def _batch_size_advice(program: Program) -> tuple[dict[str, int], str]:
-    """What the batch needed, if that can be measured, and what to do."""
+    """Returns the bytes that the batch needs, if small batches can be measured, and the advice."""
     batch_size = program.parts.splits.batch_size
-    if program.parts.elsewhere:  # a small batch tells what one device needs, and which one lacks it isn't known
+    if program.parts.elsewhere:  # the device that lacks memory isn't known
         return {}, "use a smaller batch_size, or place modules otherwise"
     try:
         needs = _measure_needs(program, batch_size)
@@ -105,27 +99,26 @@ def _batch_size_advice(program: Program) -> tuple[dict[str, int], str]:
     if not needs:
         return {}, "use a smaller model, or a device with more memory: not even the smallest batch fits"
     small, large = min(needs), max(needs)
-    each = (needs[large] - needs[small]) / (large - small) if large > small else needs[small] / small
-    fixed = max(0.0, needs[small] - each * small)
-    need = {f"the batch of {batch_size} about": int(fixed + each * batch_size)}
-    free = _SAFE_SHARE * free_memory_bytes(program.device) - fixed - _held_bytes(program)["gradients"]
-    fits = max(large, int(free / each) if each > 0 else batch_size)
+    per_sample = (needs[large] - needs[small]) / (large - small) if large > small else needs[small] / small
+    fixed = max(0.0, needs[small] - per_sample * small)
+    need = {f"the batch of {batch_size} about": int(fixed + per_sample * batch_size)}
+    free = _SAFE_SHARE * free_memory_bytes(program.device) - fixed - _used_bytes(program)["gradients"]
+    fits = max(large, int(free / per_sample) if per_sample > 0 else batch_size)
     return need, _fitting_batch_size(program, fits, batch_size)
 
 
 def _measure_needs(program: Program, batch_size: int) -> dict[int, int]:
-    """What small batches need in bytes, by their size; only those that fit."""
     needs: dict[int, int] = {}
     for samples in (few for few in (1, 2, 4) if few <= batch_size):
         if 3 * max(needs.values(), default=0) > free_memory_bytes(program.device):
-            break  # a system that grants more than it has would end this process
+            break  # a system that overcommits memory would kill this process
         try:
-            _measure_need(program, samples)  # makes the optimizer's state, which is not the batch's
+            _measure_need(program, samples)  # the first step also creates the optimizer's state
             needs[samples] = _measure_need(program, samples)
         except Exception as error:
             if is_out_of_memory(error):
                 break
-            if samples > 1:  # one sample alone can be too few, as for BatchNorm
+            if samples > 1:  # a single sample can be too few, as for BatchNorm
                 raise
     return needs
 
@@ -142,10 +135,10 @@ def _fitting_batch_size(program: Program, fits: int, batch_size: int) -> str:
 
 
 def _measure_need(program: Program, samples: int) -> int:
-    """Bytes that one step on a batch of so many samples takes at its height, without its gradients of parameters."""
+    """Returns the peak bytes of one step on a batch of `samples` samples, without the parameters' gradients."""
     batch = to_device(first_batch(program.parts.splits, samples), program.device)
     program.optimizer.zero_grad()
-    gradients = _held_bytes(program)["gradients"]
+    gradients = _used_bytes(program)["gradients"]
     if program.device.type in ("cuda", "xpu"):
         module = torch.get_device_module(program.device)
         before = module.memory_allocated(program.device)
@@ -158,7 +151,7 @@ def _measure_need(program: Program, samples: int) -> int:
 
 
 def live_tensors(program: Program, batch: Any) -> list[Tensor]:
-    """Tensors that are there before a step."""
+    """Returns the tensors that exist before a step."""
     state = list(program.optimizer.state.values())
     return [
         *program.model.parameters(),
@@ -169,7 +162,7 @@ def live_tensors(program: Program, batch: Any) -> list[Tensor]:
 
 
 class PeakMemory(ReadOnlyDispatchMode):
-    """Adds up the memory of all tensors that operations make, as long as they live; `bytes` is its height."""
+    """Sums the memory of all tensors that operations create while they exist; `bytes` is the peak."""
 
     def __init__(self, present: list[Tensor]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Hooks that note, in order of occurrence, how large each value of a step is: inputs, outputs, gradients.
+"""Hooks that record the largest magnitude of each input, output and gradient of a step, in order.
 
-Gradients are seen by hooks on tensors, since backward hooks of modules can't bear operations in place.
+Gradients have hooks on tensors, since backward hooks of modules fail with in-place operations.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ class ValueEvent:
     """One value of a step.
 
     Attributes:
-        kind: of the batch, a module's output, or a gradient.
         name: `input`, `the output of 'layers.3' (Linear)`, `the gradient of parameter 'layers.3.weight'`.
-        largest: its largest magnitude, 0-dim on its device; NaN or infinite if any of its elements is.
-        call: the module's call that put it out; None if no module did.
+        largest: the largest magnitude, 0-dim on the value's device; NaN or infinite if any element is.
+        call: the call of a module that returned it; None for other values.
     """
 
     kind: ValueKind
@@ -49,14 +48,14 @@ class ValueEvent:
 
 @dataclass
 class _Call:
-    """One call of a module: what it put out, and within which other call."""
+    """One call of a module: its outputs, and the call that contains it."""
 
     within: _Call | None
     outputs: list[ValueEvent] = field(default_factory=list)
 
     @property
     def is_absorbed(self) -> bool:
-        """Whether a call around this one put out finite values: what isn't finite inside was meant, like a mask."""
+        """Whether a containing call returned finite values: an infinity inside, such as a mask, is intended."""
         around = self.within
         while around is not None:
             if around.outputs and all(event.is_finite for event in around.outputs):
@@ -66,7 +65,7 @@ class _Call:
 
 
 class ValueHooks:
-    """Notes the events of one step at a time, and remembers which values weren't finite in steps that were good."""
+    """Records the events of one step at a time, and which values weren't finite in good steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -78,7 +77,7 @@ class ValueHooks:
 
     @contextmanager
     def record(self) -> Iterator[ValueHooks]:
-        """Puts the hooks on the model for as long as the context lasts."""
+        """Registers the hooks for the duration of the context."""
         handles: list[Any] = []
         for module in self.model.modules():
             handles.append(module.register_forward_pre_hook(self._enter))
@@ -93,38 +92,38 @@ class ValueHooks:
                 handle.remove()
 
     def begin(self, batch: Any = None) -> None:
-        """Forgets the last step; notes a batch."""
+        """Clears the last step's events and records a batch."""
         self.events, self._stack = [], []
         self._calls.clear()
         self.note_batch(batch)
 
     def note_batch(self, batch: Any) -> None:
-        """Notes the values of a batch as what came first."""
+        """Records a batch's values before all others."""
         noted = [event for name, tensor in floating_parts(batch) if (event := _value_event("batch", name, tensor))]
         self.events = noted + self.events
 
     def end_step(self) -> None:
-        """The step was good: what isn't finite in it is usual."""
+        """Ends a good step: its infinite values and NaN count as usual."""
         self._usual |= {(event.kind, event.name) for event in self.events if not event.is_finite}
 
     def first(self, *, loss_finite: bool) -> ValueEvent | None:
-        """The first value to blame for a step that went wrong.
+        """Returns the first value that caused a bad step.
 
-        An infinity in the forward pass is not to blame if good steps had it too, if it stayed inside a module whose
-        own output is finite, or if the loss is finite all the same; NaN is meant more rarely, so that only the first
-        two excuse it. A gradient is to blame if the loss before it is finite, and good steps had no such gradient.
+        An infinity in the forward pass is no cause if good steps had it as well, if it stayed inside a module with
+        finite outputs, or if the loss is finite. For NaN, which is rarely intended, only the first two count. A
+        gradient is a cause if the loss is finite and good steps had no such gradient.
         """
         bad = [event for event in self.events if not event.is_finite]
         new = [event for event in bad if (event.kind, event.name) not in self._usual]
-        return next((event for event in new if self._origin_of(event, loss_finite)), None)
+        return next((event for event in new if self._is_cause(event, loss_finite)), None)
 
     def finite_before(self, event: ValueEvent) -> ValueEvent | None:
-        """The last gradient of an output that was still finite before this one."""
+        """Returns the last finite gradient of an output before this event."""
         before = self.events[: self.events.index(event)]
         found = [other for other in before if other.kind == "gradient" and " output " in other.name and other.is_finite]
         return found[-1] if found else None
 
-    def _origin_of(self, event: ValueEvent, loss_finite: bool) -> bool:
+    def _is_cause(self, event: ValueEvent, loss_finite: bool) -> bool:
         if event.kind == "gradient":
             return loss_finite
         if event.call is not None and event.call.is_absorbed:
@@ -157,7 +156,7 @@ class ValueHooks:
 
 
 def _value_event(kind: ValueKind, name: str, tensor: Tensor, call: _Call | None = None) -> ValueEvent | None:
-    """The event of a tensor; None if it has no values, or none that could fail to be finite."""
+    """Returns the event of a tensor; None without values, or if all values are always finite."""
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
         values = values.coalesce()

@@ -1,1 +1,1 @@
-"""What a Task's loss is: its calls, its copies, whether it is a sum."""
+"""Properties of a Task's loss: its calls, its copies, and whether it is a sum over the batch."""

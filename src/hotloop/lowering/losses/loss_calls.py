@@ -87,7 +87,7 @@ class LossCalls(TorchFunctionMode):
             ] = None
 
     def _is_broadcast(self, output: Tensor, target: Tensor) -> bool:
-        """Whether the loss certainly compares outputs with targets of other samples."""
+        """Checks whether the loss certainly compares outputs with targets of other samples."""
         if output.shape == target.shape or 1 in (output.numel(), target.numel()):
             return False
         if not _can_broadcast(output, target):
@@ -124,13 +124,11 @@ def _shapes_differ(output: Tensor, target: Tensor) -> TaskError:
 
 
 def _can_broadcast(one: Tensor, other: Tensor) -> bool:
-    """Whether torch can broadcast two shapes against each other."""
     pairs = zip(reversed(one.shape), reversed(other.shape), strict=False)
     return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
 def _is_larger_broadcast(one: Tensor, other: Tensor) -> bool:
-    """Whether the broadcast shape of two tensors is larger than each tensor."""
     return torch.broadcast_shapes(one.shape, other.shape).numel() > max(one.numel(), other.numel())
 
 

@@ -24,7 +24,7 @@ def copy_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of the loss, including its closures, its defaults and the globals that its code names.
 
     Raises:
-        NotCopied: a part of the loss can't be copied.
+        LossNotCopied: a part of the loss can't be copied.
     """
     return _copy_value(loss, {}, "the loss")
 
@@ -70,7 +70,6 @@ def _copy_function(function: FunctionType, known: dict[int, Any]) -> FunctionTyp
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """Yields the global names in code and in its nested functions."""
     yield from code.co_names
     for item in code.co_consts:
         if isinstance(item, CodeType):
@@ -78,6 +77,5 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def _is_library_function(function: FunctionType) -> bool:
-    """Whether a function is part of Python, of torch or of an installed package."""
     package = str(function.__module__).partition(".")[0]
     return package in _LIBRARIES or is_installed(function.__code__.co_filename)

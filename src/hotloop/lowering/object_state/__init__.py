@@ -1,1 +1,1 @@
-"""State in attributes of the Task's own objects: finding, comparing, saving and restoring it."""
+"""State in attributes of the Task's own objects: search, comparison, saving and restoring."""

@@ -136,7 +136,7 @@ def _put_all(contents: Mapping[str, Any], now: FoundValues) -> None:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether an object itself has an attribute; a module's parameters and buffers count."""
+    """Checks an object's own attributes; a module's parameters and buffers count."""
     return name in vars(owner) or (isinstance(owner, nn.Module) and name in {*owner._parameters, *owner._buffers})
 
 
@@ -213,11 +213,7 @@ def worker_changes(task: Task, workers: int | None, ranks: int = 1) -> list[str]
         return []
     root = {"data": source.dataset}
     # training reports the errors of samples
-    with (
-        preserve_generators(),
-        preserve_attributes(task),
-        suppress(Exception),
-    ):
+    with preserve_generators(), preserve_attributes(task), suppress(Exception):
         initial = find_values(root, ())
         for place in (0, len(source) - 1):
             source.dataset[place]
@@ -303,6 +299,6 @@ def _is_within(place: str, others: Collection[str]) -> bool:
 
 
 def _is_inside(place: str, others: Collection[str]) -> bool:
-    """Whether an object that contains the place is in `others`."""
+    """Checks whether an object that contains the place is in `others`."""
     ends = (end for end, letter in enumerate(place) if letter == "/")
     return any(place[:end] in others for end in ends)

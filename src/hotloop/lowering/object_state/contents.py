@@ -107,7 +107,6 @@ def _copy_plain(value: Any) -> Any:
 
 
 def _replace_items(container: Any, content: Any) -> None:
-    """Replaces a container's items in place."""
     container.clear()
     (container.update if isinstance(container, dict | set) else container.extend)(content)
 
@@ -130,7 +129,6 @@ def _put_tensor(live: Tensor, put: PutValue | None, content: Tensor) -> None:
 
 
 def _hash_samples(value: Tensor) -> bytes:
-    """Returns a hash of sampled numbers of a tensor."""
     if value.device.type == "meta" or not value.numel():
         return b""
     step = math.ceil(value.numel() / _SAMPLED_NUMBERS)
@@ -159,7 +157,6 @@ def _put_array(live: Any, put: PutValue | None, content: Any) -> None:
 
 
 def _generator_value(value: Any) -> StoredValue | None:
-    """Returns the state of one of the user's random generators."""
     if isinstance(value, random.SystemRandom):  # it has no state
         return None
     if isinstance(value, random.Random):

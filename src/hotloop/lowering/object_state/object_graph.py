@@ -1,4 +1,4 @@
-"""What objects, classes and functions of the user's lead to: attributes, and what a function reads beside its arguments."""
+"""Values that the user's objects, classes and functions refer to: attributes, closures, defaults and globals."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hotloop.core.files.source_files import is_installed
 NamedValues = Iterator[tuple[str, Any]]
 
 _SKIPPED_MODULES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
-_SKIPPED_OBJECTS = _SKIPPED_MODULES - {"types", "collections"}  # whose objects hold what a user puts there
+_SKIPPED_OBJECTS = _SKIPPED_MODULES - {"types", "collections"}  # objects of these two contain a user's values
 
 
 def package_name(function: Any) -> str:
-    """The package that a function, or the class of an object, comes from."""
+    """Returns the package of a function, or of the class of an object."""
     if isinstance(function, partial):
         return package_name(function.func)
     return str(getattr(function, "__module__", None)).partition(".")[0]
 
 
 def object_attributes(value: Any, own: Set[str]) -> NamedValues:
-    """What an object holds, in slots too, and its class, where that is the user's.
+    """Yields an object's attributes, including slots, and its class if that is the user's.
 
     Args:
-        own: installed packages that count as the user's, since the step or the loss is theirs.
+        own: installed packages that count as the user's, because the step or the loss belongs to them.
     """
     kind = type(value)
     if package_name(kind) in _SKIPPED_OBJECTS and not isinstance(value, torch.optim.Optimizer):
@@ -40,23 +40,20 @@ def object_attributes(value: Any, own: Set[str]) -> NamedValues:
     if is_third_party(kind, own):
         return
     for base in kind.__mro__:
-        for name in () if is_third_party(base, own) else filter(partial(_is_slot, base), vars(base)):
-            with suppress(AttributeError):  # it has no value yet
+        members = {} if is_third_party(base, own) else vars(base)
+        for name in [name for name, item in members.items() if inspect.ismemberdescriptor(item)]:
+            with suppress(AttributeError):  # a slot without a value
                 yield name, getattr(value, name)
     yield class_entry(value)
 
 
-def _is_slot(kind: type, name: str) -> bool:
-    return inspect.ismemberdescriptor(vars(kind)[name])
-
-
 def class_entry(value: Any) -> tuple[str, Any]:
-    """The class of an object, by a name that no attribute has."""
+    """Returns the class of an object under a name that no attribute has."""
     return f"class {type(value).__name__}", type(value)
 
 
 def class_members(kind: type, own: Set[str]) -> NamedValues:
-    """What a class of the user's holds: attributes, methods, and the classes that it inherits."""
+    """Yields the attributes, methods and base classes of a user's class."""
     if is_third_party(kind, own):
         return
     for name, item in vars(kind).items():
@@ -70,13 +67,13 @@ def class_members(kind: type, own: Set[str]) -> NamedValues:
 
 
 def module_members(module: ModuleType, own: Set[str]) -> NamedValues:
-    """What a Python module of the user's names."""
+    """Yields the names and values of a user's Python module."""
     if not is_third_party(module, own):
         yield from ((name, item) for name, item in vars(module).items() if not name.startswith("__"))
 
 
 def function_references(function: Any, own: Set[str]) -> NamedValues:
-    """What a function of the user's reads beside its arguments: its object, attributes, defaults, closure and globals."""
+    """Yields what a user's function reads beside its arguments: object, attributes, defaults, closure and globals."""
     if inspect.ismethod(function):
         yield "self", function.__self__
     if isinstance(function, partial):
@@ -89,13 +86,13 @@ def function_references(function: Any, own: Set[str]) -> NamedValues:
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=False)
     yield from (function.__kwdefaults__ or {}).items()
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):  # a variable that isn't there yet
+        with suppress(ValueError):  # a variable without a value
             yield name, cell.cell_contents
     yield from _named_values(list(dict.fromkeys(names_in(code))), function.__globals__, own, set())
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Globals and attributes that code names, functions inside of it included."""
+    """Yields the globals and attributes that code names, including nested functions."""
     yield from code.co_names
     for item in code.co_consts:
         if isinstance(item, CodeType):
@@ -103,7 +100,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def _named_values(names: Iterable[str], namespace: Mapping[str, Any], own: Set[str], seen: set[int]) -> NamedValues:
-    """What has one of these names, in the user's modules that have one of them too: `settings.step`."""
+    """Yields the values with these names, also in the user's modules among them: `settings.step`."""
     for name in names:
         value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
         if not inspect.ismodule(value):
@@ -114,10 +111,9 @@ def _named_values(names: Iterable[str], namespace: Mapping[str, Any], own: Set[s
 
 
 def is_third_party(value: Any, own: Set[str]) -> bool:
-    """Whether a function, class or module is part of Python, of torch or of an installed package.
+    """Checks whether a function, class or module is part of Python, torch or an installed package.
 
-    Such code may count and keep what it likes, in a cache say: that it computes the same step after step is taken for
-    granted.
+    Such code may store values, such as a cache: its results are assumed to be the same in each step.
     """
     name = value.__name__ if inspect.ismodule(value) else str(value.__module__)
     package = name.partition(".")[0]

@@ -64,7 +64,6 @@ def values_in(value: Any, own: Set[str]) -> Iterator[HeldValue]:
 
 @cache
 def _torch_attributes() -> Set[str]:
-    """Returns the attributes that torch itself stores in an optimizer."""
     plain = vars(torch.optim.SGD([torch.zeros(())], lr=0.1)).keys()
     of_some = {
         "_need_device_dtype_check_for_fused",

@@ -1,7 +1,6 @@
-"""What Python holds beside the tensors of a step: looked at before and after a trace, which must leave it as it was.
+"""Detection of changes in Python's state during a trace, beside in-place changes of tensors.
 
-A trace happens once. What Python changes meanwhile, a count or an attribute say, would change once and never again, and
-what comes of it would be part of the compiled step for ever.
+A trace runs once: a change, such as of a counter, would happen once and become a constant of the compiled step.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ from hotloop.lowering.object_state.object_graph import (
 )
 
 StatePlace = tuple[str, ...]
-"""Whose, and the names that lead to it."""
+"""The owner, and the names that lead to the value."""
 
 
 def capture_error(
     why: str, expected: str, fix: str = "correct that line, or choose compile=none and graphs=none"
 ) -> PlanError:
-    """The error for a step that can't be captured."""
+    """Returns the error for a step that can't be captured."""
     return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
 
 
 @contextmanager
 def refuse_side_effects(model: nn.Module, objective: Mapping[str, Any]) -> Iterator[None]:
-    """Refuses what the forward pass and the loss change beside tensors in place.
+    """Rejects changes by the forward pass and the loss other than in-place changes of tensors.
 
     Args:
-        objective: what says what is computed, the loss or step function, by what to call it.
+        objective: the loss or step function, by its name in messages.
 
     Raises:
-        PlanError: an attribute changes, a buffer or parameter is replaced or gets other memory, or a function changes
-            what it finds outside of itself.
+        PlanError: an attribute changes, a buffer or parameter is replaced or gets other memory, or a function changes a
+            value outside of itself.
     """
     roots = {"model": model, **objective}
     before = snapshot_python_state(roots)
@@ -62,14 +61,14 @@ def refuse_side_effects(model: nn.Module, objective: Mapping[str, Any]) -> Itera
 
 @contextmanager
 def refuse_update_side_effects(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[None]:
-    """Refuses what an update changes beside tensors in place.
+    """Rejects changes by an update other than in-place changes of tensors.
 
     Args:
-        names: of the parameters that are updated, by their `id`.
+        names: of the updated parameters, by `id`.
 
     Raises:
-        PlanError: numbers of the optimizer's groups, of its state or its attributes change, its state gets other
-            tensors, or a parameter other memory.
+        PlanError: numbers of the optimizer's groups, state or attributes change, its state gets other tensors, or a
+            parameter other memory.
     """
     before = snapshot_python_state(_optimizer_values(optimizer, names), strict=True)
     yield
@@ -81,24 +80,24 @@ def refuse_update_side_effects(optimizer: torch.optim.Optimizer, names: Mapping[
 def _optimizer_values(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
     state: dict[str, Any] = {}
-    for holder, value in optimizer.state.items():  # which may be no parameter, as where all steps are counted
+    for holder, value in optimizer.state.items():  # a key may be no parameter, such as a name for a count of steps
         state[names.get(id(holder), "another") if isinstance(holder, Tensor) else str(holder)] = value
     return {"groups": optimizer.param_groups, "state": state, "attributes": attributes}
 
 
 def _update_error(place: StatePlace, before: Any, after: Any) -> PlanError:
-    whose, *names = place
-    name = names[0] if whose == "attributes" else "state" if len(names) < 2 else names[1]
-    where = f" of {names[0]!r}" if whose == "state" else ""
+    owner, *names = place
+    name = names[0] if owner == "attributes" else "state" if len(names) < 2 else names[1]
+    where = f" of {names[0]!r}" if owner == "state" else ""
     fix = "choose compile=forward, which leaves the update out, or compile=none; and graphs=none"
-    if whose == "attributes":  # what no State has, so that steps before the first are not taken back
+    if owner == "attributes":  # State has no attributes of the optimizer, so that trial steps can't be undone
         fix = "choose compile=none and graphs=none"
     if not isinstance(after, _TensorState):
         why = f"the optimizer changes its own {name!r}{where}, which would happen once"
         return capture_error(why, "an optimizer that counts in tensors of its state", fix)
     why = f"the optimizer replaces its {name!r}{where}"
     if isinstance(before, _TensorState) and before.value is after.value:
-        what = "a parameter" if whose == "groups" else f"its {name!r}{where}"
+        what = "a parameter" if owner == "groups" else f"its {name!r}{where}"
         why = f"the optimizer gives {what} other memory (`.data = ...`), which would be lost"
     return capture_error(why, "an optimizer that updates in place", fix)
 
@@ -116,11 +115,11 @@ def _model_error(place: StatePlace, before: Any, after: Any, root: Any) -> PlanE
     return capture_error(f"it changes {what}, which would happen once", "a buffer of the model for it")
 
 
-# --- what is held
+# --- snapshots
 
 
 class _TensorState:
-    """A tensor, what it is to its owner, and the memory that it has."""
+    """A tensor, its kind (such as parameter), and its memory."""
 
     def __init__(self, value: Tensor, kind: str) -> None:
         self.value, self.kind = value, kind
@@ -138,16 +137,16 @@ _PLAIN_TYPES = bool | int | float | complex | str | bytes | None
 _SYMBOL_TYPES = torch.SymInt | torch.SymFloat | torch.SymBool
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 _MAX_ITEMS = 10_000
-"""Items of a container that are too many to look at: data, and not what a step counts with."""
+"""Containers with more items count as data and aren't compared."""
 _HOOKS = ("_forward", "_backward")
 
 
 def snapshot_python_state(roots: Mapping[str, Any], strict: bool = False) -> dict[StatePlace, Any]:
-    """Plain values, kinds of objects, and the states of generators, by place, as far as they can be reached.
+    """Returns plain values, types of objects, and states of generators, by place, as far as they can be reached.
 
     Args:
-        strict: which tensors are held counts everywhere; else as a module's parameters and buffers alone, so that a
-            module may keep what it computed last.
+        strict: whether the identity of every tensor counts; else only of a module's parameters and buffers, since a
+            module may store its last results.
     """
     found: dict[StatePlace, Any] = {}
     seen: dict[int, Any] = {}
@@ -169,7 +168,7 @@ def snapshot_python_state(roots: Mapping[str, Any], strict: bool = False) -> dic
 
 
 def first_difference(before: Mapping[StatePlace, Any], after: Mapping[StatePlace, Any]) -> StatePlace | None:
-    """The first place at which something else is held afterwards; None where nothing has changed."""
+    """Returns the first place with another value afterwards; None without a change."""
     for place in {**before, **after}:
         if place not in before or place not in after or not _is_same(before[place], after[place]):
             return place
@@ -183,11 +182,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 _InnerValues = Iterable[tuple[str, Any, str]]
-"""Names, what they name, and, where it counts which tensor that is, what the tensor is to its owner."""
+"""(name, value, kind); `kind` is that of a tensor owner identity counts, else empty."""
 
 
 def _open_object(value: Any, kind: str, own: Set[str]) -> tuple[Any, _InnerValues]:
-    """What is noted of an object, and what it holds."""
+    """Returns an object's comparable content, and its inner values."""
     name = type(value).__name__
     if isinstance(value, nn.Module):
         return name, _module_items(value, kind)

@@ -1,1 +1,1 @@
-"""Asynchronous training: workers compute gradients, a server holds the parameters."""
+"""Asynchronous training: workers compute gradients, and a server updates the parameters."""

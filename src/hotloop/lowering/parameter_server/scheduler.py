@@ -1,4 +1,4 @@
-"""Which worker computes which batch of an epoch, how far it may run ahead, and that each batch counts once."""
+"""Assignment of an epoch's batches to workers: each batch counts once, and no worker is too far ahead."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hotloop.lowering.parameter_server.server import WeightVersion
 
 @dataclass(frozen=True)
 class WorkItem:
-    """A batch of the Task's order, to compute the gradient of.
+    """A batch whose gradient a worker computes.
 
     Attributes:
-        epoch, batch: where in the order, both from 0.
-        version: updates that the parameters had had when it was handed out.
-        turn: of the ledger; what was handed out before it was opened anew counts no more.
+        epoch, batch: place in the Task's order, both from 0.
+        version: number of updates of the parameters at the assignment.
+        turn: number of the epoch's start; items of earlier starts no longer count.
     """
 
     epoch: int
@@ -31,7 +31,7 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class _Lease:
-    """`begun` says how many batches each worker had begun when this one was handed out."""
+    """An assigned item; `begun` counts the batches that each worker had begun at the assignment."""
 
     work: WorkItem
     worker: int
@@ -39,23 +39,22 @@ class _Lease:
 
 
 class BatchScheduler:
-    """The account of one epoch at a time.
+    """Assigns the batches of one epoch at a time, in the Task's order.
 
-    Batches go out in the Task's order. The staleness is bounded as in SSP (Ho et al., More effective distributed ML via
-    a stale synchronous parallel parameter server, NeurIPS 2013): while a worker computes a batch, no other begins more
-    than `bound` + 1 new ones. SSP counts from the beginning of training, since each worker there has a share of its
-    own; here whoever is free gets the next batch, so the count begins with each batch, and a gradient still misses at
-    most `(workers - 1) * (bound + 2)` updates.
+    The staleness is bounded as in SSP (Ho et al., NeurIPS 2013): while a worker computes a batch, no other begins more
+    than `bound` + 1 new ones. SSP counts from the beginning of training, since each worker there has its own share of
+    the data; here any free worker gets the next batch, so the count begins with each batch. A gradient misses at most
+    `(workers - 1) * (bound + 2)` updates.
 
-    A worker that may begin nothing new computes what another holds already, the slowest's first (the backup tasks of
-    Dean and Ghemawat, MapReduce, OSDI 2004, section 3.6). Whichever gradient comes first counts and the other is
-    refused, so that one that is stopped, or lost without a word, never holds up the others.
+    A worker that may begin no new batch computes an assigned one, the slowest worker's first (backup tasks of
+    MapReduce, Dean and Ghemawat, OSDI 2004, section 3.6). The first gradient of a batch counts and a later one is
+    refused, so that a stopped or dead worker never blocks the others.
 
     Attributes:
         bound: None for no bound.
-        counted: batch -> the worker whose gradient was applied, of the present epoch.
-        refused: gradients that came when their batch was counted already, since the beginning.
-        paused: hand out nothing new.
+        counted: batch -> the worker whose gradient was applied, in this epoch.
+        refused: number of gradients for batches that were counted already.
+        paused: whether no new batches are assigned.
     """
 
     def __init__(self, bound: int | None = None) -> None:
@@ -68,8 +67,8 @@ class BatchScheduler:
         self._returned: deque[int] = deque()
         self._epoch = self._next = self._end = self._turn = 0
 
-    def is_open(self, epoch: int, first: int, end: int) -> None:
-        """Begins the account of an epoch's batches from `first` to before `end`; whatever is still out is forgotten."""
+    def begin_epoch(self, epoch: int, first: int, end: int) -> None:
+        """Begins an epoch with the batches from `first` to before `end`; earlier assignments no longer count."""
         self._epoch, self._next, self._end, self._turn = epoch, first, end, self._turn + 1
         self.counted = {}
         self._leases.clear()
@@ -82,11 +81,11 @@ class BatchScheduler:
 
     @property
     def outstanding(self) -> int:
-        """Batches that were handed out and are not counted."""
+        """Number of assigned batches that aren't counted."""
         return len({lease.work.batch for lease in self._open_items()} | set(self._returned))
 
     def take(self, worker: int, version: int) -> WorkItem | None:
-        """What the worker is to compute with parameters that had `version` updates; None: wait until something counts."""
+        """Assigns a batch with parameters of `version` updates; None if the worker must wait for another's gradient."""
         batch = self._choose(worker)
         if batch is None:
             return None
@@ -96,7 +95,7 @@ class BatchScheduler:
         return work
 
     def count(self, worker: int, work: WorkItem) -> bool:
-        """Notes that a gradient has come; whether it is to be applied."""
+        """Counts a gradient; returns whether it is to be applied."""
         lease = self._leases.get(worker)
         if lease is not None and lease.work == work:
             del self._leases[worker]
@@ -109,7 +108,7 @@ class BatchScheduler:
         return True
 
     def release_worker(self, worker: int) -> int | None:
-        """The worker is gone: the batch that goes to another now; None if there is none, or another has it already."""
+        """Removes a dead worker; returns its batch if no other worker computes it."""
         lease = self._leases.pop(worker, None)
         if lease is None or lease.work.batch in self.counted:
             return None
@@ -131,30 +130,29 @@ class BatchScheduler:
         return self._least_leased(others)
 
     def _open_items(self) -> list[_Lease]:
-        """Those whose batch is not counted yet, the oldest first."""
+        """Returns the assignments whose batch isn't counted yet, oldest first."""
         return [lease for lease in self._leases.values() if lease.work.batch not in self.counted]
 
     def _is_ahead(self, worker: int, lease: _Lease) -> bool:
-        """Whether the worker has begun more than the bound since the lease was given."""
         begun = self._begun.get(worker, 0) - lease.begun.get(worker, 0)
         return self.bound is not None and begun > self.bound
 
     def _least_leased(self, leases: Iterable[_Lease]) -> int | None:
-        """The batch that the fewest workers compute, the oldest of them."""
-        held = [lease.work.batch for lease in self._open_items()]
-        return min((lease.work.batch for lease in leases), key=held.count, default=None)
+        """Returns the batch that the fewest workers compute, the oldest of these."""
+        assigned = [lease.work.batch for lease in self._open_items()]
+        return min((lease.work.batch for lease in leases), key=assigned.count, default=None)
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a worker made of a batch; all tensors on the CPU.
+    """A worker's result for a batch; all tensors are on the CPU.
 
     Attributes:
         loss: 0-dim.
-        scalars: further ones that the Task's step gave, 0-dim.
-        weight: what the loss counts: a number, or a 0-dim tensor.
-        gradients: of each parameter, in the model's order; None where it has none.
-        buffers: of the model after the forward pass, in its order.
+        scalars: further figures of the Task's step, 0-dim.
+        weight: the loss's weight: a number, or a 0-dim tensor.
+        gradients: of each parameter, in the model's order; None for a parameter without gradient.
+        buffers: the model's buffers after the forward pass, in its order.
     """
 
     work: WorkItem
@@ -168,41 +166,41 @@ class Gradient:
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """The worker waits for its first batch, or for its first one after it came back."""
+    """The worker waits for its first batch, or for its first batch after a restart."""
 
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """The worker died; `why` goes on from its name: `was killed by SIGKILL`."""
+    """The worker died; `reason` continues a sentence after its name: `was killed by SIGKILL`."""
 
     reason: str
 
 
 WorkerAnswer = WorkerReady | Gradient | WorkerLost | HotloopError
-"""An error is what kept the worker from computing its batch: it ends the training."""
+"""An error is the reason why the worker couldn't compute its batch: it ends the training."""
 
 PollHook = Callable[[], None]
 
 
 def no_poll() -> None:
-    """Looks at nothing."""
+    pass
 
 
 class WorkerPool(Protocol):
     """Workers, by number from 0; each computes one batch at a time."""
 
     def submit(self, worker: int, work: WorkItem, weights: WeightVersion) -> None:
-        """Hands out a batch to a worker that is ready or has answered; does not wait."""
+        """Sends a batch to a worker that is ready or has answered; doesn't wait."""
 
     def receive(self, look: PollHook = no_poll) -> tuple[int, WorkerAnswer]:
-        """Waits for the next answer, and says whose it is.
+        """Waits for the next answer, and returns its worker and the answer.
 
         Args:
-            look: called now and then while none comes; what it raises ends the wait.
+            look: called repeatedly while there is none; an error of it ends the wait.
 
         Raises:
             TrainingError: all workers are gone.
         """
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing."""
+        """Ends the workers at once."""

@@ -1,4 +1,4 @@
-"""The parameter server: parameters and their optimizer, and an update for each gradient that a worker brings."""
+"""The parameter server: parameters and their optimizer, with an update for each worker's gradient."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from hotloop.errors import PlanError
 from hotloop.plan import Plan
 
 _COMPENSATION = 0.04
-"""What the paper of `StalenessPolicy.compensation` takes for images."""
+"""Value for images in the paper of `StalenessPolicy.compensation`."""
 
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """What is done about gradients of parameters that have changed since.
+    """Treatment of gradients whose parameters have changed since.
 
     Attributes:
-        bound: how many further batches a worker may begin while another computes one (see `BatchScheduler`); None: any number.
-        divide: the step size is divided by the staleness, the updates since the gradient's parameters were handed out
+        bound: number of further batches that a worker may begin while another computes one (see `BatchScheduler`); None
+            for no bound.
+        divide: whether the step size is divided by the staleness, the number of updates since the assignment
             (Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning, 2015, arXiv 1511.05950).
-        compensation: lambda of `g + lambda * g * g * (w_now - w_then)`, a guess at the gradient where the parameters are
-            now (Zheng et al.: Asynchronous stochastic gradient descent with delay compensation, 2016, arXiv 1609.08326);
-            0 leaves it out.
+        compensation: lambda of `g + lambda * g * g * (w_now - w_then)`, an estimate of the gradient at the present
+            parameters (Zheng et al.: Asynchronous stochastic gradient descent with delay compensation, 2016, arXiv
+            1609.08326); 0 for none.
     """
 
     bound: int | None = None
@@ -42,21 +43,21 @@ class StalenessPolicy:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> StalenessPolicy:
-        """What a plan asks for."""
+        """Returns the plan's policy."""
         compensation = _COMPENSATION if plan.correction in ("compensate", "both") else 0.0
         return cls(plan.staleness, plan.correction in ("divide", "both"), compensation)
 
     def factor(self, staleness: int) -> float:
-        """What the step size is multiplied by."""
+        """Returns the factor of the step size."""
         return 1 / max(1, staleness) if self.divide else 1.0
 
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A copy of what a worker needs of the model; nothing changes it.
+    """A copy of the model's tensors for workers; nothing changes it.
 
     Attributes:
-        version: updates that the parameters had had.
+        version: number of updates before the copy.
         parameters, buffers: in the model's order.
     """
 
@@ -66,15 +67,15 @@ class WeightVersion:
 
 
 class ParameterServer:
-    """Parameters, their optimizer and a policy; knows nothing of workers, nor of how gradients reach it.
+    """Parameters, their optimizer and a policy, independent of workers and of the way of gradients.
 
     Args:
-        model: whose parameters are trained.
-        optimizer: of torch; its step size is the Task's, and is put back after each update.
-        clip: clips the gradients in place, once they are corrected.
+        model: the model to train.
+        optimizer: of torch; its step size is the Task's, and is restored after each update.
+        clip: clips the corrected gradients in place.
 
     Attributes:
-        version: updates so far.
+        version: number of updates.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ParameterServer:
 
     @torch.no_grad()
     def weights(self) -> WeightVersion:
-        """A copy as of now, on the CPU; the same one until the next update."""
+        """Returns a copy on the CPU; the same copy until the next update."""
         if self._copy is None:
             buffers = [value.detach().to("cpu", copy=True) for value in self.model.buffers()]
             self._copy = WeightVersion(
@@ -102,12 +103,12 @@ class ParameterServer:
 
     @torch.no_grad()
     def update(self, gradients: Sequence[Tensor | None], then: WeightVersion, buffers: Sequence[Tensor] = ()) -> int:
-        """One update; returns the staleness of the gradients.
+        """Updates the parameters; returns the staleness of the gradients.
 
         Args:
-            gradients: of each parameter of the model, in its order; None where it has none.
-            then: what they were computed with.
-            buffers: of the model after that; they replace the present ones, as those of the worker that came last.
+            gradients: of each parameter, in the model's order; None for a parameter without gradient.
+            then: the weights that they were computed with.
+            buffers: the worker's buffers; they replace the present ones.
         """
         staleness = self.version - then.version
         for parameter, gradient, old in zip(self._parameters, gradients, then.parameters, strict=True):
@@ -121,7 +122,7 @@ class ParameterServer:
         return staleness
 
     def changed(self) -> None:
-        """Notes that the parameters are others now."""
+        """Counts a change of the parameters."""
         self.version += 1
         self._copy = None
 

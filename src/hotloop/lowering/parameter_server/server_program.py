@@ -1,4 +1,4 @@
-"""A Program whose steps are the updates of a parameter server, and whose batches are the gradients that workers bring."""
+"""A Program whose steps are updates of a parameter server, and whose batches are gradients from workers."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from hotloop.lowering.parameter_server.server import ParameterServer, StalenessP
 from hotloop.lowering.program import Program
 
 _PATIENCE_S = 5.0
-"""What workers have for an answer, once there is a reason to stop; or a multiple of the longest wait so far."""
+"""Seconds that workers have for an answer after a reason to stop, or three times the longest wait so far."""
 
 _POLL_S = 1.0
-"""The most that the time between two checks of a wait counts; more passes only while this process is stopped."""
+"""Largest time in seconds that counts between two checks of a wait: more passes only while this process is stopped."""
 
 
 class ServerStep(EagerStep):
-    """Takes a worker's gradient for a batch, and updates the server with it.
+    """Updates the server with a worker's gradient.
 
     Attributes:
-        server: holds the model and the optimizer.
-        staleness: how many updates of each staleness there were, since the beginning.
+        server: has the model and the optimizer.
+        staleness: number of updates by staleness.
     """
 
     def __init__(self, parts: LoweringContext, policy: StalenessPolicy) -> None:
@@ -62,20 +62,20 @@ class ServerStep(EagerStep):
         return cast(Tensor, loss)
 
     def on_state_restored(self) -> None:
-        """A State was restored, so what workers were given is of no use any more."""
+        """Drops the copy of the weights for workers."""
         self.server.changed()
 
 
 class GradientFeed:
-    """Hands batches out to the workers of a crew, and yields `((gradient, its weights), samples)` as they come.
+    """Assigns batches to workers, and yields `((gradient, its weights), samples)` as they come.
 
-    Each epoch begins and ends with all its batches counted, each once.
+    Each epoch begins and ends with all its batches counted once.
 
     Attributes:
-        crew: the workers; None until somebody is employed.
-        ledger: who has which batch.
-        lost: workers that died, since the beginning.
-        heard: says why to stop, if there is a reason; asked while no worker answers.
+        crew: the workers; None before the first ones.
+        ledger: assignment of batches to workers.
+        lost: number of workers that died.
+        stop_reason: returns the reason to stop, if there is one; called while no worker answers.
         limit_s: the longest wait for an answer, in seconds; None derives the limit from the longest wait so far.
     """
 
@@ -85,12 +85,12 @@ class GradientFeed:
         self.crew: WorkerPool | None = None
         self.ledger = BatchScheduler(server.policy.bound)
         self.lost = 0
-        self.heard: Callable[[], str | None] = lambda: None
+        self.stop_reason: Callable[[], str | None] = lambda: None
         self.limit_s: float | None = None
         self._longest_s = 0.0
         self._server, self._say = server, say
         self._free: list[int] = []
-        self._given: dict[int, tuple[WorkItem, WeightVersion]] = {}
+        self._assigned: dict[int, tuple[WorkItem, WeightVersion]] = {}
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         if self.crew is None:
@@ -100,10 +100,11 @@ class GradientFeed:
                 fix="use one of these, or hotloop.asynchronous.simulation",
             )
         assert self.batches is not None
-        self.ledger.is_open(epoch, start, self.batches)
+        self.ledger.begin_epoch(epoch, start, self.batches)
+
         while not self.ledger.is_done:
-            self._hand_out(self.crew)
-            worker, answer = self._received(self.crew)
+            self._assign_batches(self.crew)
+            worker, answer = self._next_answer(self.crew)
             if isinstance(answer, HotloopError):
                 raise answer
             if isinstance(answer, WorkerLost):
@@ -111,73 +112,73 @@ class GradientFeed:
                 continue
             self._free.append(worker)
             if isinstance(answer, Gradient):
-                _, weights = self._given.pop(worker)
+                _, weights = self._assigned.pop(worker)
                 if self.ledger.count(worker, answer.work):
                     yield (answer, weights), answer.samples
 
-    def _received(self, crew: WorkerPool) -> tuple[int, WorkerAnswer]:
-        """The next answer.
+    def _next_answer(self, crew: WorkerPool) -> tuple[int, WorkerAnswer]:
+        """Returns the next answer.
 
         Raises:
-            TrainingError: no worker answers within the limit; or there is a reason to stop, and no worker answers, though
-                it has had the time for it. What is out can't be waited for, so there is nothing to save.
+            TrainingError: no worker answers within the limit, or within a shorter limit after a reason to stop. A State
+                requires the missing gradients, so that none is saved.
         """
         began, since = time.monotonic(), math.inf
         checked, waited_s = began, 0.0
 
-        def look() -> None:
+        def check_limits() -> None:
             nonlocal since, checked, waited_s
-            reason, now = self.heard(), time.monotonic()
+            reason, now = self.stop_reason(), time.monotonic()
             waited_s += min(now - checked, _POLL_S)
             checked = now
             if waited_s > self._longest_wait_s:
                 raise TrainingError(
                     f"no worker has answered for {waited_s:.0f}s",
                     expected="a gradient of any worker",
-                    fix="look for what holds all workers up; --rank-timeout makes the server wait longer; continue with --resume",
+                    fix="find what blocks all workers; --rank-timeout makes the server wait longer; continue with --resume",
                 )
             since = min(since, now) if reason else math.inf
             if now - since > max(_PATIENCE_S, 3 * self._longest_s):
                 raise TrainingError(
                     f"stopped ({reason}) without saving: no worker has answered for {now - began:.0f}s",
-                    fix="look for what holds them up, and go on from the last checkpoint",
+                    fix="find what blocks them, and continue from the last checkpoint",
                 )
 
-        worker, answer = crew.receive(look)
+        worker, answer = crew.receive(check_limits)
         if isinstance(answer, Gradient):
             self._longest_s = max(self._longest_s, time.monotonic() - began)
         return worker, answer
 
     @property
     def _longest_wait_s(self) -> float:
-        """The longest allowed wait; the first gradient has more time, as a model may be prepared before it."""
+        """The longest allowed wait in seconds; longer before the first gradient, as workers may prepare the model."""
         if self.limit_s is not None:
             return self.limit_s
         return default_limit_s(self._longest_s) if self._longest_s else LONGEST_WAIT_S
 
-    def _hand_out(self, crew: WorkerPool) -> None:
+    def _assign_batches(self, crew: WorkerPool) -> None:
         waiting = []
         for worker in self._free:
             work = self.ledger.take(worker, self._server.version)
             if work is None:
                 waiting.append(worker)
                 continue
-            self._given[worker] = work, self._server.weights()
-            crew.submit(worker, *self._given[worker])
+            self._assigned[worker] = work, self._server.weights()
+            crew.submit(worker, *self._assigned[worker])
         self._free = waiting
 
     def _release_worker(self, worker: int, why: str) -> None:
         self.lost += 1
-        self._given.pop(worker, None)
+        self._assigned.pop(worker, None)
         if worker in self._free:
             self._free.remove(worker)
         batch = self.ledger.release_worker(worker)
         self._say(f"worker {worker} {why}" + ("" if batch is None else f"; its batch {batch + 1} goes to another"))
 
     def set_workers(self, crew: WorkerPool, limit_s: float | None = None) -> None:
-        """Begins anew with these workers; see `limit_s`."""
+        """Starts again with these workers; `limit_s` is that of the class."""
         self.crew, self.limit_s = crew, limit_s
-        self._free, self._given = [], {}
+        self._free, self._assigned = [], {}
 
     def close(self) -> None:
         if self.crew is not None:
@@ -185,7 +186,9 @@ class GradientFeed:
 
 
 class ParameterServerProgram(Program):
-    """Its `position` counts updates; `state` waits for what is out, so that it is of a place in the Task's order."""
+    """Program whose `position` counts updates; `state` waits for missing gradients, so that it has a place in the
+    order.
+    """
 
     _step: ServerStep
     feed: GradientFeed
@@ -202,14 +205,14 @@ class ParameterServerProgram(Program):
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How many updates of each staleness there were."""
+        """Number of updates by staleness."""
         return dict(self._step.staleness)
 
     def set_stop(self, reason: Callable[[], str | None], check: Check = never_stop) -> None:
-        self.feed.heard = reason
+        self.feed.stop_reason = reason
 
     def set_workers(self, crew: WorkerPool, limit_s: float | None = None) -> None:
-        """From now on these workers compute the gradients, and any others are ended.
+        """Replaces the workers that compute the gradients, and ends the former ones.
 
         Args:
             limit_s: the longest wait for a gradient, in seconds; None derives the limit from the longest wait so far.
@@ -220,7 +223,7 @@ class ParameterServerProgram(Program):
 
 
 def parameter_server_program(parts: LoweringContext, policy: StalenessPolicy) -> ParameterServerProgram:
-    """The server's side of an asynchronous training; `set_workers` gives it workers."""
+    """Returns the server's side of an asynchronous training; `set_workers` gives it workers."""
     assert parts.splits.order is not None, "a stream can't be handed out"
     step = ServerStep(parts, policy)
     return ParameterServerProgram(parts, step, GradientFeed(parts.splits.order, step.server, parts.say))

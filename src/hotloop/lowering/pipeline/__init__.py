@@ -1,1 +1,1 @@
-"""A model in stages: where to cut it, and how microbatches pass through."""
+"""Pipeline parallelism: the split of a model into stages, and the way of microbatches through these."""

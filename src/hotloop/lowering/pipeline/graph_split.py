@@ -1,4 +1,4 @@
-"""A model with its loss as one graph, and that graph in consecutive pieces with what crosses each cut."""
+"""Export of model and loss as one graph, and split of the graph into consecutive pieces."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TensorLeaves = Sequence[Tensor]
 
 
 class LossModule(nn.Module):
-    """Model and loss as one module of tensors alone, which torch can export.
+    """Model and loss as one module with tensors as inputs, which torch can export.
 
     Args:
-        like: a batch, whose shape as a tree all have.
-        in_eval: names of the model's modules that stay in evaluation mode while the model trains.
+        like: a batch with the structure of all batches.
+        in_eval: names of the model's modules that stay in evaluation mode in training.
     """
 
     def __init__(self, model: nn.Module, task: Task, like: Any, in_eval: Collection[str] = ()) -> None:
@@ -46,7 +46,7 @@ class LossModule(nn.Module):
         return self
 
     def forward(self, *leaves: Tensor) -> tuple[Any, Any, Any]:
-        """Loss, output (in evaluation) and further scalars of a batch with these tensors."""
+        """Returns loss, output (in evaluation) and further scalars of a batch with these tensors."""
         following = iter(leaves)
         computed = self._task.compute(self.model, map_tensors(lambda _: next(following), self._like))
         return computed.loss, None if self.training else computed.output, computed.scalars
@@ -54,27 +54,27 @@ class LossModule(nn.Module):
 
 @dataclass(frozen=True)
 class TracedForward:
-    """The forward pass of so many samples as torch.export sees it.
+    """The exported forward pass for a fixed number of samples.
 
     Attributes:
-        module: the graph, with the model's own parameters and buffers under `model.`, the loss' under `loss.`.
-        nodes: what is computed, in order.
-        paths: of each node the module whose forward has it, by its name in the model; empty for the model itself.
-        held: the model's parameters and buffers, by name.
+        module: the graph, with the model's parameters and buffers under `model.`, the loss' under `loss.`.
+        nodes: the operations in order.
+        paths: name of the module whose forward contains each node; empty for the model itself.
+        tensor_names: names of the model's parameters and buffers.
     """
 
     module: fx.GraphModule
     nodes: tuple[fx.Node, ...]
     paths: tuple[str, ...]
-    held_names: frozenset[str]
+    tensor_names: frozenset[str]
     _spec: pytree.TreeSpec
 
     @classmethod
     def from_task(cls, objective: LossModule, leaves: TensorLeaves) -> TracedForward:
-        """Exports it for a batch with tensors of these shapes.
+        """Exports model and loss for a batch with these shapes.
 
         Raises:
-            PlanError: the module that can't be exported is named.
+            PlanError: the export fails; the message names the module.
         """
         exported = _export(objective, tuple(leaves))
         module: Any = exported.module()
@@ -85,7 +85,7 @@ class TracedForward:
         return cls(module, nodes, tuple(map(_path, nodes)), held, exported.call_spec.out_spec)
 
     def find(self, name: str) -> int | None:
-        """The first node of a module, of a module in it, or of a parameter of that name; None if there is none."""
+        """Returns the first node of a module or of a parameter of that name; None if there is none."""
         inside = (place for place, path in enumerate(self.paths) if _is_inside(path, name))
         using = (
             n for n, node in enumerate(self.nodes) if any(_is_inside(held, name) for held in self.names_in_piece(node))
@@ -93,26 +93,26 @@ class TracedForward:
         return next(inside, next(using, None))
 
     def names_in_piece(self, node: fx.Node) -> list[str]:
-        """The model's parameters and buffers that a node reads, by name."""
+        """Returns the names of the model's parameters and buffers that a node reads."""
         found = (str(one.target).removeprefix("model.") for one in node.all_input_nodes if one.op == "get_attr")
-        return [name for name in found if name in self.held_names]
+        return [name for name in found if name in self.tensor_names]
 
     def cut_points(self) -> dict[str, int]:
-        """Where a stage may begin: modules with parameters of their own, by name, each with its first node."""
+        """Returns possible first modules of stages by name, with their first nodes: modules with parameters."""
         found: dict[str, int] = {}
         for node, path in zip(self.nodes, self.paths, strict=True):
             for held in self.names_in_piece(node):
                 name = path or held
-                if name not in found and (place := self.find(name)) is not None and not self.bind(place):
+                if name not in found and (place := self.find(name)) is not None and not self.separates_mutation(place):
                     found[name] = place
         first_of: dict[int, str] = {}
         for name, place in found.items():
             first_of.setdefault(place, name)
         ordered = sorted((place, name) for place, name in first_of.items())
-        return {name: place for place, name in ordered[1:]}  # the first begins with whatever the model does first
+        return {name: place for place, name in ordered[1:]}  # the first stage begins with the model
 
-    def bind(self, place: int) -> bool:
-        """Whether a cut before that node would part a tensor from what changes it in place."""
+    def separates_mutation(self, place: int) -> bool:
+        """Checks whether a cut before that node separates a tensor from its in-place change."""
         number = {node: number for number, node in enumerate(self.nodes)}
         for changed, node in enumerate(self.nodes[place:], place):
             for root in _mutated_tensors(node):
@@ -121,25 +121,20 @@ class TracedForward:
         return False
 
     def split(self, starts: Sequence[int]) -> list[GraphPiece]:
-        """The graph in pieces that begin with the first node and with each of these."""
+        """Splits the graph before each of these nodes."""
         bounds = [0, *starts, len(self.nodes)]
-        ranges = list(itertools.pairwise(bounds))
         results = [node for node in _node_results(self.module) if isinstance(node, fx.Node)]
         crossing = [self._crossing(place, results) for place in bounds[1:-1]]
-        arriving, leaving = [[], *crossing], [*crossing, results]
-        return [
-            self._piece(first, last, into, out)
-            for (first, last), into, out in zip(ranges, arriving, leaving, strict=True)
-        ]
+        ends = zip(itertools.pairwise(bounds), [[], *crossing], [*crossing, results], strict=True)
+        return [self._piece(first, last, arriving, leaving) for (first, last), arriving, leaving in ends]
 
     def result(self, values: Sequence[Tensor]) -> StepResult:
-        """What the last piece put out, as the Task's `compute` gives it."""
+        """Returns the last piece's outputs as the result of the Task's `compute`."""
         following = iter(values)
         flat = [next(following) if isinstance(node, fx.Node) else node for node in _node_results(self.module)]
         return StepResult(*pytree.tree_unflatten(flat, self._spec))
 
     def _crossing(self, place: int, results: Sequence[fx.Node]) -> list[fx.Node]:
-        """What is computed before that node and used after."""
         before = set(self.nodes[:place])
         later = [used for node in self.nodes[place:] for used in node.all_input_nodes]
         return list(dict.fromkeys(node for node in [*later, *results] if node in before))
@@ -149,12 +144,13 @@ class TracedForward:
         graph, copies = fx.Graph(), {}
         for node in into:
             copies[node] = graph.placeholder(node.name)
-        used = dict.fromkeys(one for node in [*nodes, *out] for one in _external_inputs(node))
+        read = (value for node in [*nodes, *out] for value in [node, *node.all_input_nodes])
+        used = [value for value in dict.fromkeys(read) if value.op in ("get_attr", "placeholder")]
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         leaves = [place for place, node in enumerate(placeholders) if node in used]
         for place in leaves:
             copies[placeholders[place]] = graph.placeholder(placeholders[place].name)
-        for node in [*(one for one in used if one.op == "get_attr"), *nodes]:
+        for node in [*(value for value in used if value.op == "get_attr"), *nodes]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in out))
         return GraphPiece(fx.GraphModule(self.module, graph), tuple(leaves), len(into))
@@ -164,8 +160,8 @@ class GraphPiece(nn.Module):
     """Consecutive operations of a model.
 
     Attributes:
-        leaves: which of the batch's tensors it uses.
-        arriving: how many tensors it gets of the piece before.
+        leaves: indices of the batch's tensors that it uses.
+        arriving: number of tensors from the piece before.
     """
 
     def __init__(self, body: fx.GraphModule, leaves: tuple[int, ...], arriving: int) -> None:
@@ -173,7 +169,7 @@ class GraphPiece(nn.Module):
         self.body, self.leaves, self.arriving = body, leaves, arriving
 
     def forward(self, arrived: Sequence[Tensor], batch: TensorLeaves) -> tuple[Tensor, ...]:
-        """What the next piece gets."""
+        """Returns the inputs of the next piece."""
         return self.body(*arrived, *(batch[place] for place in self.leaves))
 
 
@@ -191,15 +187,8 @@ def _node_results(module: fx.GraphModule) -> Sequence[Any]:
     return next(node for node in module.graph.nodes if node.op == "output").args[0]
 
 
-def _external_inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """What a node reads that no other computes, and itself if it is such."""
-    for one in [node, *node.all_input_nodes]:
-        if one.op in ("get_attr", "placeholder"):
-            yield one
-
-
 def _mutated_tensors(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors whose memory a node changes, each as it came into being."""
+    """Yields the tensors whose memory a node changes, each by the node that created it."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return
@@ -211,10 +200,10 @@ def _mutated_tensors(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _viewed_node(node: fx.Node) -> fx.Node | None:
-    """The tensor that a node's result may share its memory with."""
+    """Returns the node whose memory the result may share."""
     schema = getattr(node.target, "_schema", None)
     shares = schema is not None and any(one.alias_info is not None for one in schema.returns)
-    # what may be a view or a copy, such as `reshape`, says nothing of it: then its input is taken to be shared
+    # operations that return a view or a copy have no alias information: they count as views
     maybe = str(node.target) in ("aten.reshape.default", "aten.contiguous.default", "aten.flatten.using_ints")
     return node.args[0] if (shares or maybe) and node.args and isinstance(node.args[0], fx.Node) else None
 
@@ -245,7 +234,7 @@ def _export(objective: LossModule, leaves: tuple[Tensor, ...]) -> Any:
 
 
 def draws_error() -> PlanError:
-    """The error for draws that a graph would hold as they came when it was made."""
+    """Returns the error for random draws that would be constants of a graph."""
     return PlanError(
         "parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from one of its own",
         expected="random numbers of torch's functions, which are drawn anew in each step",
@@ -254,7 +243,7 @@ def draws_error() -> PlanError:
 
 
 def no_backward_error(what: str) -> PlanError:
-    """The error for a backward that a graph of the forward pass doesn't have."""
+    """Returns the error for a custom backward, which a graph of the forward pass lacks."""
     return PlanError(
         f"parallel=stages, and backward calls {what}, which torch.export leaves out",
         expected="gradients that follow from the operations of the forward pass",
@@ -263,7 +252,6 @@ def no_backward_error(what: str) -> PlanError:
 
 
 def _failing_module(objective: LossModule, leaves: tuple[Tensor, ...]) -> str:
-    """The innermost module whose forward doesn't come to its end in an export."""
     inside: list[str] = []
     hooks: list[RemovableHandle] = []
     for name, module in objective.named_modules():
@@ -279,7 +267,7 @@ def _failing_module(objective: LossModule, leaves: tuple[Tensor, ...]) -> str:
     try:
         with silence_loggers("torch"), traceable_groups():
             torch.export.export(objective, leaves, strict=False)
-    except Exception:  # the same as before: here it only matters where
+    except Exception:  # the same error again: only its place matters here
         return repr(inside[-1]) if inside and inside[-1] else "the model's own forward"
     finally:
         for hook in hooks:
@@ -288,10 +276,10 @@ def _failing_module(objective: LossModule, leaves: tuple[Tensor, ...]) -> str:
 
 
 def batch_leaves(batch: Any, samples: int) -> list[Tensor]:
-    """The tensors of a batch, each with a row per sample.
+    """Returns the tensors of a batch, each with a row per sample.
 
     Raises:
-        PlanError: there is something else in it, which can't be cut into microbatches.
+        PlanError: the batch has another part, which can't be cut into microbatches.
     """
     others: list[Any] = []
     map_tensors(lambda value: value, batch, lambda leaf: others.append(leaf))

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a model; what it doesn't hold takes no memory there, and comes together for a State."""
+"""Ownership of a model's tensors by ranks: others' tensors take no memory, and a State gathers all."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hotloop.distributed.world import World
 class StageOwnership:
     """The parameters and buffers of a model, of which each rank has those of its stages on its device.
 
-    Those of other ranks keep their shapes, over the memory of a single number.
+    Tensors of other ranks have their shape on the memory of a single number.
 
     Args:
-        holders: for each parameter and buffer, by any of its names, the ranks that use it; the first of them speaks for
-            it. What none uses is the first rank's.
+        holders: the ranks that use each parameter and buffer, by any of its names; the first rank owns it. Rank 0 owns
+            unused ones.
     """
 
     def __init__(self, model: nn.Module, holders: Mapping[str, Iterable[int]], world: World) -> None:
@@ -35,21 +35,21 @@ class StageOwnership:
             ranks.setdefault(id(value), set()).update(holders.get(name, ()))
         self.holders = {name: sorted(ranks[id(value)]) or [0] for name, value in self._tensors.items()}
         own = {name: value for name, value in self._tensors.items() if world.rank in self.holders[name]}
-        kept = {id(value) for value in own.values()}
-        others = {id(value): value for value in self._tensors.values() if id(value) not in kept}
+        own_ids = {id(value) for value in own.values()}
+        others = {id(value): value for value in self._tensors.values() if id(value) not in own_ids}
         self.elsewhere = list(others.values())
         self.own = frozenset(own)
-        self._spoken_by_id = {id(value) for name, value in self._tensors.items() if self.owns_module(name)}
+        self._owned_ids = {id(value) for name, value in self._tensors.items() if self.owns_name(name)}
 
-    def owns_module(self, name: str) -> bool:
-        """Whether a parameter or buffer counts as this rank's."""
+    def owns_name(self, name: str) -> bool:
+        """Checks whether this rank owns a parameter or buffer."""
         return self.holders[name][0] == self.world.rank
 
     def owns_tensor(self, value: Tensor) -> bool:
-        return id(value) in self._spoken_by_id
+        return id(value) in self._owned_ids
 
     def shared_tensors(self) -> list[tuple[Tensor, dist.ProcessGroup]]:
-        """Parameters that this rank and others use, each with these ranks; all ranks must ask."""
+        """Returns the parameters of this rank that others use too, each with its process group; a collective call."""
         found, seen = [], set()
         for name, value in self._tensors.items():
             if value.requires_grad and len(self.holders[name]) > 1 and id(value) not in seen:
@@ -59,7 +59,7 @@ class StageOwnership:
         return found
 
     def move_to_owners(self, device: torch.device, loss: nn.Module | None) -> None:
-        """Moves this rank's part to its device, with the buffers of a loss, and gives up the memory of all else."""
+        """Moves this rank's tensors and the loss's buffers to its device, and frees the memory of all others."""
         for value in [*(self._tensors[name] for name in self.own), *(loss.buffers() if loss is not None else ())]:
             value.data = value.data.to(device)
         for value in self.elsewhere:
@@ -67,7 +67,7 @@ class StageOwnership:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """All tensors with memory of their own; in that of other ranks' is nothing, and what is written there is lost."""
+        """Gives other ranks' tensors memory, with undefined content; writes to it are lost."""
         for value in self.elsewhere:
             value.data = torch.empty(value.shape, dtype=value.dtype)
         try:
@@ -78,7 +78,7 @@ class StageOwnership:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """All tensors on the CPU, to be looked at but for their content."""
+        """Gives all tensors memory on the CPU, with undefined content."""
         away = {name: value.data for name in self.own if (value := self._tensors[name]).device.type != "cpu"}
         with self.full_parameters():
             for name, data in away.items():
@@ -90,7 +90,7 @@ class StageOwnership:
                     self._tensors[name].data = data
 
     def gather_state(self, state: State) -> State:
-        """The State of all ranks, out of what each has of it; the last rank's loss is the one that has run."""
+        """Returns the State of all ranks from their parts; only the last rank has run the loss."""
         parts: dict[str, dict[str, Any]] = {
             "parameters": self._owned_tensors(state.parameters),
             "buffers": self._owned_tensors(state.buffers),
@@ -110,24 +110,22 @@ class StageOwnership:
         return replace(state, optimizer=optimizer, average=average, **whole)
 
     def _owned_tensors(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if self.owns_module(name)}
+        return {name: value for name, value in values.items() if self.owns_name(name)}
 
 
 def free_storage(value: Tensor) -> None:
-    """Takes a tensor's memory; shape and dtype stay."""
+    """Frees a tensor's memory; shape and dtype stay."""
     value.data = torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """A tensor that is sent by itself."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def exchange_values(world: World, own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What all ranks have, together, on each; tensors on the CPU travel one by one, so that none is copied twice."""
+    """Returns all ranks' values on each rank; CPU tensors are sent one by one, so that none is copied twice."""
     sent: list[Tensor] = []
     outlines = world.all_gather(_describe_values(own, sent))
     found: dict[str, dict[str, Any]] = {}

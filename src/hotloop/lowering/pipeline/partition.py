@@ -1,4 +1,4 @@
-"""How a model is split into stages: where it can be cut, where that is best, and the chain of pieces that comes of it."""
+"""Split of a model into stages: possible cuts, the best cuts, and the resulting chain of pieces."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from hotloop.lowering.transforms.precision import autocast_context
 
 AUTO = "auto"
 _MICROBATCHES_PER_RANK = 4
-"""Microbatches for each rank unless the plan says how many: then at most a fifth of the time is spent on filling and
-draining (Huang et al.: GPipe, 2019, section 2.3)."""
+"""Default microbatches per rank: at most a fifth of the time then goes to filling and draining (Huang et al.: GPipe,
+2019, section 2.3)."""
 _MEMORY_SHARE = 0.9
-"""Of a device's free memory; the rest is for what can't be counted beforehand."""
+"""Share of a device's free memory for a stage; the rest is a reserve for unknown needs."""
 
 
 @dataclass(frozen=True)
 class StageChain:
-    """The model in stages, for a microbatch of one shape."""
+    """The model in stages, for microbatches of one shape."""
 
     traced: TracedForward
     pieces: tuple[GraphPiece, ...]
@@ -46,54 +46,51 @@ class StageChain:
 
     @classmethod
     def from_plan(cls, parts: LoweringContext, objective: LossModule, leaves: TensorLeaves) -> StageChain:
-        """Cut where the plan says.
+        """Splits the model as the plan says.
 
         Raises:
             PlanError: the model can't be exported, or can't be cut there.
         """
         traced = TracedForward.from_task(objective, leaves)
         pieces = traced.split(cut_positions(traced, parts.plan.split))
-        return cls(
-            traced,
-            tuple(pieces),
-            tuple(infer_piece_shapes(pieces, leaves, parts.device, partial(autocast_context, parts))),
-        )
+        shapes = infer_piece_shapes(pieces, leaves, parts.device, partial(autocast_context, parts))
+        return cls(traced, tuple(pieces), tuple(shapes))
 
     def stage_holders(self, ranks: int) -> dict[str, set[int]]:
-        """The ranks that use each parameter and buffer."""
-        found: dict[str, set[int]] = {}
+        """Returns the ranks that use each parameter and buffer."""
+        holders: dict[str, set[int]] = {}
         for stage, piece in enumerate(self.pieces):
             for name in names_in_piece(piece):
-                found.setdefault(name, set()).add(stage % ranks)
-        return found
+                holders.setdefault(name, set()).add(stage % ranks)
+        return holders
 
 
 def names_in_piece(piece: GraphPiece) -> list[str]:
-    """The model's parameters and buffers in a piece, by their names there."""
+    """Returns the names of the model's parameters and buffers in a piece."""
     values = itertools.chain(piece.body.named_parameters(), piece.body.named_buffers())
     return [name.removeprefix("model.") for name, _ in values if name.startswith("model.")]
 
 
 def stage_count(parts: LoweringContext) -> int:
-    """How many stages there are in all."""
+    """Returns the number of stages of all ranks."""
     return parts.world.ranks * (STAGES_PER_RANK if parts.plan.pipeline == "interleaved" else 1)
 
 
 def microbatch_rows(parts: LoweringContext) -> int:
-    """Samples of a microbatch; the last of a batch may have fewer."""
+    """Returns the samples of a microbatch; the last of a batch may have fewer."""
     assert parts.plan.microbatches is not None
     return -(-parts.splits.batch_size // parts.plan.microbatches)
 
 
 def example_leaves(parts: LoweringContext, rows: int) -> list[Tensor]:
-    """Tensors of a batch of so many samples, on the CPU: the first ones, as often as it takes."""
+    """Returns the tensors of a batch with `rows` samples on the CPU; the first samples repeat if there are too few."""
     batch = first_batch(parts.splits, rows)
     number = torch.arange(rows) % batch_length(batch)
     return [leaf[number] for leaf in tree_tensors(batch)]
 
 
 def resolve_split(parts: LoweringContext, objective: LossModule) -> LoweringContext:
-    """The plan with what it left open: the number of microbatches, and where the stages begin.
+    """Returns the plan with the number of microbatches and the first modules of the stages.
 
     Raises:
         PlanError: the model can't be cut into so many stages, or a batch into so many microbatches.
@@ -110,12 +107,12 @@ def resolve_split(parts: LoweringContext, objective: LossModule) -> LoweringCont
 
 
 def cut_positions(traced: TracedForward, split: str) -> list[int]:
-    """The nodes that stages begin with, by the names of a plan.
+    """Returns the first nodes of the stages that a plan names.
 
     Raises:
-        PlanError: there is no such module, or no cut can be made before it.
+        PlanError: there is no such module, or no cut is possible before it.
     """
-    found = []
+    places = []
     for name in split.split(","):
         place = traced.find(name) if name else None
         if place is None:
@@ -125,22 +122,22 @@ def cut_positions(traced: TracedForward, split: str) -> list[int]:
                 expected=f"modules that it uses, such as {known or 'none of this model'}",
                 fix="check the spelling, or use split=auto",
             )
-        if traced.bind(place):
+        if traced.separates_mutation(place):
             raise PlanError(
                 f"split={split}: {name!r} changes in place what was computed before it, so both must be in one stage",
                 fix="begin the stage elsewhere, use inplace=False there, or use split=auto",
             )
-        found.append(place)
-    if sorted({*found, 0}) != [0, *found]:
+        places.append(place)
+    if sorted({*places, 0}) != [0, *places]:
         raise PlanError(
             f"split={split}, and the forward pass doesn't come to these modules in that order, after others",
             fix="name the first module of the second stage, then of the third, and so on, or use split=auto",
         )
-    return found
+    return places
 
 
 def _measure_split(parts: LoweringContext, objective: LossModule) -> tuple[str, list[str]]:
-    """Where stages begin, as names with commas between, and what to tell of them."""
+    """Returns the names of the stages' first modules, with commas between, and the lines to report."""
     stages = stage_count(parts)
     leaves = example_leaves(parts, microbatch_rows(parts))
     traced = TracedForward.from_task(objective.train(), leaves)
@@ -171,17 +168,16 @@ def _measure_split(parts: LoweringContext, objective: LossModule) -> tuple[str, 
     cuts = find_best_cuts(costs, stages, _stage_memory_bytes(parts), partial(_microbatches_in_flight, parts))
     if cuts is None:
         raise PlanError(
-            f"no split of the model into {stages} stages has room in the memory of {parts.device}: its parameters with"
+            f"no split of the model into {stages} stages fits into the memory of {parts.device}: its parameters with"
             f" gradients and optimizer state take {_format_mib(sum(cost.weights for cost in costs))}",
             fix="use more ranks, or more microbatches",
         )
     names = list(beginnings)
-    begun = [names[cut - 1] for cut in cuts]
-    return ",".join(begun), _describe_split(parts, costs, cuts, begun)
+    first_modules = [names[cut - 1] for cut in cuts]
+    return ",".join(first_modules), _describe_split(parts, costs, cuts, first_modules)
 
 
 def _fewer_stages(parts: LoweringContext, most: int) -> str:
-    """Returns the advice for a model that can be cut into at most so many stages."""
     ranks = most // (stage_count(parts) // parts.world.ranks)
     advice = [f"--ranks {ranks}"] if ranks > 1 else []
     advice += ["pipeline=1f1b"] if parts.plan.pipeline == "interleaved" and most > 1 else []
@@ -191,17 +187,16 @@ def _fewer_stages(parts: LoweringContext, most: int) -> str:
 def _describe_split(
     parts: LoweringContext, costs: Sequence[PieceCost], cuts: Sequence[int], names: Sequence[str]
 ) -> list[str]:
-    """What went to which rank."""
     total = sum(cost.seconds for cost in costs) or 1.0
-    found = []
+    lines = []
     for stage, (first, last) in enumerate(itertools.pairwise([0, *cuts, len(costs)])):
         begin = f"from {names[stage - 1]!r}" if stage else "from the beginning"
         end = f"up to {names[stage]!r}" if stage < len(names) else "to the end"
         share = sum(cost.seconds for cost in costs[first:last]) / total
         weights = _format_mib(sum(cost.weights for cost in costs[first:last]))
         rank = stage % parts.world.ranks
-        found.append(f"stage {stage} on rank {rank}, {begin} {end}: {share:.0%} of the time, {weights} to train")
-    return found
+        lines.append(f"stage {stage} on rank {rank}, {begin} {end}: {share:.0%} of the time, {weights} to train")
+    return lines
 
 
 def _format_mib(count: float) -> str:
@@ -209,7 +204,7 @@ def _format_mib(count: float) -> str:
 
 
 def _stage_memory_bytes(parts: LoweringContext) -> float:
-    """Bytes that a stage may take; on a CPU, whose memory all ranks share, a split wins none."""
+    """Returns the bytes that a stage may take; unlimited on a CPU, whose memory all ranks share."""
     if parts.device.type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(parts.device)
@@ -217,13 +212,12 @@ def _stage_memory_bytes(parts: LoweringContext) -> float:
 
 
 def _microbatches_in_flight(parts: LoweringContext, stage: int) -> int:
-    """Of how many microbatches a stage keeps what backward needs."""
     microbatches = parts.plan.microbatches or 1
     return microbatches if parts.plan.pipeline == "gpipe" else min(microbatches, stage_count(parts) - stage)
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Refuses what a graph of operators can't follow."""
+    """Rejects modules with a state outside the exported graph."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise PlanError(
@@ -234,7 +228,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _check_rows(parts: LoweringContext) -> None:
-    """Refuses a model that looks at the batch as a whole, where there are several microbatches."""
+    """Rejects a model that doesn't treat rows separately, if there are several microbatches."""
     microbatches, few = parts.plan.microbatches, min(4, parts.splits.batch_size)
     if microbatches == 1 or few == 1:
         return

@@ -1,4 +1,4 @@
-"""Pieces of a model, tried before they are dealt to ranks: what crosses between them, what they draw, what they cost."""
+"""Shapes, draws and costs of a model's pieces, found before they are assigned to ranks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from hotloop.lowering.pipeline.graph_split import GraphPiece, TensorLeaves
 from hotloop.lowering.steps.gradient_check import autograd_ancestors
 
 _EVEN_RATIO = 1.05
-"""Stages whose slowest is within 5 % of the best are taken for equal: measured times are no truer than that."""
+"""Splits whose slowest stage is within 5 % of the best count as equal: measured times are no more precise."""
 
 
 @dataclass(frozen=True)
 class PieceCost:
-    """What one piece of a model costs.
+    """Cost of one piece of a model for one microbatch.
 
     Attributes:
-        seconds: of forward and backward for one microbatch.
-        weights: bytes of its parameters, with gradients and optimizer state.
-        kept: bytes that its forward pass keeps for backward, for one microbatch.
-        arriving: bytes that would have to be sent to it, for one microbatch, if a stage began with it.
+        seconds: time of forward and backward.
+        weights: bytes of its parameters with gradients and optimizer state.
+        kept: bytes that its forward pass saves for backward.
+        arriving: bytes sent to a stage that begins with the piece.
     """
 
     seconds: float
@@ -44,20 +44,17 @@ class PieceCost:
 
 
 def find_best_cuts(
-    costs: Sequence[PieceCost],
-    stages: int,
-    room: float = math.inf,
-    in_flight: Callable[[int], int] = lambda stage: 1,
+    costs: Sequence[PieceCost], stages: int, room: float = math.inf, in_flight: Callable[[int], int] = lambda stage: 1
 ) -> tuple[int, ...] | None:
-    """With which pieces the second, third... stage begin; None if no split has room.
+    """Returns the first pieces of the second, third... stage; None if no split fits into memory.
 
-    The slowest stage is within 5 % of the fastest possible; of such splits it is the one that sends least. Both are
-    found exactly, by dynamic programming over (stage, end).
+    The slowest stage is within 5 % of the fastest possible; among such splits the least bytes are sent. Dynamic
+    programming over (stage, end) finds both exactly.
 
     Args:
-        stages: how many; each gets at least one piece.
+        stages: number of stages; each gets at least one piece.
         room: bytes that a stage may take.
-        in_flight: of how many microbatches a stage keeps what backward needs.
+        in_flight: number of microbatches whose saved tensors a stage stores.
     """
     sums = _CostSums(costs)
 
@@ -83,7 +80,7 @@ def _least_cost(
     price: Callable[[int, int], float],
     together: Callable[[tuple[float, float]], float],
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The least price of all stages together, and where the second and later ones begin."""
+    """Returns the least total price, and the first pieces of the second and later stages."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -101,8 +98,6 @@ def _least_cost(
 
 
 class _CostSums:
-    """Costs of ranges of pieces."""
-
     def __init__(self, costs: Sequence[PieceCost]) -> None:
         self._seconds, self._weights, self._kept = (
             list(itertools.accumulate((getattr(cost, name) for cost in costs), initial=0))
@@ -122,20 +117,19 @@ class _CostSums:
 _REPEATS = 3
 
 _COPIES = 4
-"""Of a trained parameter: itself, its gradient, and the two of most optimizers."""
+"""Tensors per trained parameter: itself, its gradient, and two of most optimizers."""
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
-"""The numbers that a forward pass computes in."""
+"""Returns the context of a forward pass, such as autocast."""
 
 
 @dataclass(frozen=True)
 class PieceShape:
-    """What is known of a piece without computing anything.
+    """Inputs, outputs and draws of a piece, found without computing.
 
     Attributes:
-        arriving, leaving: tensors without content, like those that cross to it and from it; only what leads to the loss
-            requires a gradient.
-        drawings: what it draws, in order.
+        arriving, leaving: tensors without content; only those that lead to the loss require a gradient.
+        drawings: its draws in order.
     """
 
     arriving: tuple[Tensor, ...]
@@ -146,29 +140,32 @@ class PieceShape:
 def infer_piece_shapes(
     pieces: Sequence[GraphPiece], leaves: TensorLeaves, device: torch.device, around: ContextFactory
 ) -> list[PieceShape]:
-    """Runs pieces, one after the other, on tensors without content."""
+    """Runs pieces, one after the other, on fake tensors."""
     passes = []
     with FakeTensorMode(allow_non_fake_inputs=True), traceable_groups():
         batch = [torch.empty_like(leaf, device=device) for leaf in leaves]
         arrived: tuple[Tensor, ...] = ()
         for piece in pieces:
-            values = {name: _zeros_like(value, device) for name, value in _tensors_of(piece)}
-            with around(), _DrawRecorder() as listening:
+            values = {
+                name: torch.empty(value.shape, dtype=value.dtype, device=device, requires_grad=value.requires_grad)
+                for name, value in _tensors_of(piece)
+            }
+
+            with around(), _DrawRecorder() as recorder:
                 left = functional_call(piece, values, (arrived, batch))
-            passes.append((arrived, left, tuple(listening.heard)))
+            passes.append((arrived, left, tuple(recorder.drawings)))
             arrived = tuple(_fresh_leaf(value) for value in left)
-    found: list[PieceShape] = []
-    leading = [True, *itertools.repeat(False, len(left) - 1)]  # the last piece puts the loss out first
-    for arrived, left, heard in reversed(passes):
+    shapes: list[PieceShape] = []
+    leading = [True, *itertools.repeat(False, len(left) - 1)]  # the last piece returns the loss first
+    for arrived, left, drawings in reversed(passes):
         reached = _reached_leaves([value for value, leads in zip(left, leading, strict=True) if leads])
         leaving = _meta_tensors(left, leading)
         leading = [id(value) in reached for value in arrived]
-        found.insert(0, PieceShape(_meta_tensors(arrived, leading), leaving, heard))
-    return found
+        shapes.insert(0, PieceShape(_meta_tensors(arrived, leading), leaving, drawings))
+    return shapes
 
 
 def _reached_leaves(values: Sequence[Tensor]) -> set[int]:
-    """The leaves that get gradients of these tensors, themselves among them where they are such, by `id`."""
     found = {id(value) for value in values if value.requires_grad and value.is_leaf}
     return found | {id(node.variable) for node in autograd_ancestors(values) if hasattr(node, "variable")}
 
@@ -176,7 +173,7 @@ def _reached_leaves(values: Sequence[Tensor]) -> set[int]:
 def measure_pieces(
     pieces: Sequence[GraphPiece], leaves: TensorLeaves, device: torch.device, around: ContextFactory
 ) -> list[PieceCost]:
-    """Runs pieces, one after the other, forward and backward, and only one of them on the device at a time."""
+    """Runs pieces forward and backward, with one piece at a time on the device."""
     costs = []
     batch = [leaf.to(device) for leaf in leaves]
     arrived: tuple[Tensor, ...] = ()
@@ -185,52 +182,45 @@ def measure_pieces(
             name: value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
             for name, value in _tensors_of(piece)
         }
-        kept = _SavedTensors()
+        saved = _SavedTensors()
         seconds = []
         for repeat in range(1 + _REPEATS):
             inputs = tuple(_fresh_leaf(value) for value in arrived)
             began = _synchronised_time(device)
-            with around(), torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda value: value):
+            with around(), torch.autograd.graph.saved_tensors_hooks(saved.record, lambda value: value):
                 left = functional_call(piece, values, (inputs, batch))
             outputs = [value for value in left if value.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
             seconds += [_synchronised_time(device) - began] if repeat else []
         weights = {id(v): v.nbytes * (_COPIES if v.requires_grad else 1) for v in values.values()}
-        held = {value.untyped_storage().data_ptr() for value in values.values()}
-        costs.append(
-            PieceCost(
-                statistics.median(seconds),
-                sum(weights.values()),
-                kept.bytes(held) // (1 + _REPEATS),
-                sum(value.nbytes for value in arrived),
-            )
-        )
+        own = {value.untyped_storage().data_ptr() for value in values.values()}
+        saved_bytes, arriving_bytes = saved.bytes(own) // (1 + _REPEATS), sum(value.nbytes for value in arrived)
+        costs.append(PieceCost(statistics.median(seconds), sum(weights.values()), saved_bytes, arriving_bytes))
         arrived = tuple(_fresh_leaf(value) for value in left)
     return costs
 
 
 class _DrawRecorder(TorchDispatchMode):
-    """Notes what is drawn."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[RandomOp] = []
+        self.drawings: list[RandomOp] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawing = RandomOp.of(function, args, kwargs or {})
         if drawing is not None:
-            self.heard.append(drawing)
+            self.drawings.append(drawing)
+
         return function(*args, **(kwargs or {}))
 
 
 class _SavedTensors:
-    """Adds up what forward passes keep for backward, each memory once per pass."""
+    """Sums the bytes that forward passes save for backward, each memory once per pass."""
 
     def __init__(self) -> None:
         self._storages: list[tuple[int, int]] = []
 
-    def keep(self, value: Tensor) -> Tensor:
+    def record(self, value: Tensor) -> Tensor:
         self._storages.append((value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()))
         return value
 
@@ -242,12 +232,8 @@ def _tensors_of(piece: GraphPiece) -> list[tuple[str, Tensor]]:
     return [*piece.named_parameters(), *piece.named_buffers()]
 
 
-def _zeros_like(value: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
-
-
 def _meta_tensors(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Outside of any mode, so that they are torch's own kind of tensors without content."""
+    """Creates meta tensors outside of any mode, so that they are no fake tensors."""
     with _disable_current_modes():
         return tuple(
             torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad and leads)
@@ -256,7 +242,6 @@ def _meta_tensors(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Te
 
 
 def _fresh_leaf(value: Tensor) -> Tensor:
-    """A leaf of a graph of its own."""
     return value.detach().clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""The parallel axis, where the model is split by layers: each rank has some, and microbatches go from one to the next."""
+"""The parallel axis with pipeline stages: each rank has some layers, and microbatches pass from stage to stage."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from hotloop.task import StepResult
 
 
 class PipelineStep(EagerStep):
-    """One training step of all ranks, each of which has some layers of the model.
+    """One training step of all ranks, each with some layers of the model.
 
-    All ranks read the same batch. A microbatch's loss counts what its weight counts of the batch's, so that gradients,
-    which add up over microbatches, are those of the whole.
+    All ranks read the same batch. Losses of microbatches are weighted by their share of the batch's weight, so that the
+    sum of their gradients is the batch's gradient.
     """
 
     def __init__(self, parts: LoweringContext) -> None:
@@ -48,21 +48,22 @@ class PipelineStep(EagerStep):
             raise no_backward_error(seen.scripted)
         parts = resolve_split(parts, objective)
         chain = StageChain.from_plan(parts, objective.train(), example_leaves(parts, microbatch_rows(parts)))
-        self._holding = StageOwnership(parts.model, chain.stage_holders(parts.world.ranks), parts.world)
-        self._holding.move_to_owners(parts.device, objective.loss)
+        self._ownership = StageOwnership(parts.model, chain.stage_holders(parts.world.ranks), parts.world)
+        self._ownership.move_to_owners(parts.device, objective.loss)
         super().__init__(parts)
         computed = chain.traced.result(chain.piece_shapes[-1].leaving)
         check_loss(computed.loss)
         self._checked = True
         self._names = list(computed.scalars)
         check_clipping(self.parts.task, self._trainable)
-        self._keep_own_averages()
-        self._shared = self._holding.shared_tensors()
-        self._convey = MicrobatchRunner(parts, objective, self._holding, self._schedule_draws(seen.draws, chain))
-        self.draws.always = True  # which of the ranks drew from Python's generator would be theirs to agree on
+        self.average = {name: value for name, value in self.average.items() if name in self._ownership.own}
+        self._list_parameters()
+        self._shared = self._ownership.shared_tensors()
+        self._runner = MicrobatchRunner(parts, objective, self._ownership, self._schedule_draws(seen.draws, chain))
+        self.draws.always = True  # else ranks would have to agree whether any drew from Python's generator
 
     def _schedule_draws(self, pattern: DrawPattern, chain: StageChain) -> ScheduledRng | None:
-        """What the stages draw, if it can be that of one process."""
+        """Returns the draws of the stages if these can be those of one process; else None."""
         odd = pattern.odd
         if not odd and sum(len(seen.drawings) for seen in chain.piece_shapes) != pattern.count:
             odd = "what draws otherwise when it is exported"
@@ -77,7 +78,7 @@ class PipelineStep(EagerStep):
         self._clear_gradients()
         weights = self._weights(batch, samples, self.parts.weigh)
         shares = torch.where(weights == 0, 0.0, weights / weights.sum())
-        found = self._convey(batch_leaves(batch, samples), shares)
+        found = self._runner(batch_leaves(batch, samples), shares)
         for value, group in self._shared:
             if value.grad is None:
                 value.grad = torch.zeros_like(value)
@@ -87,13 +88,14 @@ class PipelineStep(EagerStep):
         return computed
 
     def _weights(self, batch: Any, samples: int, weigh: Callable[[Any, int], Any]) -> Tensor:
-        """What the loss of each microbatch counts, (microbatches,)."""
-        cut = [weigh(_output_rows(batch, first, rows), rows) for first, rows in self._convey.sizes(samples)]
-        wide = self.sums["loss"].dtype
-        return torch.stack([torch.as_tensor(weight, device=self.parts.device).to(wide) for weight in cut])
+        """Returns the weight of each microbatch's loss: (microbatches,)."""
+        weights = []
+        for first, rows in self._runner.sizes(samples):
+            part = map_tensors(lambda value, cut=slice(first, first + rows): value[cut], batch)  # type: ignore[misc]
+            weights.append(torch.as_tensor(weigh(part, rows), device=self.parts.device).to(self.sums["loss"].dtype))
+        return torch.stack(weights)
 
     def _report(self, found: StepResult | None) -> StepResult:
-        """Loss and scalars of the last rank, on all of them."""
         values = torch.zeros(1 + len(self._names), dtype=self.sums["loss"].dtype, device=self.parts.device)
         if found is not None:
             values = torch.stack([found.loss, *found.scalars.values()])
@@ -102,7 +104,7 @@ class PipelineStep(EagerStep):
         return StepResult(loss, None, dict(zip(self._names, scalars, strict=True)))
 
     def clip(self, parameters: list[Tensor]) -> None:
-        """As the Task says, by the norm of all ranks' gradients together."""
+        """Clips as the Task asks, by the norm of all ranks' gradients together."""
         task = self.parts.task
         if task.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, task.clip_norm, self._norm(parameters))
@@ -110,66 +112,54 @@ class PipelineStep(EagerStep):
             torch.nn.utils.clip_grad_value_(parameters, task.clip_value)
 
     def _norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients: that of each parameter comes from the rank that speaks for it.
+        """Returns the norm of all gradients, each from the rank that owns the parameter.
 
-        In the order of the model, so that it doesn't depend on where that is cut.
+        The order of the model's parameters makes the norm independent of the split.
         """
         norms = torch.zeros(len(parameters), dtype=torch.float32, device=self.parts.device)
         norms = norms.to(torch.promote_types(torch.float32, parameters[0].dtype))
         for place, value in enumerate(parameters):
-            if value.grad is not None and self._holding.owns_tensor(value):
+            if value.grad is not None and self._ownership.owns_tensor(value):
                 norms[place] = torch.linalg.vector_norm(value.grad)
         dist.all_reduce(norms)
         return torch.linalg.vector_norm(norms)
 
-    def _keep_own_averages(self) -> None:
-        """Averages are only of what this rank holds."""
-        self.average = {name: value for name, value in self.average.items() if name in self._holding.own}
-        self._list_parameters()
-
     def restore_average(self, average: dict[str, Tensor]) -> None:
-        super().restore_average({name: value for name, value in average.items() if name in self._holding.own})
+        super().restore_average({name: value for name, value in average.items() if name in self._ownership.own})
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        return self._holding.full_parameters()
+        return self._ownership.full_parameters()
 
     def gather_state(self, state: State) -> State:
-        return self._holding.gather_state(state)
+        return self._ownership.gather_state(state)
 
     def on_state_restored(self) -> None:
-        """Lets go of what was restored for other ranks' parameters."""
-        for value in self._holding.elsewhere:
+        """Drops the restored optimizer state of other ranks' parameters."""
+        for value in self._ownership.elsewhere:
             self.optimizer.state.pop(value, None)
 
     def evaluation_model(self, batch: Any, samples: int) -> StepResult | None:
-        """The forward pass of a batch by all stages; the rank that has the last one gets what comes of it."""
-        found = self._convey(batch_leaves(batch, samples))
+        """Computes the forward pass of a batch by all stages; only the rank of the last stage gets a result."""
+        found = self._runner(batch_leaves(batch, samples))
         if not found:
             return None
         outputs = pytree.tree_map(_join_outputs, *(computed.output for computed in found))
         return mean_result(found, self._weights(batch, samples, self.parts.task.weight_of))._replace(output=outputs)
 
 
-def _output_rows(batch: Any, first: int, rows: int) -> Any:
-    return map_tensors(lambda value: value[first : first + rows], batch)
-
-
 def mean_result(found: Sequence[StepResult], weights: Tensor) -> StepResult:
-    """Loss and scalars of a batch out of those of its microbatches, which count so much, (microbatches,)."""
+    """Returns loss and scalars of a batch from those of its microbatches with these weights: (microbatches,)."""
     wide, total = weights.dtype, weights.sum()
 
     def mean(values: Sequence[Tensor]) -> Tensor:
-        return (
-            torch.stack([weight_mean(v.to(wide), weight) for v, weight in zip(values, weights, strict=True)]).sum()
-            / total
-        )
+        means = [weight_mean(value.to(wide), weight) for value, weight in zip(values, weights, strict=True)]
+        return torch.stack(means).sum() / total
 
     scalars = {name: mean([computed.scalars[name] for computed in found]) for name in found[0].scalars}
     return StepResult(mean([computed.loss for computed in found]), None, scalars)
 
 
 def _join_outputs(*parts: Any) -> Any:
-    """An output of the model for all samples, out of those for some."""
     if len(parts) == 1 or not isinstance(parts[0], Tensor):
         return parts[0]
     if not parts[0].ndim:

@@ -1,4 +1,4 @@
-"""Microbatches passed along stages of a model by torch's pipeline schedules."""
+"""torch's pipeline schedules for microbatches, and random draws as in one process."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hotloop.distributed.wrappers.global_batch_rng import BatchDimension, DrawPattern, RandomOp
 
 STAGES_PER_RANK = 2
-"""Stages of each rank where they are interleaved."""
+"""Stages of each rank in the interleaved schedule."""
 
 _ROWS = "rows"
 
 
 def microbatch_runs(samples: int, rows: int, pipeline: str, ranks: int) -> list[tuple[int, int]]:
-    """`(microbatches, rows of each)` that make up a batch, in order: torch's schedules take equal ones.
+    """Returns `(microbatches, rows of each)` of a batch in order; one run of a torch schedule has microbatches of equal
+    size.
 
-    What is left over beside whole microbatches of so many rows is one of its own.
+    The remainder of the batch is a run of its own.
     """
     whole, left = divmod(samples, rows)
-    found = [(whole, rows)] if whole else []
-    if pipeline == "interleaved" and whole > ranks and whole % (whole // ranks):  # torch wants equal rounds
+    runs = [(whole, rows)] if whole else []
+    if pipeline == "interleaved" and whole > ranks and whole % (whole // ranks):  # torch requires equal rounds
         odd = whole % ranks
-        found = [(whole - odd, rows), (odd, rows)]
-    return [*found, (1, left)] if left else found
+        runs = [(whole - odd, rows), (odd, rows)]
+    return [*runs, (1, left)] if left else runs
 
 
 @dataclass(frozen=True)
 class ReadyStage:
-    """A stage, ready to be one of a chain.
+    """A stage of a chain.
 
     Attributes:
         number: its place in the chain.
-        module: `(*arrived, rows, **leaves)` -> what leaves it.
-        leaves: which of the batch's tensors it uses.
-        arriving, leaving: tensors without content, like those that cross.
+        module: `(*arrived, rows, **leaves)` -> outputs.
+        leaves: indices of the batch's tensors that it uses.
+        arriving, leaving: tensors without content, with the shapes of its inputs and outputs.
     """
 
     number: int
@@ -59,12 +60,12 @@ class ReadyStage:
 
 
 class MicrobatchSchedule:
-    """So many microbatches of so many rows, through all stages.
+    """Runs microbatches of equal size through all stages.
 
     Args:
-        stations: those of this rank.
-        stages: in the whole chain.
-        loss: `(what left the last stage, share)` -> the microbatch's part of the loss; None for a forward pass alone.
+        stations: the stages of this rank.
+        stages: number of stages in the chain.
+        loss: `(outputs of the last stage, share)` -> the microbatch's part of the loss; None for a forward pass alone.
     """
 
     def __init__(
@@ -81,44 +82,45 @@ class MicrobatchSchedule:
             for s in stations
         ]
         self._leaves = sorted({place for station in stations for place in station.leaves})
-        given: dict[str, Any] = dict(n_microbatches=microbatches, loss_fn=loss, scale_grads=False)
+        options: dict[str, Any] = dict(n_microbatches=microbatches, loss_fn=loss, scale_grads=False)
         self._schedule: Any
         if pipeline == "interleaved":
-            self._schedule = (ScheduleInterleaved1F1B if loss is not None else ScheduleLoopedBFS)(built, **given)
+            self._schedule = (ScheduleInterleaved1F1B if loss is not None else ScheduleLoopedBFS)(built, **options)
         else:
-            alternating = loss is not None and pipeline == "1f1b" and microbatches >= stages  # of fewer it is GPipe
-            self._schedule = (Schedule1F1B if alternating else ScheduleGPipe)(built[0], **given)
+            alternating = loss is not None and pipeline == "1f1b" and microbatches >= stages  # fewer are GPipe
+            self._schedule = (Schedule1F1B if alternating else ScheduleGPipe)(built[0], **options)
 
     def __call__(self, leaves: Sequence[Tensor], first: int, shares: Tensor | None = None) -> None:
-        """Forward, and backward where there is a loss.
+        """Runs forward, and backward if there is a loss.
 
         Args:
             leaves: the batch's tensors, cut to the rows of these microbatches.
-            first: the first of these rows in the batch.
-            shares: what each microbatch's loss counts of the batch's, (microbatches,).
+            first: number of the first of these rows in the batch.
+            shares: each microbatch's share of the batch's loss: (microbatches,).
         """
         rows = torch.arange(first, first + len(leaves[0]))
-        given = {_ROWS: rows, **{leaf_name(place): leaves[place] for place in self._leaves}}
+        values = {_ROWS: rows, **{leaf_name(place): leaves[place] for place in self._leaves}}
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-                self._schedule.step(target=shares, return_outputs=False, **given)
+                self._schedule.step(target=shares, return_outputs=False, **values)
+
         except RuntimeError as error:
-            if isinstance(error.__cause__, Exception):  # torch packs what a stage raises into shapes of its tensors
+            if isinstance(error.__cause__, Exception):  # torch wraps a stage's error in one about shapes
                 raise error.__cause__ from None
             raise
 
 
 def leaf_name(place: int) -> str:
-    """Under which name a stage gets one of the batch's tensors."""
+    """Returns the keyword under which a stage gets one of the batch's tensors."""
     return f"leaf_{place}"
 
 
 class ScheduledRng:
-    """What one rank's stages draw in a step.
+    """The draws of one rank's stages in a step.
 
-    Each rank draws for the whole batch and for all stages, since a generator comes to where a later stage begins by
-    drawing alone; it keeps what is its own.
+    Each rank draws for the whole batch and for all stages, since a generator reaches a later stage's state only by
+    drawing; the rank stores the draws of its own stages.
 
     Args:
         own: the stages of this rank.
@@ -129,10 +131,10 @@ class ScheduledRng:
         self._drawn: dict[int, list[tuple[Tensor, BatchDimension | None]]] = {}
 
     def draw(self, of_stages: Sequence[Sequence[RandomOp]], rows: int, samples: int) -> None:
-        """Draws for a batch, from where torch's generators stand.
+        """Draws for a batch from torch's generators.
 
         Args:
-            of_stages: what each stage draws, in order, for so many rows.
+            of_stages: the operations of each stage, in order, for `rows` rows.
         """
         self._drawn = {stage: [] for stage in self._own}
         number = itertools.count()
@@ -144,15 +146,15 @@ class ScheduledRng:
                     self._drawn[stage].append((value, along))
 
     def replay(self, stage: int, first: int, rows: int) -> ReplayedDraws:
-        """Has what a stage draws be that of these rows."""
+        """Returns a context in which a stage draws the numbers of these rows."""
         return ReplayedDraws(iter(self._drawn[stage]), first, rows)
 
 
 class ReplayedDraws(TorchDispatchMode):
-    """Gives operators that draw what was drawn before, in order.
+    """Gives random operators the recorded draws in order.
 
     Args:
-        drawn: for the whole batch, each with the dimension along which it goes with the samples.
+        drawn: for the whole batch, each with its dimension along the samples.
         first, rows: of the batch.
     """
 

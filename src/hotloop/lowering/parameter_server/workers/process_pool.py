@@ -1,7 +1,7 @@
-"""Workers as processes of this machine, reached over `torch.distributed.rpc`; the death of one touches no other.
+"""Workers as processes of this machine with `torch.distributed.rpc`; the death of one affects no other.
 
-An elastic agent restarts all workers when one dies, which is what synchronous training needs. Here the server's own
-process is the parent of each worker, and notices its death by itself.
+An elastic agent restarts all workers when one dies, which synchronous training needs. Here the server's process is the
+parent of each worker and notices its death.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from hotloop.lowering.parameter_server.workers.worker import RemoteTask, WorkerH
 from hotloop.plan import Plan
 
 _POLL_S = 0.2
-"""How often a server that waits for gradients looks whether its workers live."""
+"""Interval in seconds at which a waiting server checks its workers."""
 
 _EXIT_WAIT_S = 1.0
-"""How long a worker that can't be reached may take to be seen dead."""
+"""Longest wait in seconds for the exit of a worker that can't be reached."""
 
 _JOIN_S = 60.0
-"""How long the server and its workers wait for each other before the first batch."""
+"""Longest wait in seconds of the server and its workers for each other before the first batch."""
 
 
 @dataclass(frozen=True)
 class _WorkerUnreachable:
-    """What RPC says of a worker in place of an answer; that it died, too, in words that change with the moment."""
+    """RPC's error in place of an answer; the text for a dead worker varies."""
 
     reason: str
 
 
 class ProcessPool:
-    """Worker processes, each with a replica of its own.
+    """Worker processes, each with its own replica.
 
     Args:
-        recipe: of the Task.
+        recipe: the remote Task.
         plan: how a worker computes.
-        workers: how many.
+        workers: number of workers.
 
     Raises:
-        PlanError: there is no memory for so many.
-        TrainingError: a process ended before it began.
+        PlanError: there is too little memory for the processes.
+        TrainingError: a process ended before its first batch.
     """
 
     def __init__(self, recipe: RemoteTask, plan: Plan, workers: int) -> None:
@@ -115,7 +115,7 @@ class ProcessPool:
                 except queue.Empty:
                     look()
                     continue
-            # of one that died nothing else counts
+            # other answers of a dead worker don't count
             if worker not in self._processes and not isinstance(answer, WorkerLost):
                 continue
             return worker, self._exit_reason(worker, answer) if isinstance(answer, _WorkerUnreachable) else answer
@@ -129,7 +129,7 @@ class ProcessPool:
         self._end_processes()
 
     def pids(self) -> dict[int, int]:
-        """The process of each worker that lives."""
+        """Returns the process id of each living worker."""
         return {worker: process.pid or 0 for worker, process in self._processes.items()}
 
     def _start(self, workers: int) -> None:
@@ -195,18 +195,18 @@ class ProcessPool:
             try:
                 self._answers.put((worker, future.value()))
             except RuntimeError as error:
-                if "eof" not in str(error).lower() and "shut" not in str(error).lower():  # those tell of its death
+                if "eof" not in str(error).lower() and "shut" not in str(error).lower():  # these mean its death
                     self._answers.put((worker, _WorkerUnreachable(describe_error(error))))
 
         host = self._hosts[worker]
         try:
-            asked = rpc.rpc_async(
+            future_answer = rpc.rpc_async(
                 _unique_name(worker, self._turn), _call_method, args=(host, method, *arguments), timeout=0
             )
-        except RuntimeError as error:  # the worker died before its host was made
+        except RuntimeError as error:  # the worker died before its host was created
             self._answers.put((worker, _WorkerUnreachable(describe_error(error))))
         else:
-            asked.add_done_callback(arrived)
+            future_answer.add_done_callback(arrived)
 
     def _dead_workers(self) -> tuple[int, WorkerLost] | None:
         for worker, process in self._processes.items():
@@ -216,7 +216,6 @@ class ProcessPool:
         return None
 
     def _exit_reason(self, worker: int, unreached: _WorkerUnreachable) -> WorkerAnswer:
-        """Whether it died, or lives and can't be reached."""
         process = self._processes[worker]
         process.join(_EXIT_WAIT_S)
         if process.exitcode is None:
@@ -226,14 +225,14 @@ class ProcessPool:
 
     def _end_processes(self) -> None:
         for process in self._processes.values():
-            process.kill()  # which one that is stopped hears, too
+            process.kill()  # SIGKILL also ends a stopped process
         for process in self._processes.values():
             process.join()
         self._folder.cleanup()
 
 
 def worker_device(worker: int, device: str, here: Sequence[str]) -> str:
-    """The device of a worker: those of the plan's kind in turn.
+    """Returns the device of a worker: those of the plan's kind in turn.
 
     Args:
         here: names of this machine's devices.
@@ -243,7 +242,9 @@ def worker_device(worker: int, device: str, here: Sequence[str]) -> str:
 
 
 def _spawn_context() -> Any:
-    """Processes that share nothing with this one, as CUDA and OpenMP need; made of one that has torch, where that goes."""
+    """Returns a context for processes that share no state with this one, as CUDA and OpenMP require; a fork server has
+    torch loaded.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -252,15 +253,14 @@ def _spawn_context() -> Any:
 
 
 def _call_method(host: Any, method: Any, *arguments: Any) -> Any:
-    """In a worker: a method of what lives there."""
     return method(host.local_value(), *arguments)
 
 
 def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -> None:
-    """The main thread of a worker process: answers requests until its parent is gone, whoever else ends.
+    """Runs the main thread of a worker process: answers requests until its parent ends.
 
     Args:
-        turn: how often the server's process used RPC before; torch numbers its uses, and the numbers must agree.
+        turn: number of earlier uses of RPC in the server's process; torch numbers its uses, and the numbers must agree.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # these reach all processes of a terminal; the server ends its workers
@@ -269,7 +269,7 @@ def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -
     began.send(worker)
     rpc._init_counter = turn
     with suppress(RuntimeError):  # another process hasn't joined: the server reports which, and ends the workers
-        # its operations have threads of their own
+        # RPC has its own threads for operations
         _join_rpc(_unique_name(worker, turn), worker + 1, world, folder, threads=1)
     watch.join()
 
@@ -294,11 +294,8 @@ def _join_rpc(name: str, rank: int, world: int, folder: str, *, threads: int) ->
 
 @contextmanager
 def _use_loopback() -> Iterator[None]:
-    """What is started within talks over the loopback interface, unless told otherwise, and logs errors alone."""
-    settings = {
-        "TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
+    """Sets the loopback interface for RPC, unless the user has set another, and logs of errors only."""
+    settings = {"TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ours = [name for name in settings if name not in os.environ]
     os.environ.update({name: settings[name] for name in ours})
     try:
@@ -309,7 +306,7 @@ def _use_loopback() -> Iterator[None]:
 
 
 def _unique_name(worker: int, turn: int) -> str:
-    """Another one each time: torch counts what a set of names has done since the server's process began."""
+    """Returns a name that wasn't used before: torch counts the operations of a set of names in the server's process."""
     return f"worker-{worker}-{turn}"
 
 

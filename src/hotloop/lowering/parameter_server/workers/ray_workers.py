@@ -1,4 +1,4 @@
-"""Workers as actors of Ray, which starts one anew when it dies."""
+"""Workers as actors of Ray, which restarts an actor when it dies."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hotloop.lowering.parameter_server.workers.worker import RemoteTask, WorkerH
 from hotloop.plan import Plan
 
 _START_RETRIES = 3
-"""How often Ray starts a worker again that dies before its first batch."""
+"""Restarts by Ray of a worker that dies before its first batch."""
 
 
 class ActorPool:
-    """Actors in the cluster that Ray knows of (`RAY_ADDRESS`, or one that runs on this machine), else in one of its own.
+    """Actors in Ray's cluster (`RAY_ADDRESS`, or a local one), else in a new cluster.
 
     A Task from a file is read from the run's folder, which all machines of the cluster must see.
 
     Raises:
         PlanError: Ray isn't installed.
-        HotloopError: a worker can't make the Task ready.
-        TrainingError: Ray's object store is full, or a worker died again and again before its first batch.
+        HotloopError: a worker can't build the Task.
+        TrainingError: Ray's object store is full, or a worker died repeatedly before its first batch.
     """
 
     def __init__(self, recipe: RemoteTask, plan: Plan, workers: int) -> None:
@@ -55,7 +55,7 @@ class ActorPool:
     def submit(self, worker: int, work: WorkItem, weights: WeightVersion) -> None:
         if self._weights[0] != weights.version:
             with translate_ray_errors(self._ray):
-                self._weights = weights.version, self._ray.put(weights)  # once, however many workers get them
+                self._weights = weights.version, self._ray.put(weights)  # once for all workers
         self._pending[self._actors[worker].gradient.remote(work, self._weights[1])] = worker
 
     def receive(self, look: PollHook = no_poll) -> tuple[int, WorkerAnswer]:
@@ -66,7 +66,7 @@ class ActorPool:
 
     def _receive(self, look: PollHook) -> tuple[int, WorkerAnswer]:
         done: list[Any] = []
-        while not done:  # in pieces, so that Ctrl-C is handled
+        while not done:  # short waits, so that Ctrl-C is handled
             done, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=0.2)
             if not done:
                 look()
@@ -74,7 +74,7 @@ class ActorPool:
         try:
             return worker, self._ray.get(done[0])
         except self._ray.exceptions.RayActorError:
-            back = self._actors[worker].make_ready.options(max_task_retries=-1)  # which waits until the actor is back
+            back = self._actors[worker].make_ready.options(max_task_retries=-1)  # waits for the restart
             self._pending[back.remote()] = worker
             return worker, WorkerLost("died, and Ray starts it again")
 
@@ -92,9 +92,8 @@ class ActorPool:
         self._actors = [actor.remote(recipe, plan, workers) for _ in range(workers)]
         left = self._actors
         for _ in range(_START_RETRIES + 1):
-            self._ray.get(
-                [actor.pid.options(max_task_retries=-1).remote() for actor in left]
-            )  # of actors that live again
+            self._ray.get([actor.pid.options(max_task_retries=-1).remote() for actor in left])  # waits for restarts
+
             answers = [actor.make_ready.remote() for actor in left]
             left = [actor for actor, answer in zip(left, answers, strict=True) if self._is_lost(answer)]
             if not left:
@@ -105,10 +104,10 @@ class ActorPool:
         )
 
     def _is_lost(self, answer: Any) -> bool:
-        """Whether the actor died before it answered.
+        """Checks whether the actor died before its answer.
 
         Raises:
-            HotloopError: the actor can't make the Task ready.
+            HotloopError: the actor can't build the Task.
         """
         try:
             found = self._ray.get(answer)
@@ -119,12 +118,14 @@ class ActorPool:
         return False
 
     def pids(self) -> dict[int, int]:
-        """The process of each worker, once all that died are back."""
+        """Returns the process id of each worker, once all restarted ones are back."""
         found = self._ray.get([actor.pid.options(max_task_retries=-1).remote() for actor in self._actors])
         return dict(enumerate(found))
 
     def _resources(self, plan: Plan, workers: int) -> dict[str, float]:
-        """What Ray is to set aside for each; nothing where there are fewer cores than workers, which then share them."""
+        """Returns the resources that Ray reserves per worker; none for fewer cores than workers, which then share
+        these.
+        """
         if plan.device.startswith("cuda"):
             return {"num_gpus": 1}
         return {"num_cpus": 1 if self._ray.cluster_resources().get("CPU", 0) >= workers else 0}

@@ -1,11 +1,11 @@
-"""Asynchronous training in one process under a virtual clock: the same whenever it is run, however many workers.
+"""Asynchronous training in one process under a virtual clock, with the same result in each run.
 
-The gradients are real; only when each arrives is made up. So what staleness does to a training can be studied on a
-laptop with any number of workers, and tests of the server need no processes:
+The gradients are real; only their arrival times are simulated. So the effect of staleness can be studied with any
+number of workers, and tests of the server need no processes:
 
-    program = simulated(task, workers=30, times=Uneven(), policy=Policy(divide=False))
+    program = simulate_training(task, workers=30, times=UniformTimes(), policy=StalenessPolicy(divide=False))
     while not program.advance(100).ended: ...
-    program.staleness   # {29: 412, 30: 398, ...}: how many updates of each staleness there were
+    program.staleness   # {29: 412, 30: 398, ...}: number of updates by staleness
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
 
 StepTimes = Callable[[int, int], float]
-"""`(worker, how many batches it had before)` -> virtual seconds that the next one takes it."""
+"""`(worker, number of its earlier batches)` -> virtual seconds for the next batch."""
 
 
 @dataclass(frozen=True)
 class SteadyTimes:
-    """Each worker always takes as long: `seconds[worker]`, or the last of them for those without one."""
+    """Constant times: `seconds[worker]`, or the last of them for further workers."""
 
     seconds: Sequence[float] = (1.0,)
 
@@ -51,7 +51,7 @@ class SteadyTimes:
 
 @dataclass(frozen=True)
 class UniformTimes:
-    """Times drawn anew for each batch, uniformly from `mean * (1 - spread)` to `mean * (1 + spread)`."""
+    """Random times for each batch, uniform from `mean * (1 - spread)` to `mean * (1 + spread)`."""
 
     mean: float = 1.0
     spread: float = 0.2
@@ -64,7 +64,7 @@ class UniformTimes:
 
 @dataclass(frozen=True)
 class ExponentialTimes:
-    """Times drawn anew for each batch, of this mean, many short and some very long."""
+    """Random times for each batch, exponential with this mean: many short and some very long."""
 
     mean: float = 1.0
     seed: int = 0
@@ -75,13 +75,13 @@ class ExponentialTimes:
 
 
 class SimulatedPool:
-    """Workers that are one replica, and take turns on it in the order of a virtual clock.
+    """Workers that share one replica in the order of a virtual clock.
 
     Args:
         replica: computes their gradients.
-        workers: how many there are.
-        times: how long each takes; `math.inf` for one that is stopped and never answers.
-        deaths: worker -> when it dies.
+        workers: number of workers.
+        times: virtual seconds per batch; `math.inf` for a stopped worker, which never answers.
+        deaths: worker -> time of its death.
 
     Attributes:
         now: virtual seconds since the beginning.
@@ -94,15 +94,15 @@ class SimulatedPool:
             raise PlanError(f"{workers} workers", expected="1 or more")
         self.now = 0.0
         self._replica, self._times, self._deaths = replica, times, dict(deaths or {})
-        self._number = itertools.count()  # of equal times, what was handed out first comes first
-        self._had = [0] * workers
-        self._coming: list[tuple[float, int, int, tuple[WorkItem, WeightVersion] | WorkerReady | WorkerLost]] = []
+        self._number = itertools.count()  # orders equal times by assignment
+        self._batch_counts = [0] * workers
+        self._events: list[tuple[float, int, int, tuple[WorkItem, WeightVersion] | WorkerReady | WorkerLost]] = []
         for worker in range(workers):
             self._push(0.0, worker, WorkerReady())
 
     def submit(self, worker: int, work: WorkItem, weights: WeightVersion) -> None:
-        done = self.now + self._times(worker, self._had[worker])
-        self._had[worker] += 1
+        done = self.now + self._times(worker, self._batch_counts[worker])
+        self._batch_counts[worker] += 1
         death = self._deaths.get(worker, math.inf)
         if death <= done and death < math.inf:
             self._push(max(death, self.now), worker, WorkerLost("died"))
@@ -110,16 +110,16 @@ class SimulatedPool:
             self._push(done, worker, (work, weights))
 
     def receive(self, look: PollHook = no_poll) -> tuple[int, WorkerAnswer]:
-        if not self._coming:
+        if not self._events:
             raise TrainingError("no worker is left that would ever answer", fix="look at the times and the deaths")
-        self.now, _, worker, what = heapq.heappop(self._coming)
+        self.now, _, worker, what = heapq.heappop(self._events)
         return worker, self._replica.gradient(*what) if isinstance(what, tuple) else what
 
     def close(self) -> None:
-        self._coming.clear()
+        self._events.clear()
 
     def _push(self, when: float, worker: int, what: tuple[WorkItem, WeightVersion] | WorkerReady | WorkerLost) -> None:
-        heapq.heappush(self._coming, (when, next(self._number), worker, what))
+        heapq.heappush(self._events, (when, next(self._number), worker, what))
 
 
 def simulate_training(
@@ -131,14 +131,14 @@ def simulate_training(
     deaths: Mapping[int, float] | None = None,
     plan: Plan = BASELINE,
 ) -> ParameterServerProgram:
-    """A Program that trains `task` asynchronously in virtual time; `feed.crew.now` tells the time.
+    """Returns a Program that trains `task` asynchronously in virtual time; `feed.crew.now` is the time.
 
     Args:
-        workers: how many there would be.
-        times: how many virtual seconds a batch takes a worker: `SteadyTimes`, `UniformTimes`, `ExponentialTimes`, or a function of one's own.
-        policy: what is done about stale gradients.
-        deaths: worker -> the virtual time at which it is gone.
-        plan: how the gradients are computed.
+        workers: number of simulated workers.
+        times: virtual seconds per batch: `SteadyTimes`, `UniformTimes`, `ExponentialTimes`, or another function.
+        policy: treatment of stale gradients.
+        deaths: worker -> virtual time of its death.
+        plan: how to compute the gradients.
     """
     program = parameter_server_program(lower(task, plan).parts, policy)
     program.set_workers(simulated_workers(task, workers, times, deaths, plan))
@@ -148,5 +148,5 @@ def simulate_training(
 def simulated_workers(
     task: Task, workers: int, times: StepTimes, deaths: Mapping[int, float] | None = None, plan: Plan = BASELINE
 ) -> SimulatedPool:
-    """New workers for `ParameterServerProgram.set_workers`; see `simulate_training`."""
+    """Returns new workers for `ParameterServerProgram.set_workers`; see `simulate_training`."""
     return SimulatedPool(WorkerReplica(task, plan), workers, times, deaths)

@@ -1,4 +1,4 @@
-"""The Task's model on a worker: the gradient of one batch under given weights."""
+"""The Task's model on a worker: the gradient of one batch under the server's weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hotloop.task_file import load_from_run
 
 
 class WorkerReplica:
-    """Computes gradients; random draws follow from the place of the batch, whoever computes it and when.
+    """Computes gradients; random draws depend on the place of the batch, not on the worker or the time.
 
     Args:
         plan: how to run the step in this process alone.
@@ -48,11 +48,11 @@ class WorkerReplica:
         self._positions = RandomAccessFeed(self._program.feed)
 
     def gradient(self, work: WorkItem, weights: WeightVersion) -> Gradient:
-        """The gradient of the mean loss of a batch.
+        """Returns the gradient of the mean loss of a batch.
 
         Raises:
-            NonFiniteError: loss or gradient are no finite numbers, and would spoil what all workers are given.
-            HotloopError: the Task's own code raised something, or memory ran out.
+            NonFiniteError: loss or gradient aren't finite, and would spoil the weights of all workers.
+            HotloopError: the Task's own code raised an error, or memory ran out.
         """
         number = work.epoch * (self._program.feed.batches or 0) + work.batch
         self._program.position = Position(number, work.epoch, work.batch)
@@ -86,15 +86,14 @@ class WorkerReplica:
         )
 
     def _check(self, gradient: Gradient) -> Gradient:
-        """The same, if it may be sent."""
-        found = [value for value in gradient.gradients if value is not None]
-        if any(value.is_sparse for value in found):
+        gradients = [value for value in gradient.gradients if value is not None]
+        if any(value.is_sparse for value in gradients):
             raise PlanError(
                 "parallel=async with sparse gradients, which can't be sent to a server",
                 expected="dense ones",
                 fix="leave out sparse=True of the embedding, or use parallel=none",
             )
-        for what, values in (("the loss", [gradient.loss]), ("a gradient", found)):
+        for what, values in (("the loss", [gradient.loss]), ("a gradient", gradients)):
             if not bool(torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf")))):
                 raise NonFiniteError(
                     f"{step_under_way(self._program.position)}: {what} is NaN or infinite",
@@ -111,10 +110,10 @@ class WorkerReplica:
 
 
 class _GradientStep(EagerStep):
-    """A step that ends before the update: clipping and all that follows is the server's."""
+    """A step that ends before the update: the server clips and updates."""
 
     def gradients_of(self, batch: object, samples: int, number: int) -> StepResult:
-        """Leaves the gradients in the parameters; `number` is what the step's random draws follow from."""
+        """Computes the parameters' gradients; `number` seeds the step's random draws."""
         return self._backward(batch, samples, number)
 
     def clip(self, parameters: list[Tensor]) -> None:
@@ -123,13 +122,13 @@ class _GradientStep(EagerStep):
 
 @dataclass(frozen=True)
 class RemoteTask:
-    """What crosses over to another process of this machine.
+    """A Task in a form that other processes of this machine can load.
 
     Attributes:
-        source, record: the copy of the Task's source in a run's folder, and what to load of it; or
-        pickled: a Task made in Python, functions and classes of `__main__` and of notebooks by value.
-        overrides: fields of the Task set by the command.
-        switches: torch's, of the format in which products are computed, as the process has them that makes the recipe.
+        source, record: the copy of the Task's source in a run's folder, and the part to load; or
+        pickled: a Task made in Python, with functions and classes of `__main__` and of notebooks by value.
+        overrides: fields of the Task that the command sets.
+        switches: torch's float32 switches in the process that creates this object.
     """
 
     source: Path | None = None
@@ -142,10 +141,10 @@ class RemoteTask:
     def from_task(
         cls, task: Task, source: Path, record: SourceRecord | None, overrides: Mapping[str, Any]
     ) -> RemoteTask:
-        """That of a run's Task.
+        """Returns the remote form of a run's Task.
 
         Raises:
-            TaskError: it was made in Python, of parts that can't be sent.
+            TaskError: the Task was made in Python, of parts that can't be pickled.
         """
         if record is not None:
             return cls(source.resolve(), record, overrides=dict(overrides))
@@ -159,7 +158,7 @@ class RemoteTask:
             ) from error
 
     def task(self) -> Task:
-        """The Task, in the process that it was sent to."""
+        """Loads the Task in another process."""
         if self.record is None or self.source is None:
             loaded: Task = cloudpickle.loads(self.pickled)
             return loaded
@@ -167,10 +166,10 @@ class RemoteTask:
 
 
 class WorkerHost:
-    """A replica, made of a recipe where it is needed; errors are answers like others.
+    """Builds a replica from a remote Task when needed; returns errors as answers.
 
     Args:
-        workers: how many share the machine's cores.
+        workers: number of workers that share the machine's cores.
     """
 
     def __init__(self, recipe: RemoteTask, plan: Plan, workers: int) -> None:
@@ -198,7 +197,7 @@ class WorkerHost:
             return _error_answer(error)
 
     def pid(self) -> int:
-        """Of the process that it lives in."""
+        """Returns the process id."""
         return os.getpid()
 
 

@@ -1,4 +1,4 @@
-"""Starts the workers that a plan asks for."""
+"""Start of a plan's workers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hotloop.plan import BASELINE, Plan, axes_dropped_with
 def start_workers(
     program: Program, recipe: RemoteTask, workers: int, say: Report, limit_s: float | None = None
 ) -> Program:
-    """The Program with workers, where its gradients are to come from such; any other stays as it is.
+    """Starts workers for a parameter server's Program; returns any other Program unchanged.
 
     Args:
         limit_s: see `ParameterServerProgram.set_workers`.
 
     Raises:
-        TrainingError: a worker ended before it began.
-        PlanError: the plan wants Ray, and it isn't installed.
+        TrainingError: a worker ended before its first batch.
+        PlanError: the plan requires Ray, which isn't installed.
     """
     if isinstance(program, ParameterServerProgram):
         plan = program.parts.plan
@@ -34,7 +34,7 @@ def start_workers(
 
 
 def single_worker_plan(plan: Plan) -> Plan:
-    """How one worker computes: the plan without what is about several."""
+    """Returns the plan of one worker, without axes for several processes."""
     plain = {axis: getattr(BASELINE, axis) for axis in axes_dropped_with(plan.parallel, "none")}
     return plan.with_axes(parallel="none", **plain)
 
@@ -42,6 +42,6 @@ def single_worker_plan(plan: Plan) -> Plan:
 def _make_pool(plan: Plan, recipe: RemoteTask, workers: int) -> WorkerPool:
     if plan.workforce == "ray":
         return ActorPool(recipe, single_worker_plan(plan), workers)
-    from hotloop.lowering.parameter_server.workers.process_pool import ProcessPool  # takes a moment to import
+    from hotloop.lowering.parameter_server.workers.process_pool import ProcessPool  # a slow import
 
     return ProcessPool(recipe, single_worker_plan(plan), workers)
