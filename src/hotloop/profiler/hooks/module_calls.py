@@ -1,8 +1,7 @@
-"""The two places through which all modules and all backward passes go, opened during a step for someone to listen.
+"""Hooks on all module calls and backward passes during a step.
 
-Modules that make samples, as transforms do, are no part of the network, and aren't told of.
-`nn.Module.__call__` is replaced, and not hooked: with torch's global hooks each call takes another path, which compiled
-modules notice, and compile again for.
+Modules that make samples, such as transforms, are not reported. `nn.Module.__call__` is replaced: torch's global module
+hooks change the call path, for which compiled modules recompile.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
 
 class ModuleListener(Protocol):
-    """Hears what the thread that trains does; in a backward pass, also what torch's own threads do."""
+    """Is notified of the training thread's module calls; in a backward pass, of those of torch's threads too."""
 
     def enter(self, module: nn.Module, args: tuple) -> Any:
-        """A module's forward begins with these arguments; what this returns goes to `leave`."""
+        """A module's forward begins; the result is passed to `leave`."""
 
     def leave(self, before: Any) -> None:
-        """The forward has ended, well or not."""
+        """The forward has ended, also by an error."""
 
     def backward(self, roots: Any) -> AbstractContextManager[None]:
-        """A pass of the autograd engine over the graph below some tensors; there may be one inside another."""
+        """A pass of the autograd engine below some tensors; passes may be nested."""
 
 
 @hide_from_compiler
 class ModuleCallHooks:
-    """Opened by the thread that trains; nothing remains when closed.
+    """Opened by the training thread; leaves nothing behind when closed.
 
     Attributes:
-        depth: of passes of the autograd engine that are under way.
+        depth: number of nested passes of the autograd engine.
     """
 
     def __init__(self, listener: ModuleListener) -> None:
@@ -64,13 +63,13 @@ class ModuleCallHooks:
         self._open = True
 
     def close(self) -> None:
-        """Puts back what was there, unless somebody has put something of theirs in its place since."""
+        """Restores the originals, unless other code has replaced the hooks since."""
         self._open = False
         self._patches.undo()
         self._headroom.give_back()
 
     def _is_loading_begun(self) -> bool:
-        """A loader may draw from another one."""
+        """A loader may draw from another loader; only the outer one counts."""
         return self._open and not self._loading and threading.get_ident() == self._thread
 
     def _note_loading(self, args: tuple, kwargs: dict) -> None:

@@ -1,4 +1,4 @@
-"""What happens in a step that is watched closely, put into the phases of its timeline."""
+"""Puts the operations of a step into the phases of its timeline."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ _LOSS_FUNCTIONS = (
     ("torch._C._nn", "soft_margin_loss"),
     ("torch", "triplet_margin_loss"),
 )
-"""What `torch.nn.functional` calls: compiled code is guarded by the functions there, and models that hold one are pickled."""
+"""Called by `torch.nn.functional`, whose functions stay: compiled code has guards on them, models pickle them."""
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
 
 
 class PhaseHooks:
-    """Puts what happens into the phases of a timeline, in the steps that are watched closely."""
+    """Puts operations into the phases of a timeline, between `install` and `remove`."""
 
     def __init__(self, listener: TorchListener, timeline: Timeline) -> None:
         self._listener, self._timeline = listener, timeline
@@ -89,7 +89,7 @@ class PhaseHooks:
         patches.patch(torch.no_grad, "__exit__", nothing)
         patches.patch(logging.Logger, "handle", self._phase_wrapper("logging"))
         for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, TypeError):  # there may be none, or one of somebody's own making
+            with suppress(AttributeError, TypeError):  # no stream, or a custom stream
                 patches.patch(stream, "write", self._phase_wrapper("logging"))
         self.resume()
 
@@ -100,22 +100,19 @@ class PhaseHooks:
         self._headroom.give_back()
 
     def suspend(self) -> None:
-        """Takes away what compiled code may hold."""
+        """Removes the hooks that compiled code may capture."""
         self._suspendable_patches.undo()
 
     def resume(self) -> None:
-        """Puts it back, if this is installed."""
+        """Restores these hooks between `install` and `remove`."""
         if not self._on:
             return
         patches = self._suspendable_patches
         for module, name in _LOSS_FUNCTIONS:
             self._hook_function(module, "", name, "loss")
         for name in _SYNC_METHODS:
-            patches.patch(
-                Tensor,
-                name,
-                self._tensor_method(self._phase_wrapper("synchronisation"), warns=name in _WARNING_METHODS),
-            )
+            wrap = self._tensor_method(self._phase_wrapper("synchronisation"), warns=name in _WARNING_METHODS)
+            patches.patch(Tensor, name, wrap)
         for name in _COPY_METHODS:
             patches.patch(Tensor, name, self._tensor_method(self._copy_wrapper(name)))
         for table, phase in ((_UPDATE_FUNCTIONS, "update"), (_LOGGING_FUNCTIONS, "logging")):
@@ -131,7 +128,7 @@ class PhaseHooks:
                 patches.patch(torch.cuda, "synchronize", self._phase_wrapper("synchronisation"))
 
     def _hook_function(self, module: str, owner: str, name: str, phase: Phase) -> None:
-        """Only what the script has imported itself can be called."""
+        """Hooks a function only if the script has imported its module."""
         if (there := sys.modules.get(module)) is None:
             return
         holder = getattr(there, owner, None) if owner else there
@@ -139,13 +136,12 @@ class PhaseHooks:
             self._suspendable_patches.patch(holder, name, self._phase_wrapper(phase))
 
     def _hook_forward(self) -> Callable[[Any], Any]:
-        """What stands around a model that ranks share runs forward, too, and computes the loss after it."""
+        """The wrapper of a distributed model runs forward too, and computes the loss afterwards."""
         heard, timeline = self._listener, self._timeline
 
         def began(args: tuple, kwargs: dict) -> Any:
-            return (
-                timeline.enter("forward") if isinstance(args[0], WrapperMarker) else heard.forward_began(args, kwargs)
-            )
+            is_wrapper = isinstance(args[0], WrapperMarker)
+            return timeline.enter("forward") if is_wrapper else heard.forward_began(args, kwargs)
 
         def ended(token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
             if not isinstance(args[0], WrapperMarker):
@@ -164,11 +160,11 @@ class PhaseHooks:
             lambda token, args, kwargs, result, done: timeline.leave(),
         )
 
-    def _tensor_method(self, hear: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
-        return lambda original: _TensorMethod(original, hear(original), warns=warns)
+    def _tensor_method(self, wrap: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
+        return lambda original: _TensorMethod(original, wrap(original), warns=warns)
 
     def _copy_wrapper(self, name: str) -> Callable[[Any], Any]:
-        """For what copies from device to device; what only changes the dtype, or nothing, is none."""
+        """Records copies between devices; conversions of the dtype alone are no copies."""
         timeline = self._timeline
 
         def began(args: tuple, kwargs: dict) -> bool:
@@ -185,19 +181,19 @@ class PhaseHooks:
 
 
 class _TensorMethod:
-    """A tensor's method, heard where it is called on a tensor; the class gives the original, by which torch knows it.
+    """A tensor's method, recorded if called on a tensor; read from the class, the original is returned.
 
-    `__torch_function__` gets what the class gives, and compares it with what it was when torch was imported.
+    `__torch_function__` receives the class's method, and compares it with the method at torch's import.
 
     Args:
-        warns: whether torch warns once of its call where the tensor can be differentiated: at the innermost line of
-            Python, which must not be one of hotloop's. So the first such call isn't heard.
+        warns: whether torch warns once about a call on a differentiable tensor. The warning names the innermost Python
+            line, which must be the user's. So the first such call is not recorded.
     """
 
     warned = False
 
-    def __init__(self, original: Any, heard: Any, *, warns: bool) -> None:
-        self._original, self._heard, self._warns = original, heard, warns
+    def __init__(self, original: Any, recorded: Any, *, warns: bool) -> None:
+        self._original, self._recorded, self._warns = original, recorded, warns
 
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
         if tensor is None:
@@ -205,7 +201,7 @@ class _TensorMethod:
         if self._warns and (torch.is_warn_always_enabled() or not _TensorMethod.warned) and _is_differentiated(tensor):
             _TensorMethod.warned = True
             return self._original.__get__(tensor, owner)
-        return self._heard.__get__(tensor, owner)
+        return self._recorded.__get__(tensor, owner)
 
 
 def _is_differentiated(tensor: Tensor) -> bool:
@@ -214,7 +210,7 @@ def _is_differentiated(tensor: Tensor) -> bool:
 
 
 def _is_device_change(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether a method of a tensor's asks for another device than the tensor is on."""
+    """Returns whether a tensor's method asks for another device than the tensor's."""
     with torch._C.DisableTorchFunction():
         here = args[0].device
         if name in ("cpu", "cuda"):

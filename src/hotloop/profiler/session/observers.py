@@ -1,4 +1,4 @@
-"""Those that watch steps more closely than their phases."""
+"""Observers that record steps in more detail than phases."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from hotloop.profiler.trace.tracer import Tracer
 
 
 def make_observers(watch: ProfilerSession, trace: str | Path | None, model: nn.Module | None = None) -> list[Observer]:
-    """What watches garbage collections, modules, operators and lines, for one watch.
+    """Returns the observers of garbage collections, lines, modules and operators.
 
     Args:
         trace: file for the Chrome trace of the traced steps.
-        model: whose names its modules go by, whatever stands around it; None to find that out.
+        model: the model that names its modules, inside any wrappers; None to find the model.
     """
     lines = LineObserver(watch)
     inside = _OperatorObserver(watch, None if trace is None else Path(trace), model, lines.sampler)
@@ -40,7 +40,7 @@ def make_observers(watch: ProfilerSession, trace: str | Path | None, model: nn.M
 
 
 class LineObserver:
-    """The lines of the user's own that are on the stack."""
+    """Records user lines on the stack."""
 
     kinds: Sequence[Kind] = ("sampled",)
 
@@ -56,17 +56,11 @@ class LineObserver:
         self.drop = self.sampler.drop
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        return {
-            "lines": [
-                line.model_dump()
-                for line in clamp_lines_to_phases(self.sampler.lines(), _instrumented_phases(self._watch))
-            ]
-        }
+        lines = clamp_lines_to_phases(self.sampler.lines(), _instrumented_phases(self._watch))
+        return {"lines": [line.model_dump() for line in lines]}
 
 
 class ModuleObserver:
-    """The clock of the modules."""
-
     kinds: Sequence[Kind] = ("clocked", "whole")
 
     def __init__(self, namer: ModuleNames) -> None:
@@ -79,7 +73,7 @@ class ModuleObserver:
 
 
 class _OperatorObserver:
-    """The operators, and the modules with what is known of them through their operators."""
+    """Records operators, and adds their data to modules."""
 
     kinds: Sequence[Kind] = ("traced", "whole")
 
@@ -125,8 +119,8 @@ class _OperatorObserver:
         modules = with_fused(module_times(own, self._namer.kinds, step_ms), tracer.fused())
         self._note(clock.notes + tracer.notes)
         return {
-            "modules": [one.model_dump() for one in with_counts(modules, operators)],
-            "operators": [one.model_dump() for one in operators],
+            "modules": [module.model_dump() for module in with_counts(modules, operators)],
+            "operators": [operator.model_dump() for operator in operators],
         }
 
     def _step_ms(self) -> float | None:
@@ -138,9 +132,8 @@ class _OperatorObserver:
 
 
 def _instrumented_phases(watch: ProfilerSession) -> dict[Phase, float]:
-    """Ms of the phases in the instrumented steps."""
+    """Milliseconds per phase in the instrumented steps."""
     steps = [step.phases for step in watch.facts.steps if step.phases]
     names = {name for phases in steps for name in phases}
-    return shift_phases(
-        {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}, watch.facts.turned
-    )
+    means = {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}
+    return shift_phases(means, watch.facts.turned)
