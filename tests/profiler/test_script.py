@@ -60,7 +60,7 @@ def test_workers_evaluation_and_checkpoints(alone) -> None:
     assert profile.apart.evaluation_s > 0 and profile.apart.checkpoint_s > 0
     assert profile.loaders[0].workers == 2 and profile.loaders[0].batch_size == 10
     assert profile.optimizers[0].kind == "SGD" and profile.optimizers[0].implementation == "forloop"
-    assert profile.stopped == "enough steps were seen"
+    assert profile.stopped == "enough steps were recorded"
     assert {"0", "3"} <= {module.name for module in profile.modules}
 
 

@@ -22,7 +22,7 @@ _SPARE_S = 0.5
 """Seconds of the time limit that are reserved for the child's start and end."""
 
 _CALLS = 3
-"""Number of warm-up calls, and of timed calls that determine the length of the windows."""
+"""Number of warm-up calls, and of timed calls that set the window length."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,7 @@ class NetworkCall:
 
 
 class NetworkCallRecorder:
-    """Records the first call of each network that a step trains.
-
-    Attributes:
-        on: whether calls are recorded.
-        calls: by the network's `id`.
-    """
+    """Records, while `on`, the first call of each network that a step trains, by the network's `id`."""
 
     def __init__(self) -> None:
         self.on, self.calls = False, dict[int, NetworkCall]()
@@ -164,7 +159,6 @@ class _TimedPasses:
 
 
 def _tensors_of_result(value: Any) -> list[Tensor]:
-    """Returns tensors in lists, tuples, dictionaries and fields of other objects."""
     leaves = pytree.tree_leaves(value)
     objects = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
     fields = (value for leaf in objects for value in getattr(leaf, "__dict__", {}).values())

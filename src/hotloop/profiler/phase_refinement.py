@@ -16,12 +16,7 @@ _MIN_SHARE = 0.03
 
 
 def refine_phases(phases: dict[Phase, float], lines: Sequence[LineTime]) -> dict[Phase, float]:
-    """Moves the time of calls into drawing and logging libraries to the logging phase; the sum stays.
-
-    Args:
-        phases: milliseconds per step.
-        lines: stack samples.
-    """
+    """Moves milliseconds of sampled calls into drawing and logging libraries to the logging phase; the sum stays."""
     phases, step = dict(phases), sum(phases.values())
     for phase in _LOOP_PHASES:
         if phases.get(phase, 0.0) > _MIN_SHARE * step:

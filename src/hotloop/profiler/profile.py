@@ -18,7 +18,7 @@ from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.profile import HardwareLimits, Profile, Remedy
-from hotloop.core.records.race import Timing, Verdict
+from hotloop.core.records.race import Verdict
 from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
 from hotloop.distributed.fork_safety import check_cuda
@@ -103,8 +103,9 @@ def profile(
         with join_as_rank(wanted, console) as moved:
             chosen = resolve_plan(task, wanted)
             found = profile_and_diagnose_task(loaded, chosen, steps=steps, trace=trace, progress=moved)
-            common: dict[str, Any] = dict(time_limit=time_limit, began=began, progress=moved)
-            return race_remedies(loaded, found, chosen, **common) if try_remedies else found
+            if not try_remedies:
+                return found
+            return race_remedies(loaded, found, chosen, time_limit=time_limit, began=began, progress=moved)
 
     if (ranked := plan_to_launch(plan, {})) is None:
         return inspect()
@@ -127,7 +128,6 @@ def join_as_rank(wanted: PlanRequest, console: Terminal) -> Iterator[Progress]:
 
 
 def _profile_forked_ranks(ranks: int, inspect: Callable[[], Profile]) -> Profile:
-    """Returns rank 0's profile; the ranks are forks of this process."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
 
@@ -150,21 +150,13 @@ def resolve_plan(task: Task, wanted: PlanRequest) -> Plan:
 
 
 def refuse_for_script(*, plan: bool) -> None:
-    """Checks the options of a script.
-
-    Raises:
-        PlanError: a plan is given.
-    """
+    """Raises PlanError if a plan is given for a script."""
     if plan:
         raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
 
 
 def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
-    """Checks the options of several processes.
-
-    Raises:
-        PlanError: an option needs one process, or ranks of this machine.
-    """
+    """Raises PlanError if an option needs one process, or ranks of this machine."""
     if plan.parallel == "async":
         raise PlanError(
             "a profile of parallel=async, whose server and workers take no common steps",
@@ -197,9 +189,8 @@ def profile_and_diagnose_script(
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
     """Profiles a script; see `profile` and `profile_script`."""
-    given: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
-    seen = profile_script(path, arguments, **given)
-    return _diagnose(seen, progress)
+    options: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
+    return _diagnose(profile_script(path, arguments, **options), progress)
 
 
 def profile_and_diagnose_task(
@@ -219,47 +210,46 @@ def profile_and_diagnose_task(
     """
     task = override_fields(loaded.task, overrides)
     plan = resolve_device(plan)
-    progress("watching", 0.0)
+    progress("recording", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
-    seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
+    recorded = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
     if not World.from_group(plan).is_rank_zero:
-        return seen
-    if seen.ranks:  # cores that one rank leaves idle are used by another
-        seen = seen.model_copy(update={"threads": None, "notes": [*seen.notes, SHARED_LIMITS_NOTE]})
-    found = _diagnose(seen, progress)
+        return recorded
+    if recorded.ranks:  # cores that one rank leaves idle are used by another
+        recorded = _with_notes(recorded.model_copy(update={"threads": None}), [SHARED_LIMITS_NOTE])
+    found = _diagnose(recorded, progress)
     update = {
-        "remedies": [_with_feasible_axes(one, task, plan) for one in found.remedies],
-        "candidates": [_with_feasible_axes(one, task, plan) for one in found.candidates],
-        "notes": [*found.notes, *([] if plan.engine == "eager" else [UNTRIED_TORCH])],
+        name: [_with_feasible_axes(one, task, plan) for one in getattr(found, name)]
+        for name in ("remedies", "candidates")
     }
-    return found.model_copy(update=update)
+    return _with_notes(found.model_copy(update=update), [] if plan.engine == "eager" else [UNTRIED_TORCH])
 
 
-def _diagnose(seen: Profile, progress: Progress) -> Profile:
-    if seen.step_ms is None and not seen.operators:
-        return seen.model_copy(update={"machine": machine_name(), "versions": speed_versions() | seen.versions})
-    known, notes = _measure_limits(seen, progress)
-    known |= {"machine": machine_name(), "versions": speed_versions() | seen.versions}
-    known["busy"] = busy_warning(known.get("threads", seen.threads)) if seen.device == "cpu" else ""
-    return diagnose(with_limit_shares(seen.model_copy(update={**known, "notes": [*seen.notes, *notes]})))
+def _diagnose(recorded: Profile, progress: Progress) -> Profile:
+    update: dict[str, Any] = {"machine": machine_name(), "versions": speed_versions() | recorded.versions}
+    if recorded.step_ms is None and not recorded.operators:
+        return recorded.model_copy(update=update)
+    limits, notes = _measure_limits(recorded, progress)
+    busy = busy_warning(limits.get("threads", recorded.threads)) if recorded.device == "cpu" else ""
+    profile = recorded.model_copy(update=update | limits | {"busy": busy})
+    return diagnose(with_limit_shares(_with_notes(profile, notes)))
 
 
-def _measure_limits(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
+def _measure_limits(recorded: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
     """Returns the machine's limits and notes; a profile without limits is still valid."""
     try:
-        limits, notes = _cached_limits(seen.device, progress)
-        eager = seen.engine == "eager"
-        threads = with_oversubscription(seen.threads) if eager else seen.threads
-        slowdown = slowdown_notes(seen.threads) if eager and seen.device == "cpu" else []
+        limits, notes = _cached_limits(recorded.device, progress)
+        eager = recorded.engine == "eager"
+        threads = with_oversubscription(recorded.threads) if eager else recorded.threads
+        slowdown = slowdown_notes(recorded.threads) if eager and recorded.device == "cpu" else []
         return {"limits": limits, "threads": threads}, [*notes, *slowdown]
     except DeviceError:
-        return {}, [f"limits of {seen.device} are unknown: hotloop can't measure such a device"]
+        return {}, [f"limits of {recorded.device} are unknown: hotloop can't measure such a device"]
     except KeyboardInterrupt:
         return {}, ["limits of this machine are unknown: Ctrl-C ended the measurement"]
 
 
 def _cached_limits(device: str, progress: Progress) -> tuple[HardwareLimits, list[str]]:
-    """Returns the device's limits, stored or measured now, and notes."""
     hardware = measure_hardware(
         device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of)
     )
@@ -307,9 +297,9 @@ def race_remedies(
     deadline = RaceSpec(plans, base, time_limit=time_limit).deadline(time.monotonic() if began is None else began)
     # A better plan is wanted: results of earlier races may not replace the race.
     alone, contest = replace(loaded, record=None), RaceSpec(plans, base)
-    common: dict[str, Any] = dict(overrides=overrides, prove=prove, say=say, progress=progress)
+    options: dict[str, Any] = dict(overrides=overrides, prove=prove, say=say, progress=progress)
     try:
-        verdict = race_loaded(alone, contest, deadline=deadline, racing_s=REMEDY_RACE_S, **common)
+        verdict = race_loaded(alone, contest, deadline=deadline, racing_s=REMEDY_RACE_S, **options)
     except TimeOverError as over:
         return _with_notes(found, [f"no remedy was raced: {over.given}"])
     remedies = [_with_race_result(one, base, verdict) for one in found.remedies]
@@ -326,7 +316,8 @@ def race_remedies(
             "notes": [note for note in found.notes if note != UNTRIED_TORCH],
         }
     )
-    return _with_notes(found, [*map(_why_lost, lost), *_failure_notes(verdict), *verdict.notes])
+    failures = [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]
+    return _with_notes(found, [*map(_why_lost, lost), *failures, *verdict.notes])
 
 
 def _with_notes(found: Profile, notes: Sequence[str]) -> Profile:
@@ -357,7 +348,8 @@ def _why_lost(remedy: Remedy) -> str:
 
 
 def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
-    timing = _timing(base.with_axes(**remedy.axes), verdict) if remedy.axes else None
+    raced = base.with_axes(**remedy.axes).model_dump() if remedy.axes else None
+    timing = next((timing for timing in verdict.plans if timing.plan == raced), None)
     if timing is None or timing.ratio is None or timing.ratio_low is None or timing.ratio_high is None:
         return remedy
     proven = f"; its result is {timing.parity}: {timing.parity_reason}" if timing.parity else ""
@@ -365,11 +357,3 @@ def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
     gain = max(0.0, 1 - 1 / timing.ratio) if "engine" in remedy.axes else remedy.gain
     evidence = f"{remedy.evidence}{proven}".removeprefix("; ")
     return remedy.model_copy(update={"won": won, "gain": gain, "evidence": evidence})
-
-
-def _timing(plan: Plan, verdict: Verdict) -> Timing | None:
-    return next((timing for timing in verdict.plans if timing.plan == plan.model_dump()), None)
-
-
-def _failure_notes(verdict: Verdict) -> list[str]:
-    return [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]

@@ -26,8 +26,7 @@ from hotloop.profiler.timers.modules import ClockOwner, ModuleClock
 class RankCommPhases:
     """Listens to a rank's communication meter: sets timeline phases, and pauses the module clock.
 
-    Args:
-        watch: the session of the training thread; communication of other threads overlaps, and takes none of its time.
+    Communication in other threads overlaps with the training thread, and is ignored.
     """
 
     def __init__(self, watch: ProfilerSession, clock: ModuleClock) -> None:
@@ -52,7 +51,6 @@ class RankCommPhases:
 
 
 _SENDING_METHODS = ((ParameterHost, "collect"), (ParameterHost, "spread"), (WeightAverage, "take"))
-"""Methods that only send and receive, and prepare for that."""
 
 
 def hook_rank_calls(watch: ProfilerSession, patches: Patches) -> None:
@@ -95,11 +93,7 @@ _WRAPPER_PREFIXES = ("DistributedDataParallel.", "FSDP::", "gloo:")
 
 
 def merge_rank_profiles(own: Profile, spent: Sequence[CommTime], parts: LoweringContext) -> Profile:
-    """Returns a rank's profile with the times of all ranks; all ranks call this together.
-
-    Args:
-        spent: this rank's communication in each measured step.
-    """
+    """Returns a rank's profile with the times of all ranks, which all call this; `spent` has the measured steps."""
     mine = RankTime(
         step_ms=own.step_ms,
         phases=own.phases,
@@ -122,7 +116,6 @@ def merge_rank_profiles(own: Profile, spent: Sequence[CommTime], parts: Lowering
 
 
 def _notes(parts: LoweringContext, ranks: Sequence[RankTime]) -> Iterator[str]:
-    """What the phases and modules leave out, and why."""
     if parts.is_pipelined:
         yield "stages run as exported graphs without separate modules; the operators are those of rank 0"
     every = parts.plan.sync_every or SYNC_EVERY

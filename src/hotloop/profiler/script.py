@@ -21,19 +21,14 @@ def profile_script(
     trace: Path | None = None,
     try_s: float | None = None,
 ) -> Profile:
-    """Runs a script to its end and profiles its training steps.
+    """Runs a script to its end and profiles its training steps; see `run_script`.
 
-    The script runs as `run_script` describes. After Ctrl-C or SIGTERM the profile has the records until then.
+    After Ctrl-C or SIGTERM the profile has the records until then.
 
     Args:
-        path: the script's file; or, as text, the name of a module to run as `python -m` does.
-        steps: number of measured steps, then the script runs on alone; None for 60, fewer if these would take over 30
-            s.
-        stop_after_s: seconds after which the script is stopped by Ctrl-C; by SIGTERM if it still runs after `GRACE_S`.
-        stdout: file descriptor of the script's output, such as 2 for standard error; None for this process's output.
+        steps: number of measured steps, then the script runs on alone; None for 60, fewer if these take over 30 s.
         trace: a file for the Chrome trace of a few steps.
-        try_s: seconds for a race of the compiled network after the measured steps, while the script waits; None for no
-            race.
+        try_s: seconds for a race of the compiled network after the measured steps; the script waits. None: no race.
 
     Raises:
         TaskError: the file doesn't exist.
@@ -42,7 +37,7 @@ def profile_script(
     end = run_script(
         path,
         arguments,
-        inside="hotloop.profiler.script_child:begin",
+        inside="hotloop.profiler.script_child:wait_for_torch",
         settings=settings,
         stop_after_s=stop_after_s,
         stdout=stdout,

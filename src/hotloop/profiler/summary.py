@@ -157,10 +157,8 @@ def _with_update_times(modules: list[ModuleTime], update_ms: float | None) -> li
     if not whole_ms or not update_ms:
         return modules
     factor = update_ms / whole_ms
-    return [
-        one if one.update_ms is None else one.model_copy(update={"update_ms": one.update_ms * factor})
-        for one in modules
-    ]
+    times = [None if one.update_ms is None else one.update_ms * factor for one in modules]
+    return [one.model_copy(update={"update_ms": ms}) for one, ms in zip(modules, times, strict=True)]
 
 
 def _optimizer_records(facts: ProfileFacts, phases: dict[Phase, float], scale: float) -> list[dict]:
@@ -261,7 +259,6 @@ def _rare_updates(facts: ProfileFacts, steps: Sequence[StepFact], usual: set[str
 def _extra_time(
     steps: Sequence[StepFact], regular: dict[str, list[StepFact]]
 ) -> tuple[float | None, dict[Phase, float]]:
-    """Milliseconds by which steps exceed regular steps of their kind, in total and per phase."""
     usual_ms = {kind: median(step.ms for step in ones) for kind, ones in regular.items() if ones}
     excess = [step.ms - usual_ms[step.kind] for step in steps if step.kind in usual_ms]
     if not excess:

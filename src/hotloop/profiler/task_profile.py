@@ -26,7 +26,7 @@ from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import Timeline, clock_for
 from hotloop.profiler.base.schedule import Observer
 from hotloop.profiler.base.step_facts import ProfileFacts
-from hotloop.profiler.hooks.torch_hooks import with_callbacks
+from hotloop.profiler.hooks.torch_hooks import with_callbacks, wrap_in_phase
 from hotloop.profiler.rank_profiles import (
     RankCommPhases,
     agree_on_steps,
@@ -142,7 +142,7 @@ def _profile(
             raise
         stopped = CTRL_C
     finally:
-        watch.close("enough steps were seen")
+        watch.close("enough steps were recorded")
         watch.remove()
         runner.restore_state()
     facts = _with_notes(watch.facts, program, known=compilations.model is not None)
@@ -153,13 +153,9 @@ def _profile(
     if stopped and profile.step_ms is None:
         raise KeyboardInterrupt  # nothing was measured
     splits = program.parts.splits
-    known = {
-        "samples_per_step": splits.batch_size,
-        "one_batch": splits.batches == 1,
-        "engine": plan.engine,
-        "stopped": stopped,
-    }
-    profile = profile.model_copy(update={"seconds": time.monotonic() - began, **known})
+    update = {"samples_per_step": splits.batch_size, "one_batch": splits.batches == 1, "engine": plan.engine}
+    update |= {"stopped": stopped, "seconds": time.monotonic() - began}
+    profile = profile.model_copy(update=update)
     return profile if world.is_single else merge_rank_profiles(profile, measured, program.parts)
 
 
@@ -201,7 +197,6 @@ def _with_notes(facts: ProfileFacts, program: Program, *, known: bool) -> Profil
 
 @contextmanager
 def _hook_program(program: Program, watch: ProfilerSession) -> Iterator[None]:
-    """Hooks hotloop's own work in a step: feeding, batch transforms, calls of compiled code."""
     feed, patches, timeline = program.feed, Patches(), watch.timeline
     program.feed = _TimedFeed(feed, timeline)
     patches.patch(BatchTransform, "__call__", _phase_wrapper(watch, "batch"))
@@ -243,12 +238,7 @@ def _hook_arrays_step(watch: ProfilerSession, step: ArraysStep, patches: Patches
 
 
 def _phase_wrapper(watch: ProfilerSession, phase: Phase) -> Callable[[Any], Any]:
-    timeline = watch.timeline
-    return with_callbacks(
-        watch.is_training_thread,
-        lambda args, kwargs: timeline.enter(phase),
-        lambda token, args, kwargs, result, done: timeline.leave(),
-    )
+    return wrap_in_phase(watch.is_training_thread, watch.timeline, phase)
 
 
 class _TimedFeed:

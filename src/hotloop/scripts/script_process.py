@@ -89,7 +89,6 @@ def _environment(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
-    """Waits for the script's end; at the time limit, stops the script and returns a line about that."""
     try:
         process.wait(stop_after_s)
         return ""

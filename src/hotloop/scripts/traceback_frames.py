@@ -23,7 +23,6 @@ def leave_out_our_frames() -> None:
 
 
 def _strip_own_frames(error: BaseException) -> TracebackType | None:
-    """Removes hotloop's frames from the traceback of an error, and of its causes."""
     done: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

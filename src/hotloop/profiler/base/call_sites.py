@@ -20,11 +20,7 @@ _MAX_CACHED_PLACES = 1000
 
 
 class CallSites:
-    """Finds lines of user code on the stack; results are cached, since every step asks for them.
-
-    Args:
-        folder: paths below this folder are reported relative to the folder.
-    """
+    """Finds lines of user code on the stack (cached); paths below `folder` are relative to the folder."""
 
     def __init__(self, folder: str = "") -> None:
         self._folder = os.path.join(os.path.realpath(folder or os.getcwd()), "")
@@ -98,11 +94,9 @@ class CallSites:
         return where
 
     def place(self, file: str, line: int) -> str:
-        """Returns `file:line`; a file inside the folder is given relative to the folder."""
         return f"{os.path.realpath(file).removeprefix(self._folder)}:{line}"
 
     def is_own(self, code: CodeType) -> bool:
-        """Returns whether the code is user code."""
         known = self._own.get(id(code))
         if known is None:
             known = self._own[id(code)] = code, not is_library(code.co_filename)

@@ -49,11 +49,7 @@ class LightSpan:
         self._code: CodeType | None = None
 
     def begin(self, optimizer: Any, sites: CallSites, clock: StepClock, last: Callable[[], None]) -> bool:
-        """Starts after an optimizer's update that ends a step; returns False if no user line called the update.
-
-        Args:
-            last: is called before the clean step begins.
-        """
+        """Starts at an update that ends a step; False if no user line made the call. `last` runs before the clean step."""
         frame, between = sites.caller_frame()
         if frame is None:
             return False
@@ -64,7 +60,6 @@ class LightSpan:
         return True
 
     def stop(self) -> bool:
-        """Ends light mode; returns whether the mode was on."""
         was, self.on, self.ended = self.on, False, None
         return was
 

@@ -37,11 +37,7 @@ class StepClock(Protocol):
     """A clock that marks instants; durations are read later."""
 
     def mark(self, *, idle: bool = True) -> Any:
-        """Marks the current instant.
-
-        Args:
-            idle: whether `idle_ms` will be asked of this mark.
-        """
+        """Marks the current instant; `idle` says whether `idle_ms` will be asked of the mark."""
 
     def ms(self, first: Any, last: Any) -> float: ...
     def idle_ms(self, first: Any, last: Any) -> float:
@@ -61,8 +57,6 @@ class Instant(NamedTuple):
 
 
 class HostClock:
-    """Wall time of the process, and CPU time of one thread."""
-
     def __init__(self) -> None:
         self._switches, self._queued_s = -1, 0.0
 
@@ -123,7 +117,6 @@ class DeviceClock:
 
 
 def clock_for(device: torch.device) -> StepClock:
-    """Returns the clock for steps that compute on a device."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
@@ -183,7 +176,6 @@ class Timeline:
             self._loading = len(self._stack)
 
     def enter(self, phase: Phase) -> None:
-        """Enters a phase inside the current one."""
         if self.loading and phase not in RANK_PHASES:
             self._stack.append("data")
         elif self.on:
@@ -191,7 +183,6 @@ class Timeline:
             self._mark(phase)
 
     def leave(self) -> None:
-        """Returns to the enclosing phase."""
         if self.on and len(self._stack) > 1:
             left = self._stack.pop()
             if len(self._stack) < self._loading:
@@ -217,7 +208,6 @@ class Timeline:
         return marks
 
     def instant(self) -> Any:
-        """Returns a clock mark for a step boundary."""
         return self.clock.mark(idle=self.on)
 
     def replace_last(self, phase: Phase, instead: Phase) -> None:
@@ -236,12 +226,9 @@ class Timeline:
 
 
 def durations(marks: list[tuple[Any, Phase]], clock: StepClock, mark_ms: float = 0.0) -> dict[Phase, float]:
-    """Returns milliseconds per phase; they add up to the time from first to last mark, less the overhead of marking.
+    """Returns milliseconds per phase; they add up to the time from first to last mark, less `mark_ms` per mark.
 
     Between recorded operations a running thread counts as the loop's own code; a waiting thread as "unattributed".
-
-    Args:
-        mark_ms: overhead of one mark.
     """
     found: dict[Phase, float] = {}
     for (first, phase), (last, _) in pairwise(marks):

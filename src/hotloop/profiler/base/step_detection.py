@@ -54,14 +54,10 @@ class Finder:
         return _most_frequent(self._counts, what, least) or _most_frequent(self._at, what, least * 4)
 
     def guess(self) -> TrainingEvent:
-        """Returns the most likely event so far.
-
-        Raises:
-            LookupError: no event was recorded.
-        """
+        """Returns the most likely event so far; raises LookupError if no event was recorded."""
         found = _most_frequent(self._counts, self._anchor_kind(), 1)
         if found is None:
-            raise LookupError("no event was seen")
+            raise LookupError("no event was recorded")
         return found
 
     def _anchor_kind(self) -> str:
@@ -69,11 +65,7 @@ class Finder:
 
 
 class Tally:
-    """Counts equal events; many optimizers that step once each per step count no more than one.
-
-    Attributes:
-        most: count of the most frequent event.
-    """
+    """Counts equal events; `most` is the count of the most frequent event, so optimizers that alternate count once."""
 
     def __init__(self) -> None:
         self.most = 0

@@ -111,7 +111,6 @@ class ProfileFacts:
         self.anchor, self.by_hand = event.where, event.what == "backward" and not self.updates_inside
 
     def has_usual_flags(self, step: StepFact) -> bool:
-        """Returns whether each event of the step happens in at least half of the steps so far."""
         often = Counter(flag for other in self.steps for flag in other.flags)
         return all(2 * often[flag] >= len(self.steps) for flag in step.flags)
 
@@ -122,7 +121,6 @@ class ProfileFacts:
         step.flags, step.apart_ms = [], {}
 
     def record_failure(self, error: Exception) -> None:
-        """Notes an internal error that ends recording."""
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         self.notes.append(f"recording was ended by an internal error of hotloop: {reason}")
@@ -132,5 +130,4 @@ class ProfileFacts:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> ProfileFacts:
-        """Restores facts from `as_dict`."""
         return cls(**{**values, "steps": [StepFact(**step) for step in values["steps"]]})

@@ -9,7 +9,6 @@ from hotloop.profiler.base.schedule import DELAYED, Kind, middle_mean
 from hotloop.profiler.base.step_facts import StepFact
 
 _PER_STEP = ("ms", "calls", "per_step", "flops", "bytes")
-"""Fields of operators and patterns that count for a whole step."""
 
 _WITH_CALLS = 0.5
 """Least number per network call at which an operator or a pattern scales with the calls."""
@@ -48,7 +47,6 @@ class StepLengths:
         return [step for step in self._steps if self._usual and step.kind == kind and step.calls]
 
     def _correct(self, record: dict, many: float, calls: float) -> dict:
-        """Scales the record by the ratio of lengths if its counts scale with the calls."""
         ratio, runs = self._usual / calls, record.get("line_runs")
         corrected = {"line_runs": runs * ratio} if runs and runs >= _WITH_CALLS * calls else {}
         if many >= _WITH_CALLS * calls:

@@ -30,7 +30,6 @@ def _fingerprint(value: Tensor) -> tuple:
 
 
 def sample_numbers(value: Tensor) -> list[Any]:
-    """Returns evenly spaced numbers of a tensor."""
     numbers: list[Any] = value.detach().reshape(-1)[:: max(1, value.numel() // _SAMPLED_NUMBERS)].tolist()
     return numbers
 

@@ -21,23 +21,23 @@ _SKIP_FRAME = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_f
 """Dynamo runs the function itself uncompiled; functions that it calls are compiled as usual."""
 
 
-def hide_from_compiler(watching: Wrapper) -> Wrapper:
+def hide_from_compiler(target: Wrapper) -> Wrapper:
     """Excludes a function, or all functions of a class, from compilation."""
-    functions = vars(watching).values() if isinstance(watching, type) else [watching]
+    functions = vars(target).values() if isinstance(target, type) else [target]
     for function in functions:
         function = getattr(function, "__func__", None) or getattr(function, "fget", None) or function
         if isinstance(function, FunctionType):
             eval_frame.set_code_exec_strategy(function.__code__, _SKIP_FRAME)
-    return watching
+    return target
 
 
-def hide_from_warnings(makes: Wrapper) -> Wrapper:
+def hide_from_warnings(factory: Wrapper) -> Wrapper:
     """Decorates a factory of wrapper functions: warnings name the line of the wrapper's caller."""
-    makes.__code__ = _hidden_code(makes.__code__)
-    return makes
+    factory.__code__ = _hidden_code(factory.__code__)
+    return factory
 
 
-def as_replacement(watching: Callable[..., Any], original: Any) -> Any:
+def as_replacement(wrapper: Callable[..., Any], original: Any) -> Any:
     """Returns the object that replaces an original: methods bind as usual; a module's function is pickled by name.
 
     A plain function would be pickled by its own name; but the replaced name is one of several names of the original,
@@ -45,14 +45,12 @@ def as_replacement(watching: Callable[..., Any], original: Any) -> Any:
     """
     is_function = isinstance(original, FunctionType) and original.__qualname__ == original.__name__
     if not (is_function or isinstance(original, BuiltinFunctionType | _ReplacementFunction)):
-        return watching
-    kind = type("function", (_ReplacementFunction,), {"__call__": staticmethod(watching)})
+        return wrapper
+    kind = type("function", (_ReplacementFunction,), {"__call__": staticmethod(wrapper)})
     return update_wrapper(kind(), original)
 
 
 class _ReplacementFunction:
-    """A callable that looks like the function that it wraps."""
-
     __call__: Callable[..., Any]
     __wrapped__: Any
 
@@ -79,7 +77,6 @@ class _ReplacementFunction:
 
 
 def unwrap(function: Any) -> Any:
-    """Returns the innermost function of all wrappers."""
     while getattr(getattr(function, "__code__", None), "co_filename", "") == HIDDEN:
         function = function.__wrapped__
     return function
@@ -132,13 +129,7 @@ _MAX_LIMIT = 2**31 - 1
 
 
 class RecursionHeadrooms:
-    """All headrooms of this process; they may be given back in any order.
-
-    Attributes:
-        count: number of active headrooms.
-        original_limit: the recursion limit without headrooms.
-        own_limit: the limit that was set last.
-    """
+    """All headrooms of this process; they may be given back in any order."""
 
     def __init__(self) -> None:
         self.count, self.original_limit, self.own_limit = 0, 0, 0

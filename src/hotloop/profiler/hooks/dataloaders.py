@@ -28,13 +28,7 @@ _TORCH_DATASETS = TensorDataset.__getitem__.__code__.co_filename
 
 @dataclass
 class _LoaderStart:
-    """The start of a new iterator, until its first batch is drawn.
-
-    Attributes:
-        where: the user's line.
-        seconds: time to create the iterator.
-        index_s: time until the iterator asked for its first samples, as far as timed.
-    """
+    """A new iterator until its first batch: seconds to create it, and until samples are requested, if timed."""
 
     where: str
     seconds: float
@@ -45,16 +39,13 @@ class _LoaderStats:
     """Records of one loader.
 
     Attributes:
-        inner: class of the data set that makes the samples.
+        inner, makes: class of the data set that makes the samples, and the method that does.
         data: returns the loader's data set while it is alive.
-        makes: method of `inner` that makes samples.
         drawn, row_sum: batches and samples drawn in the current step.
+        drawing_s, evaluating_s, opening_s: time in the current step; in evaluations; before samples are requested.
         steps, rows: number of steps that drew batches; samples in each of them.
-        drawing_s, evaluating_s, opening_s: time in the current step; the part in evaluations; the part before samples
-            are requested.
-        draws, drawings, evaluations: of steps that drew batches: number of batches, seconds, seconds in evaluations.
-        opened, openings: number of new iterators; of the steps in which this is timed: seconds of opening and of
-            drawing.
+        draws, drawings, evaluations: of these steps: batches, seconds, seconds in evaluations.
+        opened, openings: number of new iterators; seconds of opening and of drawing in steps that time both.
     """
 
     def __init__(self, iterator: Any, where: str, sites: CallSites) -> None:
@@ -102,7 +93,6 @@ class _LoaderStats:
                 self.openings.append((self.opening_s, self.drawing_s))
 
     def as_record(self, most: int, counted: int) -> dict[str, Any]:
-        """Returns fields of `LoaderUse`; `most` is the step count of the most used loader."""
         self.record |= {"share": self.steps / max(1, most), "opened": self.opened / max(1, counted)}
         if self.sample_s:
             self.record["sample_ms"] = median(self.sample_s) * 1e3
@@ -135,12 +125,6 @@ class LoaderRecorder:
         self._latest: tuple[Callable[[], Any], _LoaderStats | None] = lambda: None, None
 
     def begin(self, *, timed: bool, counted: bool = True) -> None:
-        """Begins a step.
-
-        Args:
-            timed: whether samples are timed.
-            counted: whether samples are counted.
-        """
         self._counted, self._timed = counted, timed
         self.forget_step()
         if timed:
@@ -174,14 +158,12 @@ class LoaderRecorder:
         return True
 
     def end_light_steps(self) -> None:
-        """Counts the batches drawn since `begin_light_steps`."""
         for iterator, before in self._light_counts or ():
             if (alive := iterator()) is not None:
                 self._iterators[alive].drawn += alive._num_yielded - before
         self._light_counts = None
 
     def drawn_loaders(self) -> list[str]:
-        """Returns flags of the loaders that the step drew from."""
         return [f"loader {number}" for number, loader in enumerate(self._loaders.values()) if loader.drawn]
 
     def remove(self) -> None:
@@ -230,7 +212,6 @@ class LoaderRecorder:
         return median(most.rows) if most is not None and most.rows else self.rows
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns fields of `LoaderUse`, the most used loader first."""
         used = sorted(self._loaders.values(), key=lambda loader: -loader.steps)
         return [loader.as_record(used[0].steps, self._counted_steps) for loader in used if loader.steps]
 
@@ -248,7 +229,6 @@ class LoaderRecorder:
         return known
 
     def _time_samples(self) -> None:
-        """Times samples that this process makes, and the time until a new iterator asks for samples."""
         self._patches.patch(_BaseDataLoaderIter, "_next_index", self._timing_index())
         for loader in self._loaders.values():
             # Only methods written in Python can be replaced.
@@ -282,10 +262,8 @@ def _weak_getter(dataset: Any) -> Callable[[], Any]:
 
 
 def _innermost_dataset(dataset: Any) -> Any:
-    """Returns the data set that makes the samples, inside subsets and the like."""
     for _ in range(10):
-        inside = _wrapped_dataset(dataset)
-        if inside is None:
+        if (inside := _wrapped_dataset(dataset)) is None:
             break
         dataset = inside
     return dataset
@@ -317,7 +295,6 @@ def _sample_place(dataset: Any, makes: str, where: str, sites: CallSites) -> str
 
 
 def _own_place(function: Any, sites: CallSites) -> str:
-    """Returns the place of a user's function, or of the `__call__` of a user's object."""
     function = function.func if isinstance(function, partial) else function
     for one in (function, type(function).__call__):
         code = getattr(inspect.unwrap(one) if callable(one) else None, "__code__", None)
@@ -340,7 +317,6 @@ def _length(dataset: Any) -> int | None:
 
 
 def _rows(batch: Any) -> int | None:
-    """Rows of the first tensor in a batch."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

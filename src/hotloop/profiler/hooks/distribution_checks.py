@@ -19,11 +19,7 @@ _VALIDATING_METHODS = ("__init__", "_validate_sample")
 
 
 class ValidationTimer:
-    """Times argument validation between `listen` and `stop`.
-
-    Args:
-        note: receives the line and the CPU seconds of each validation.
-    """
+    """Times argument validation between `listen` and `stop`; `note` receives the line and CPU seconds of each."""
 
     def __init__(self, sites: CallSites, mine: Callable[[], bool], note: Callable[[str, float], None]) -> None:
         self._sites, self._mine, self._note = sites, mine, note

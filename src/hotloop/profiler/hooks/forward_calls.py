@@ -36,7 +36,6 @@ class CallInputs(NamedTuple):
 
 
 def describe_inputs(inputs: list[Tensor], *, graded: bool = False, drawn: bool = False) -> CallInputs:
-    """Describes tensors without storing them."""
     rows = next((len(value) for value in inputs if value.ndim > value.is_floating_point()), None)
     return CallInputs(["x".join(map(str, value.shape)) for value in inputs], rows, graded, drawn)
 
@@ -68,7 +67,6 @@ class ForwardCalls:
         self._most_graded: dict[int, int] = {}
 
     def end(self, step: StepFact | None) -> None:
-        """Ends the step; its record gets the number of calls."""
         if step is not None:
             step.calls = self.number
 
@@ -123,7 +121,6 @@ class ForwardCalls:
         return again
 
     def backward(self) -> None:
-        """A backward begins, of the calls since the previous backward."""
         self._accumulates |= not self._trained.isdisjoint(self._since)
         self._trained |= self._since
         self._since = set()

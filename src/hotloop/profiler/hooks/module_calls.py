@@ -37,15 +37,10 @@ class ModuleListener(Protocol):
 
 @hide_from_compiler
 class ModuleCallHooks:
-    """Opened by the training thread; leaves nothing behind when closed.
-
-    Attributes:
-        depth: number of nested passes of the autograd engine.
-    """
+    """Opened by the training thread, and removed by `close`; `depth` counts nested passes of the autograd engine."""
 
     def __init__(self, listener: ModuleListener) -> None:
-        self.depth = 0
-        self._listener = listener
+        self.depth, self._listener = 0, listener
         self._open = self._loading = False
         self._thread = 0
         self._patches, self._headroom = Patches(), RecursionHeadroom()
@@ -55,11 +50,8 @@ class ModuleCallHooks:
         self._headroom.make()
         self._patches.patch(nn.Module, "__call__", self._call)
         self._patches.patch(torch.autograd, "_engine_run_backward", self._run)
-        self._patches.patch(
-            _BaseDataLoaderIter,
-            "__next__",
-            with_callbacks(self._is_loading_begun, self._note_loading, self._note_loaded),
-        )
+        loading = with_callbacks(self._is_loading_begun, self._note_loading, self._note_loaded)
+        self._patches.patch(_BaseDataLoaderIter, "__next__", loading)
         self._open = True
 
     def close(self) -> None:
@@ -79,42 +71,42 @@ class ModuleCallHooks:
         self._loading = False
 
     @hide_from_warnings
-    def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         compiling, ident = torch.compiler.is_compiling, threading.get_ident
         enter, leave = self._listener.enter, self._listener.leave
 
-        @wraps(call)
-        def heard(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        @wraps(original)
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if compiling():
-                return call(module, *args, **kwargs)
-            elsewhere = ident() != self._thread and not self.depth
-            hears = self._open and not (elsewhere or self._loading or isinstance(module, WrapperMarker))
-            before = enter(module, args) if hears else None
+                return original(module, *args, **kwargs)
+            is_other_thread = ident() != self._thread and not self.depth
+            reports = self._open and not (is_other_thread or self._loading or isinstance(module, WrapperMarker))
+            before = enter(module, args) if reports else None
             try:
-                return call(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             except BaseException as error:
                 error.__traceback__ = strip_frame(error)
                 raise
             finally:
-                if hears:
+                if reports:
                     leave(before)
 
-        return hide_from_compiler(heard)
+        return hide_from_compiler(call)
 
     @hide_from_warnings
-    def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(run)
-        def heard(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            hears = self._open and not torch.compiler.is_compiling()
+    def _run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            reports = self._open and not torch.compiler.is_compiling()
             try:
-                with self._listener.backward(t_outputs) if hears else nullcontext():
-                    self.depth += hears
+                with self._listener.backward(t_outputs) if reports else nullcontext():
+                    self.depth += reports
                     try:
-                        return run(t_outputs, *args, **kwargs)
+                        return original(t_outputs, *args, **kwargs)
                     finally:
-                        self.depth -= hears
+                        self.depth -= reports
             except BaseException as error:
                 error.__traceback__ = strip_frame(error)
                 raise
 
-        return hide_from_compiler(heard)
+        return hide_from_compiler(call)

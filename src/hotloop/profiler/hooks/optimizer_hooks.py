@@ -22,8 +22,6 @@ from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
 @hide_from_compiler
 class _TimedGroups(list):
-    """An optimizer's parameter groups, which report each access."""
-
     def __init__(self, groups: list[dict[str, Any]], asked: Callable[[int | None], None]) -> None:
         super().__init__(groups)
         self.groups, self._asked = groups, asked
@@ -88,12 +86,7 @@ class _OptimizerStats:
 
 
 class OptimizerRecorder:
-    """Times updates.
-
-    Attributes:
-        on: whether updates are timed.
-        has_nested: whether an update ran inside another.
-    """
+    """Times updates while `on`; `has_nested` says whether an update ran inside another."""
 
     def __init__(self, sites: CallSites) -> None:
         self.on = self.has_nested = False
@@ -133,7 +126,6 @@ class OptimizerRecorder:
         return True
 
     def closure_called(self) -> None:
-        """The updating optimizer calls its closure."""
         if self.on and self._open:
             self._evaluations += 1
 
@@ -176,12 +168,10 @@ class OptimizerRecorder:
         return used if used is not None and used.latest() is optimizer else None
 
     def parameters(self) -> Iterator[Tensor]:
-        """Parameters of all optimizers that have stepped."""
         alive = (optimizer for used in self._used if (optimizer := used.latest()) is not None)
         return (value for optimizer in alive for group in optimizer.param_groups for value in group["params"])
 
     def records(self, steps: int) -> list[dict[str, Any]]:
-        """Returns fields of `OptimizerUse`."""
         instrumented, settings = max(1, steps // 2), self._settings()
         return [
             {
@@ -189,12 +179,8 @@ class OptimizerRecorder:
                 "where": used.where,
                 "implementation": used.implementation,
                 "groups": [
-                    {
-                        **group,
-                        "settings": settings[used.settings[number]],
-                        "ms": _per_step(used.by_group.get(number, []), instrumented),
-                    }
-                    for number, group in enumerate(used.groups)
+                    group | {"settings": settings[key], "ms": _per_step(used.by_group.get(number, []), instrumented)}
+                    for number, (group, key) in enumerate(zip(used.groups, used.settings, strict=True))
                 ],
                 "steps": len(used.spent) / instrumented,
                 "ms": _per_step(used.spent, instrumented),
@@ -206,7 +192,6 @@ class OptimizerRecorder:
         ]
 
     def _settings(self) -> dict[tuple[Any, ...], int]:
-        """Numbers the distinct settings of all groups."""
         distinct = dict.fromkeys(settings for used in self._used for settings in used.settings)
         return {settings: number for number, settings in enumerate(distinct)}
 
@@ -251,7 +236,6 @@ def _group(group: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
-    """All values of a group that its update depends on."""
     return tuple((name, _setting_key(value)) for name, value in sorted(group.items()) if name not in _NOT_SETTINGS)
 
 
@@ -276,13 +260,7 @@ def _implementation(optimizer: Optimizer) -> str:
 
 
 class ClosurePhases:
-    """Puts a closure's work into phases of its own.
-
-    Args:
-        mine: whether the thread is recorded.
-        making: returns the phase in which batches are made.
-        called: is notified of each call.
-    """
+    """Puts a closure's work into phases; `making` returns the batch phase, `called` is notified of each call."""
 
     def __init__(
         self, mine: Callable[[], bool], timeline: Timeline, making: Callable[[], Phase], called: Callable[[], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.distributed.wrappers.ddp import WrapperMarker
 from hotloop.profiler.base.phases import Timeline
 from hotloop.profiler.base.transparency import RecursionHeadroom
-from hotloop.profiler.hooks.torch_hooks import TorchListener, with_callbacks, wrap_rank_call
+from hotloop.profiler.hooks.torch_hooks import TorchListener, with_callbacks, wrap_in_phase, wrap_rank_call
 
 _SYNC_METHODS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 _WARNING_METHODS = ("__float__", "__int__", "__index__", "__bool__")
@@ -26,46 +26,24 @@ _UPDATE_FUNCTIONS = (
     ("torch.optim.lr_scheduler", "LRScheduler", "step"),
     ("torch.optim.lr_scheduler", "ReduceLROnPlateau", "step"),
     ("torch.optim.swa_utils", "AveragedModel", "update_parameters"),
-    ("torch.amp.grad_scaler", "GradScaler", "unscale_"),
-    ("torch.amp.grad_scaler", "GradScaler", "step"),
-    ("torch.amp.grad_scaler", "GradScaler", "update"),
-    ("torch.nn.utils.clip_grad", "", "_get_total_norm"),
-    ("torch.nn.utils.clip_grad", "", "_clip_grads_with_norm_"),
+    ("torch.amp.grad_scaler", "GradScaler", "unscale_ step update"),
+    ("torch.nn.utils.clip_grad", "", "_get_total_norm _clip_grads_with_norm_"),
 )
+"""Module, class, functions."""
+
+_WRITER_METHODS = "add_scalar add_scalars add_image add_images add_figure add_histogram flush"
 _LOGGING_FUNCTIONS = (
     ("torch._tensor_str", "", "_str"),
-    ("matplotlib.figure", "Figure", "savefig"),
-    ("matplotlib.figure", "Figure", "draw"),
+    ("matplotlib.figure", "Figure", "savefig draw"),
     ("PIL.Image", "Image", "save"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_scalar"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_scalars"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_image"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_images"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_figure"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_histogram"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "flush"),
-    ("tqdm.std", "tqdm", "update"),
-    ("tqdm.std", "tqdm", "refresh"),
-    ("tqdm.std", "tqdm", "set_postfix"),
-    ("tqdm.std", "tqdm", "set_description"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", _WRITER_METHODS),
+    ("tqdm.std", "tqdm", "update refresh set_postfix set_description"),
 )
 _LOSS_FUNCTIONS = (
-    ("torch._C._nn", "binary_cross_entropy"),
-    ("torch", "binary_cross_entropy_with_logits"),
-    ("torch", "cosine_embedding_loss"),
-    ("torch._C._nn", "cross_entropy_loss"),
-    ("torch", "ctc_loss"),
-    ("torch", "hinge_embedding_loss"),
-    ("torch._C._nn", "huber_loss"),
-    ("torch", "kl_div"),
-    ("torch._C._nn", "l1_loss"),
-    ("torch", "margin_ranking_loss"),
-    ("torch._C._nn", "mse_loss"),
-    ("torch._C._nn", "nll_loss_nd"),
-    ("torch", "poisson_nll_loss"),
-    ("torch._C._nn", "smooth_l1_loss"),
-    ("torch._C._nn", "soft_margin_loss"),
-    ("torch", "triplet_margin_loss"),
+    ("torch", "", "binary_cross_entropy_with_logits cosine_embedding_loss ctc_loss hinge_embedding_loss kl_div"),
+    ("torch", "", "margin_ranking_loss poisson_nll_loss triplet_margin_loss"),
+    ("torch._C._nn", "", "binary_cross_entropy cross_entropy_loss huber_loss l1_loss mse_loss nll_loss_nd"),
+    ("torch._C._nn", "", "smooth_l1_loss soft_margin_loss"),
 )
 """Called by `torch.nn.functional`, whose functions stay: compiled code has guards on them, models pickle them."""
 
@@ -81,12 +59,12 @@ class PhaseHooks:
         self._on = False
 
     def install(self) -> None:
-        heard, patches = self._listener, self._base_patches
+        listener, patches = self._listener, self._base_patches
         self._on = True
         self._headroom.make()
         patches.patch(nn.Module, "__call__", self._hook_forward())
-        nothing = with_callbacks(heard.is_training_thread, lambda args, kwargs: None, heard.no_grad_ended)
-        patches.patch(torch.no_grad, "__exit__", nothing)
+        no_grad = with_callbacks(listener.is_training_thread, lambda args, kwargs: None, listener.no_grad_ended)
+        patches.patch(torch.no_grad, "__exit__", no_grad)
         patches.patch(logging.Logger, "handle", self._phase_wrapper("logging"))
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, TypeError):  # no stream, or a custom stream
@@ -104,20 +82,18 @@ class PhaseHooks:
         self._suspendable_patches.undo()
 
     def resume(self) -> None:
-        """Restores these hooks between `install` and `remove`."""
         if not self._on:
             return
         patches = self._suspendable_patches
-        for module, name in _LOSS_FUNCTIONS:
-            self._hook_function(module, "", name, "loss")
+
         for name in _SYNC_METHODS:
             wrap = self._tensor_method(self._phase_wrapper("synchronisation"), warns=name in _WARNING_METHODS)
             patches.patch(Tensor, name, wrap)
         for name in _COPY_METHODS:
             patches.patch(Tensor, name, self._tensor_method(self._copy_wrapper(name)))
-        for table, phase in ((_UPDATE_FUNCTIONS, "update"), (_LOGGING_FUNCTIONS, "logging")):
-            for module, owner, name in table:
-                self._hook_function(module, owner, name, phase)  # type: ignore[arg-type]
+        self._hook_functions(_LOSS_FUNCTIONS, "loss")
+        self._hook_functions(_UPDATE_FUNCTIONS, "update")
+        self._hook_functions(_LOGGING_FUNCTIONS, "logging")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             for name in _COLLECTIVES:
                 mine = self._listener.is_training_thread
@@ -127,38 +103,34 @@ class PhaseHooks:
             if torch.cuda.is_available():
                 patches.patch(torch.cuda, "synchronize", self._phase_wrapper("synchronisation"))
 
-    def _hook_function(self, module: str, owner: str, name: str, phase: Phase) -> None:
-        """Hooks a function only if the script has imported its module."""
-        if (there := sys.modules.get(module)) is None:
-            return
-        holder = getattr(there, owner, None) if owner else there
-        if holder is not None and hasattr(holder, name):
-            self._suspendable_patches.patch(holder, name, self._phase_wrapper(phase))
+    def _hook_functions(self, table: Iterable[tuple[str, str, str]], phase: Phase) -> None:
+        """Hooks the functions of imported modules: a script can't call others."""
+        for module, owner, names in table:
+            holder = sys.modules.get(module)
+            holder = getattr(holder, owner, None) if owner else holder
+            for name in names.split():
+                if hasattr(holder, name):
+                    self._suspendable_patches.patch(holder, name, self._phase_wrapper(phase))
 
     def _hook_forward(self) -> Callable[[Any], Any]:
         """The wrapper of a distributed model runs forward too, and computes the loss afterwards."""
-        heard, timeline = self._listener, self._timeline
+        listener, timeline = self._listener, self._timeline
 
         def began(args: tuple, kwargs: dict) -> Any:
             is_wrapper = isinstance(args[0], WrapperMarker)
-            return timeline.enter("forward") if is_wrapper else heard.forward_began(args, kwargs)
+            return timeline.enter("forward") if is_wrapper else listener.forward_began(args, kwargs)
 
         def ended(token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
             if not isinstance(args[0], WrapperMarker):
-                heard.forward_ended(token, args, kwargs, result, done)
+                listener.forward_ended(token, args, kwargs, result, done)
                 return
             timeline.leave()
             timeline.turn("loss")
 
-        return with_callbacks(heard.is_training_thread, began, ended)
+        return with_callbacks(listener.is_training_thread, began, ended)
 
     def _phase_wrapper(self, phase: Phase) -> Callable[[Any], Any]:
-        timeline = self._timeline
-        return with_callbacks(
-            self._listener.is_training_thread,
-            lambda args, kwargs: timeline.enter(phase),
-            lambda token, args, kwargs, result, done: timeline.leave(),
-        )
+        return wrap_in_phase(self._listener.is_training_thread, self._timeline, phase)
 
     def _tensor_method(self, wrap: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
         return lambda original: _TensorMethod(original, wrap(original), warns=warns)
@@ -210,7 +182,6 @@ def _is_differentiated(tensor: Tensor) -> bool:
 
 
 def _is_device_change(name: str, args: tuple, kwargs: dict) -> bool:
-    """Returns whether a tensor's method asks for another device than the tensor's."""
     with torch._C.DisableTorchFunction():
         here = args[0].device
         if name in ("cpu", "cuda"):

@@ -45,7 +45,6 @@ def with_callbacks(mine: Callable[[], bool], began: OnBegin, ended: OnEnd) -> Ca
         began: receives the arguments; the result is passed to `ended`.
         ended: receives that result, the arguments, the function's result, and whether there is a result.
     """
-
     compiling = torch.compiler.is_compiling
 
     def make(original: Any) -> Any:
@@ -53,8 +52,8 @@ def with_callbacks(mine: Callable[[], bool], began: OnBegin, ended: OnEnd) -> Ca
         def call(*args: Any, **kwargs: Any) -> Any:
             if compiling():
                 return original(*args, **kwargs)
-            heard = mine()
-            token, result, done = began(args, kwargs) if heard else None, None, False
+            reports = mine()
+            token, result, done = began(args, kwargs) if reports else None, None, False
             try:
                 result = original(*args, **kwargs)
                 done = True
@@ -63,12 +62,16 @@ def with_callbacks(mine: Callable[[], bool], began: OnBegin, ended: OnEnd) -> Ca
                 error.__traceback__ = strip_frame(error)
                 raise
             finally:
-                if heard:
+                if reports:
                     ended(token, args, kwargs, result, done)
 
         return as_replacement(hide_from_compiler(call), original)
 
     return make
+
+
+def wrap_in_phase(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
+    return with_callbacks(mine, lambda args, kwargs: timeline.enter(phase), lambda *ended: timeline.leave())
 
 
 def wrap_rank_call(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
@@ -153,19 +156,19 @@ class TorchHooks:
         self._listener, self._light_span = listener, light_span
         self._patches, self._every_step_patches, self._outermost = Patches(), Patches(), Patches()
         self._loading = with_callbacks(listener.is_training_thread, listener.loading_began, listener.loading_ended)
-        self._backward = with_callbacks(
-            listener.should_record_backward, listener.backward_began, listener.backward_ended
-        )
+        should_record = listener.should_record_backward
+        self._backward = with_callbacks(should_record, listener.backward_began, listener.backward_ended)
         self._handles: list[Any] = []
 
     def install(self) -> None:
-        heard, patches = self._listener, self._patches
+        listener, patches = self._listener, self._patches
         self.hook_every_step()
         patches.patch(DataLoader, "__iter__", self._loading)
-        patches.patch(torch, "save", with_callbacks(heard.is_training_thread, heard.saving_began, heard.saving_ended))
-        threads = with_callbacks(heard.is_training_thread, lambda args, kwargs: None, heard.threads_set)
+        mine = listener.is_training_thread
+        patches.patch(torch, "save", with_callbacks(mine, listener.saving_began, listener.saving_ended))
+        threads = with_callbacks(mine, lambda args, kwargs: None, listener.threads_set)
         patches.patch(torch, "set_num_threads", threads)
-        patches.patch(nn.Module, "train", with_callbacks(heard.is_training_thread, heard.mode_began, heard.mode_ended))
+        patches.patch(nn.Module, "train", with_callbacks(mine, listener.mode_began, listener.mode_ended))
         self._handles = [
             register_optimizer_step_pre_hook(hide_from_compiler(self._update_began)),
             register_optimizer_step_post_hook(hide_from_compiler(self._update_ended)),
@@ -173,7 +176,6 @@ class TorchHooks:
         self.wrap_backward()
 
     def hook_every_step(self) -> None:
-        """From here on, backwards and batches are reported."""
         self._every_step_patches.patch(torch.autograd, "_engine_run_backward", self._backward)
         self._every_step_patches.patch(_BaseDataLoaderIter, "__next__", self._loading)
 
@@ -201,11 +203,10 @@ class TorchHooks:
 
     def wrap_backward(self) -> None:
         """From here on, `backward_done` is called after all wrappers of a backward that exist by now."""
-        over = with_callbacks(
-            self._listener.is_training_thread, lambda args, kwargs: None, self._listener.backward_done
-        )
+        listener = self._listener
+        done = with_callbacks(listener.is_training_thread, lambda args, kwargs: None, listener.backward_done)
         self._outermost.undo()
-        self._outermost.patch(torch.autograd, "_engine_run_backward", over)
+        self._outermost.patch(torch.autograd, "_engine_run_backward", done)
 
     def unwrap_backward(self) -> None:
         self._outermost.undo()
@@ -226,20 +227,12 @@ class TorchHooks:
         """Removes all hooks at once except those of optimizers, which are removed at the next backward."""
         self._undo()
 
-        def before(args: tuple, kwargs: dict) -> None:
-            self.remove()
-
-        last = with_callbacks(lambda: True, before, lambda *ended: None)
+        last = with_callbacks(lambda: True, lambda args, kwargs: self.remove(), lambda *ended: None)
         self._patches.patch(torch.autograd, "_engine_run_backward", last)
 
 
 class CompilePause:
-    """Removes hooks while torch compiles.
-
-    Args:
-        away: removes what compiled code may capture.
-        back: restores the hooks.
-    """
+    """Removes hooks that compiled code may capture (`away`) while torch compiles, and restores them (`back`)."""
 
     def __init__(self, away: Callable[[], None], back: Callable[[], None]) -> None:
         self._suspend, self._resume = away, back

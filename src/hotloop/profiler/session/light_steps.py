@@ -20,7 +20,6 @@ class LightMode:
         self._loaders: LoaderRecorder
 
     def begin(self, optimizer: Any, event: TrainingEvent, loaders: LoaderRecorder) -> None:
-        """An optimizer's update is done; skipped steps may follow."""
         usual, self._is_usual = self._is_usual, True
         if not usual:  # events of every step must be recorded in every step
             return
@@ -34,7 +33,6 @@ class LightMode:
             loaders.end_light_steps()
 
     def note_unusual(self) -> None:
-        """An unusual event begins, which must be recorded with its consequences."""
         self._is_usual = False
         self.end()
 

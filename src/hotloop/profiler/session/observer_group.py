@@ -26,7 +26,6 @@ class ObserverGroup:
                 observer.begin()
 
     def end(self, kind: Kind, *, drop: bool) -> None:
-        """Ends a step's observers; `drop` discards their records."""
         for observer in reversed(self._observers):
             if kind in observer.kinds:
                 observer.drop() if drop else observer.end()

@@ -40,8 +40,6 @@ def make_observers(watch: ProfilerSession, trace: str | Path | None, model: nn.M
 
 
 class LineObserver:
-    """Records user lines on the stack."""
-
     kinds: Sequence[Kind] = ("sampled",)
 
     def __init__(self, watch: ProfilerSession) -> None:
@@ -73,8 +71,6 @@ class ModuleObserver:
 
 
 class _OperatorObserver:
-    """Records operators, and adds their data to modules."""
-
     kinds: Sequence[Kind] = ("traced", "whole")
 
     def __init__(
@@ -132,7 +128,6 @@ class _OperatorObserver:
 
 
 def _instrumented_phases(watch: ProfilerSession) -> dict[Phase, float]:
-    """Milliseconds per phase in the instrumented steps."""
     steps = [step.phases for step in watch.facts.steps if step.phases]
     names = {name for phases in steps for name in phases}
     means = {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}

@@ -38,12 +38,9 @@ class ProfilerSession(TorchListener):
     """Receives events, and records facts.
 
     Args:
-        steps: to measure, see `StepSequence` and `schedule`.
+        steps, found, in_step: see `StepSequence`.
         publish: receives all facts so far about every second, and at the end.
         observers: makes the observers once the step is known.
-        found: whether steps are detected; else the caller calls `boundary` after each step.
-        in_step: whether other ranks take the same steps, so that this process's clock may not decide how steps are
-            recorded.
         compilations: records of compilations, if started earlier.
         trains: is called before the first backward or update.
 
@@ -88,7 +85,6 @@ class ProfilerSession(TorchListener):
 
     @stop_on_error
     def boundary(self) -> None:
-        """Ends a step and begins the next."""
         if not self.closed:
             with self._without_recording():
                 self._sequence.boundary()
@@ -119,7 +115,6 @@ class ProfilerSession(TorchListener):
         self._publish(facts)
 
     def note_compilations(self) -> None:
-        """Code may be compiled from here on."""
         if not self.closed:
             self.compilations.install()
 
@@ -151,7 +146,7 @@ class ProfilerSession(TorchListener):
 
     def _after_boundary(self) -> None:
         if self._sequence.is_over:
-            self.close("enough was seen" if not self._sequence.n_measured() else "enough steps were seen")
+            self.close("enough was recorded" if not self._sequence.n_measured() else "enough steps were recorded")
         elif self._sequence.is_step_abandoned():  # perhaps the script's last step
             self._is_detailed = self._patterns.on = False
             self._remove_step_hooks(self._sequence.stop_detailed_step)
@@ -208,7 +203,6 @@ class ProfilerSession(TorchListener):
         self._pauses = EvaluationPauses(self._patterns, lambda: self._sequence.step)
 
     def between_steps(self) -> None:
-        """Publishes the facts now and then, outside of any step."""
         if time.monotonic() - self._published_at > _PUBLISH_EVERY_S and self._sequence.n_measured():
             self._publish(self._collect())
             self._published_at = time.monotonic()
@@ -220,7 +214,6 @@ class ProfilerSession(TorchListener):
 
     @contextmanager
     def _without_recording(self) -> Iterator[None]:
-        """Code inside is the profiler's own, and not recorded."""
         self._is_busy = True
         try:
             yield

@@ -105,15 +105,10 @@ class StepSequence:
             self._first_s = time.perf_counter()
 
     def can_end_at_backward(self) -> bool:
-        """Returns whether a backward may end a step, as far as known."""
         return self._must_find_step and (self._anchor is None or self._anchor.what == "backward")
 
     def add_event(self, event: TrainingEvent, at: Any = None) -> None:
-        """Records an event that may end a step.
-
-        Args:
-            at: the event's clock mark; now if None.
-        """
+        """Records an event that may end a step, at a clock mark; None is now."""
         self.facts.trained += 1
         self.facts.updates += event.what == "update"
         if not self._must_find_step:
@@ -139,7 +134,6 @@ class StepSequence:
 
     @property
     def is_early(self) -> bool:
-        """Whether the step is not detected yet."""
         return self.step is not None and self.step.kind == "early"
 
     def _begin_early(self) -> None:
@@ -165,7 +159,6 @@ class StepSequence:
             self.facts.steps = early[1]
 
     def _record_whole(self, event: TrainingEvent) -> None:
-        """Records a period of training if no step is detected for long."""
         self._sought.record(TrainingEvent(event.what, "", event.which))
         if self.step is None and self._sought.most == _MAX_EVENTS:
             self._since = time.perf_counter()
@@ -178,12 +171,10 @@ class StepSequence:
             self.is_over = True
 
     def end_whole_step(self) -> None:
-        """Ends such a period, if one is on."""
         if self.step is not None and self.step.kind == "whole":
             self._end_step()
 
     def _discard_step(self) -> None:
-        """The steps so far are not the script's steps."""
         if self.step is not None:
             self._listener.flags()
             self.end_observers()
@@ -214,7 +205,6 @@ class StepSequence:
             self._restart()
 
     def _restart(self) -> None:
-        """Discards all records of the previous loop."""
         self._discard_step()
         self._remaining_kinds, self._strays, self._awaited_steps = order(self._steps), Tally(), 0
         self._finder, self._updates, self.cores, self._first_s = Finder(), NextUpdates(), Cores(), time.perf_counter()
@@ -298,14 +288,12 @@ class StepSequence:
         return self.light_span.left > 0 and self._is_alone and self._anchor is not None and is_end(self._anchor, event)
 
     def count_light_steps(self) -> None:
-        """Counts steps that light mode has skipped."""
         passed, self.light_span.passed = self.light_span.passed, 0
         self.rare_updates.steps += passed
         self.facts.trained, self.facts.updates = self.facts.trained + passed, self.facts.updates + passed
         self._began = self.light_span.began if passed else self._began
 
     def n_measured(self) -> int:
-        """Returns the number of steps whose times count."""
         return sum(step.kind in ("clean", "instrumented") for step in self.facts.steps)
 
     def is_step_abandoned(self) -> bool:
@@ -326,7 +314,6 @@ class StepSequence:
         self.step.kind = "settling"
 
     def _is_held_up(self, times: float) -> bool:
-        """Whether the current step takes this multiple of the median step."""
         passed_ms = (time.perf_counter() - self._step_since) * 1e3
         known = [step.ms for step in self.facts.steps if step.kind in ("clean", "instrumented") and step.ms]
         return bool(known) and passed_ms > times * median(known)
@@ -362,12 +349,10 @@ class StepSequence:
         self.step = None
 
     def _is_usual(self, step: StepFact) -> bool:
-        """Whether the step has only usual events and no delay."""
         held_up = step.kind in _LIKE_CLEAN and self._is_held_up(DELAYED)
         return self.facts.has_usual_flags(step) and not held_up
 
     def end_observers(self, *, drop: bool = True) -> None:
-        """Ends the step's observers; `drop` discards their records of the step."""
         if self.timeline.on:
             self.timeline.end()
         if self.step is not None:

@@ -44,12 +44,11 @@ _STEP_LIBRARIES = ("torch", "numpy", "contextlib", "array_api_compat", "cupy", "
 """Libraries that a step written by hotloop calls."""
 
 _MAX_RECORDS = 500
-"""Reported lines, the longest first."""
 
 _BACKWARD_FUNCTION = "_engine_run_backward"
 
 _WATCHING = ("hotloop.profiler", "hotloop.scripts")
-_WRAPPER_FUNCTIONS = ("call", "heard", "epoch")
+_WRAPPER_FUNCTIONS = ("call", "epoch")
 """Names of profiler functions inside which user code runs."""
 
 
@@ -74,7 +73,7 @@ class StackLine(NamedTuple):
 
 @dataclass(slots=True)
 class _StackSample:
-    """A sample: number of the last timeline mark, seconds, and lines, each with whether the line is innermost."""
+    """Number of the last timeline mark, seconds, and lines, each with whether the line is innermost."""
 
     mark: int
     passed_s: float
@@ -158,7 +157,6 @@ class StackSampler:
             pass
 
     def drop(self) -> None:
-        """Ends an unusual step and discards its samples."""
         if self._on.is_set():
             self.end()
             spent, self.samples, self.shifted_s = self._before
@@ -166,7 +164,6 @@ class StackSampler:
             self._steps -= 1
 
     def close(self) -> None:
-        """Ends sampling, also within a step; samples stay."""
         self.end()
         self._closed = True
         self._on.set()
@@ -216,7 +213,6 @@ class StackSampler:
             self._over.set()
 
     def sample(self, frame: FrameType | None, now: float) -> None:
-        """Records the lines of a stack, for the time since the last sample."""
         passed, self._since = now - self._since, now
         ground, mark, known = self._phase(), self._last_mark(), set()
         if frame is None or ground == "unattributed" or self._is_watching(frame):
@@ -308,7 +304,6 @@ class StackSampler:
 
 @hide_from_compiler
 def library_of(frame: FrameType) -> str:
-    """Returns the package of a frame's code."""
     return str(frame.f_globals.get("__name__") or "").partition(".")[0]
 
 
@@ -327,12 +322,7 @@ class LinePhases:
         self._facts, self._around = facts, sites.functions_on_stack()
 
     def phase(self, phase: Phase, lines: Iterable[Line | None]) -> Phase:
-        """Returns the phase of running code.
-
-        Args:
-            phase: by the timeline.
-            lines: user lines on the stack, in any order.
-        """
+        """Returns the phase of running code, by the timeline's phase and the user lines on the stack, in any order."""
         facts = self._facts
         if not facts.anchor or not (phase == "update" if facts.by_hand else phase == "batch"):
             return phase
@@ -353,20 +343,20 @@ class LinePhases:
 def phase_shares(
     traced: Sequence[Mapping[tuple[Phase, Phase], float]],
     sampled: Mapping[tuple[Phase, Phase], float],
-    looks: Mapping[Phase, int],
+    samples: Mapping[Phase, int],
 ) -> list[tuple[Phase, Phase, float]]:
     """Returns `ProfileFacts.turned`: by samples if there are enough, else medians over the traced steps.
 
     Args:
         traced, sampled: time per pair of timeline phase and phase by lines.
-        looks: number of samples per timeline phase.
+        samples: number of samples per timeline phase.
     """
     pairs = {pair for step in (*traced, sampled) for pair in step if pair[0] != pair[1]}
-    found = []
+    shares = []
     for ground, phase in pairs:
-        steps = [sampled] if looks.get(ground, 0) >= _ENOUGH_SAMPLES else traced or [sampled]
-        found.append((ground, phase, median(_phase_share(step, ground, phase) for step in steps)))
-    return sorted(one for one in found if one[2])
+        steps = [sampled] if samples.get(ground, 0) >= _ENOUGH_SAMPLES else traced or [sampled]
+        shares.append((ground, phase, median(_phase_share(step, ground, phase) for step in steps)))
+    return sorted(share for share in shares if share[2])
 
 
 def _phase_share(step: Mapping[tuple[Phase, Phase], float], ground: Phase, phase: Phase) -> float:
@@ -375,15 +365,10 @@ def _phase_share(step: Mapping[tuple[Phase, Phase], float], ground: Phase, phase
 
 
 def shift_phases(phases: Mapping[Phase, float], shares: Iterable[tuple[Phase, Phase, float]]) -> dict[Phase, float]:
-    """Moves shares of phases to other phases; the sum stays.
-
-    Args:
-        shares: source, target, and share of the source.
-    """
-    found = dict(phases)
+    """Moves shares (source, target, share of the source) between phases; the sum stays."""
+    shifted = dict(phases)
     for source, target, share in shares:
-        moved = phases.get(source, 0.0) * share
-        if moved:
-            found[source] -= moved
-            found[target] = found.get(target, 0.0) + moved
-    return found
+        if moved := phases.get(source, 0.0) * share:
+            shifted[source] -= moved
+            shifted[target] = shifted.get(target, 0.0) + moved
+    return shifted

@@ -89,7 +89,6 @@ class LineTracer:
         self._lines.append(None)
 
     def resume(self, depth: int) -> None:
-        """Returns to the lines at an earlier depth."""
         del self._lines[depth:]
 
     @property
@@ -97,7 +96,6 @@ class LineTracer:
         return len(self._lines)
 
     def _running(self, frame: FrameType | None) -> Iterator[FrameType]:
-        """Yields user frames on the stack, innermost first, up to a Task's step."""
         while frame is not None and not is_step(frame.f_code):
             if self._owns(frame.f_code):
                 yield frame

@@ -94,12 +94,10 @@ class TraceMarkers:
 
     @property
     def runs(self) -> Mapping[Line, int]:
-        """Number of runs of each user line in the step."""
         return self._line_tracer.runs
 
     @property
     def functions(self) -> Mapping[Line, str]:
-        """The functions of the user lines that ran."""
         return self._line_tracer.functions()
 
     @property
@@ -138,7 +136,6 @@ class TraceMarkers:
         self.marks.append(TraceMark(number, self._inside[-1], line, phase, deep, ground))
 
     def _is_unchanged(self, phase: Phase, deep: bool) -> bool:
-        """Whether the last mark equals a new mark without a line."""
         last = self.marks[-1]
         return (last.line, last.place, last.phase, last.is_in_backward) == (None, self._inside[-1], phase, deep)
 

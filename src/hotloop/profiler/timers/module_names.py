@@ -64,14 +64,12 @@ class ModulePlace:
 
     @classmethod
     def part(cls, name: str) -> ModulePlace:
-        """Creates a place that belongs to no module, such as `(loss)`."""
         place = cls(None, "")
         place.name = ModuleName("", name)
         return place
 
     @classmethod
     def from_call(cls, module: nn.Module, inside: ModulePlace | None, caller: FrameType) -> ModulePlace:
-        """Creates the place of a module that the frame is about to call."""
         return cls(module, type(module).__name__, inside, "" if inside else find_variable_name(module, caller))
 
     @property
@@ -118,11 +116,9 @@ class ModuleNames:
         self._known()
 
     def name_of(self, module: int) -> ModuleName | None:
-        """Returns the name of a module of the known models, by the module's id."""
         return self._by_id.get(module)
 
     def _known(self) -> dict[int, ModuleName]:
-        """Names all modules of the known models, by id."""
         found: dict[int, ModuleName] = {}
         for label, ref in self._models.items():
             model = ref()
@@ -216,7 +212,6 @@ def _holders() -> dict[int, nn.Module]:
 
 
 def is_generated(place: ModulePlace) -> bool:
-    """Returns whether a compiler has made the module."""
     return place.kind in ("GraphModule", "InterpreterModule") and not place.variable
 
 
@@ -284,7 +279,6 @@ def enclosing_names(name: ModuleName) -> Iterator[ModuleName]:
 
 
 def _ordered(names: Mapping[ModuleName, OwnTime], kinds: Mapping[ModuleName, str]) -> list[ModuleName]:
-    """Models first, each with its modules in the order of definition, parents first."""
     place = {name: at for at, name in enumerate(kinds)}
     models = list(dict.fromkeys(name.model for name in kinds))
 
@@ -303,7 +297,6 @@ class StepInputs:
         self._inputs: defaultdict[tuple, dict[int, ModulePlace]] = defaultdict(dict)
 
     def note(self, place: ModulePlace, inside: ModulePlace | None, args: tuple) -> None:
-        """Records a module call inside another module's forward."""
         first = args[0] if args else None
         if inside is None or not isinstance(first, Tensor):
             return

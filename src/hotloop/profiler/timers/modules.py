@@ -72,7 +72,6 @@ def measure_clock_overhead(clock: SwitchClock) -> tuple[float, float]:
 
 
 def _time_pass_ns(clock: SwitchClock | None) -> tuple[int, int]:
-    """Forward and backward time of alternating modules, less the clock's own account of overhead."""
     turns = (_View(), _View())
     x = first = torch.zeros(1, device="cpu", requires_grad=True)
     if clock is not None:
@@ -175,7 +174,6 @@ class ModuleClock:
         self._end(keep=True)
 
     def drop(self) -> None:
-        """Ends an unusual step and discards its times."""
         self._end(keep=False)
 
     def _end(self, *, keep: bool) -> None:
@@ -198,22 +196,14 @@ class ModuleClock:
             self._steps += 1
 
     def close(self) -> None:
-        """Ends measuring; times stay."""
         self.end()
         self._owners = {}
 
     def times(self, step_ms: float | None) -> list[ModuleTime]:
-        """Returns all modules by name, parents first.
-
-        A module's total is the sum of own times, each the mean of the middle half of the steps.
-
-        Args:
-            step_ms: denominator of `share`; None for the sum of all modules.
-        """
+        """Returns all modules by name, parents first, from means of the middle half of steps; see `module_times`."""
         return module_times(self.own(), self._namer.kinds, step_ms)
 
     def own(self) -> dict[ModuleName, OwnTime]:
-        """Returns own times of all modules, per step."""
         return {name: times.per_step(self._steps) for name, times in self._times.items()}
 
     def _add(self, owner: ClockOwner, found: dict[ModuleName, OwnTime]) -> None:
@@ -276,12 +266,10 @@ class ModuleClock:
         self.cost_ns += self._since - now
 
     def _made_here(self) -> tuple[list[int], list[ClockOwner]]:
-        """This thread's first node numbers and their owners."""
         return self._made.setdefault(threading.get_ident(), ([], []))
 
     @contextmanager
     def backward(self, roots: Any) -> Iterator[None]:
-        """A pass of the autograd engine; passes may be nested."""
         now, before, direction = self._now(), self._owner, self._direction
         before.ns[direction] += now - self._since
         first, handles = self._hook(roots)
@@ -325,8 +313,6 @@ class ModuleClock:
 
 
 class _Times:
-    """Own times of one name in the steps that contain it."""
-
     def __init__(self) -> None:
         self._forward: deque[float] = deque(maxlen=_MAX_STEPS)
         self._backward: deque[float] = deque(maxlen=_MAX_STEPS)

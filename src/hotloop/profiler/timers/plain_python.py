@@ -39,13 +39,12 @@ class PlainLineSampler:
         self._switch_s = self._set_s = 0.0
 
     def begin(self) -> None:
-        """Samples the calling thread."""
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._set_s = sys.getswitchinterval()
         self._thread, self._on = _thread.get_ident(), True
-        # Python warns of a fork beside another thread.
-        os.register_at_fork(before=self._pause, after_in_parent=self._resume, after_in_child=self._forget)
+        # Python warns of a fork beside another thread; a forked child has no sampling thread.
+        os.register_at_fork(before=self._pause, after_in_parent=self._resume, after_in_child=self._give_back)
         self._resume()
 
     def stop(self) -> None:
@@ -71,10 +70,6 @@ class PlainLineSampler:
             self._ended.acquire()
             _thread.start_new_thread(self._sample, ())
 
-    def _forget(self) -> None:
-        """A forked child has no sampling thread."""
-        self._give_back()
-
     def lines(self) -> list[dict[str, Any]]:
         """Returns fields of `LineTime`, the longest own time first; ms of the whole run."""
         return self._records(self._spent)
@@ -85,16 +80,7 @@ class PlainLineSampler:
 
     def _records(self, spent: dict[CodeLine, list[float]]) -> list[dict[str, Any]]:
         longest = sorted(spent.items(), key=lambda one: -one[1][1])[:_MAX_RECORDS]
-        return [
-            {
-                "where": self._sites.place(self._codes[code].co_filename, line),
-                "function": self._codes[code].co_qualname,
-                "phase": "python",
-                "ms": total_s * 1e3,
-                "own_ms": own_s * 1e3,
-            }
-            for (code, line), (total_s, own_s) in longest
-        ]
+        return [_line_record(self._sites, self._codes[code], line, *spent_s) for (code, line), spent_s in longest]
 
     def _sample(self) -> None:
         before = time.perf_counter()
@@ -115,6 +101,11 @@ class PlainLineSampler:
                 _add_time(self._spent, (id(code), line), passed_s, lines)
                 _add_time(self._functions, (id(code), code.co_firstlineno), passed_s, functions)
             frame = frame.f_back
+
+
+def _line_record(sites: CallSites, code: CodeType, line: int, total_s: float, own_s: float) -> dict[str, Any]:
+    times = {"phase": "python", "ms": total_s * 1e3, "own_ms": own_s * 1e3}
+    return {"where": sites.place(code.co_filename, line), "function": code.co_qualname} | times
 
 
 def _add_time(spent: dict[CodeLine, list[float]], place: CodeLine, passed_s: float, known: set[CodeLine]) -> None:
@@ -147,18 +138,7 @@ def _function_key(record: dict[str, Any]) -> tuple[str, str]:
 
 
 _MAX_FUNCTIONS = 200
-_OTHER_PROFILERS = (
-    "cProfile",
-    "profile",
-    "coverage",
-    "pdb",
-    "debugpy",
-    "line_profiler",
-    "memray",
-    "pyinstrument",
-    "viztracer",
-    "yappi",
-)
+_OTHER_PROFILERS = "cProfile profile coverage pdb debugpy line_profiler memray pyinstrument viztracer yappi"
 
 _HAS_MONITORING = hasattr(sys, "monitoring")
 """Since Python 3.12 profilers hook all threads, and would count the sampling thread's calls."""
@@ -173,7 +153,7 @@ class PlainProfiler:
     def __init__(self) -> None:
         self.stopped_by = ""
         self._profiler: Any = _lsprof.Profiler(subcalls=True, builtins=True)
-        self._others = ImportHook(_OTHER_PROFILERS, before=self.stop)
+        self._others = ImportHook(_OTHER_PROFILERS.split(), before=self.stop)
         self._on = False
 
     def begin(self) -> None:
@@ -202,15 +182,8 @@ class PlainProfiler:
             if isinstance(code, str) or not _is_own(code):
                 continue
             inside = sum(call.totaltime for call in entry.calls or () if not _is_own(call.code))
-            found.append(
-                {
-                    "where": sites.place(code.co_filename, code.co_firstlineno),
-                    "function": code.co_qualname,
-                    "phase": "python",
-                    "ms": entry.totaltime * 1e3,
-                    "own_ms": (entry.inlinetime + inside) * 1e3,
-                }
-            )
+            own_s = entry.inlinetime + inside
+            found.append(_line_record(sites, code, code.co_firstlineno, entry.totaltime, own_s))
         return sorted(found, key=lambda one: -one["own_ms"])[:_MAX_FUNCTIONS]
 
 

@@ -24,7 +24,6 @@ def _leave_no_trace() -> None:
 
 
 def _run_own() -> None:
-    """Runs the machine's own `sitecustomize`, as Python would without hotloop."""
     own = sys.modules.pop("sitecustomize")
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
