@@ -32,8 +32,8 @@ class LayerClock:
 
     kinds: Sequence[Kind] = ("clocked",)
 
-    def __init__(self, watch: ProfilerSession, step: ArraysStep) -> None:
-        self._watch, self._step = watch, step
+    def __init__(self, session: ProfilerSession, step: ArraysStep) -> None:
+        self._session, self._step = session, step
         self._patches = Patches()
         self._now: LayerTimes = {}
         self._steps: list[LayerTimes] = []
@@ -109,7 +109,7 @@ class LayerClock:
         return OptimizerUse(kind=kind, where="", implementation="arrays", groups=groups, steps=1.0, ms=ms)
 
     def _step_ms(self) -> float | None:
-        steps = [step.ms for step in self._watch.facts.steps if step.kind == "instrumented" and step.ms]
+        steps = [step.ms for step in self._session.facts.steps if step.kind == "instrumented" and step.ms]
         return fmean(steps) if steps else None
 
 

@@ -45,7 +45,8 @@ class NetworkCall:
     @classmethod
     def of(cls, network: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> NetworkCall:
         cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return cls(network, *pytree.tree_map(_detached_copy, (arguments, keywords)), network.training, cast)
+        copies = pytree.tree_map(_detached_copy, (arguments, keywords))
+        return cls(network, copies[0], copies[1], network.training, cast)
 
     @property
     def refused(self) -> str:

@@ -29,33 +29,33 @@ class RankCommPhases:
     Communication in other threads overlaps with the training thread, and is ignored.
     """
 
-    def __init__(self, watch: ProfilerSession, clock: ModuleClock) -> None:
-        self._watch, self._clock = watch, clock
+    def __init__(self, session: ProfilerSession, clock: ModuleClock) -> None:
+        self._session, self._clock = session, clock
         self._before: list[ClockOwner | None] = []
 
     def enter(self, phase: Phase) -> None:
-        if self._watch.is_training_thread():
-            current = self._watch.timeline.current
-            self._watch.timeline.enter(current if current in RANK_PHASES else phase)
+        if self._session.is_training_thread():
+            current = self._session.timeline.current
+            self._session.timeline.enter(current if current in RANK_PHASES else phase)
             self._before.append(self._clock.pause())
 
     def leave(self) -> None:
-        if self._watch.is_training_thread():
-            self._watch.timeline.leave()
+        if self._session.is_training_thread():
+            self._session.timeline.leave()
             self._clock.resume(self._before.pop())
 
     def turn(self, phase: Phase) -> None:
-        if self._watch.is_training_thread():
-            self._watch.timeline.turn(phase)
+        if self._session.is_training_thread():
+            self._session.timeline.turn(phase)
             self._clock.pause()
 
 
 _SENDING_METHODS = ((ParameterHost, "collect"), (ParameterHost, "spread"), (WeightAverage, "take"))
 
 
-def hook_rank_calls(watch: ProfilerSession, patches: Patches) -> None:
+def hook_rank_calls(session: ProfilerSession, patches: Patches) -> None:
     """Adds communication phases to the timeline; the meter reports waiting."""
-    wrap = wrap_rank_call(watch.is_training_thread, watch.timeline, "communication")
+    wrap = wrap_rank_call(session.is_training_thread, session.timeline, "communication")
     for owner, name in _SENDING_METHODS:
         patches.patch(owner, name, wrap)
 

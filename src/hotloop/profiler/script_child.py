@@ -90,30 +90,30 @@ def start_session(settings: dict[str, Any], lines: PlainLineSampler | None = Non
     def publish(facts: Any) -> None:
         if os.getpid() == process:
             facts.children = children.count
-            if try_s and watching.closed and facts.trained and facts.compiled is None:
-                facts.compiled = race_compiled(watching.calls.recorder.largest, try_s, begin=watching.remove)
+            if try_s and session.closed and facts.trained and facts.compiled is None:
+                facts.compiled = race_compiled(session.calls.recorder.largest, try_s, begin=session.remove)
             if facts.trained:
                 children.remove()  # the script trains in this process
-            elif watching.closed:
+            elif session.closed:
                 facts.lines = lines.lines()
             write_result(settings["out"], facts.as_dict())
 
     compilations = CompilationRecorder()
-    watching = ProfilerSession(
+    session = ProfilerSession(
         settings["steps"],
         CallSites(),
         publish,
-        lambda watch: make_observers(watch, settings["trace"]),
+        lambda session: make_observers(session, settings["trace"]),
         compilations=compilations,
         trains=lines.stop,
     )
-    watching.calls.recorder.on = bool(try_s)
-    ImportHook({"torch._inductor.compile_fx"}, then=watching.note_compilations).begin()
+    session.calls.recorder.on = bool(try_s)
+    ImportHook({"torch._inductor.compile_fx"}, then=session.note_compilations).begin()
     children.install()
     try:
-        watching.install()
+        session.install()
     except Exception as error:
-        watching.fail(error)
-    os.register_at_fork(after_in_child=watching.abandon)
-    atexit.register(watching.close)
+        session.fail(error)
+    os.register_at_fork(after_in_child=session.abandon)
+    atexit.register(session.close)
     atexit.register(lines.stop)

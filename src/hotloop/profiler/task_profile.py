@@ -122,30 +122,30 @@ def _profile(
     _, step_s = runner.warm_up()
     compilations.model = program.parts.model if compilations.graphs else None
     began = time.monotonic()
-    watch = ProfilerSession(
+    session = ProfilerSession(
         agree_on_steps(steps, step_s, world),
         CallSites(),
         lambda facts: None,
-        lambda watch: _observers(watch, program, trace),
+        lambda session: _observers(session, program, trace),
         found=False,
         in_step=not world.is_single,
         compilations=compilations,
     )
-    watch.facts.device = watch.timeline.device = str(program.device)
-    watch.timeline.clock = clock_for(program.device)
-    watch.install()
+    session.facts.device = session.timeline.device = str(program.device)
+    session.timeline.clock = clock_for(program.device)
+    session.install()
     try:
-        with _hook_program(program, watch):
-            spent = _run(runner, watch, _MAX_S if steps is None else math.inf)
+        with _hook_program(program, session):
+            spent = _run(runner, session, _MAX_S if steps is None else math.inf)
     except KeyboardInterrupt:
         if not (keeps and world.is_single):
             raise
         stopped = CTRL_C
     finally:
-        watch.close("enough steps were recorded")
-        watch.remove()
+        session.close("enough steps were recorded")
+        session.remove()
         runner.restore_state()
-    facts = _with_notes(watch.facts, program, known=compilations.model is not None)
+    facts = _with_notes(session.facts, program, known=compilations.model is not None)
     facts.switches = dict(program.parts.switches)
     measured = [] if world.is_single else flag_sync_steps(facts, spent, relayed=program.parts.is_pipelined)
     plan = program.parts.plan
@@ -153,35 +153,35 @@ def _profile(
     if stopped and profile.step_ms is None:
         raise KeyboardInterrupt  # nothing was measured
     splits = program.parts.splits
-    update = {"samples_per_step": splits.batch_size, "one_batch": splits.batches == 1, "engine": plan.engine}
-    update |= {"stopped": stopped, "seconds": time.monotonic() - began}
+    update: dict[str, Any] = {"engine": plan.engine, "stopped": stopped, "seconds": time.monotonic() - began}
+    update |= {"samples_per_step": splits.batch_size, "one_batch": splits.batches == 1}
     profile = profile.model_copy(update=update)
     return profile if world.is_single else merge_rank_profiles(profile, measured, program.parts)
 
 
-def _observers(watch: ProfilerSession, program: Program, trace: Path | None) -> list[Observer]:
+def _observers(session: ProfilerSession, program: Program, trace: Path | None) -> list[Observer]:
     if isinstance(program._step, ArraysStep):  # calls no torch operators
-        return [LineObserver(watch), LayerClock(watch, program._step)]
+        return [LineObserver(session), LayerClock(session, program._step)]
     if program.parts.world.is_single:
-        return make_observers(watch, trace)
-    observers = make_observers(watch, trace, program.model)
+        return make_observers(session, trace)
+    observers = make_observers(session, trace, program.model)
     clock = next(observer.clock for observer in observers if isinstance(observer, ModuleObserver))
-    program.parts.meter.ear = RankCommPhases(watch, clock)
+    program.parts.meter.ear = RankCommPhases(session, clock)
     return observers
 
 
-def _run(runner: Runner, watch: ProfilerSession, longest_s: float) -> list[CommTime]:
+def _run(runner: Runner, session: ProfilerSession, longest_s: float) -> list[CommTime]:
     """Runs the steps; returns this rank's communication in each. No rank stops before all do."""
     program, until = runner.program, time.monotonic() + longest_s
     alone, spent = program.parts.world.is_single, []
     program.take_spent()
-    watch.boundary()
-    while not watch.closed and not (alone and time.monotonic() > until):
+    session.boundary()
+    while not session.closed and not (alone and time.monotonic() > until):
         runner.window(1)
         spent.append(program.take_spent())
-        watch.boundary()
-    if not alone and not watch.facts.closed:
-        raise TrainingError(f"{watch.facts.notes[-1]}", fix="report it as a bug, with the Task")
+        session.boundary()
+    if not alone and not session.facts.closed:
+        raise TrainingError(f"{session.facts.notes[-1]}", fix="report it as a bug, with the Task")
     return spent
 
 
@@ -196,17 +196,17 @@ def _with_notes(facts: ProfileFacts, program: Program, *, known: bool) -> Profil
 
 
 @contextmanager
-def _hook_program(program: Program, watch: ProfilerSession) -> Iterator[None]:
-    feed, patches, timeline = program.feed, Patches(), watch.timeline
+def _hook_program(program: Program, session: ProfilerSession) -> Iterator[None]:
+    feed, patches, timeline = program.feed, Patches(), session.timeline
     program.feed = _TimedFeed(feed, timeline)
-    patches.patch(BatchTransform, "__call__", _phase_wrapper(watch, "batch"))
+    patches.patch(BatchTransform, "__call__", _phase_wrapper(session, "batch"))
     for name in ("_runner", "_replay"):
         if callable(getattr(program._step, name, None)):
-            patches.patch(program._step, name, _phase_wrapper(watch, "unattributed"))
+            patches.patch(program._step, name, _phase_wrapper(session, "unattributed"))
     if isinstance(program._step, ArraysStep):
-        _hook_arrays_step(watch, program._step, patches)
+        _hook_arrays_step(session, program._step, patches)
     if not program.parts.world.is_single:
-        hook_rank_calls(watch, patches)
+        hook_rank_calls(session, patches)
     try:
         yield
     finally:
@@ -226,19 +226,19 @@ _ARRAYS_PHASES: dict[str, Phase] = {
 }
 
 
-def _hook_arrays_step(watch: ProfilerSession, step: ArraysStep, patches: Patches) -> None:
+def _hook_arrays_step(session: ProfilerSession, step: ArraysStep, patches: Patches) -> None:
     for name, phase in _ARRAYS_PHASES.items():
-        patches.patch(step, name, _phase_wrapper(watch, phase))
-    patches.patch(step.network.graph, "forward", _phase_wrapper(watch, "forward"))
-    patches.patch(step.network.graph, "backward", _phase_wrapper(watch, "backward"))
+        patches.patch(step, name, _phase_wrapper(session, phase))
+    patches.patch(step.network.graph, "forward", _phase_wrapper(session, "forward"))
+    patches.patch(step.network.graph, "backward", _phase_wrapper(session, "backward"))
     computing = with_callbacks(
-        watch.is_training_thread, lambda args, kwargs: watch.array_step_began(args[0]), lambda *ended: None
+        session.is_training_thread, lambda args, kwargs: session.array_step_began(args[0]), lambda *ended: None
     )
     patches.patch(step, "_arrays", computing)
 
 
-def _phase_wrapper(watch: ProfilerSession, phase: Phase) -> Callable[[Any], Any]:
-    return wrap_in_phase(watch.is_training_thread, watch.timeline, phase)
+def _phase_wrapper(session: ProfilerSession, phase: Phase) -> Callable[[Any], Any]:
+    return wrap_in_phase(session.is_training_thread, session.timeline, phase)
 
 
 class _TimedFeed:

@@ -22,7 +22,7 @@ _MAX_EARLY_STEPS, _ENOUGH_MEASURED = 4, 24
 """Limit of skipped steps until enough steps are measured: a script may have few steps; see `without_cold_steps`."""
 
 _OWN_FRAMES = 2
-"""Profiler frames above `ends_light_step`'s caller: the method itself and torch's hook."""
+"""Profiler frames between `sys._getframe` and the optimizer: `ends_light_step` and torch's hook."""
 
 
 class LightSpan:
@@ -49,7 +49,7 @@ class LightSpan:
         self._code: CodeType | None = None
 
     def begin(self, optimizer: Any, sites: CallSites, clock: StepClock, last: Callable[[], None]) -> bool:
-        """Starts at an update that ends a step; False if no user line made the call. `last` runs before the clean step."""
+        """Starts at an update that ends a step; False if no user line calls. `last` runs before the clean step."""
         frame, between = sites.caller_frame()
         if frame is None:
             return False
