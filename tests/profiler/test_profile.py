@@ -270,11 +270,11 @@ def test_what_was_seen_on_a_device_that_cannot_be_measured_is_kept(monkeypatch) 
     watched_as(monkeypatch, seen(device="hpu:0"))
     monkeypatch.setattr(inspecting, "measure_hardware", measure_hardware)
     found = hotloop.profile(task(), progress=False)
-    assert found.phases and "limits of hpu:0 aren't known: hotloop can't measure such a device" in found.notes
+    assert found.phases and "limits of hpu:0 are unknown: hotloop can't measure such a device" in found.notes
 
 
 def test_what_was_seen_is_kept_where_ctrl_c_ends_the_measuring_of_the_machine(monkeypatch) -> None:
     watched_as(monkeypatch, seen())
     monkeypatch.setattr(inspecting, "measure_hardware", interrupted)
     found = hotloop.profile(task(), progress=False)
-    assert found.phases and "limits of this machine aren't known: Ctrl-C ended the measuring of them" in found.notes
+    assert found.phases and "limits of this machine are unknown: Ctrl-C ended the measurement" in found.notes

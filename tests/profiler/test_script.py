@@ -60,7 +60,7 @@ def test_workers_evaluation_and_checkpoints(alone) -> None:
     assert profile.apart.evaluation_s > 0 and profile.apart.checkpoint_s > 0
     assert profile.loaders[0].workers == 2 and profile.loaders[0].batch_size == 10
     assert profile.optimizers[0].kind == "SGD" and profile.optimizers[0].implementation == "forloop"
-    assert profile.stopped == "enough steps were seen"
+    assert profile.stopped == "enough steps were recorded"
     assert {"0", "3"} <= {module.name for module in profile.modules}
 
 
@@ -111,7 +111,7 @@ def test_a_watch_that_fails_to_begin_is_none_of_the_scripts(tmp_path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     profile = profile_script(SCRIPTS / "failing_loop.py", ["exit", "3"])
     assert (profile.exit_code, *capfd.readouterr()) == (3, "", "")
-    assert profile.notes == ["watching failed to begin by an error of hotloop's own: ValueError: planted"]
+    assert profile.notes == ["recording could not start by an internal error of hotloop: ValueError: planted"]
 
 
 @pytest.mark.more
@@ -263,7 +263,7 @@ def test_a_profile_function_that_a_script_sets_itself_stays(alone, tmp_path, fol
     )
     notes = alone(str(script)).notes
     if not hasattr(sys, "monitoring"):  # from Python 3.12 on, both are heard until the end
-        assert any(f"it uses {'cProfile' if follows else 'sys.setprofile'} itself" in note for note in notes)
+        assert any(f"the script uses {'cProfile' if follows else 'sys.setprofile'} itself" in note for note in notes)
 
 
 def test_a_profiler_written_in_c_is_left_alone(alone, tmp_path) -> None:
@@ -274,7 +274,7 @@ def test_a_profiler_written_in_c_is_left_alone(alone, tmp_path) -> None:
         "import yappi, cProfile\ndef counted(): ...\nfor _ in range(3): counted()\n"
         "print([one.callcount for one in yappi.one.getstats() if getattr(one.code, 'co_name', '') == 'counted'])\n"
     )
-    assert any("it uses yappi itself" in note for note in alone(str(script)).notes)
+    assert any("the script uses yappi itself" in note for note in alone(str(script)).notes)
 
 
 @pytest.mark.more
@@ -288,7 +288,7 @@ def test_torch_that_came_with_the_machines_sitecustomize(tmp_path, monkeypatch) 
 def test_a_child_that_imports_torch_is_not_taken_for_the_script(tmp_path) -> None:
     script = tmp_path / "forks.py"
     script.write_text("import os\nif not os.fork():\n    import torch\nelse:\n    os.wait()\nos._exit(0)\n")
-    assert profile_script(script).notes == ["it ended before anything was seen of it"]
+    assert profile_script(script).notes == ["the script ended before anything was recorded"]
 
 
 @pytest.mark.more

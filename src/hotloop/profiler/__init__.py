@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, of a Task or of an unmodified script, and what would make it faster.
+"""The profiler: where the time of a training step goes, of a Task or an unmodified script, and what would help.
 
-Importing this package imports nothing, since it is imported in the script's process, which may not use torch at all.
+This package imports nothing: the script's process imports the package, and may not use torch.
 """

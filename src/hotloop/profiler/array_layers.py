@@ -1,4 +1,4 @@
-"""The layers of a step that is written out in array operations, which no hook of torch's sees: each is timed by itself."""
+"""Times the layers of a step written in array operations, which torch's hooks don't reach."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from hotloop.profiler.timers.module_names import ModuleName, OwnTime, enclosing_
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 LayerTimes = dict[tuple[str, Any], float]
-"""Milliseconds of a step: forward and backward by a module's path, the update by a parameter's id."""
+"""Milliseconds of a step: forward and backward by module path, updates by parameter id."""
 
 
 class LayerClock:
-    """Times each layer forward and backward, and the update of each parameter, in steps of their own.
+    """Times each layer forward and backward, and the update of each parameter, in separate steps.
 
-    What a function of the model's own forward takes is the time of the module whose forward calls it, as in torch. On an
-    accelerator each layer is waited for, so that its time is its own (unproven on a GPU).
+    A function in the model's own forward counts to the module that calls the function, as in torch. On an accelerator
+    each layer is synchronized (untested on a GPU).
     """
 
     kinds: Sequence[Kind] = ("clocked",)
 
-    def __init__(self, watch: ProfilerSession, step: ArraysStep) -> None:
-        self._watch, self._step = watch, step
+    def __init__(self, session: ProfilerSession, step: ArraysStep) -> None:
+        self._session, self._step = session, step
         self._patches = Patches()
         self._now: LayerTimes = {}
-        self._seen: list[LayerTimes] = []
+        self._steps: list[LayerTimes] = []
 
     def begin(self) -> None:
         self._now = defaultdict(float)
@@ -47,7 +47,7 @@ class LayerClock:
 
     def end(self) -> None:
         self.drop()
-        self._seen.append(self._now)
+        self._steps.append(self._now)
 
     def drop(self) -> None:
         self._patches.undo()
@@ -70,12 +70,11 @@ class LayerClock:
         return make
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        """Fields of `ProfileFacts`: modules, and the optimizer."""
-        if not self._seen:
+        if not self._steps:
             return {}
-        took = _middle_means(self._seen)
+        took = _middle_means(self._steps)
         return {
-            "modules": [one.model_dump() for one in self._modules(took)],
+            "modules": [module.model_dump() for module in self._modules(took)],
             "optimizers": [self._optimizer(took).model_dump()],
         }
 
@@ -92,8 +91,8 @@ class LayerClock:
             for around in enclosing_names(_module_name(paths[id(users[0][0])])):
                 updates[around.path] += took.get((UPDATE, id(parameter)), 0.0)
         kinds = {_module_name(path): type(module).__name__ for path, module in model.named_modules()}
-        found = module_times(own, kinds, self._step_ms())
-        return [one.model_copy(update={"update_ms": updates.get(one.name, 0.0)}) for one in found]
+        modules = module_times(own, kinds, self._step_ms())
+        return [module.model_copy(update={"update_ms": updates.get(module.name, 0.0)}) for module in modules]
 
     def _optimizer(self, took: LayerTimes) -> OptimizerUse:
         optimizer = self._step.optimizer
@@ -106,17 +105,16 @@ class LayerClock:
             )
             for number, group in enumerate(optimizer.param_groups)
         ]
-        ms = sum(group.ms or 0.0 for group in groups)
-        kind = type(optimizer).__name__
+        ms, kind = sum(group.ms or 0.0 for group in groups), type(optimizer).__name__
         return OptimizerUse(kind=kind, where="", implementation="arrays", groups=groups, steps=1.0, ms=ms)
 
     def _step_ms(self) -> float | None:
-        steps = [step.ms for step in self._watch.facts.steps if step.kind == "instrumented" and step.ms]
+        steps = [step.ms for step in self._session.facts.steps if step.kind == "instrumented" and step.ms]
         return fmean(steps) if steps else None
 
 
 def _middle_means(steps: Sequence[LayerTimes]) -> LayerTimes:
-    """Means over the middle half of the steps by what they took: unlike medians of parts, these add up."""
+    """Means over the middle half of the steps by total time: unlike medians of parts, these add up."""
     ordered = sorted(steps, key=lambda step: sum(step.values()))
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return {key: fmean(step.get(key, 0.0) for step in middle) for key in {key for step in middle for key in step}}

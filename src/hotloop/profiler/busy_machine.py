@@ -1,4 +1,4 @@
-"""Messages about other programs that use the CPU cores during a profile: their cost and the advice."""
+"""Warnings about other programs that use CPU cores during a profile."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from hotloop.core.records.profile import ThreadUse
 from hotloop.tuning.races.system_load import oversubscription
 
 _NOTABLE_SLOWDOWN = 1.2
-"""Smallest reported slowdown: measured duration of operations divided by their duration on an idle machine."""
+"""Smallest reported slowdown: duration of operations over their duration on an idle machine."""
 
 _BUSY_CORES, _BUSY_SHARE = 0.3, 0.1
-"""A machine is busy if other programs use at least so many cores and at least such a share of all cores."""
+"""Least cores, and least share of all cores, that other programs use on a busy machine."""
 
 
 def busy_warning(threads: ThreadUse | None) -> str:
     """Returns the warning that other programs use the cores; empty if they use almost none."""
     if threads is None or threads.others < max(_BUSY_CORES, _BUSY_SHARE * threads.cores):
         return ""
-    free = max(1, threads.cores - round(threads.others))
-    again = "run again when the machine is quiet"
+    free, again = max(1, threads.cores - round(threads.others)), "run again when the machine is quiet"
     if threads.torch > free:
         again = f"set OMP_NUM_THREADS={free} and run again, best when the machine is quiet"
     return (

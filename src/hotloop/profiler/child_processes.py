@@ -1,4 +1,4 @@
-"""How many processes of Python a script starts: training in them isn't watched."""
+"""Counts the Python processes that a script starts, whose training is not recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
 
 class ChildCounter:
-    """Counts those of `multiprocessing`, forks, and programs that are Python."""
+    """Counts processes of `multiprocessing`, forks, and Python programs."""
 
     def __init__(self) -> None:
         self._forks = self._programs = 0
@@ -28,9 +28,9 @@ class ChildCounter:
 
     @property
     def count(self) -> int:
-        """A process of `multiprocessing` may be a fork as well."""
+        """Number of processes; a process of `multiprocessing` may be a fork as well."""
         made = getattr(sys.modules.get("multiprocessing.process"), "_process_counter", None)
-        numbered = "".join(filter(str.isdigit, repr(made)))  # `count(3)`; to ask it for a number would take that one
+        numbered = "".join(filter(str.isdigit, repr(made)))  # `count(3)`; `next` would use up a number
         return max(self._forks, int(numbered or 1) - 1) + self._programs
 
     def _count_fork(self) -> None:

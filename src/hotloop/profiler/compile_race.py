@@ -1,4 +1,4 @@
-"""A race of a compiled network against the eager network, forward and backward, in a child process on a step's inputs."""
+"""Races a compiled network against the eager network, forward and backward, in a child process."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from hotloop.core.processes.compile_process import CompileProcess
 from hotloop.profiler.base.tensor_facts import has_gradient
 
 _RACING_S = 15.0
-"""Longest race in seconds, which is enough for most steps."""
+"""Longest race in seconds."""
 
 _MIN_RACING_S = 1.0
 _SPARE_S = 0.5
 """Seconds of the time limit that are reserved for the child's start and end."""
 
 _CALLS = 3
-"""Number of warm-up calls, and of timed calls that determine the length of the windows."""
+"""Number of warm-up calls, and of timed calls that set the window length."""
 
 
 @dataclass(frozen=True)
 class NetworkCall:
-    """A network, and the arguments of a training step's call.
+    """A network and the arguments of a call in a training step.
 
     Attributes:
-        network: the network itself, without a copy.
-        arguments, keywords: the arguments, with copies of all tensors.
+        network: not a copy.
+        arguments, keywords: with copies of all tensors.
         training: the network's mode at the call.
-        cast: the dtype of autocast on the CPU; None without autocast.
+        cast: the autocast dtype on the CPU; None without autocast.
     """
 
     network: nn.Module
@@ -45,14 +45,14 @@ class NetworkCall:
     @classmethod
     def of(cls, network: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> NetworkCall:
         cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        given, named = pytree.tree_map(_detached_copy, (arguments, keywords))
-        return cls(network, given, named, network.training, cast)
+        copies = pytree.tree_map(_detached_copy, (arguments, keywords))
+        return cls(network, copies[0], copies[1], network.training, cast)
 
     @property
     def refused(self) -> str:
         """Why a child can't compile and measure the network; empty if it can."""
         tensors = [*self.network.parameters(), *pytree.tree_leaves((self.arguments, self.keywords))]
-        if any(one.device.type != "cpu" for one in tensors if isinstance(one, Tensor)):
+        if any(tensor.device.type != "cpu" for tensor in tensors if isinstance(tensor, Tensor)):
             return "a fork of this process can't use its accelerator"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return "other ranks share the step, and a fork would send to them"
@@ -61,16 +61,11 @@ class NetworkCall:
 
     @property
     def numbers(self) -> int:
-        return sum(one.numel() for one in self.network.parameters())
+        return sum(parameter.numel() for parameter in self.network.parameters())
 
 
 class NetworkCallRecorder:
-    """Records the first call of each network that a step trains.
-
-    Attributes:
-        on: whether calls are recorded.
-        calls: the recorded calls by the network's `id`.
-    """
+    """Records, while `on`, the first call of each network that a step trains, by the network's `id`."""
 
     def __init__(self) -> None:
         self.on, self.calls = False, dict[int, NetworkCall]()
@@ -82,7 +77,6 @@ class NetworkCallRecorder:
 
     @property
     def largest(self) -> NetworkCall | None:
-        """The call of the network with the most parameters."""
         return max(self.calls.values(), key=lambda call: call.numbers, default=None)
 
 
@@ -137,8 +131,6 @@ def _race(call: NetworkCall, until: float) -> dict[str, Any]:
 
 
 class _TimedPasses:
-    """Repeated forward and backward passes of a network."""
-
     def __init__(self, call: NetworkCall, network: Callable[..., Any]) -> None:
         self._call, self._network = call, network
         self._parameters = list(call.network.parameters())
@@ -146,7 +138,6 @@ class _TimedPasses:
             self._run_pass()
 
     def measure_s(self) -> float:
-        """Returns the seconds of a forward and backward pass."""
         return self.window(_CALLS) / _CALLS
 
     def run_untimed(self, steps: int) -> None:
@@ -160,25 +151,22 @@ class _TimedPasses:
 
     def _run_pass(self) -> None:
         call = self._call
-        for one in self._parameters:
-            one.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
         with torch.enable_grad(), torch.autocast("cpu", call.cast, enabled=call.cast is not None):
             result = self._network(*call.arguments, **call.keywords)
-        outputs = [one for one in _tensors_of_result(result) if one.requires_grad]
-        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        outputs = [tensor for tensor in _tensors_of_result(result) if tensor.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 def _tensors_of_result(value: Any) -> list[Tensor]:
-    """Returns the tensors in a network's result: in lists, tuples, dictionaries and fields of other objects."""
     leaves = pytree.tree_leaves(value)
-    inside = [
-        other for leaf in leaves if not isinstance(leaf, Tensor) for other in getattr(leaf, "__dict__", {}).values()
-    ]
-    return [one for one in [*leaves, *inside] if isinstance(one, Tensor)]
+    objects = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
+    fields = (value for leaf in objects for value in getattr(leaf, "__dict__", {}).values())
+    return [value for value in (*leaves, *fields) if isinstance(value, Tensor)]
 
 
 def _detached_copy(value: Any) -> Any:
-    """Returns a tensor's copy without its graph; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     with torch.no_grad():

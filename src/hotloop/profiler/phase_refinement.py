@@ -1,4 +1,4 @@
-"""What lines of code say of time between the things that a timeline can see."""
+"""Moves time of the loop's own phases to logging, by line samples."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ _LOGGING_LIBRARIES = frozenset(
 )
 _LOOP_PHASES: tuple[Phase, ...] = ("batch", "python", "loss", "update")
 _MIN_SHARE = 0.03
-"""Of the step; less is left where it is, since there are few samples of it."""
+"""Least share of the step; shorter phases have too few samples."""
 
 
 def refine_phases(phases: dict[Phase, float], lines: Sequence[LineTime]) -> dict[Phase, float]:
-    """Moves time between phases; the sum stays: calls into libraries that draw and log are logging.
-
-    Args:
-        phases: ms per step.
-        lines: samples of the stack.
-    """
+    """Moves milliseconds of sampled calls into drawing and logging libraries to the logging phase; the sum stays."""
     phases, step = dict(phases), sum(phases.values())
     for phase in _LOOP_PHASES:
         if phases.get(phase, 0.0) > _MIN_SHARE * step:
@@ -37,6 +32,6 @@ def _move(phases: dict[Phase, float], source: Phase, target: Phase, share: float
 
 
 def _logging_share(phase: Phase, lines: Sequence[LineTime]) -> float:
-    found = [line for line in lines if line.phase == phase]
-    total = sum(line.own_ms for line in found)
-    return sum(line.own_ms for line in found if line.library in _LOGGING_LIBRARIES) / total if total else 0.0
+    sampled = [line for line in lines if line.phase == phase]
+    total = sum(line.own_ms for line in sampled)
+    return sum(line.own_ms for line in sampled if line.library in _LOGGING_LIBRARIES) / total if total else 0.0

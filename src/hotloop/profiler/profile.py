@@ -1,4 +1,4 @@
-"""Where the time goes, what bounds it and what would help: `profile` wires watching, the machine's limits and diagnosis."""
+"""Profiles a Task or a script: records steps, measures the machine's limits, diagnoses, races remedies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.profile import HardwareLimits, Profile, Remedy
-from hotloop.core.records.race import Timing, Verdict
+from hotloop.core.records.race import Verdict
 from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
 from hotloop.distributed.fork_safety import check_cuda
@@ -43,11 +43,11 @@ from hotloop.tuning.race import PROVE, Prove, race_loaded
 Progress = Callable[[str, float], None]
 
 UNTRIED_TORCH = (
-    "whether PyTorch takes less time for this step, only a race says: --try, or hotloop race --plans arrays,auto"
+    "only a race says whether PyTorch takes less time for this step: --try, or hotloop race --plans arrays,auto"
 )
-NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
+NO_PLAN = "a script has no plan to change; make the training a Task, and --try races remedies that a plan can express"
 REMEDY_RACE_S = 30.0
-"""For racing remedies, or compiling and racing a script's network, if there is no time limit."""
+"""Seconds for racing remedies, or for compiling and racing a script's network, without a time limit."""
 
 SHARED_LIMITS_NOTE = "limits are those of the whole machine, which the ranks on it share"
 
@@ -64,33 +64,31 @@ def profile(
     time_limit: str | None = None,
     progress: bool = True,
 ) -> Profile:
-    """Where the time of a training step goes, what bounds it, and what would help.
+    """Profiles training steps: where the time goes, what bounds it, and what would help.
 
     Args:
-        task: a Task, or the path of a Python script that trains in any way it likes; it runs as it would alone.
+        task: a Task, or the path of any Python script that trains; the script runs as it would alone.
         arguments: the script's own.
-        plan: to run the Task with: a `Plan`, a TOML file, `auto`, `baseline` or `arrays`; default the baseline.
-            One for several ranks starts them as forks of this process.
-        steps: how many are measured; None for 60, fewer if these would take over 30 s.
-        stop_after: ends the script then, such as `60s`; default when it ends.
+        plan: for the Task: a `Plan`, a TOML file, `auto`, `baseline` or `arrays`; default the baseline.
+            A plan for several ranks starts them as forks of this process.
+        steps: number of measured steps; None for 60, fewer if these would take over 30 s.
+        stop_after: duration such as `60s` after which the script is stopped; default at its end.
         trace: a file for the Chrome trace of a few steps.
-        try_remedies: race those remedies that a plan can express, and fill in what they won; of a script, race its network
-            compiled against the network as it is.
-        time_limit: for all of a Task's profile with these races, or for the race of a script's network; default 30 s for
-            what is raced.
+        try_remedies: race the remedies that a plan can express; for a script, race its network compiled against eager.
+        time_limit: for a Task's profile with its races, or for the race of a script's network; default 30 s of racing.
         progress: show a progress bar.
 
     Raises:
         PlanError: a plan for a script.
-        TaskError: arguments for a Task; or there is no such script.
-        HotloopError: the Task can't be run under the plan.
+        TaskError: arguments for a Task; or the script doesn't exist.
+        HotloopError: the Task can't run under the plan.
     """
     console = Terminal() if progress else Terminal(quiet=True)
     if not isinstance(task, Task):
         refuse_for_script(plan=plan is not None)
-        try_s = (
-            (REMEDY_RACE_S if time_limit is None else parse_seconds(time_limit, "time-limit")) if try_remedies else None
-        )
+        try_s = None
+        if try_remedies:
+            try_s = REMEDY_RACE_S if time_limit is None else parse_seconds(time_limit, "time-limit")
         limit_s = None if stop_after is None else parse_seconds(stop_after, "stop-after")
         with race_progress_bar(console) as moved:
             return profile_and_diagnose_script(
@@ -105,8 +103,9 @@ def profile(
         with join_as_rank(wanted, console) as moved:
             chosen = resolve_plan(task, wanted)
             found = profile_and_diagnose_task(loaded, chosen, steps=steps, trace=trace, progress=moved)
-            common: dict[str, Any] = dict(time_limit=time_limit, began=began, progress=moved)
-            return race_remedies(loaded, found, chosen, **common) if try_remedies else found
+            if not try_remedies:
+                return found
+            return race_remedies(loaded, found, chosen, time_limit=time_limit, began=began, progress=moved)
 
     if (ranked := plan_to_launch(plan, {})) is None:
         return inspect()
@@ -116,7 +115,7 @@ def profile(
 
 @contextmanager
 def join_as_rank(wanted: PlanRequest, console: Terminal) -> Iterator[Progress]:
-    """Joins the other ranks, if the plan is for some, of whom the first alone shows how far it is."""
+    """Joins the other ranks, if any; rank 0 shows the progress."""
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -129,48 +128,39 @@ def join_as_rank(wanted: PlanRequest, console: Terminal) -> Iterator[Progress]:
 
 
 def _profile_forked_ranks(ranks: int, inspect: Callable[[], Profile]) -> Profile:
-    """What the first of so many ranks comes to, which are forks of this process."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
 
         def entry() -> None:
             found = inspect()
-            if (seat := RankEnv.from_env()) is not None and seat.rank == 0:
+            if (rank := RankEnv.from_env()) is not None and rank.rank == 0:
                 file.write_text(found.model_dump_json(), encoding="utf-8")
 
         launch(ranks, entry, lambda line: None, restarts=0)
         if not file.exists():
-            raise KeyboardInterrupt  # it came to the ranks
+            raise KeyboardInterrupt  # the ranks received Ctrl-C
         return Profile.model_validate_json(file.read_text(encoding="utf-8"))
 
 
 def resolve_plan(task: Task, wanted: PlanRequest) -> Plan:
-    """The plan that was asked for; of `auto` its first choice that compiles nothing, since only training tells if that pays."""
+    """Returns the requested plan; for `auto`, its first choice without compilation, which pays in long runs only."""
     if not wanted.is_auto:
         return wanted.plan
     return next(one.plan for one in list_options(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
 
 
 def refuse_for_script(*, plan: bool) -> None:
-    """What can't be asked for of a script.
-
-    Raises:
-        PlanError: that it was.
-    """
+    """Raises PlanError if a plan is given for a script."""
     if plan:
         raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
 
 
 def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
-    """What can't be asked for of several processes.
-
-    Raises:
-        PlanError: that it was.
-    """
+    """Raises PlanError if an option needs one process, or ranks of this machine."""
     if plan.parallel == "async":
         raise PlanError(
-            "a profile of parallel=async, whose server and workers take no step together",
-            expected="a step that one process takes, or ranks that share it",
+            "a profile of parallel=async, whose server and workers take no common steps",
+            expected="steps of one process, or of ranks that share each step",
             fix="leave parallel out: a worker computes its gradients as one process does",
         )
     if plan.ranked and plan.workforce == "ray":
@@ -181,7 +171,7 @@ def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
         )
     if plan.ranked and try_remedies:
         raise PlanError(
-            f"--try with parallel={plan.parallel}, and a race is between plans of one process",
+            f"--try with parallel={plan.parallel}; races compare plans of one process",
             expected="a plan of one process",
             fix="leave out --try, and compare by training: each epoch's line has its samples/s",
         )
@@ -199,9 +189,8 @@ def profile_and_diagnose_script(
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
     """Profiles a script; see `profile` and `profile_script`."""
-    given: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
-    seen = profile_script(path, arguments, **given)
-    return _diagnose(seen, progress)
+    options: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
+    return _diagnose(profile_script(path, arguments, **options), progress)
 
 
 def profile_and_diagnose_task(
@@ -215,65 +204,63 @@ def profile_and_diagnose_task(
     progress: Progress = lambda doing, share: None,
     keeps: bool = False,
 ) -> Profile:
-    """Profiles a loaded Task; see `profile`, and `profile_task` for what it keeps. Of several ranks, the first says what all saw, and the others what they did."""
+    """Profiles a loaded Task; see `profile`, and `profile_task` for `keeps`.
+
+    Of several ranks, rank 0 returns the diagnosed profile of all, the others their own records.
+    """
     task = override_fields(loaded.task, overrides)
     plan = resolve_device(plan)
-    progress("watching", 0.0)
+    progress("recording", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
-    seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
+    recorded = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
     if not World.from_group(plan).is_rank_zero:
-        return seen
-    if seen.ranks:  # which share the machine: what one of them leaves idle another may use
-        seen = seen.model_copy(update={"threads": None, "notes": [*seen.notes, SHARED_LIMITS_NOTE]})
-    found = _diagnose(seen, progress)
+        return recorded
+    if recorded.ranks:  # cores that one rank leaves idle are used by another
+        recorded = _with_notes(recorded.model_copy(update={"threads": None}), [SHARED_LIMITS_NOTE])
+    found = _diagnose(recorded, progress)
     update = {
-        "remedies": [_with_feasible_axes(one, task, plan) for one in found.remedies],
-        "candidates": [_with_feasible_axes(one, task, plan) for one in found.candidates],
-        "notes": [*found.notes, *([] if plan.engine == "eager" else [UNTRIED_TORCH])],
+        name: [_with_feasible_axes(one, task, plan) for one in getattr(found, name)]
+        for name in ("remedies", "candidates")
     }
-    return found.model_copy(update=update)
+    return _with_notes(found.model_copy(update=update), [] if plan.engine == "eager" else [UNTRIED_TORCH])
 
 
-def _diagnose(seen: Profile, progress: Progress) -> Profile:
-    if seen.step_ms is None and not seen.operators:
-        return seen.model_copy(update={"machine": machine_name(), "versions": speed_versions() | seen.versions})
-    known, notes = _measure_limits(seen, progress)
-    known |= {
-        "machine": machine_name(),
-        "versions": speed_versions() | seen.versions,
-    }
-    known["busy"] = busy_warning(known.get("threads", seen.threads)) if seen.device == "cpu" else ""
-    return diagnose(with_limit_shares(seen.model_copy(update={**known, "notes": [*seen.notes, *notes]})))
+def _diagnose(recorded: Profile, progress: Progress) -> Profile:
+    update: dict[str, Any] = {"machine": machine_name(), "versions": speed_versions() | recorded.versions}
+    if recorded.step_ms is None and not recorded.operators:
+        return recorded.model_copy(update=update)
+    limits, notes = _measure_limits(recorded, progress)
+    busy = busy_warning(limits.get("threads", recorded.threads)) if recorded.device == "cpu" else ""
+    profile = recorded.model_copy(update=update | limits | {"busy": busy})
+    return diagnose(with_limit_shares(_with_notes(profile, notes)))
 
 
-def _measure_limits(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
-    """What this machine reaches, and notes on that; without it what was seen stands all the same."""
+def _measure_limits(recorded: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
+    """Returns the machine's limits and notes; a profile without limits is still valid."""
     try:
-        limits, notes = _cached_limits(seen.device, progress)
-        eager = seen.engine == "eager"
-        threads = with_oversubscription(seen.threads) if eager else seen.threads
-        beside = slowdown_notes(seen.threads) if eager and seen.device == "cpu" else []
-        return {"limits": limits, "threads": threads}, [*notes, *beside]
+        limits, notes = _cached_limits(recorded.device, progress)
+        eager = recorded.engine == "eager"
+        threads = with_oversubscription(recorded.threads) if eager else recorded.threads
+        slowdown = slowdown_notes(recorded.threads) if eager and recorded.device == "cpu" else []
+        return {"limits": limits, "threads": threads}, [*notes, *slowdown]
     except DeviceError:
-        return {}, [f"limits of {seen.device} aren't known: hotloop can't measure such a device"]
+        return {}, [f"limits of {recorded.device} are unknown: hotloop can't measure such a device"]
     except KeyboardInterrupt:
-        return {}, ["limits of this machine aren't known: Ctrl-C ended the measuring of them"]
+        return {}, ["limits of this machine are unknown: Ctrl-C ended the measurement"]
 
 
 def _cached_limits(device: str, progress: Progress) -> tuple[HardwareLimits, list[str]]:
-    """What the device reaches, as stored or else measured now, and notes on that."""
     hardware = measure_hardware(
         device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of)
     )
     found = hardware.device(device)
     busy = device == "cpu" and any(map(is_of_busy_machine, hardware.notes))
-    return HardwareLimits() if found is None else device_limits(found).model_copy(update={"busy": busy}), list(
-        hardware.notes
-    )
+    limits = HardwareLimits() if found is None else device_limits(found).model_copy(update={"busy": busy})
+    return limits, list(hardware.notes)
 
 
 def _with_feasible_axes(remedy: Remedy, task: Task, plan: Plan) -> Remedy:
-    """The remedy without axes that the plan has already, or that can't be run for this Task here."""
+    """Removes axes that the plan has already, or that the Task can't run with."""
     if not remedy.axes:
         return remedy
     wanted = plan.with_axes(**remedy.axes)
@@ -295,40 +282,42 @@ def race_remedies(
     say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
-    """The profile with what its remedies really win: those that a plan can express are raced against `plan`.
+    """Races the remedies that a plan can express against `plan`, and returns the profile with the results.
 
     Args:
-        time_limit: for preparing, racing and proving; default `REMEDY_RACE_S` for racing, with the others on top.
-        began: since when that counts, by `time.monotonic()`; default now.
+        time_limit: for preparing, racing and proving; default `REMEDY_RACE_S` of racing alone.
+        began: start of the time limit, by `time.monotonic()`; default now.
     """
     base = resolve_device(plan)
     found = found.model_copy(update={"remedies": [*found.remedies, *_torch_remedies(base)]})
     asked = [one for one in [*found.remedies, *found.candidates] if one.axes]
     plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in asked))
     if not plans:
-        return _with_notes(found, ["none of the remedies is one that a plan can express"])
+        return _with_notes(found, ["none of the remedies can be expressed by a plan"])
     deadline = RaceSpec(plans, base, time_limit=time_limit).deadline(time.monotonic() if began is None else began)
-    # What is looked for is a better plan than this one: what races found before must not stand in for it.
+    # A better plan is wanted: results of earlier races may not replace the race.
     alone, contest = replace(loaded, record=None), RaceSpec(plans, base)
-    common: dict[str, Any] = dict(overrides=overrides, prove=prove, say=say, progress=progress)
+    options: dict[str, Any] = dict(overrides=overrides, prove=prove, say=say, progress=progress)
     try:
-        verdict = race_loaded(alone, contest, deadline=deadline, racing_s=REMEDY_RACE_S, **common)
+        verdict = race_loaded(alone, contest, deadline=deadline, racing_s=REMEDY_RACE_S, **options)
     except TimeOverError as over:
         return _with_notes(found, [f"no remedy was raced: {over.given}"])
     remedies = [_with_race_result(one, base, verdict) for one in found.remedies]
     lost = [one for one in remedies if "engine" in one.axes and (one.won is None or one.won[1] <= 1)]
+    open_remedies = [one for one in remedies if one not in lost]
     measured = [_with_race_result(one, base, verdict) for one in found.candidates]
     won = [one.model_copy(update={"gain": 1 - 1 / one.won[0]}) for one in measured if one.won and one.won[1] > 1]
-    kept = [one for one in remedies if one not in lost]
+
     found = found.model_copy(
         update={
-            "remedies": sorted([*kept, *won], key=lambda one: (one.note, -one.gain)),
+            "remedies": sorted([*open_remedies, *won], key=lambda one: (one.note, -one.gain)),
             "candidates": [],
             "advice": [_why_not_won(one) for one in measured if not (one.won and one.won[1] > 1)],
             "notes": [note for note in found.notes if note != UNTRIED_TORCH],
         }
     )
-    return _with_notes(found, [*map(_why_lost, lost), *_failure_notes(verdict), *verdict.notes])
+    failures = [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]
+    return _with_notes(found, [*map(_why_lost, lost), *failures, *verdict.notes])
 
 
 def _with_notes(found: Profile, notes: Sequence[str]) -> Profile:
@@ -336,7 +325,6 @@ def _with_notes(found: Profile, notes: Sequence[str]) -> Profile:
 
 
 def _why_not_won(candidate: Remedy) -> str:
-    """What a race spoke against, or couldn't measure."""
     axes = " ".join(f"{axis}={value}" for axis, value in candidate.axes.items())
     if candidate.won is None:
         return f"Whether {axes} is faster was not measured. hotloop tune finds the fastest plan."
@@ -346,7 +334,6 @@ def _why_not_won(candidate: Remedy) -> str:
 
 
 def _torch_remedies(base: Plan) -> list[Remedy]:
-    """For a step that is written out: whether PyTorch takes less time for it is only known from a race."""
     if base.engine == "eager":
         return []
     what = "the step is written out in array operations"
@@ -361,8 +348,8 @@ def _why_lost(remedy: Remedy) -> str:
 
 
 def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
-    """The remedy with its race's ratio, and how true its result is."""
-    timing = _timing(base.with_axes(**remedy.axes), verdict) if remedy.axes else None
+    raced = base.with_axes(**remedy.axes).model_dump() if remedy.axes else None
+    timing = next((timing for timing in verdict.plans if timing.plan == raced), None)
     if timing is None or timing.ratio is None or timing.ratio_low is None or timing.ratio_high is None:
         return remedy
     proven = f"; its result is {timing.parity}: {timing.parity_reason}" if timing.parity else ""
@@ -370,11 +357,3 @@ def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
     gain = max(0.0, 1 - 1 / timing.ratio) if "engine" in remedy.axes else remedy.gain
     evidence = f"{remedy.evidence}{proven}".removeprefix("; ")
     return remedy.model_copy(update={"won": won, "gain": gain, "evidence": evidence})
-
-
-def _timing(plan: Plan, verdict: Verdict) -> Timing | None:
-    return next((timing for timing in verdict.plans if timing.plan == plan.model_dump()), None)
-
-
-def _failure_notes(verdict: Verdict) -> list[str]:
-    return [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]

@@ -1,4 +1,4 @@
-"""Steps that ranks share: what a rank does for the others is heard, and what each of them saw is put together."""
+"""Profiles of steps that ranks share: communication phases of each rank, and the combined profile."""
 
 from __future__ import annotations
 
@@ -24,63 +24,61 @@ from hotloop.profiler.timers.modules import ClockOwner, ModuleClock
 
 
 class RankCommPhases:
-    """Hears a rank's meter: puts what it does for others into the timeline, and takes it from the modules' clock.
+    """Listens to a rank's communication meter: sets timeline phases, and pauses the module clock.
 
-    Args:
-        watch: over the thread that trains; what other threads do goes on beside it, and is no part of its time.
+    Communication in other threads overlaps with the training thread, and is ignored.
     """
 
-    def __init__(self, watch: ProfilerSession, clock: ModuleClock) -> None:
-        self._watch, self._clock = watch, clock
+    def __init__(self, session: ProfilerSession, clock: ModuleClock) -> None:
+        self._session, self._clock = session, clock
         self._before: list[ClockOwner | None] = []
 
     def enter(self, phase: Phase) -> None:
-        if self._watch.is_training_thread():
-            current = self._watch.timeline.current
-            self._watch.timeline.enter(current if current in RANK_PHASES else phase)
+        if self._session.is_training_thread():
+            current = self._session.timeline.current
+            self._session.timeline.enter(current if current in RANK_PHASES else phase)
             self._before.append(self._clock.pause())
 
     def leave(self) -> None:
-        if self._watch.is_training_thread():
-            self._watch.timeline.leave()
+        if self._session.is_training_thread():
+            self._session.timeline.leave()
             self._clock.resume(self._before.pop())
 
     def turn(self, phase: Phase) -> None:
-        if self._watch.is_training_thread():
-            self._watch.timeline.turn(phase)
+        if self._session.is_training_thread():
+            self._session.timeline.turn(phase)
             self._clock.pause()
 
 
 _SENDING_METHODS = ((ParameterHost, "collect"), (ParameterHost, "broadcast"), (WeightAverage, "take"))
-"""What does nothing but send and receive, with all that makes it ready."""
 
 
-def hook_rank_calls(watch: ProfilerSession, patches: Patches) -> None:
-    """Has the timeline hear what else than waiting is for the other ranks alone."""
-    told = wrap_rank_call(watch.is_training_thread, watch.timeline, "communication")
+def hook_rank_calls(session: ProfilerSession, patches: Patches) -> None:
+    """Adds communication phases to the timeline; the meter reports waiting."""
+    wrap = wrap_rank_call(session.is_training_thread, session.timeline, "communication")
     for owner, name in _SENDING_METHODS:
-        patches.patch(owner, name, told)
+        patches.patch(owner, name, wrap)
 
 
 def agree_on_steps(steps: int | None, step_s: float, world: World) -> int | None:
-    """How many steps to measure: of ranks as many as the first has time for, since none can end before the others."""
+    """Returns the number of steps to measure; ranks measure as many as rank 0 has time for, since all end together."""
     if world.is_single or steps is not None:
         return steps
     return world.broadcast_int(min(DEFAULT_STEPS, max(ENOUGH_STEPS, int(LONGEST_S / step_s))))
 
 
 def flag_sync_steps(facts: ProfileFacts, spent: Sequence[CommTime], *, relayed: bool) -> list[CommTime]:
-    """Flags the steps in which the ranks sent something, for plans under which they don't in each; says which count.
+    """Flags the steps in which ranks communicated, for plans that don't communicate in each step.
 
     Args:
-        spent: by this rank in each of the steps.
+        spent: this rank's communication in each step.
         relayed: whether ranks pass microbatches along.
 
     Returns:
-        Of the steps that were measured.
+        The communication in the measured steps.
     """
     measured = []
-    for step in facts.steps if relayed else ():  # between microbatches no loss is computed
+    for step in facts.steps if relayed else ():  # no loss is computed between microbatches
         step.phases["python"] = step.phases.get("python", 0.0) + step.phases.pop("loss", 0.0)
     for step, own in zip(facts.steps, spent, strict=True):
         if own.communicated_s:
@@ -91,15 +89,11 @@ def flag_sync_steps(facts: ProfileFacts, spent: Sequence[CommTime], *, relayed: 
 
 
 _WRAPPER_PREFIXES = ("DistributedDataParallel.", "FSDP::", "gloo:")
-"""How names of what stands around operators, or goes on in other threads, begin."""
+"""Prefixes of profiler events that enclose operators, or run in other threads."""
 
 
 def merge_rank_profiles(own: Profile, spent: Sequence[CommTime], parts: LoweringContext) -> Profile:
-    """A rank's profile with what each of the ranks saw; all of them call it.
-
-    Args:
-        spent: by this rank in each step measured.
-    """
+    """Returns a rank's profile with the times of all ranks, which all call this; `spent` has the measured steps."""
     mine = RankTime(
         step_ms=own.step_ms,
         phases=own.phases,
@@ -108,7 +102,7 @@ def merge_rank_profiles(own: Profile, spent: Sequence[CommTime], parts: Lowering
     )
     ranks = parts.world.all_gather(mine)
     for name in ("waiting_ms", "communication_ms"):
-        if not any(getattr(one, name) for one in ranks):  # it can't be told from the other
+        if not any(getattr(one, name) for one in ranks):  # waiting and communication can't be separated
             ranks = [one.model_copy(update={name: None}) for one in ranks]
     operators = [one for one in own.operators if not one.name.startswith(_WRAPPER_PREFIXES)]
     update = {
@@ -122,18 +116,17 @@ def merge_rank_profiles(own: Profile, spent: Sequence[CommTime], parts: Lowering
 
 
 def _notes(parts: LoweringContext, ranks: Sequence[RankTime]) -> Iterator[str]:
-    """What isn't in phases and modules, and why."""
     if parts.is_pipelined:
-        yield "stages run as exported graphs, whose modules aren't told apart; these are the operators of rank 0's"
+        yield "stages run as exported graphs without separate modules; the operators are those of rank 0"
     every = parts.plan.sync_every or SYNC_EVERY
     if parts.plan.parallel == "local" and every > 1:
-        spent = [
+        spent = (
             f"rank {rank} {_format_ms(one.waiting_ms)} and {_format_ms(one.communication_ms)}"
             for rank, one in enumerate(ranks)
-        ]
+        )
         yield (
-            f"the ranks average their weights every {every} steps, and the phases are of a step between; spread over all"
-            f" steps, they spend in waiting and communication: {', '.join(spent)}"
+            f"the ranks average their weights every {every} steps; the phases are those of a step without averaging."
+            f" Waiting and communication per step, averaged over all steps: {', '.join(spent)}"
         )
 
 

@@ -21,21 +21,17 @@ def profile_script(
     trace: Path | None = None,
     try_s: float | None = None,
 ) -> Profile:
-    """Runs a script to its end and says where the time of its training steps goes.
+    """Runs a script to its end and profiles its training steps; see `run_script`.
 
-    The script runs as `run_script` describes. What was seen until Ctrl-C or SIGTERM is kept.
+    After Ctrl-C or SIGTERM the profile has the records until then.
 
     Args:
-        path: of its file; or, as text, the name of a module to run as `python -m` does.
-        steps: how many are measured, then the script runs on alone; None for 60, fewer if these would take over 30 s.
-        stop_after_s: seconds after which the script is stopped, as by Ctrl-C; by SIGTERM if it goes on for `GRACE_S`.
-        stdout: where its output goes, such as 2 for standard error; this process's if None.
+        steps: number of measured steps, then the script runs on alone; None for 60, fewer if these take over 30 s.
         trace: a file for the Chrome trace of a few steps.
-        try_s: seconds for a race of the compiled network, once enough steps are measured; the script waits for it. None
-            for no race.
+        try_s: seconds for a race of the compiled network after the measured steps; the script waits. None: no race.
 
     Raises:
-        TaskError: there is no such file.
+        TaskError: the file doesn't exist.
     """
     settings = {"steps": steps, "try_s": try_s, "trace": str(trace.resolve()) if trace is not None else None}
     end = run_script(
@@ -47,11 +43,10 @@ def profile_script(
         stdout=stdout,
     )
     facts = ProfileFacts.of(end.result) if end.result is not None else None
-    profile = summarize(facts, str(path)) if facts is not None else _empty_profile(path)
+    if facts is None:
+        notes = ["the script ended before anything was recorded"]
+        profile = Profile(source=str(path), steps=0, step_ms=None, notes=notes)
+    else:
+        profile = summarize(facts, str(path))
     stopped = end.stopped or (facts.closed if facts is not None else "")
     return profile.model_copy(update={"exit_code": end.exit_code, "stopped": stopped, "seconds": end.seconds})
-
-
-def _empty_profile(path: Path | str) -> Profile:
-    """It ended before anything could be written down."""
-    return Profile(source=str(path), steps=0, step_ms=None, notes=["it ended before anything was seen of it"])

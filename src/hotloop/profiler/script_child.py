@@ -1,8 +1,8 @@
-"""Runs inside of the process of a watched script: begins when torch is imported, and leaves a file with what was seen.
+"""Runs inside a profiled script's process: starts recording at torch's import, and writes the facts to a file.
 
-Until then nothing is imported that costs anything, and nothing is changed but the finding of one module. What runs when
-the process ends evaluates no text, as making a dataclass or a named tuple does: Python would forget by that that it was
-ended by Ctrl-C, and end with another exit code.
+Before that, nothing expensive is imported, and only the import of some modules is hooked. Code that runs at the
+process's end compiles no text, as creating a dataclass or named tuple would: Python would forget that Ctrl-C ended the
+process, and return another exit code.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hotloop.scripts.traceback_frames import leave_out_our_frames
 
 
 def wait_for_torch(settings: dict[str, Any]) -> None:
-    """Waits for torch, and profiles functions until then; lines, until something trains.
+    """Waits for torch; until then profiles functions, and lines until training begins.
 
     Args:
-        settings: `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None;
-            `try_s`, for a race of the compiled network, or None.
+        settings: `out`, the file to write; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None;
+            `try_s`, seconds for a race of the compiled network, or None.
     """
-    path = sys.path[:]  # the script's folder isn't in it yet
+    path = sys.path[:]  # without the script's folder
     lines = PlainLineSampler()
-    if "torch" in sys.modules:  # the machine's own `sitecustomize` has imported it
+    if "torch" in sys.modules:  # imported by the machine's own `sitecustomize`
         leave_out_our_frames()
         _start_session_from(path, settings, lines)
         lines.begin()
@@ -39,7 +39,7 @@ def wait_for_torch(settings: dict[str, Any]) -> None:
     def before(name: str) -> None:
         plain.stop(name)
         plain.stopped_by = name
-        leave_out_our_frames()  # its import may fail
+        leave_out_our_frames()  # the import may fail
 
     waiting = ImportHook({"torch"}, before=before, then=lambda: _start_session_from(path, settings, lines))
     waiting.begin()
@@ -51,40 +51,33 @@ def wait_for_torch(settings: dict[str, Any]) -> None:
 
 
 def _write_plain_facts(out: str, plain: PlainProfiler, lines: PlainLineSampler) -> None:
-    """The process ends: leaves what is known of a script that never imported torch."""
+    """At the process's end: writes the facts of a script that never imported torch."""
     if plain.stopped_by == "torch":
         return
     plain.stop(plain.stopped_by)
     lines.stop()
     timed = plain.functions(CallSites())
-    note = "its lines were timed by looks at the stack, its functions "
-    note += "by Python's own profiler, under which calls take longer" if timed else "too"
+    note = "lines were timed by samples of the stack, functions "
+    note += "by Python's own profiler, which slows calls" if timed else "too"
     if plain.stopped_by:
-        note = f"it uses {plain.stopped_by} itself, so its functions were timed only until then"
-    write_result(
-        out,
-        {
-            "steps": [],
-            "functions": timed or lines.functions(),
-            "lines": fit_lines_to_functions(lines.lines(), timed),
-            "notes": [note],
-        },
-    )
+        note = f"the script uses {plain.stopped_by} itself, so functions were timed only until then"
+    times = {"functions": timed or lines.functions(), "lines": fit_lines_to_functions(lines.lines(), timed)}
+    write_result(out, {"steps": [], "notes": [note]} | times)
 
 
 def _start_session_from(path: list[str], settings: dict[str, Any], lines: PlainLineSampler) -> None:
-    """An error of the watch's own is none of the script's, which is importing torch."""
+    """An internal error may not reach the script, which is importing torch."""
     try:
         with imports_from(path):
             start_session(settings, lines)
     except Exception as error:
-        note = f"watching failed to begin by an error of hotloop's own: {type(error).__name__}: {error}"
+        note = f"recording could not start by an internal error of hotloop: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            write_result(settings["out"], {"torch": True, "steps": [], "notes": [note], "closed": "it failed to begin"})
+            write_result(settings["out"], {"torch": True, "steps": [], "notes": [note], "closed": "it could not start"})
 
 
 def start_session(settings: dict[str, Any], lines: PlainLineSampler | None = None) -> None:
-    """torch is there: the watch begins; lines of the whole run, if they are looked at, are until something trains."""
+    """Starts recording after torch's import; sampled lines of the whole run end when training begins."""
     from hotloop.profiler.child_processes import ChildCounter
     from hotloop.profiler.compile_race import race_compiled
     from hotloop.profiler.session.observers import make_observers
@@ -97,30 +90,30 @@ def start_session(settings: dict[str, Any], lines: PlainLineSampler | None = Non
     def publish(facts: Any) -> None:
         if os.getpid() == process:
             facts.children = children.count
-            if try_s and watching.closed and facts.trained and facts.compiled is None:
-                facts.compiled = race_compiled(watching.calls.recorder.largest, try_s, begin=watching.remove)
+            if try_s and session.closed and facts.trained and facts.compiled is None:
+                facts.compiled = race_compiled(session.calls.recorder.largest, try_s, begin=session.remove)
             if facts.trained:
-                children.remove()  # it trains here
-            elif watching.closed:
+                children.remove()  # the script trains in this process
+            elif session.closed:
                 facts.lines = lines.lines()
             write_result(settings["out"], facts.as_dict())
 
     compilations = CompilationRecorder()
-    watching = ProfilerSession(
+    session = ProfilerSession(
         settings["steps"],
         CallSites(),
         publish,
-        lambda watch: make_observers(watch, settings["trace"]),
+        lambda session: make_observers(session, settings["trace"]),
         compilations=compilations,
         trains=lines.stop,
     )
-    watching.calls.recorder.on = bool(try_s)
-    ImportHook({"torch._inductor.compile_fx"}, then=watching.note_compilations).begin()
+    session.calls.recorder.on = bool(try_s)
+    ImportHook({"torch._inductor.compile_fx"}, then=session.note_compilations).begin()
     children.install()
     try:
-        watching.install()
+        session.install()
     except Exception as error:
-        watching.fail(error)
-    os.register_at_fork(after_in_child=watching.abandon)
-    atexit.register(watching.close)
+        session.fail(error)
+    os.register_at_fork(after_in_child=session.abandon)
+    atexit.register(session.close)
     atexit.register(lines.stop)

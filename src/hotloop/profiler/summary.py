@@ -1,4 +1,4 @@
-"""Facts of a watch -> Profile: which steps are regular, what a step takes, and what lies apart from the steps."""
+"""Summarizes recorded facts as a Profile: regular steps, times of a step, and time outside of regular steps."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _MIN_STEPS = 8
 _CONFIDENCE = 0.95
 
 _MAX_OPTIMIZERS = 20
-"""So many are given one by one; of more, those that are alike and step at one line are one, and the longest are given."""
+"""Reported optimizers; if there are more, alike optimizers of one line are merged, and the longest reported."""
 
 _MIN_PAGES = 16.0
-"""In a step; a few come in any."""
+"""Pages per step; any step has a few."""
 
 
 def summarize(facts: ProfileFacts, source: str, *, plan: str = "") -> Profile:
-    """What the facts say of a training step; bounds and remedies are left open."""
+    """Returns a Profile without limits and remedies."""
     measured = [step for step in facts.steps if step.kind in ("clean", "instrumented")]
     usual = _usual_flags(measured)
     clean, instrumented = (_regular(without_cold_steps(measured), kind, usual) for kind in ("clean", "instrumented"))
@@ -51,11 +51,13 @@ def summarize(facts: ProfileFacts, source: str, *, plan: str = "") -> Profile:
     scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
     lengths = StepLengths(facts.steps, instrumented)
     lines, functions = (
-        [LineTime.model_validate(one | _scale_record(one, scale)) for one in found]
-        for found in (facts.lines, facts.functions)
+        [LineTime.model_validate(record | _scale_record(record, scale)) for record in records]
+        for records in (facts.lines, facts.functions)
     )
     traced = [lengths.operator(one) for one in facts.operators]
     operators = [OperatorTime.model_validate(one | _scale_record(one, scale, one["device"])) for one in traced]
+    modules = [_module_time(one, scale, step_ms, facts.device) for one in facts.modules]
+    habits = [one | _scale_record(one, scale) for one in map(lengths.habit, facts.habits)]
     timed = shift_phases(_phases(instrumented, step_ms), facts.turned)
     phases = refine_phases(timed, lines)
     if not measured:
@@ -72,22 +74,14 @@ def summarize(facts: ProfileFacts, source: str, *, plan: str = "") -> Profile:
         samples_per_step=facts.samples_per_step,
         one_batch=facts.one_batch,
         batch=facts.batch,
-        modules=_with_update_times(
-            [_module_time(one, scale, step_ms, facts.device) for one in facts.modules], phases.get("update")
-        ),
+        modules=_with_update_times(modules, phases.get("update")),
         operators=clamp_ops_to_phases(operators, timed),
         identities=facts.identities,
         lines=lines,
         functions=functions,
         optimizers=_merge_many([OptimizerUse.model_validate(one) for one in _optimizer_records(facts, phases, scale)]),
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
-        habits=[
-            *(
-                _pattern(one | _scale_record(one, scale), measured, phases, step_ms)
-                for one in map(lengths.habit, facts.habits)
-            ),
-            *(_pattern(one, measured, phases, step_ms) for one in facts.collections),
-        ],
+        habits=[_pattern(one, measured, phases, step_ms) for one in (*habits, *facts.collections)],
         apart=_irregular(facts, measured, usual, step_ms),
         threads=ThreadUse.model_validate(facts.threads | {"where": facts.threads_set_at}) if facts.threads else None,
         paging=_paging_of(clean),
@@ -103,9 +97,9 @@ def summarize(facts: ProfileFacts, source: str, *, plan: str = "") -> Profile:
 
 
 def _scale_record(record: dict, scale: float, device: str = "cpu") -> dict:
-    """The times of a record as in a clean step, like those of phases; of a device's kernels as they are.
+    """Scales host times of a record from instrumented to clean steps; times of device kernels stay.
 
-    Watching takes as long as a small step itself.
+    The overhead of recording may be as long as a small step.
     """
     times = {name: ms for name, ms in record.items() if name == "ms" or name.endswith("_ms")}
     return {name: ms * scale for name, ms in times.items() if ms is not None and device == "cpu"}
@@ -119,13 +113,13 @@ def _module_time(record: dict, scale: float, step_ms: float | None, device: str)
 
 
 def _usual_flags(steps: Sequence[StepFact]) -> set[str]:
-    """What happens in half of the steps or more, and is a part of the step therefore."""
+    """Events of at least half of the steps, which are part of a step therefore."""
     counts = Counter(flag for step in steps for flag in set(step.flags))
     return {flag for flag, count in counts.items() if 2 * count >= len(steps)}
 
 
 def _regular(steps: Sequence[StepFact], kind: str, usual: set[str]) -> list[StepFact]:
-    """Steps of a kind in which only the usual happened, and which weren't held up."""
+    """Steps of a kind with usual events only, and without delays."""
     of_kind = [step for step in steps if step.kind == kind]
     regular = [step for step in of_kind if usual.issuperset(step.flags)] or of_kind
     if not regular:
@@ -135,7 +129,7 @@ def _regular(steps: Sequence[StepFact], kind: str, usual: set[str]) -> list[Step
 
 
 def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, float]:
-    """Milliseconds in each phase, scaled so that they add up to a clean step."""
+    """Milliseconds per phase, scaled to the duration of a clean step."""
     if not steps or not step_ms:
         return {}
     names = dict.fromkeys(name for step in steps for name in step.phases)
@@ -145,7 +139,7 @@ def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, flo
 
 
 def _paging_of(steps: Sequence[StepFact]) -> PagingRecord | None:
-    """On average, since the system's time is counted in ticks; None where it gave next to nothing."""
+    """A mean, since system time is counted in ticks; None if the system provided few pages."""
     if not steps or not (pages := sum(step.pages for step in steps) / len(steps)) > _MIN_PAGES:
         return None
     return PagingRecord(pages=pages, system_ms=sum(step.system_ms for step in steps) / len(steps))
@@ -158,15 +152,13 @@ def _attributed_share(phases: dict[Phase, float]) -> float | None:
 
 
 def _with_update_times(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleTime]:
-    """Modules whose updates add up to the phase of the update, where the model's own is known."""
+    """Scales the modules' update times to the update phase, if the model's total is known."""
     whole_ms = next((one.update_ms for one in modules if not one.name), None)
     if not whole_ms or not update_ms:
         return modules
     factor = update_ms / whole_ms
-    return [
-        one if one.update_ms is None else one.model_copy(update={"update_ms": one.update_ms * factor})
-        for one in modules
-    ]
+    times = [None if one.update_ms is None else one.update_ms * factor for one in modules]
+    return [one.model_copy(update={"update_ms": ms}) for one, ms in zip(modules, times, strict=True)]
 
 
 def _optimizer_records(facts: ProfileFacts, phases: dict[Phase, float], scale: float) -> list[dict]:
@@ -179,7 +171,7 @@ def _optimizer_records(facts: ProfileFacts, phases: dict[Phase, float], scale: f
 
 
 def _scale_to_phase(found: list[dict], update_ms: float | None, scale: float) -> list[dict]:
-    """Scales the optimizers' times to a clean step. Their sum is at most the phase, which also has clipping and `zero_grad`."""
+    """Scales to a clean step; the sum is at most the update phase, which includes clipping and `zero_grad`."""
     clocked_ms = sum(one["ms"] for one in found)
     factor = min(scale, update_ms / clocked_ms) if update_ms and clocked_ms else scale
 
@@ -195,32 +187,32 @@ def _merge_many(uses: list[OptimizerUse]) -> list[OptimizerUse]:
     return sorted(merge_alike_optimizers(uses), key=lambda one: -one.ms)[:_MAX_OPTIMIZERS]
 
 
-def _pattern(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float], step_ms: float | None) -> SlowPattern:
-    """With what it costs as far as only all steps tell: memory, and the part of the backward, or share of all, that it has."""
-    known = {name: value for name, value in seen.items() if name not in ("part", "share")}
-    if share := seen.get("share"):
+def _pattern(record: dict, steps: Sequence[StepFact], phases: dict[Phase, float], step_ms: float | None) -> SlowPattern:
+    """Adds the costs that all steps tell: memory growth, and the pattern's share of the backward or of the step."""
+    known = {name: value for name, value in record.items() if name not in ("part", "share")}
+    if share := record.get("share"):
         known["ms"] = share * (step_ms or 0.0)
-    if part := seen.get("part"):
-        known["ms"] = (seen["ms"] or 0.0) + part * phases.get("backward", 0.0)
-    return SlowPattern.model_validate({**known, "bytes": _memory_growth(seen["what"], steps)})
+    if part := record.get("part"):
+        known["ms"] = (record["ms"] or 0.0) + part * phases.get("backward", 0.0)
+    return SlowPattern.model_validate({**known, "bytes": _memory_growth(record["what"], steps)})
 
 
 def _memory_growth(what: str, steps: Sequence[StepFact]) -> float | None:
-    """Bytes by which memory grew per step, where a graph is kept."""
+    """Bytes per step by which memory grew, for patterns that keep a graph."""
     if what not in ("kept graph", "carried graph") or len(steps) < _MIN_STEPS:
         return None
-    held = [step.memory for step in steps if step.memory]
-    half = len(held) // 2
+    memory = [step.memory for step in steps if step.memory]
+    half = len(memory) // 2
     if not half:
         return None
-    earlier, later = median(held[:half]), median(held[half:])
+    earlier, later = median(memory[:half]), median(memory[half:])
     return max(0.0, (later - earlier) / (len(steps) / 2))
 
 
 def _irregular(
     facts: ProfileFacts, steps: Sequence[StepFact], usual: set[str], step_ms: float | None
 ) -> TimeOutsideSteps:
-    """What the irregular steps took beyond a regular one, and what the others are known to have taken beside."""
+    """Extra time of irregular steps over a regular one, and recorded times of unusual events in other steps."""
     spent = {"evaluation": 0.0, "checkpoint": 0.0, "other": 0.0}
     for step in steps:
         excess = max(0.0, step.ms - (step_ms or 0.0))
@@ -232,11 +224,11 @@ def _irregular(
             spent[what] += taken
             excess -= taken
         loaded = any(flag.startswith("loader") for flag in unusual)
-        if loaded or not any(flag.startswith("update") for flag in unusual):  # else it is told of by itself
+        if loaded or not any(flag.startswith("update") for flag in unusual):  # rare updates are reported separately
             spent["evaluation" if loaded else "other"] += excess
-    for what in {"evaluation", "checkpoint"} - usual:  # in steps that count for nothing else, as far as it was seen
-        looked_at = (step for step in facts.steps if step.kind not in ("early", "clean", "instrumented"))
-        spent[what] += facts.between_ms.get(what, 0.0) + sum(step.apart_ms.get(what, 0.0) for step in looked_at)
+    for what in {"evaluation", "checkpoint"} - usual:  # in steps that are not measured
+        others = (step for step in facts.steps if step.kind not in ("early", "clean", "instrumented"))
+        spent[what] += facts.between_ms.get(what, 0.0) + sum(step.apart_ms.get(what, 0.0) for step in others)
     return TimeOutsideSteps(
         warm_up_s=facts.warm_up_s,
         compile_s=facts.compile_s,
@@ -248,15 +240,15 @@ def _irregular(
 
 
 def _rare_updates(facts: ProfileFacts, steps: Sequence[StepFact], usual: set[str]) -> list[RareUpdate]:
-    """Optimizers that step now and then, those as one that step together; how much longer steps are with them, and where."""
+    """Optimizers that step in some steps, merged if they step together, with the extra time of these steps."""
     unusual = [set(step.flags) - usual for step in steps]
     regular = {kind: _regular(steps, kind, usual) for kind in ("clean", "instrumented")}
-    held: dict[tuple[int, ...], list[dict]] = {}
+    groups: dict[tuple[int, ...], list[dict]] = {}
     for one in facts.seldom:
         if one["flag"] not in usual:
-            held.setdefault(tuple(n for n, flags in enumerate(unusual) if one["flag"] in flags), []).append(one)
+            groups.setdefault(tuple(n for n, flags in enumerate(unusual) if one["flag"] in flags), []).append(one)
     found = []
-    for numbers, ones in held.items():
+    for numbers, ones in groups.items():
         together = {one["flag"] for one in ones}
         ms, phases = _extra_time([steps[n] for n in numbers if unusual[n] == together], regular)
         kind = " and ".join(dict.fromkeys(one["kind"] for one in ones))
@@ -267,14 +259,13 @@ def _rare_updates(facts: ProfileFacts, steps: Sequence[StepFact], usual: set[str
 def _extra_time(
     steps: Sequence[StepFact], regular: dict[str, list[StepFact]]
 ) -> tuple[float | None, dict[Phase, float]]:
-    """By how many milliseconds steps are longer than regular ones of their kind, and in which phases."""
     usual_ms = {kind: median(step.ms for step in ones) for kind, ones in regular.items() if ones}
     excess = [step.ms - usual_ms[step.kind] for step in steps if step.kind in usual_ms]
     if not excess:
         return None, {}
-    ms, closely = max(0.0, median(excess)), [step for step in steps if step.kind == "instrumented"]
-    names = dict.fromkeys(name for step in closely for name in step.phases)
-    more = {name: _mean_ms(closely, name) - _mean_ms(regular["instrumented"], name) for name in names}
+    ms, timed = max(0.0, median(excess)), [step for step in steps if step.kind == "instrumented"]
+    names = dict.fromkeys(name for step in timed for name in step.phases)
+    more = {name: _mean_ms(timed, name) - _mean_ms(regular["instrumented"], name) for name in names}
     total = sum(extra for extra in more.values() if extra > 0)
     return ms, {name: extra * ms / total for name, extra in more.items() if extra > 0}
 
@@ -284,12 +275,12 @@ def _mean_ms(steps: Sequence[StepFact], phase: Phase) -> float:
 
 
 def _overhead(steps: Sequence[StepFact], usual: set[str]) -> Overhead | None:
-    """From pairs of a clean step and the instrumented one next to it; None with too few for an interval."""
-    kept = {id(step) for kind in ("clean", "instrumented") for step in _regular(steps, kind, usual)}
+    """Compares pairs of neighboring clean and instrumented steps; None with too few pairs for an interval."""
+    regular = {id(step) for kind in ("clean", "instrumented") for step in _regular(steps, kind, usual)}
     pairs = [
         sorted((first, second), key=lambda step: step.kind)  # the clean one first
         for first, second in zip(steps[::2], steps[1::2], strict=False)
-        if id(first) in kept and id(second) in kept
+        if id(first) in regular and id(second) in regular
     ]
     if not pairs:
         return None
@@ -301,24 +292,23 @@ def _overhead(steps: Sequence[StepFact], usual: set[str]) -> Overhead | None:
 
 def _notes(facts: ProfileFacts, measured: Sequence[StepFact]) -> list[str]:
     if not facts.torch:
-        return ["it never imported torch, so there are no steps; times are of the whole run"]
+        return ["the script never imported torch, so there are no steps; times are of the whole run"]
     if not facts.trained and facts.children:
         many = f"{facts.children} other processes" if facts.children > 1 else "another process"
         return [
-            f"it never trained in this process, but started {many}: if it trains there, it isn't watched; "
-            "let one process train by itself to profile it"
+            f"the script never trained in this process, but started {many}, in which training isn't recorded; "
+            "train in one process to profile the training"
         ]
     if not facts.trained and facts.closed:
         return []
     if not facts.trained:
         return [
-            "it imported torch, but no gradient was computed and no optimizer stepped: it never trained here; "
+            "the script imported torch, but computed no gradient and stepped no optimizer: it never trained here; "
             "times of lines are of the whole run"
         ]
     if not measured:
-        seen = f"{facts.trained} updates or backwards were seen, too few or too irregular"
-        rest = "times are of a while of training as a whole" if facts.steps else "no more is known"
-        return [f"steps couldn't be told apart: {seen}; {rest}"]
+        rest = "times are of a period of training as a whole" if facts.steps else "no times are known"
+        return [f"no steps were found in {facts.trained} updates and backwards: too few or too irregular; {rest}"]
     notes = []
     if len(measured) < 2 * _MIN_STEPS:
         notes.append(f"only {len(measured)} step{'s'[: len(measured) - 1]} could be measured, so the times are rough")
@@ -326,23 +316,19 @@ def _notes(facts: ProfileFacts, measured: Sequence[StepFact]) -> list[str]:
         notes.append(_too_few_updates(facts, measured))
     elif facts.by_hand:
         notes.append(
-            "no optimizer stepped while it was watched: each backward counts as a step, and the update is what follows it"
+            "no optimizer stepped while recorded: each backward counts as a step, and the code after it as the update"
         )
     elif facts.updates_inside and not facts.updates:
         notes.append("updates run inside the backward: each backward counts as a step")
     if facts.functional:
-        notes.append("no module was called, so making the batch, forward and loss can't be told apart")
+        notes.append("no module was called, so the times of batch, forward and loss can't be separated")
     return notes
 
 
 def _too_few_updates(facts: ProfileFacts, measured: Sequence[StepFact]) -> str:
-    times = (
-        f"stepped only {facts.updates} time{'s'[: facts.updates - 1]}" if facts.updates else "was made, but didn't step"
-    )
-    longer = (
-        f"--steps {max(DEFAULT_STEPS, 2 * len(measured))} watches it for longer" if facts.closed else "train for longer"
-    )
+    times = f"stepped only {facts.updates} time{'s'[: facts.updates - 1]}" if facts.updates else "didn't step"
+    longer = f"record with --steps {max(DEFAULT_STEPS, 2 * len(measured))}" if facts.closed else "train for longer"
     return (
-        f"an optimizer {times} while it was watched, too seldom to tell its steps apart: each backward counts as one, and "
-        f"updates are left out; {longer} to profile it"
+        f"an optimizer {times} while recorded, too seldom to find its steps: each backward counts as one, and updates "
+        f"are left out; {longer} to profile them"
     )

@@ -1,4 +1,4 @@
-"""Watches the steps of a Task in this process: the same watch as a script's, told where a step ends."""
+"""Profiles the steps of a Task in this process, by a session whose steps are known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import Timeline, clock_for
 from hotloop.profiler.base.schedule import Observer
 from hotloop.profiler.base.step_facts import ProfileFacts
-from hotloop.profiler.hooks.torch_hooks import with_callbacks
+from hotloop.profiler.hooks.torch_hooks import with_callbacks, wrap_in_phase
 from hotloop.profiler.rank_profiles import (
     RankCommPhases,
     agree_on_steps,
@@ -43,7 +43,7 @@ from hotloop.task import Task
 from hotloop.tuning.races.runner import Runner
 
 _MAX_S = 300.0
-"""Of watching, whatever was seen by then, unless so many steps were asked for."""
+"""Longest recording in seconds, if no number of steps is given."""
 
 
 def profile_task(
@@ -56,24 +56,24 @@ def profile_task(
     say: Report = lambda line: None,
     keeps: bool = False,
 ) -> Profile:
-    """Trains a while under a plan, and says where the time of a step goes; nothing of the training is kept.
+    """Trains for a while under a plan, and profiles the steps; the training's state is discarded.
 
-    Under a plan for ranks each of them calls it, and gets its own profile with what all saw.
+    Under a plan for ranks each rank calls this, and gets its own profile with the times of all ranks.
 
     Args:
-        steps: how many are measured; None for 60, fewer if these would take over 30 s.
+        steps: number of measured steps; None for 60, fewer if these would take over 30 s.
         trace: a file for the Chrome trace of a few steps.
-        source: what the Task is called in the profile; its name if empty.
-        say: is told what the user should know of the lowering.
-        keeps: whether Ctrl-C ends the measuring alone, once there are some steps, where one process trains.
+        source: the profile's name of the Task; default the Task's name.
+        say: receives lines about the lowering for the user.
+        keeps: whether Ctrl-C ends only the recording, once steps are measured, in one process.
 
     Raises:
-        HotloopError: the Task can't be run under the plan.
-        PlanError: a trace under a plan that runs nothing that torch's profiler sees.
+        HotloopError: the Task can't run under the plan.
+        PlanError: a trace under a plan that runs no torch operators.
     """
     if trace is not None and plan.engine == "arrays":
         raise PlanError(
-            "a trace under engine=arrays, which runs none of the operations that torch's profiler sees",
+            "a trace under engine=arrays, which runs no torch operators",
             expected="engine=eager",
             fix="leave out the trace",
         )
@@ -88,13 +88,13 @@ def profile_task(
 def profile_program(
     program: Program, *, steps: int | None = None, trace: Path | None = None, source: str = ""
 ) -> Profile:
-    """The same of a Program, which has its State from before afterwards; what it compiled before is one whole."""
+    """Profiles a Program, and restores its State; code compiled before is one unit."""
     return _profile(program, CompilationRecorder(), steps, trace, source)
 
 
 @contextmanager
 def _record_compilations(plan: Plan) -> Iterator[CompilationRecorder]:
-    """What is compiled inside is noted, kernel by kernel; a package is made elsewhere, and shows nothing of its inside."""
+    """Records compilations, kernel by kernel; a package is compiled elsewhere, and shows no kernels."""
     compilations = CompilationRecorder()
     if plan.compile not in ("forward", "step"):
         yield compilations
@@ -122,101 +122,91 @@ def _profile(
     _, step_s = runner.warm_up()
     compilations.model = program.parts.model if compilations.graphs else None
     began = time.monotonic()
-    watch = ProfilerSession(
+    session = ProfilerSession(
         agree_on_steps(steps, step_s, world),
         CallSites(),
         lambda facts: None,
-        lambda watch: _observers(watch, program, trace),
+        lambda session: _observers(session, program, trace),
         found=False,
         in_step=not world.is_single,
         compilations=compilations,
     )
-    watch.facts.device = watch.timeline.device = str(program.device)
-    watch.timeline.clock = clock_for(program.device)
-    watch.install()
+    session.facts.device = session.timeline.device = str(program.device)
+    session.timeline.clock = clock_for(program.device)
+    session.install()
     try:
-        with _hook_program(program, watch):
-            spent = _run(runner, watch, _MAX_S if steps is None else math.inf)
+        with _hook_program(program, session):
+            spent = _run(runner, session, _MAX_S if steps is None else math.inf)
     except KeyboardInterrupt:
         if not (keeps and world.is_single):
             raise
         stopped = CTRL_C
     finally:
-        watch.close("enough steps were seen")
-        watch.remove()
+        session.close("enough steps were recorded")
+        session.remove()
         runner.restore_state()
-    facts = _with_notes(watch.facts, program, known=compilations.model is not None)
+    facts = _with_notes(session.facts, program, known=compilations.model is not None)
     facts.switches = dict(program.parts.switches)
     measured = [] if world.is_single else flag_sync_steps(facts, spent, relayed=program.parts.is_pipelined)
     plan = program.parts.plan
     profile = summarize(facts, source, plan=plan.brief())
     if stopped and profile.step_ms is None:
-        raise KeyboardInterrupt  # there is nothing to keep
-    roles = program.parts.splits
-    known = {
-        "samples_per_step": roles.batch_size,
-        "one_batch": roles.batches == 1,
-        "engine": plan.engine,
-        "stopped": stopped,
-    }
-    profile = profile.model_copy(update={"seconds": time.monotonic() - began, **known})
+        raise KeyboardInterrupt  # nothing was measured
+    splits = program.parts.splits
+    update: dict[str, Any] = {"engine": plan.engine, "stopped": stopped, "seconds": time.monotonic() - began}
+    update |= {"samples_per_step": splits.batch_size, "one_batch": splits.batches == 1}
+    profile = profile.model_copy(update=update)
     return profile if world.is_single else merge_rank_profiles(profile, measured, program.parts)
 
 
-def _observers(watch: ProfilerSession, program: Program, trace: Path | None) -> list[Observer]:
-    if isinstance(program._step, ArraysStep):  # none of torch's operators are called
-        return [LineObserver(watch), LayerClock(watch, program._step)]
+def _observers(session: ProfilerSession, program: Program, trace: Path | None) -> list[Observer]:
+    if isinstance(program._step, ArraysStep):  # calls no torch operators
+        return [LineObserver(session), LayerClock(session, program._step)]
     if program.parts.world.is_single:
-        return make_observers(watch, trace)
-    found = make_observers(watch, trace, program.model)
-    program.parts.meter.ear = RankCommPhases(watch, next(one.clock for one in found if isinstance(one, ModuleObserver)))
-    return found
+        return make_observers(session, trace)
+    observers = make_observers(session, trace, program.model)
+    clock = next(observer.clock for observer in observers if isinstance(observer, ModuleObserver))
+    program.parts.meter.ear = RankCommPhases(session, clock)
+    return observers
 
 
-def _run(runner: Runner, watch: ProfilerSession, longest_s: float) -> list[CommTime]:
-    """Runs the steps; returns what each of them cost this rank for the others, of whom none stops before all do."""
+def _run(runner: Runner, session: ProfilerSession, longest_s: float) -> list[CommTime]:
+    """Runs the steps; returns this rank's communication in each. No rank stops before all do."""
     program, until = runner.program, time.monotonic() + longest_s
     alone, spent = program.parts.world.is_single, []
     program.take_spent()
-    watch.boundary()
-    while not watch.closed and not (alone and time.monotonic() > until):
+    session.boundary()
+    while not session.closed and not (alone and time.monotonic() > until):
         runner.window(1)
         spent.append(program.take_spent())
-        watch.boundary()
-    if not alone and not watch.facts.closed:
-        raise TrainingError(f"{watch.facts.notes[-1]}", fix="report it as a bug, with the Task")
+        session.boundary()
+    if not alone and not session.facts.closed:
+        raise TrainingError(f"{session.facts.notes[-1]}", fix="report it as a bug, with the Task")
     return spent
 
 
 def _with_notes(facts: ProfileFacts, program: Program, *, known: bool) -> ProfileFacts:
     if isinstance(program._step, CompiledStep):
-        inside = "has no phases and modules of its own"
-        if known:
-            inside = "is split by its kernels, and these by their arithmetic"
-        facts.notes.append(f"the step runs as one compiled program, whose inside {inside}")
-        facts.notes.append(
-            "each step is looked at before it runs, and added up after; training mostly does that once for many steps"
-        )
+        parts = "its time is split by kernels" if known else "it has no phases and modules"
+        facts.notes.append(f"the step runs as one compiled program: {parts}")
+        facts.notes.append("each step includes checks and sums that training does once for many steps")
     if isinstance(program._step, ArraysStep):
-        facts.notes.append(
-            "layers are written out in array operations: each is timed, and nothing looks inside of them"
-        )
+        facts.notes.append("layers are written in array operations: each layer is timed as a whole")
     return facts
 
 
 @contextmanager
-def _hook_program(program: Program, watch: ProfilerSession) -> Iterator[None]:
-    """Tells the timeline of what hotloop itself does in a step: it feeds, treats batches, and calls what is compiled."""
-    feed, patches, timeline = program.feed, Patches(), watch.timeline
+def _hook_program(program: Program, session: ProfilerSession) -> Iterator[None]:
+    feed, patches, timeline = program.feed, Patches(), session.timeline
     program.feed = _TimedFeed(feed, timeline)
-    patches.patch(BatchTransform, "__call__", _phase_wrapper(watch, "batch"))
+    patches.patch(BatchTransform, "__call__", _phase_wrapper(session, "batch"))
     for name in ("_runner", "_replay"):
         if callable(getattr(program._step, name, None)):
-            patches.patch(program._step, name, _phase_wrapper(watch, "unattributed"))
+            patches.patch(program._step, name, _phase_wrapper(session, "unattributed"))
     if isinstance(program._step, ArraysStep):
-        _hook_arrays_step(watch, program._step, patches)
+        _hook_arrays_step(session, program._step, patches)
     if not program.parts.world.is_single:
-        hook_rank_calls(watch, patches)
+        hook_rank_calls(session, patches)
     try:
         yield
     finally:
@@ -234,31 +224,25 @@ _ARRAYS_PHASES: dict[str, Phase] = {
     "step_schedule": "update",
     "update_average": "update",
 }
-"""Of the methods of a step that is written out."""
 
 
-def _hook_arrays_step(watch: ProfilerSession, step: ArraysStep, patches: Patches) -> None:
+def _hook_arrays_step(session: ProfilerSession, step: ArraysStep, patches: Patches) -> None:
     for name, phase in _ARRAYS_PHASES.items():
-        patches.patch(step, name, _phase_wrapper(watch, phase))
-    patches.patch(step.network.graph, "forward", _phase_wrapper(watch, "forward"))
-    patches.patch(step.network.graph, "backward", _phase_wrapper(watch, "backward"))
+        patches.patch(step, name, _phase_wrapper(session, phase))
+    patches.patch(step.network.graph, "forward", _phase_wrapper(session, "forward"))
+    patches.patch(step.network.graph, "backward", _phase_wrapper(session, "backward"))
     computing = with_callbacks(
-        watch.is_training_thread, lambda args, kwargs: watch.array_step_began(args[0]), lambda *ended: None
+        session.is_training_thread, lambda args, kwargs: session.array_step_began(args[0]), lambda *ended: None
     )
     patches.patch(step, "_arrays", computing)
 
 
-def _phase_wrapper(watch: ProfilerSession, phase: Phase) -> Callable[[Any], Any]:
-    timeline = watch.timeline
-    return with_callbacks(
-        watch.is_training_thread,
-        lambda args, kwargs: timeline.enter(phase),
-        lambda token, args, kwargs, result, done: timeline.leave(),
-    )
+def _phase_wrapper(session: ProfilerSession, phase: Phase) -> Callable[[Any], Any]:
+    return wrap_in_phase(session.is_training_thread, session.timeline, phase)
 
 
 class _TimedFeed:
-    """A feed that says when a batch is waited for."""
+    """A feed that sets the data phase while a batch is awaited."""
 
     def __init__(self, feed: Feed, timeline: Timeline) -> None:
         self._feed, self._timeline = feed, timeline

@@ -1,1 +1,1 @@
-"""Runs an unmodified script in a process of its own, with a function of hotloop's called inside before the script starts."""
+"""Runs an unmodified script in a process of its own, and calls a hotloop function there before the script starts."""

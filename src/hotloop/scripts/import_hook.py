@@ -1,4 +1,4 @@
-"""Imports in a process that is somebody else's: hears of the first of a module, and does its own without a trace."""
+"""Imports in a script's process: notification of a module's import, and imports without side effects for the script."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hotloop.core.patches import Patches
 
 
 class ImportHook(MetaPathFinder):
-    """Calls functions right before and after the first of some modules is executed, and is gone then.
+    """Calls functions before and after the first of some modules is executed, then removes itself.
 
-    A module that is looked for need not be executed: `importlib.util.find_spec` makes a spec, too, and throws it away.
+    A module whose spec is found need not be executed: `importlib.util.find_spec` only makes a spec.
 
     Args:
         names: of the modules.
-        before: gets the name of the module that will be executed.
-        then: is called once it was.
+        before: receives the module's name before its execution.
+        then: is called after the execution.
     """
 
     def __init__(
@@ -40,7 +40,6 @@ class ImportHook(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Calls nothing any more."""
         self._over = True
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -51,15 +50,15 @@ class ImportHook(MetaPathFinder):
             return None
         spec = _find_spec(finders[finders.index(self) + 1 :], name, path, target)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            heard = Patches()
-            heard.patch(spec.loader, "exec_module", lambda execute: partial(self._execute, heard, execute))
+            patches = Patches()
+            patches.patch(spec.loader, "exec_module", lambda execute: partial(self._execute, patches, execute))
         return spec
 
-    def _execute(self, heard: Patches, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        """Runs in place of a loader's own `exec_module`; a loader may serve other modules as well."""
+    def _execute(self, patches: Patches, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        """Replaces a loader's `exec_module`; the loader may serve other modules too."""
         name = module.__name__
         if name in self._names:
-            heard.undo()
+            patches.undo()
         if self._over or name not in self._names:
             execute(module)
         else:
@@ -70,7 +69,6 @@ class ImportHook(MetaPathFinder):
 
 
 def _find_spec(finders: Iterable[Any], name: str, path: Sequence[str] | None, target: ModuleType | None) -> Any:
-    """What the first that knows the module says of it."""
     for finder in finders:
         spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
         if spec is not None:
@@ -80,24 +78,24 @@ def _find_spec(finders: Iterable[Any], name: str, path: Sequence[str] | None, ta
 
 @contextmanager
 def imports_from(path: Sequence[str]) -> Iterator[None]:
-    """What is imported in here comes from a path as long as it can; afterwards the script finds what it would alone.
+    """Imports inside come from `path` where possible; afterwards the script finds the modules it would find alone.
 
-    A file beside the script may have the name of a module of Python's: it is run for the script alone, and for nobody else.
+    A file of the script with the name of a Python module is executed for the script only.
     """
-    before, theirs = sys.path[:], [entry for entry in sys.path if entry not in path]
-    folders = {os.path.realpath(entry) for entry in theirs}
-    hiding = {name for name, module in sys.modules.items() if "." not in name and _is_shadowed(module, folders, path)}
-    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in hiding}
+    before, script_path = sys.path[:], [entry for entry in sys.path if entry not in path]
+    folders = {os.path.realpath(entry) for entry in script_path}
+    shadowed = {name for name, module in sys.modules.items() if "." not in name and _is_shadowed(module, folders, path)}
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in shadowed}
     for name in hidden:
         del sys.modules[name]
     known = set(sys.modules)
-    sys.path[:] = [*path, *theirs]
+    sys.path[:] = [*path, *script_path]
     try:
         yield
     finally:
         sys.path[:] = before
         new = {name: name.partition(".")[0] for name in sys.modules if name not in known}
-        ours = {name for name in set(new.values()) - known if name in hiding or _is_file(name, theirs)}
+        ours = {name for name in set(new.values()) - known if name in shadowed or _is_file(name, script_path)}
         for name, top in new.items():
             if top in ours:
                 del sys.modules[name]
@@ -105,11 +103,11 @@ def imports_from(path: Sequence[str]) -> Iterator[None]:
 
 
 def _is_shadowed(module: ModuleType, folders: Collection[str], path: Sequence[str]) -> bool:
-    """Whether a module lies in one of these folders, and another one of its name on the path."""
+    """Returns whether a module lies in one of the folders, and another module of its name on the path."""
     spec = getattr(module, "__spec__", None)
     file = getattr(spec, "origin", None) or getattr(module, "__file__", None)
     if not isinstance(file, str) or module.__name__ == "__main__" or getattr(spec, "has_location", True) is False:
-        return False  # one without a location is built into Python, and says "frozen" for its file
+        return False  # built-in modules have no location, and "frozen" for a file
     folder, name = os.path.split(os.path.realpath(file))
     lies_in = os.path.dirname(folder) if name.startswith("__init__.") else folder
     return lies_in in folders and _is_file(module.__name__, path)

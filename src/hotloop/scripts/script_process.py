@@ -1,4 +1,4 @@
-"""Runs a script in a process of its own, as it would run alone, and reads what hotloop's code inside left of it."""
+"""Runs a script in a process of its own, as it would run alone, and reads the result of hotloop's code inside."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from hotloop.errors import TaskError
 
 _INJECT = Path(__file__).parent / "inject"
 GRACE_S = 60.0
-"""After each signal, before a stronger one: a script may save or evaluate when it hears Ctrl-C."""
+"""Seconds after each signal, before a stronger one: a script may save or evaluate after Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class ScriptEnd:
-    """How a script ended.
+    """The end of a script.
 
     Attributes:
-        exit_code: of its process, as `subprocess` gives it.
-        stopped: a line if it was stopped because its time was up, else empty.
-        seconds: from its start to its end.
-        result: what the code inside wrote last by `write_result`; None if it wrote nothing.
+        exit_code: of its process, as in `subprocess`.
+        stopped: a line if the script was stopped at its time limit, else empty.
+        seconds: from start to end.
+        result: the last result of `write_result`; None without a result.
     """
 
     exit_code: int
@@ -54,18 +54,18 @@ def run_script(
 ) -> ScriptEnd:
     """Runs a script to its end.
 
-    The script gets its own arguments, and the standard input, output and error of this process. Ctrl-C and SIGTERM go
-    to the script.
+    The script gets its arguments, and this process's standard input, output and error. Ctrl-C and SIGTERM are passed
+    on.
 
     Args:
-        path: of its file; or, as text, the name of a module to run as `python -m` does.
-        inside: a function of hotloop's, `module:name`, called in the script's process before the script starts.
-        settings: values of JSON for that function, which also gets `out`, the file for `write_result`.
-        stop_after_s: seconds after which the script is stopped, as by Ctrl-C; by SIGTERM if it goes on for `GRACE_S`.
-        stdout: where its output goes, such as 2 for standard error; this process's if None.
+        path: the script's file; or, as text, the name of a module to run as `python -m` does.
+        inside: a hotloop function, `module:name`, called in the script's process before the script starts.
+        settings: JSON values for that function, which also gets `out`, the file for `write_result`.
+        stop_after_s: seconds after which the script is stopped by Ctrl-C; by SIGTERM if it still runs after `GRACE_S`.
+        stdout: file descriptor of the script's output, such as 2 for standard error; None for this process's output.
 
     Raises:
-        TaskError: there is no such file.
+        TaskError: the file doesn't exist.
     """
     if isinstance(path, Path) and not path.is_file():
         raise TaskError(f"there is no file {path}", expected="a Python script", fix="check the path")
@@ -82,45 +82,43 @@ def run_script(
 
 
 def _environment(settings: dict[str, Any]) -> dict[str, str]:
-    """This process's, with what `inject/sitecustomize.py` looks for; it takes that out again."""
-    own = dict(os.environ)
-    path = [str(_INJECT), own["PYTHONPATH"]] if own.get("PYTHONPATH") else [str(_INJECT)]
+    """This process's environment with the settings that `inject/sitecustomize.py` reads and removes."""
+    path = [str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = settings | {"root": str(Path(__file__).parents[2]), "parent": os.getpid()}
-    return own | {"PYTHONPATH": os.pathsep.join(path), "HOTLOOP_SCRIPT": json.dumps(settings)}
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path), "HOTLOOP_SCRIPT": json.dumps(settings)}
 
 
 def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
-    """Waits for the script's end; stops it when its time is up, and says so then."""
     try:
         process.wait(stop_after_s)
         return ""
     except subprocess.TimeoutExpired:
         pass
-    said = f"the script was stopped after {stop_after_s:g} s, as asked for"
+    line = f"the script was stopped after {stop_after_s:g} s, as asked for"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         _send_signal(process, number)
         try:
             process.wait(GRACE_S)
             break
         except subprocess.TimeoutExpired:
-            said += f"; it went on for {GRACE_S:g} s after {number.name}"
-    return said
+            line += f"; it went on for {GRACE_S:g} s after {number.name}"
+    return line
 
 
 def _send_signal(process: subprocess.Popen, number: signal.Signals) -> None:
-    """To the script and to the processes that it has started, as a terminal sends Ctrl-C to its whole group."""
-    started: list[psutil.Process] = []
+    """Signals the script and its child processes of the same group, as a terminal does on Ctrl-C."""
+    children: list[psutil.Process] = []
     with suppress(psutil.Error):
-        started = psutil.Process(process.pid).children(recursive=True)  # nobody knows them once the script has ended
-    together = [one for one in started if _process_group(one.pid) == _process_group(process.pid)]
+        children = psutil.Process(process.pid).children(recursive=True)  # unknown after the script's end
+    group = [child for child in children if _process_group(child.pid) == _process_group(process.pid)]
     process.send_signal(number)
-    for one in together:
+    for child in group:
         with suppress(psutil.Error):
-            one.send_signal(number)
+            child.send_signal(number)
 
 
 def _process_group(pid: int) -> int | None:
-    """Of processes; None where there is none, or no such process any more."""
+    """None if there is no such process, or no groups on this system."""
     try:
         return os.getpgid(pid)
     except (OSError, AttributeError):
@@ -129,21 +127,21 @@ def _process_group(pid: int) -> int | None:
 
 @contextmanager
 def _forward_signals(process: subprocess.Popen) -> Iterator[None]:
-    """Hands Ctrl-C and SIGTERM on to the script, and goes on waiting for it; in the main thread alone, as signals go."""
+    """Passes Ctrl-C and SIGTERM on to the script; in the main thread only, as Python's signals require."""
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT or not _is_in_foreground():
             process.send_signal(number)
 
-    with signal_handlers(hand_on, *STOP_SIGNALS):
+    with signal_handlers(forward, *STOP_SIGNALS):
         yield
 
 
 def _is_in_foreground() -> bool:
-    """Whether the terminal sends its Ctrl-C to the script as well, wherever standard input comes from."""
+    """Whether the terminal sends its Ctrl-C to the script as well."""
     try:
         terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
-    except (OSError, AttributeError):  # there is none; Windows has no such function
+    except (OSError, AttributeError):  # no terminal, or Windows
         return False
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()

@@ -66,7 +66,7 @@ def test_updates_are_awaited_for_so_long_and_no_longer(clock: list[float]) -> No
     profile = accumulated(clock, 300, 1000)
     assert backwards_in(profile)
     assert EACH_S * profile.steps < step_sequence.AWAITED_FACTOR * step_sequence.LONGEST_S < EACH_S * 300
-    assert "was made, but didn't step" in profile.notes[-1] and "--steps 120 watches" in profile.notes[-1]
+    assert "didn't step" in profile.notes[-1] and "record with --steps 120" in profile.notes[-1]
 
 
 def test_a_script_that_ends_before_its_first_update_is_asked_to_train_for_longer(clock: list[float]) -> None:

@@ -33,7 +33,7 @@ def watched(
     finally:
         watch.close()
         watch.remove()
-    assert not [note for note in watch.facts.notes if "own" in note], watch.facts.notes
+    assert not [note for note in watch.facts.notes if "internal error" in note], watch.facts.notes
     assert not hasattr(Distribution.__init__, "__wrapped__"), "left installed"
     return summarize(watch.facts, "loop")
 

@@ -1,1 +1,1 @@
-"""What all parts of the profiler use: steps, phases, call sites."""
+"""The profiler's base: step detection, phases, schedule, call sites."""

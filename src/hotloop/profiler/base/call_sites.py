@@ -1,4 +1,4 @@
-"""Which line of the user's own code something was called from."""
+"""Finds the line of user code that a function was called from."""
 
 from __future__ import annotations
 
@@ -13,34 +13,29 @@ _PROFILER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _HOTLOOP = os.path.dirname(_PROFILER)
 _TASK_PROFILE = os.path.join(_PROFILER, "task_profile.py")
 _WATCHING = (_PROFILER, os.path.join(_HOTLOOP, "scripts"))
-"""Folders of the code that profiles, and that stands between a script and its profile."""
+"""Folders whose code runs between a script and its profile; their frames are never reported."""
 
 _STDLIB = sysconfig.get_path("stdlib")
-_MAX_PLACES = 1000
-"""Places that are kept."""
+_MAX_CACHED_PLACES = 1000
 
 
 class CallSites:
-    """Finds the line; what it learns of files it keeps, since it's asked in every step.
-
-    Args:
-        folder: paths below it are given relative to it.
-    """
+    """Finds lines of user code on the stack (cached); paths below `folder` are relative to the folder."""
 
     def __init__(self, folder: str = "") -> None:
         self._folder = os.path.join(os.path.realpath(folder or os.getcwd()), "")
-        self._own: dict[int, tuple[CodeType, bool]] = {}  # by id, since hashing code goes through all of it
+        self._own: dict[int, tuple[CodeType, bool]] = {}  # by id: hashing code reads all of its bytes
         self._places: dict[tuple[int, int], str] = {}
 
     def caller_line(self, depth: int = 2) -> str:
-        """`file:line` of the innermost frame of the user's; of the innermost frame outside of hotloop if there is none.
+        """Returns `file:line` of the innermost user frame, else of the innermost frame outside of hotloop.
 
-        Empty where a Task's step itself calls: the lines that had it trained are none of the step's.
+        Empty if a Task's step makes the call: the lines that started the training are no part of the step.
         """
         return self.line_above(sys._getframe(depth))
 
     def line_above(self, frame: FrameType | None) -> str:
-        """Like `caller_line`, from a frame on."""
+        """Like `caller_line`, starting at a frame."""
         first = None
         while frame is not None:
             if self.is_own(frame.f_code):
@@ -53,7 +48,7 @@ class CallSites:
         return self._cached_place(first.f_code, first.f_lineno) if first is not None else ""
 
     def direct_caller_line(self, depth: int = 2) -> str:
-        """The line of the user's that calls a function of torch's itself; empty where somebody else does, as hotloop for a Task."""
+        """Returns the user line that calls a torch function directly; empty if other code calls the function."""
         frame: FrameType | None = sys._getframe(depth)
         while frame is not None and frame.f_code.co_filename.startswith((*_WATCHING, HIDDEN)):
             frame = frame.f_back
@@ -61,7 +56,7 @@ class CallSites:
         return self._cached_place(frame.f_code, frame.f_lineno) if own and frame is not None else ""
 
     def caller_lines(self, depth: int = 2) -> tuple[str, ...]:
-        """Like `caller_line`, and the user's lines around it, from inside out."""
+        """Like `caller_line`, for all user frames, innermost first."""
         frame: FrameType | None = sys._getframe(depth)
         found: list[str] = []
         while frame is not None and not is_step(frame.f_code):
@@ -71,7 +66,7 @@ class CallSites:
         return tuple(found) or (self.caller_line(depth + 1),)
 
     def caller_frame(self) -> tuple[FrameType | None, int]:
-        """The innermost frame of the user's, if there is one, and how many lie between it and hotloop's."""
+        """Returns the innermost user frame, if any, and the number of library frames below that frame."""
         frame: FrameType | None = sys._getframe(1)
         between = 0
         while frame is not None and not self.is_own(frame.f_code):
@@ -80,7 +75,7 @@ class CallSites:
         return frame, between
 
     def functions_on_stack(self) -> list[tuple[str, int, frozenset[int]]]:
-        """The user's functions that are on the stack, from inside out: file, line where each is, and all of its lines."""
+        """Returns the user functions on the stack, innermost first: file, current line, all lines of the function."""
         frame: FrameType | None = sys._getframe(1)
         found: list[tuple[str, int, frozenset[int]]] = []
         while frame is not None and not is_step(frame.f_code):
@@ -91,20 +86,17 @@ class CallSites:
         return found
 
     def _cached_place(self, code: CodeType, line: int) -> str:
-        """It is asked for in every step, and what a file is called takes the system's time."""
         where = self._places.get((id(code), line))
         if where is None:
-            where = self.place(code.co_filename, line)
-            if len(self._places) < _MAX_PLACES:
+            where = self.place(code.co_filename, line)  # makes system calls
+            if len(self._places) < _MAX_CACHED_PLACES:
                 self._places[id(code), line] = where
         return where
 
     def place(self, file: str, line: int) -> str:
-        """`file:line`, the file relative to the folder if it is in it."""
         return f"{os.path.realpath(file).removeprefix(self._folder)}:{line}"
 
     def is_own(self, code: CodeType) -> bool:
-        """Whether code is the user's."""
         known = self._own.get(id(code))
         if known is None:
             known = self._own[id(code)] = code, not is_library(code.co_filename)
@@ -112,12 +104,12 @@ class CallSites:
 
 
 def is_step(code: CodeType) -> bool:
-    """Whether code is that of a Task's step, which hotloop writes, or has it run; what watches it is not."""
+    """Returns whether the code belongs to a Task's step, which hotloop writes or calls; profiler code does not."""
     file = code.co_filename
     return file.startswith(_HOTLOOP) and (file == _TASK_PROFILE or not file.startswith(_WATCHING))
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to Python, to an installed package, to hotloop, or was written by torch's compiler."""
+    """Returns whether a file belongs to Python, an installed package, hotloop, or the output of torch's compiler."""
     installed = ("site-packages", "dist-packages", "torchinductor_")
     return file.startswith(("<", _HOTLOOP, _STDLIB)) or any(folder in file for folder in installed)

@@ -1,4 +1,4 @@
-"""A stretch of steps that are spared: those that go by until Python's caches are warm again, and the clean one after them."""
+"""Light mode: skipped warm-up steps and the clean step after them, of which only the boundaries are marked."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hotloop.profiler.base.step_facts import StepFact
 
 _WARM_UP_MS = 20.0
 _MAX_WARM_UP_STEPS = 64
-"""So long, and so many steps at most, until they are as warm as before; a longer step is no hundredth longer for it."""
+"""Duration and number of steps after which Python's caches are warm; 20 ms change a longer step by less than 1 %."""
 
 _MAX_EARLY_STEPS, _ENOUGH_MEASURED = 4, 24
-"""So many at most until enough are measured, in case that the script has no more steps to spare; see `without_cold_steps`."""
+"""Limit of skipped steps until enough steps are measured: a script may have few steps; see `without_cold_steps`."""
 
 _OWN_FRAMES = 2
-"""Frames of the watch's own where `passes` is asked: itself, and the hook."""
+"""Profiler frames between `sys._getframe` and the optimizer: `ends_light_step` and torch's hook."""
 
 
 class LightSpan:
-    """Goes from step to step by a clock's mark alone, as long as each ends as the one before it did.
+    """A run of steps whose boundaries are found by comparing the frame that calls the optimizer.
 
-    All that ending a step and beginning the next takes otherwise is a sixth of a very short step, and leaves caches cold.
+    Full handling of a step boundary takes a sixth of a very short step, and cools the caches.
 
     Attributes:
-        on: whether the step that is on is spared: of updates none is heard but those that end it in another way.
-        left: steps to go by before the one that counts.
-        passed: steps that went by since somebody else counted them.
-        began: the mark at which the step that is on began, if one that went by so ended.
-        ended: the mark at which the one that counts ended.
+        on: whether the current step is light: only updates that end the step in another way are recorded.
+        left: number of steps to skip before the clean step.
+        passed: number of skipped steps that are not yet counted by the step sequence.
+        began: clock mark at which the current step began, if a skipped step ended there.
+        ended: clock mark at which the clean step ended.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,7 @@ class LightSpan:
         self._code: CodeType | None = None
 
     def begin(self, optimizer: Any, sites: CallSites, clock: StepClock, last: Callable[[], None]) -> bool:
-        """An optimizer's update has ended a step, and so it will the next ones; False if no line of the user's called it.
-
-        Args:
-            last: is called before the step that counts begins.
-        """
+        """Starts at an update that ends a step; False if no user line calls. `last` runs before the clean step."""
         frame, between = sites.caller_frame()
         if frame is None:
             return False
@@ -64,19 +60,18 @@ class LightSpan:
         return True
 
     def stop(self) -> bool:
-        """The step that is on is spared no more; whether it was."""
         was, self.on, self.ended = self.on, False, None
         return was
 
     def ends_light_step(self, optimizer: Any) -> bool:
-        """Whether an update that is done has ended a step that goes by, and needn't be heard; torch's hook asks."""
+        """Returns whether a finished update ends a skipped step, which needs no further recording."""
         if not self.on or id(optimizer) != self._optimizer or get_ident() != self._thread:
             return False
         if not self.left:
-            self.ended = self._clock.mark(idle=False)  # all the rest is the watch's own
+            self.ended = self._clock.mark(idle=False)  # the rest of this call is profiler overhead
         try:
             frame = sys._getframe(self._depth)
-        except ValueError:  # it is called from further out
+        except ValueError:  # called from a shallower stack
             return False
         if not self.left or frame.f_lasti != self._instruction or frame.f_code is not self._code:
             return False
@@ -89,19 +84,16 @@ class LightSpan:
 
 
 def steps_until_warm(steps: Sequence[StepFact]) -> int:
-    """How many steps find Python's caches cold, by what was replaced for one before; 0 if they're too long to tell."""
+    """Returns the number of steps to skip until Python's caches are warm after a disturbing step; 0 for long steps."""
     ms = next((step.ms for step in reversed(steps) if step.kind not in DISTURBING), 0.0)
     enough = sum(step.kind in ("clean", "instrumented") for step in steps) >= _ENOUGH_MEASURED
-    settling = min(_MAX_WARM_UP_STEPS if enough else _MAX_EARLY_STEPS, int(_WARM_UP_MS / ms)) if ms else 0
-    since = next((n for n, step in enumerate(reversed(steps)) if step.kind in DISTURBING), settling)
-    return max(0, settling - since)
+    needed = min(_MAX_WARM_UP_STEPS if enough else _MAX_EARLY_STEPS, int(_WARM_UP_MS / ms)) if ms else 0
+    since = next((n for n, step in enumerate(reversed(steps)) if step.kind in DISTURBING), needed)
+    return max(0, needed - since)
 
 
 def without_cold_steps(measured: Sequence[StepFact]) -> Sequence[StepFact]:
-    """The measured steps without the first ones, where short steps came too soon after others for warm caches.
-
-    All of them where they're long, or too few came later.
-    """
+    """Drops the first measured steps if steps are short (cold caches) and enough later steps exist."""
     later = measured[_ENOUGH_MEASURED:]
     if len(later) < _ENOUGH_MEASURED or median(step.ms for step in later) * _MAX_EARLY_STEPS > _WARM_UP_MS:
         return measured

@@ -1,4 +1,4 @@
-"""Which steps are watched how: most in pairs of a clean and an instrumented one, a few closer, and then no more."""
+"""The order of step kinds: mostly pairs of a clean and an instrumented step, few steps with detailed recording."""
 
 from __future__ import annotations
 
@@ -12,118 +12,114 @@ from hotloop.core.records.profile_terms import Phase
 Kind = Literal[
     "early", "warm-up", "clean", "instrumented", "clocked", "habits", "traced", "sampled", "settling", "whole"
 ]
-"""How a step is watched.
+"""How a step is recorded.
 
-- `early`: before the step is known: what lies between two things that may end one; with phases.
+- `early`: before the step is known: between two events that may end a step; with phases.
 - `warm-up`: before measuring.
-- `clean`: its boundaries alone are marked.
+- `clean`: only the boundaries are marked.
 - `instrumented`: with phases.
-- `clocked`: with modules, each of whose calls takes a little more time then.
-- `habits`: with graphs walked, so its times are worth nothing.
+- `clocked`: with module times; each module call has overhead.
+- `habits`: with autograd graphs walked; times are invalid.
 - `traced`: under torch's profiler.
-- `sampled`: another thread looks at the stack, which holds the step up where cores are scarce.
-- `settling`: like a clean one, but after a disturbance, so it doesn't count.
-- `whole`: no step but a while of training, where steps couldn't be told apart; with phases, modules and operators.
+- `sampled`: another thread samples the stack, which slows the step if cores are scarce.
+- `settling`: like a clean step, but after a disturbance; not counted.
+- `whole`: a period of training in which no steps were found; with phases, modules and operators.
 """
 
 CLOSE: tuple[Kind, ...] = ("early", "instrumented", "habits", "traced", "sampled", "whole")
-"""Those with phases."""
+"""Kinds with phases."""
 
 DISTURBING: tuple[Kind, ...] = (*CLOSE, "clocked")
-"""Those for which functions are replaced, so that Python's caches are cold after them."""
+"""Kinds for which functions are replaced; Python's caches are cold afterwards."""
 
 DEFAULT_STEPS = 60
 
 _PAIR: list[Kind] = ["clean", "instrumented"]
-
 _PATTERN_STEP: list[Kind] = ["habits"]
-
 _SAMPLED_STEP: list[Kind] = ["sampled"]
-
 _CLOCKED_STEP: list[Kind] = ["clocked"]
-
 _TRACED_STEP: list[Kind] = ["traced", "settling"]
 
 _FIRST_DETAILS: list[Kind] = [*_TRACED_STEP, *_CLOCKED_STEP, *_PATTERN_STEP * 2, *_SAMPLED_STEP]
-"""So that a few long steps have some of everything; what is done twice with a batch may fall into two steps."""
+"""Some of everything, for scripts with few long steps; work done twice with a batch may fall into two steps."""
 
 _SECOND_DETAILS: list[Kind] = [*_PATTERN_STEP * 2, *_TRACED_STEP * 2, *_SAMPLED_STEP, *_CLOCKED_STEP, "settling"]
 
-# Two traced steps never follow each other: a step ends inside of the range by which torch's profiler sees the update, and
-# a range that is still open when a profiler stops must not end under the next one.
+# Two traced steps never follow each other: a step ends inside torch's profiler range of the update, and a range that is
+# open when a profiler stops must not end under the next profiler.
 
 
 def order(steps: int) -> list[Kind]:
-    """The kinds of all steps to come after the warm-up, `steps` of them clean or instrumented; an odd one is instrumented.
+    """Returns the kinds of all steps after warm-up; `steps` of them are clean or instrumented.
 
-    It goes by no clock, so that ranks which take the same steps watch them alike.
+    An odd step is instrumented. No clock is used, so that ranks which take the same steps record them alike.
     """
     pairs, odd = divmod(steps, 2)
     measured = [_measured_pair(number) for number in range(pairs)] + [["instrumented"]] * odd
-    looks = [
+    details = [
         _FIRST_DETAILS,
         _SECOND_DETAILS,
         *((_CLOCKED_STEP, _SAMPLED_STEP)[number % 2] for number in range(2, len(measured))),
     ]
     nothing: list[Kind] = []
-    return [kind for both in zip_longest(measured, looks, fillvalue=nothing) for kinds in both for kind in kinds]
+    return [kind for both in zip_longest(measured, details, fillvalue=nothing) for kinds in both for kind in kinds]
 
 
 def _measured_pair(number: int) -> list[Kind]:
-    """In the order of Thue and Morse, so that what a loop does every second, third or fourth step falls on both alike."""
+    """Thue-Morse order: work that a loop does every second, third or fourth step falls on both kinds alike."""
     return _PAIR[::-1] if number.bit_count() % 2 else _PAIR
 
 
 class Observer(Protocol):
-    """Watches steps of some kinds more closely; `begin` and `end` are called at their boundaries."""
+    """Records steps of some kinds in detail; `begin` and `end` are called at the steps' boundaries."""
 
     kinds: Sequence[Kind]
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
     def drop(self) -> None:
-        """Ends a step that was not like the others, and forgets it."""
+        """Ends an unusual step and discards its records."""
 
     def close(self) -> None: ...
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        """Fields of `ProfileFacts`."""
+        """Returns fields of `ProfileFacts`."""
 
 
 class StepHooks(Protocol):
-    """Is told of each step."""
+    """Is notified of each step."""
 
     def begin(self, kind: Kind) -> Phase:
-        """A step begins; says what the loop does first."""
+        """A step begins; returns the first phase of the loop."""
 
     def observers_ready(self) -> None:
-        """All that watch it closely have begun."""
+        """All observers of the step have begun."""
 
     def flags(self) -> list[str]:
-        """What has happened in the step that doesn't in every one."""
+        """Returns the events of the step that don't happen in every step."""
 
     def restart_step(self) -> None:
-        """The step begins anew: what has happened in it so far is forgotten."""
+        """The step begins anew: records of the step so far are discarded."""
 
     def end(self, *, usual: bool = True) -> None:
-        """It has ended; whether nothing happened in it but what happens in most."""
+        """The step has ended; `usual` says whether all its events happen in most steps."""
 
     def restart(self) -> None:
-        """The script trains in another loop: what was seen of the one before is forgotten."""
+        """The script trains in another loop: records of the previous loop are discarded."""
 
     def between_steps(self) -> None:
-        """One has ended and the next hasn't begun: what is done here is in neither."""
+        """Called between two steps; the time here counts to neither."""
 
 
 DELAYED = 3.0
-"""A step that takes so many times what others do was held up by something that isn't of every step."""
+"""A step that takes this many times as long as others was delayed by something that isn't part of every step."""
 
 _TRIMMED_SHARE = 0.25
 
 
 def middle_mean(values: Collection[float]) -> float:
-    """The mean of the middle half.
+    """Returns the mean of the middle half.
 
-    Like a median it isn't moved by steps that were held up, and unlike it sees what is done in every second step.
+    Like a median, this mean ignores delayed steps; unlike a median, the mean includes work of every second step.
     """
     cut = int(_TRIMMED_SHARE * len(values))
     return fmean(sorted(values)[cut : len(values) - cut])

@@ -1,4 +1,4 @@
-"""What was seen while a script or Task was watched: plain values, as they cross from one process to another."""
+"""The recorded facts of a script or Task: plain values that are passed between processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class StepFact:
     """One step.
 
     Attributes:
-        ms: from the end of the one before to its own end, without what hotloop did in between.
-        phases: milliseconds; empty where they weren't watched.
-        flags: what happened in it that doesn't in every step: `evaluation`, `checkpoint`, `loader 2`, `update 1`.
-        apart_ms: time in it of each of these, as far as it was seen to begin and end.
-        cpu_ms, system_ms: CPU time of the process, and of that the time that the system worked for it.
-        pages: of memory that the system gave; 0 where the process can't be told to keep them.
-        memory: bytes that the process, or the device, holds at its end; 0 where it wasn't watched closely.
-        calls: the number of calls of networks; 0 in clean steps.
+        ms: from the end of the previous step to this step's end, without hotloop's work between steps.
+        phases: milliseconds; empty if not recorded.
+        flags: events that don't happen in every step: `evaluation`, `checkpoint`, `loader 2`, `update 1`.
+        apart_ms: milliseconds of each of these events, if begin and end were recorded.
+        cpu_ms, system_ms: CPU time of the process; the part of it spent in the system.
+        pages: memory pages that the system provided; 0 if the allocator can't be set to retain pages.
+        memory: bytes in use by the process or device at the step's end; 0 if not recorded.
+        calls: number of network calls; 0 in clean steps.
     """
 
     kind: Kind
@@ -41,30 +41,30 @@ class StepFact:
 
 @dataclass
 class ProfileFacts:
-    """All that was seen; what it means is said elsewhere.
+    """All recorded facts, without interpretation.
 
     Attributes:
         torch: whether torch was imported.
-        trained: updates and backwards that were seen.
-        updates: of optimizers alone.
-        updates_inside: of optimizers that stepped inside of a backward, as by hooks of parameters; they end no step.
-        anchor: the line that ends a step; empty where none was found.
+        trained: recorded updates and backwards.
+        updates: recorded updates of optimizers.
+        updates_inside: updates inside a backward, as by parameter hooks; they end no step.
+        anchor: the line that ends a step; empty if none was found.
         by_hand: whether the update is written out, without an optimizer.
-        awaited: whether an optimizer was there that may step after more backwards than were seen.
+        awaited: whether an optimizer may step after more backwards than were recorded.
         functional: whether no module was called.
-        turned: from which phase of the timeline to which one, and what part of it, as the lines say that ran in it.
+        turned: corrections of phases by line samples: from phase, to phase, fraction.
         one_batch: whether each step trains on the same samples.
         identities: as `Profile.identities`.
-        warm_up_s: from the first thing that trains to the first step that counts.
-        between_ms: time of what isn't done in every step, in those that went by between the ones that are kept.
-        modules, operators, lines, functions, loaders, optimizers, habits: records, dumped.
-        collections: habits as well, of garbage.
-        switches: torch's, of the format in which products of float32 are computed.
-        threads_set_at: the line at which the script says how many threads torch has; empty if it doesn't.
-        seldom: optimizers that step beside the one that ends a step, each with the flag of a step that has it.
-        children: processes of Python that it started.
-        compiled: what a race of the compiled network found, see `race_compiled`; None where none was asked for.
-        closed: why watching ended; empty as long as it goes on.
+        warm_up_s: from the first training event to the first step that counts.
+        between_ms: time of unusual events in steps that were skipped between recorded steps.
+        modules, operators, lines, functions, loaders, optimizers, habits: records, as dictionaries.
+        collections: slow patterns of garbage collection.
+        switches: torch's float32 precision switches.
+        threads_set_at: the line that sets torch's number of threads; empty if no line does.
+        seldom: optimizers that step beside the one that ends a step, each with its step flag.
+        children: number of Python processes that the script started.
+        compiled: result of `race_compiled`; None if not requested.
+        closed: why recording ended; empty while recording.
     """
 
     torch: bool = False
@@ -107,30 +107,27 @@ class ProfileFacts:
     closed: str = ""
 
     def set_anchor(self, event: TrainingEvent) -> None:
-        """A step ends there; a backward does where updates are written out, or run inside of it."""
+        """Sets the event that ends a step: a backward, if updates are written out or run inside the backward."""
         self.anchor, self.by_hand = event.where, event.what == "backward" and not self.updates_inside
 
     def has_usual_flags(self, step: StepFact) -> bool:
-        """Whether nothing happened in a step but what happens in half of those so far or more."""
         often = Counter(flag for other in self.steps for flag in other.flags)
         return all(2 * often[flag] >= len(self.steps) for flag in step.flags)
 
     def drop_step(self, step: StepFact) -> None:
-        """Keeps of what happened in a step what it took, and has the step begin anew."""
+        """Restarts the step; the time of its unusual events is added to `between_ms`."""
         for what, ms in step.apart_ms.items():
             self.between_ms[what] = self.between_ms.get(what, 0.0) + ms
         step.flags, step.apart_ms = [], {}
 
     def record_failure(self, error: Exception) -> None:
-        """Notes an error of hotloop's own, by which watching ends."""
         place = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-        self.notes.append(f"watching ended by an error of hotloop's own: {said}")
+        reason = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        self.notes.append(f"recording was ended by an internal error of hotloop: {reason}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> ProfileFacts:
-        """From what `as_dict` gave."""
         return cls(**{**values, "steps": [StepFact(**step) for step in values["steps"]]})

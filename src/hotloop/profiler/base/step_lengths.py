@@ -9,17 +9,16 @@ from hotloop.profiler.base.schedule import DELAYED, Kind, middle_mean
 from hotloop.profiler.base.step_facts import StepFact
 
 _PER_STEP = ("ms", "calls", "per_step", "flops", "bytes")
-"""Fields of operators and habits that count for a whole step."""
 
 _WITH_CALLS = 0.5
-"""The least number per call of a network at which an operator or a habit goes with the calls."""
+"""Least number per network call at which an operator or a pattern scales with the calls."""
 
 
 class StepLengths:
     """The lengths of steps, in calls of networks.
 
-    Graphs and operators are recorded in a few steps only. If these steps are shorter or longer than the timed steps, their
-    figures per step are wrong by the same factor. Steps of one length have the factor 1.
+    Graphs and operators are recorded in a few steps only. If these steps are shorter or longer than the timed steps,
+    their figures per step are wrong by the same factor.
 
     Args:
         steps: all recorded steps.
@@ -31,7 +30,7 @@ class StepLengths:
         self._steps, self._usual = steps, middle_mean(calls) if len(set(calls)) > 1 else 0.0
 
     def operator(self, record: dict) -> dict:
-        """An operator of the traced steps, per usual step. The update runs once in a step of any length."""
+        """Returns an operator of the traced steps, per usual step. The update runs once in a step of any length."""
         if not (recorded := self._record_lengths("traced")) or record["phase"] == "update":
             return record
         limit = DELAYED * median_low([step.ms for step in recorded])
@@ -39,7 +38,7 @@ class StepLengths:
         return self._correct(record, record["calls"], calls)
 
     def habit(self, record: dict) -> dict:
-        """A habit, which has the figures of the middle one of the recorded steps, per usual step."""
+        """Returns a pattern, recorded as the median of the pattern steps, per usual step."""
         if not (recorded := self._record_lengths("habits")):
             return record
         return self._correct(record, record["per_step"], median_low([step.calls for step in recorded]))
@@ -48,7 +47,6 @@ class StepLengths:
         return [step for step in self._steps if self._usual and step.kind == kind and step.calls]
 
     def _correct(self, record: dict, many: float, calls: float) -> dict:
-        """The record, multiplied by the ratio of lengths if it goes with the calls and not with the step."""
         ratio, runs = self._usual / calls, record.get("line_runs")
         corrected = {"line_runs": runs * ratio} if runs and runs >= _WITH_CALLS * calls else {}
         if many >= _WITH_CALLS * calls:

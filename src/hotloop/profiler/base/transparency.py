@@ -1,4 +1,4 @@
-"""Keeps what watches out of sight: of torch's compiler, which would compile a watching function, of warnings, errors, pickles."""
+"""Hides profiler functions from torch's compiler, from warnings and tracebacks, and from pickle."""
 
 from __future__ import annotations
 
@@ -18,41 +18,39 @@ from hotloop.scripts.traceback_frames import HIDDEN
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
 _SKIP_FRAME = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-"""The function itself runs as it is; what it calls is looked at as before."""
+"""Dynamo runs the function itself uncompiled; functions that it calls are compiled as usual."""
 
 
-def hide_from_compiler(watching: Wrapper) -> Wrapper:
-    """Marks a function, or all functions of a class."""
-    functions = vars(watching).values() if isinstance(watching, type) else [watching]
+def hide_from_compiler(target: Wrapper) -> Wrapper:
+    """Excludes a function, or all functions of a class, from compilation."""
+    functions = vars(target).values() if isinstance(target, type) else [target]
     for function in functions:
         function = getattr(function, "__func__", None) or getattr(function, "fget", None) or function
         if isinstance(function, FunctionType):
             eval_frame.set_code_exec_strategy(function.__code__, _SKIP_FRAME)
-    return watching
+    return target
 
 
-def hide_from_warnings(makes: Wrapper) -> Wrapper:
-    """For what makes functions that stand around others: warnings from inside name the caller's line, not theirs."""
-    makes.__code__ = _hidden_code(makes.__code__)
-    return makes
+def hide_from_warnings(factory: Wrapper) -> Wrapper:
+    """Decorates a factory of wrapper functions: warnings name the line of the wrapper's caller."""
+    factory.__code__ = _hidden_code(factory.__code__)
+    return factory
 
 
-def as_replacement(watching: Callable[..., Any], original: Any) -> Any:
-    """What stands in place of an original: a module's function is pickled by its name, others are methods that bind.
+def as_replacement(wrapper: Callable[..., Any], original: Any) -> Any:
+    """Returns the object that replaces an original: methods bind as usual; a module's function is pickled by name.
 
-    A plain function would have to be found where its name says; but what is replaced is one of several names of it, and
-    it may be held for longer than it stands there.
+    A plain function would be pickled by its own name; but the replaced name is one of several names of the original,
+    and user code may hold the replacement after its removal.
     """
     is_function = isinstance(original, FunctionType) and original.__qualname__ == original.__name__
     if not (is_function or isinstance(original, BuiltinFunctionType | _ReplacementFunction)):
-        return watching
-    kind = type("function", (_ReplacementFunction,), {"__call__": staticmethod(watching)})
+        return wrapper
+    kind = type("function", (_ReplacementFunction,), {"__call__": staticmethod(wrapper)})
     return update_wrapper(kind(), original)
 
 
 class _ReplacementFunction:
-    """Looks like the function that it calls, by whose name it is known to others."""
-
     __call__: Callable[..., Any]
     __wrapped__: Any
 
@@ -79,20 +77,19 @@ class _ReplacementFunction:
 
 
 def unwrap(function: Any) -> Any:
-    """What stands inside of all functions that were put around it."""
     while getattr(getattr(function, "__code__", None), "co_filename", "") == HIDDEN:
         function = function.__wrapped__
     return function
 
 
 def _hidden_code(code: CodeType) -> CodeType:
-    """The code under a file name over which `warnings` counts no frame, as over those of Python's own import."""
+    """Code with a file name that `warnings` skips when it counts frames, as it skips Python's import frames."""
     consts = tuple(_hidden_code(const) if isinstance(const, CodeType) else const for const in code.co_consts)
     return code.replace(co_filename=HIDDEN, co_consts=consts)
 
 
 def strip_frame(error: BaseException) -> TracebackType | None:
-    """An error's traceback without the frame that has just caught it; a bare `raise` adds none."""
+    """Returns the error's traceback without the frame that caught the error; a bare `raise` adds none."""
     trace = error.__traceback__
     return None if trace is None else trace.tb_next
 
@@ -100,17 +97,17 @@ def strip_frame(error: BaseException) -> TracebackType | None:
 _HAS_SHARED_LOCALS = sys.version_info < (3, 13)
 
 _OWN_REFERENCES = 3
-"""References to a dictionary that nobody else has: the frame's, that of a variable here, and that of an argument."""
+"""References to a dictionary without other owners: the frame's, the local variable's, the argument's."""
 
 
 def can_keep_locals(code: CodeType) -> bool:
-    """Whether a function may hold its own dictionary of variables, in which nothing must change behind its back."""
+    """Returns whether a function may store its own dictionary of variables, which must not be changed then."""
     return _HAS_SHARED_LOCALS and not {"locals", "f_locals"}.isdisjoint(code.co_names)
 
 
 @hide_from_compiler
 def frame_variables(frame: FrameType) -> dict[str, Any] | None:
-    """Those of a function by name; None of other code, and of a function that may hold the dictionary itself."""
+    """Returns a function's variables by name; None if the function may store the dictionary, and for other code."""
     if not frame.f_code.co_flags & CO_OPTIMIZED or can_keep_locals(frame.f_code):
         return None
     found = dict(frame.f_locals)
@@ -120,37 +117,31 @@ def frame_variables(frame: FrameType) -> dict[str, Any] | None:
 
 @hide_from_compiler
 def clear_frame_variables(frame: FrameType) -> None:
-    """Empties the dictionary, which would keep alive what is in it, unless somebody else has it too."""
+    """Empties the dictionary, which would keep its values alive, unless the dictionary has another owner."""
     if not _HAS_SHARED_LOCALS or not frame.f_code.co_flags & CO_OPTIMIZED or can_keep_locals(frame.f_code):
         return
-    kept = frame.f_locals
-    if sys.getrefcount(kept) <= _OWN_REFERENCES:
-        kept.clear()
+    variables = frame.f_locals
+    if sys.getrefcount(variables) <= _OWN_REFERENCES:
+        variables.clear()
 
 
 _MAX_LIMIT = 2**31 - 1
 
 
 class RecursionHeadrooms:
-    """Those of this process, in whatever order they are given back.
-
-    Attributes:
-        made: how many there are.
-        before: the limit without any.
-        mine: as it was set last.
-    """
+    """All headrooms of this process; they may be given back in any order."""
 
     def __init__(self) -> None:
         self.count, self.original_limit, self.own_limit = 0, 0, 0
 
     def change(self, by: int) -> None:
-        """A limit that the script has set meanwhile is the one that goes for it."""
+        """Adds headrooms; a limit that the script has set meanwhile becomes the original limit."""
         now = sys.getrecursionlimit()
         if not self.count or now != self.own_limit:
             self.original_limit = now
         self.count += by
         self.own_limit = min(self.original_limit + self.count * (self.original_limit // 2), _MAX_LIMIT)
-        with suppress(RecursionError):  # calls are nested deeper by now
+        with suppress(RecursionError):  # the current call depth exceeds the new limit
             sys.setrecursionlimit(self.own_limit)
 
 
@@ -158,7 +149,7 @@ _HEADROOMS = RecursionHeadrooms()
 
 
 class RecursionHeadroom:
-    """Lets calls nest half as deep again while it is made."""
+    """Allows half as many nested calls again, for the profiler's frames."""
 
     def __init__(self) -> None:
         self._made = False

@@ -1,1 +1,1 @@
-"""Hooks into torch: modules, optimizers, data loaders, the garbage collector."""
+"""Hooks into torch: modules, optimizers, data loaders, phases; process resources."""

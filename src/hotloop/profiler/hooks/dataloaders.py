@@ -1,4 +1,4 @@
-"""DataLoaders, as they were used for training."""
+"""Records how training uses DataLoaders."""
 
 from __future__ import annotations
 
@@ -28,12 +28,7 @@ _TORCH_DATASETS = TensorDataset.__getitem__.__code__.co_filename
 
 @dataclass
 class _LoaderStart:
-    """A loader begins anew, until its first batch is drawn.
-
-    Attributes:
-        seconds: that its iterator took to make.
-        index_s: until that knew which samples to ask for; as far as it was timed.
-    """
+    """A new iterator until its first batch: seconds to create it, and until samples are requested, if timed."""
 
     where: str
     seconds: float
@@ -41,17 +36,16 @@ class _LoaderStart:
 
 
 class _LoaderStats:
-    """What is known of one loader.
+    """Records of one loader.
 
     Attributes:
-        inner: class of what makes the samples.
-        data: gives its data set, as long as that lives.
-        makes: its method that does.
-        drawn, row_sum: batches, and samples in them, in the step that is on.
-        steps, rows: how many steps drew from it, and samples in each.
-        drawing_s, evaluating_s, opening_s: of the step that is on, and of that in evaluations, and until samples are asked for.
-        draws, drawings, evaluations: of steps that drew, how many batches, and these seconds.
-        opened, openings: how often it began anew, and of steps that were looked at for it what that took of their drawing.
+        inner, makes: class of the data set that makes the samples, and the method that does.
+        data: returns the loader's data set while it is alive.
+        drawn, row_sum: batches and samples drawn in the current step.
+        drawing_s, evaluating_s, opening_s: time in the current step; in evaluations; before samples are requested.
+        steps, rows: number of steps that drew batches; samples in each of them.
+        draws, drawings, evaluations: of these steps: batches, seconds, seconds in evaluations.
+        opened, openings: number of new iterators; seconds of opening and of drawing in steps that time both.
     """
 
     def __init__(self, iterator: Any, where: str, sites: CallSites) -> None:
@@ -99,7 +93,6 @@ class _LoaderStats:
                 self.openings.append((self.opening_s, self.drawing_s))
 
     def as_record(self, most: int, counted: int) -> dict[str, Any]:
-        """As `profiles.LoaderUse`, where one fed so many steps at most, and so many were counted."""
         self.record |= {"share": self.steps / max(1, most), "opened": self.opened / max(1, counted)}
         if self.sample_s:
             self.record["sample_ms"] = median(self.sample_s) * 1e3
@@ -112,11 +105,11 @@ class _LoaderStats:
 
 
 class LoaderRecorder:
-    """Counts what loaders are drawn from, and times samples in the steps that are looked at closely.
+    """Counts the batches of loaders, and times samples in some steps.
 
     Attributes:
         used: whether batches were drawn in the last step.
-        rows: samples that the network is given at a time, where no loader tells.
+        rows: samples per network call, for training without a loader.
     """
 
     def __init__(self, sites: CallSites) -> None:
@@ -132,37 +125,27 @@ class LoaderRecorder:
         self._latest: tuple[Callable[[], Any], _LoaderStats | None] = lambda: None, None
 
     def begin(self, *, timed: bool, counted: bool = True) -> None:
-        """A step begins.
-
-        Args:
-            timed: whether samples are timed in it.
-            counted: whether they are counted.
-        """
         self._counted, self._timed = counted, timed
         self.forget_step()
         if timed:
             self._time_samples()
 
     def forget_step(self) -> None:
-        """The step draws anew."""
         for loader in self._loaders.values():
             loader.forget_step()
 
     def begin_light_steps(self) -> None:
-        """What is drawn from here on isn't told, but found by `catch_up`; to look again takes little."""
-        known = (
-            [ref(one) for one in self._iterators]
-            if self._light_counts is None
-            else [one for one, _ in self._light_counts]
-        )
+        """From here on batches are not recorded; `end_light_steps` counts them. Repeated calls are cheap."""
+        counts = self._light_counts
+        known = [ref(one) for one in self._iterators] if counts is None else [one for one, _ in counts]
         self._light_counts = [(one, it._num_yielded) for one in known if (it := one()) is not None]
 
     def iterator_made(self, iterator: Any, seconds: float = 0.0) -> bool:
-        """Whether an iterator that was made, in so many seconds, begins another epoch of the loader that was drawn from last.
+        """Returns whether a new iterator begins another epoch of the loader that was drawn from last.
 
-        So its data set says; the line that will draw isn't known yet.
+        The data set identifies the loader; the line that will draw is unknown yet.
         """
-        if not isinstance(iterator, _BaseDataLoaderIter):  # a library's own
+        if not isinstance(iterator, _BaseDataLoaderIter):  # a library's own iterator
             return False
         if self._counted:
             self._openings[iterator] = _LoaderStart(self._sites.caller_line(4), seconds)
@@ -175,23 +158,18 @@ class LoaderRecorder:
         return True
 
     def end_light_steps(self) -> None:
-        """Counts what was drawn since `look`."""
         for iterator, before in self._light_counts or ():
-            one = iterator()
-            if one is not None:
-                self._iterators[one].drawn += one._num_yielded - before
+            if (alive := iterator()) is not None:
+                self._iterators[alive].drawn += alive._num_yielded - before
         self._light_counts = None
 
     def drawn_loaders(self) -> list[str]:
-        """Which loaders the step drew from, by number."""
         return [f"loader {number}" for number, loader in enumerate(self._loaders.values()) if loader.drawn]
 
     def remove(self) -> None:
-        """Samples are timed no more."""
         self._patches.undo()
 
     def end(self) -> None:
-        """A step ends."""
         self.remove()
         for loader in self._loaders.values():
             loader.end_step(counted=self._counted, timed=self._timed)
@@ -199,7 +177,7 @@ class LoaderRecorder:
         self.used = bool(self.drawn_loaders())
 
     def batch_drawn(self, loader: Any, batch: Any, seconds: float = 0.0, *, evaluates: bool = False) -> bool:
-        """Something was asked of a loader or of its iterator, for so many seconds; whether that was a batch."""
+        """Records a `__next__` or `__iter__` that took some seconds; returns whether a batch was drawn."""
         latest, known = self._latest
         if latest() is not loader:
             if isinstance(loader, DataLoader):
@@ -216,9 +194,9 @@ class LoaderRecorder:
         return True
 
     def _note_start(self, iterator: Any, loader: _LoaderStats, seconds: float) -> float:
-        """Notes what it took to begin anew, if this is the first batch since; gives the seconds before that was asked for.
+        """Records the start of an iterator at its first batch; returns the seconds to create the iterator.
 
-        Of workers it is the wait for the first batch, which they make while others are trained on later.
+        With workers, opening includes the wait for the first batch; later batches are made while the network trains.
         """
         opening = self._openings.pop(iterator, None)
         if opening is None:
@@ -229,17 +207,16 @@ class LoaderRecorder:
         return opening.seconds
 
     def samples_per_step(self) -> float | None:
-        """From the loader that most steps drew from; else what the network is given at a time."""
+        """Returns samples per step of the most used loader, else samples per network call."""
         most = max(self._loaders.values(), key=lambda loader: loader.steps, default=None)
         return median(most.rows) if most is not None and most.rows else self.rows
 
     def records(self) -> list[dict[str, Any]]:
-        """As `profiles.LoaderUse`, those that trained the most first."""
         used = sorted(self._loaders.values(), key=lambda loader: -loader.steps)
         return [loader.as_record(used[0].steps, self._counted_steps) for loader in used if loader.steps]
 
     def _known(self, iterator: Any) -> _LoaderStats | None:
-        """Loaders count as one if they are drawn from at the same line and have data sets of a kind and length."""
+        """Loaders with the same drawing line, class and length of data set count as one."""
         known = self._iterators.get(iterator)
         if known is None:
             where = self._sites.caller_line(5)
@@ -252,10 +229,9 @@ class LoaderRecorder:
         return known
 
     def _time_samples(self) -> None:
-        """Times the calls of data sets that are read in this process, and until one that is opened asks for its samples."""
         self._patches.patch(_BaseDataLoaderIter, "_next_index", self._timing_index())
         for loader in self._loaders.values():
-            # What isn't written in Python, as that of a list, can't be replaced.
+            # Only methods written in Python can be replaced.
             here = loader.record["workers"] == 0 and isinstance(getattr(loader.inner, loader.makes, None), FunctionType)
             if here and len(loader.sample_s) < _MAX_SAMPLES:
                 self._patches.patch(loader.inner, loader.makes, self._timing(loader))
@@ -278,7 +254,7 @@ class LoaderRecorder:
 
 
 def _weak_getter(dataset: Any) -> Callable[[], Any]:
-    """Gives the data set, as long as it lives; never, if it is of a kind that can't be asked for so, as a list."""
+    """Returns None for data sets without weak references, such as lists."""
     try:
         return ref(dataset)
     except TypeError:
@@ -286,17 +262,15 @@ def _weak_getter(dataset: Any) -> Callable[[], Any]:
 
 
 def _innermost_dataset(dataset: Any) -> Any:
-    """The data set that makes the samples, inside of subsets and the like."""
     for _ in range(10):
-        inside = _wrapped_dataset(dataset)
-        if inside is None:
+        if (inside := _wrapped_dataset(dataset)) is None:
             break
         dataset = inside
     return dataset
 
 
 def _wrapped_dataset(dataset: Any) -> Any:
-    """What one of torch's own data sets is made of; in anybody else's, attributes of these names may be anything."""
+    """Reads torch's own data sets only: elsewhere, attributes of these names may mean anything."""
     if not type(dataset).__module__.startswith("torch.utils.data"):
         return None
     several = getattr(dataset, "datasets", None)
@@ -304,14 +278,14 @@ def _wrapped_dataset(dataset: Any) -> Any:
 
 
 def _has_batch_getitem(dataset: Any) -> bool:
-    """Whether a loader asks it for all samples of a batch in one call; a subset hands that on to what is inside."""
+    """Returns whether a loader requests all samples of a batch in one call; a subset passes the call on."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def _sample_place(dataset: Any, makes: str, where: str, sites: CallSites) -> str:
-    """Where samples are made; `where` stands for a library's file, but for torch's own, which cut out what is there."""
+    """Returns the place that makes samples; `where` for a library's file, except torch's own data sets."""
     for name in ("__iter__", makes) if isinstance(dataset, IterableDataset) else (makes, "__iter__"):
         code = getattr(inspect.unwrap(getattr(type(dataset), name, None) or (lambda: None)), "__code__", None)
         if code is not None and code.co_name == name:
@@ -321,7 +295,6 @@ def _sample_place(dataset: Any, makes: str, where: str, sites: CallSites) -> str
 
 
 def _own_place(function: Any, sites: CallSites) -> str:
-    """Where a function of the user's own begins, or the call of an object of theirs."""
     function = function.func if isinstance(function, partial) else function
     for one in (function, type(function).__call__):
         code = getattr(inspect.unwrap(one) if callable(one) else None, "__code__", None)
@@ -331,7 +304,7 @@ def _own_place(function: Any, sites: CallSites) -> str:
 
 
 def _batch_size(sampler: Any) -> int | None:
-    """Of torch's own samplers; one of somebody else's making may mean anything by it."""
+    """A user's own sampler may use the attribute for anything."""
     size = getattr(sampler, "batch_size", None)
     return size if isinstance(size, int) else None
 
@@ -344,7 +317,6 @@ def _length(dataset: Any) -> int | None:
 
 
 def _rows(batch: Any) -> int | None:
-    """Of the first tensor in a batch."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

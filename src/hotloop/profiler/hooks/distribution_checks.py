@@ -15,15 +15,11 @@ from hotloop.profiler.hooks.torch_hooks import with_callbacks
 ARGUMENT_VALIDATION = "argument validation"
 
 _VALIDATING_METHODS = ("__init__", "_validate_sample")
-"""Methods of the base class. `__init__` mainly validates, and torch calls `_validate_sample` only for validation."""
+"""Methods of the base class: `__init__` mainly validates, torch calls `_validate_sample` only to validate."""
 
 
 class ValidationTimer:
-    """Measures the time of argument validation between `listen` and `stop`.
-
-    Args:
-        note: receives the line and the CPU seconds of each validation.
-    """
+    """Times argument validation between `listen` and `stop`; `note` receives the line and CPU seconds of each."""
 
     def __init__(self, sites: CallSites, mine: Callable[[], bool], note: Callable[[str, float], None]) -> None:
         self._sites, self._mine, self._note = sites, mine, note

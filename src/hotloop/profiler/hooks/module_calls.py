@@ -1,8 +1,7 @@
-"""The two places through which all modules and all backward passes go, opened during a step for someone to listen.
+"""Hooks on all module calls and backward passes during a step.
 
-Modules that make samples, as transforms do, are no part of the network, and aren't told of.
-`nn.Module.__call__` is replaced, and not hooked: with torch's global hooks each call takes another path, which compiled
-modules notice, and compile again for.
+Modules that make samples, such as transforms, are not reported. `nn.Module.__call__` is replaced: torch's global module
+hooks change the call path, for which compiled modules recompile.
 """
 
 from __future__ import annotations
@@ -24,29 +23,24 @@ from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
 
 class ModuleListener(Protocol):
-    """Hears what the thread that trains does; in a backward pass, also what torch's own threads do."""
+    """Is notified of the training thread's module calls; in a backward pass, of those of torch's threads too."""
 
     def enter(self, module: nn.Module, args: tuple) -> Any:
-        """A module's forward begins with these arguments; what this returns goes to `leave`."""
+        """A module's forward begins; the result is passed to `leave`."""
 
     def leave(self, before: Any) -> None:
-        """The forward has ended, well or not."""
+        """The forward has ended, also by an error."""
 
     def backward(self, roots: Any) -> AbstractContextManager[None]:
-        """A pass of the autograd engine over the graph below some tensors; there may be one inside another."""
+        """A pass of the autograd engine below some tensors; passes may be nested."""
 
 
 @hide_from_compiler
 class ModuleCallHooks:
-    """Opened by the thread that trains; nothing remains when closed.
-
-    Attributes:
-        depth: of passes of the autograd engine that are under way.
-    """
+    """Opened by the training thread, and removed by `close`; `depth` counts nested passes of the autograd engine."""
 
     def __init__(self, listener: ModuleListener) -> None:
-        self.depth = 0
-        self._listener = listener
+        self.depth, self._listener = 0, listener
         self._open = self._loading = False
         self._thread = 0
         self._patches, self._headroom = Patches(), RecursionHeadroom()
@@ -56,21 +50,18 @@ class ModuleCallHooks:
         self._headroom.make()
         self._patches.patch(nn.Module, "__call__", self._call)
         self._patches.patch(torch.autograd, "_engine_run_backward", self._run)
-        self._patches.patch(
-            _BaseDataLoaderIter,
-            "__next__",
-            with_callbacks(self._is_loading_begun, self._note_loading, self._note_loaded),
-        )
+        loading = with_callbacks(self._is_loading_begun, self._note_loading, self._note_loaded)
+        self._patches.patch(_BaseDataLoaderIter, "__next__", loading)
         self._open = True
 
     def close(self) -> None:
-        """Puts back what was there, unless somebody has put something of theirs in its place since."""
+        """Restores the originals, unless other code has replaced the hooks since."""
         self._open = False
         self._patches.undo()
         self._headroom.give_back()
 
     def _is_loading_begun(self) -> bool:
-        """A loader may draw from another one."""
+        """A loader may draw from another loader; only the outer one counts."""
         return self._open and not self._loading and threading.get_ident() == self._thread
 
     def _note_loading(self, args: tuple, kwargs: dict) -> None:
@@ -80,42 +71,42 @@ class ModuleCallHooks:
         self._loading = False
 
     @hide_from_warnings
-    def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         compiling, ident = torch.compiler.is_compiling, threading.get_ident
         enter, leave = self._listener.enter, self._listener.leave
 
-        @wraps(call)
-        def heard(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        @wraps(original)
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if compiling():
-                return call(module, *args, **kwargs)
-            elsewhere = ident() != self._thread and not self.depth
-            hears = self._open and not (elsewhere or self._loading or isinstance(module, WrapperMarker))
-            before = enter(module, args) if hears else None
+                return original(module, *args, **kwargs)
+            is_other_thread = ident() != self._thread and not self.depth
+            reports = self._open and not (is_other_thread or self._loading or isinstance(module, WrapperMarker))
+            before = enter(module, args) if reports else None
             try:
-                return call(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             except BaseException as error:
                 error.__traceback__ = strip_frame(error)
                 raise
             finally:
-                if hears:
+                if reports:
                     leave(before)
 
-        return hide_from_compiler(heard)
+        return hide_from_compiler(call)
 
     @hide_from_warnings
-    def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(run)
-        def heard(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            hears = self._open and not torch.compiler.is_compiling()
+    def _run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            reports = self._open and not torch.compiler.is_compiling()
             try:
-                with self._listener.backward(t_outputs) if hears else nullcontext():
-                    self.depth += hears
+                with self._listener.backward(t_outputs) if reports else nullcontext():
+                    self.depth += reports
                     try:
-                        return run(t_outputs, *args, **kwargs)
+                        return original(t_outputs, *args, **kwargs)
                     finally:
-                        self.depth -= hears
+                        self.depth -= reports
             except BaseException as error:
                 error.__traceback__ = strip_frame(error)
                 raise
 
-        return hide_from_compiler(heard)
+        return hide_from_compiler(call)

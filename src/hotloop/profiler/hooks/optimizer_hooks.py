@@ -1,4 +1,4 @@
-"""Optimizers, as they were used."""
+"""Records how training uses optimizers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from hotloop.profiler.hooks.torch_hooks import with_callbacks
 
 @hide_from_compiler
 class _TimedGroups(list):
-    """The groups of an optimizer, which note when each is asked for."""
-
     def __init__(self, groups: list[dict[str, Any]], asked: Callable[[int | None], None]) -> None:
         super().__init__(groups)
         self.groups, self._asked = groups, asked
@@ -37,7 +35,7 @@ class _TimedGroups(list):
 
 @hide_from_compiler
 class GroupClock:
-    """Times one update at a time: a group has the clock from when the optimizer asks for it to when it asks for the next."""
+    """Times the parameter groups of one update: from the optimizer's access to a group to the next access."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -46,14 +44,14 @@ class GroupClock:
         self._since = 0.0
 
     def begin(self, optimizer: Optimizer) -> None:
-        """An update begins; its groups stand in a list that is watched until `end`."""
+        """Begins an update; replaces the optimizer's list of groups until `end`."""
         self._spent, self._group = {}, None
-        compiled = hasattr(optimizer.step, "_torchdynamo_orig_callable")  # it would be compiled again for another list
+        compiled = hasattr(optimizer.step, "_torchdynamo_orig_callable")  # recompiles for another list
         if len(optimizer.param_groups) > 1 and not compiled:
             optimizer.param_groups = _TimedGroups(_original_groups(optimizer.param_groups), self._asked)
 
     def end(self, optimizer: Optimizer) -> dict[int, float]:
-        """Seconds by the number of the group; empty where the optimizer has one, or doesn't take them one by one."""
+        """Returns seconds by group number; empty for one group, or if the optimizer doesn't iterate over groups."""
         self._asked(None)
         optimizer.param_groups = _original_groups(optimizer.param_groups)
         return self._spent
@@ -66,16 +64,16 @@ class GroupClock:
 
 
 def _original_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer's own list, also after an update that an error ended."""
+    """The optimizer's own list, also after an update that raised an error."""
     return groups.groups if isinstance(groups, _TimedGroups) else groups
 
 
 _NOT_SETTINGS = ("params", "param_names", "name")
-"""What a group holds that says nothing of how it is updated."""
+"""Keys of a group that have no influence on its update."""
 
 
 class _OptimizerStats:
-    """What is known of one optimizer; `latest` gives it, or the one that was made anew in its place."""
+    """Records of one optimizer; `latest` refers to the optimizer or its latest replacement."""
 
     def __init__(self, optimizer: Optimizer, number: int, where: str) -> None:
         self.latest, self.number, self.where = weakref.ref(optimizer), number, where
@@ -88,13 +86,7 @@ class _OptimizerStats:
 
 
 class OptimizerRecorder:
-    """Times updates in the steps that are on.
-
-    Attributes:
-        on: whether updates are timed.
-        nests: whether one was seen inside another.
-        inside: how many updates are under way, one inside another.
-    """
+    """Times updates while `on`; `has_nested` says whether an update ran inside another."""
 
     def __init__(self, sites: CallSites) -> None:
         self.on = self.has_nested = False
@@ -113,7 +105,7 @@ class OptimizerRecorder:
 
     def began(self, optimizer: Optimizer) -> None:
         if self._open and self._open[0][0] == id(optimizer):
-            self._open = []  # it can't be inside itself: the last one was left by an error
+            self._open = []  # no update nests in itself: an error ended the last one
         self._open.append((id(optimizer), time.perf_counter()))
         if len(self._open) == 1:
             self._nested, self._evaluations = 0.0, 0
@@ -121,7 +113,7 @@ class OptimizerRecorder:
                 self._groups.begin(optimizer)
 
     def ended(self, optimizer: Optimizer) -> bool:
-        """Whether it was the outermost."""
+        """Returns whether the update was the outermost."""
         self._last_update_s = None
         if not self._open:
             return True
@@ -134,23 +126,22 @@ class OptimizerRecorder:
         return True
 
     def closure_called(self) -> None:
-        """The optimizer whose update is under way calls its closure."""
         if self.on and self._open:
             self._evaluations += 1
 
     def forget(self) -> None:
-        """What they took and where is forgotten; their numbers stay, since steps are told by them."""
+        """Discards times and lines; numbers stay, since step flags contain them."""
         self.on = False
         for used in self._used:
             used.where, used.spent, used.by_group, used.evaluations, used.recreations = "", [], {}, 0, 0
 
     def exclude_time(self, seconds: float) -> None:
-        """A forward or backward that a closure ran inside of an update is not its own time."""
+        """Excludes a closure's forward or backward from the update's time."""
         if self._open:
             self._nested += seconds
 
     def number(self, optimizer: Optimizer, where: str) -> int:
-        """By which it is told from others, of one that has just stepped; one that is made anew takes its predecessor's."""
+        """Returns the number of an optimizer that has just stepped; a recreated optimizer keeps its number."""
         used = self._known(optimizer)
         if used is None:
             used = next((one for one in self._used if one.where == where and one.latest() is None), None)
@@ -170,7 +161,6 @@ class OptimizerRecorder:
         return used.number
 
     def class_and_line(self, number: int) -> dict[str, str]:
-        """Its class and line."""
         return {"kind": self._used[number].kind, "where": self._used[number].where}
 
     def _known(self, optimizer: Optimizer) -> _OptimizerStats | None:
@@ -178,12 +168,10 @@ class OptimizerRecorder:
         return used if used is not None and used.latest() is optimizer else None
 
     def parameters(self) -> Iterator[Tensor]:
-        """Of all that have stepped."""
-        alive = (one for used in self._used if (one := used.latest()) is not None)
-        return (value for one in alive for group in one.param_groups for value in group["params"])
+        alive = (optimizer for used in self._used if (optimizer := used.latest()) is not None)
+        return (value for optimizer in alive for group in optimizer.param_groups for value in group["params"])
 
     def records(self, steps: int) -> list[dict[str, Any]]:
-        """As `profiles.OptimizerUse`."""
         instrumented, settings = max(1, steps // 2), self._settings()
         return [
             {
@@ -191,12 +179,8 @@ class OptimizerRecorder:
                 "where": used.where,
                 "implementation": used.implementation,
                 "groups": [
-                    {
-                        **group,
-                        "settings": settings[used.settings[number]],
-                        "ms": _per_step(used.by_group.get(number, []), instrumented),
-                    }
-                    for number, group in enumerate(used.groups)
+                    group | {"settings": settings[key], "ms": _per_step(used.by_group.get(number, []), instrumented)}
+                    for number, (group, key) in enumerate(zip(used.groups, used.settings, strict=True))
                 ],
                 "steps": len(used.spent) / instrumented,
                 "ms": _per_step(used.spent, instrumented),
@@ -208,16 +192,14 @@ class OptimizerRecorder:
         ]
 
     def _settings(self) -> dict[tuple[Any, ...], int]:
-        """A number for each that some group has, whichever optimizer it belongs to."""
-        return {
-            one: number for number, one in enumerate(dict.fromkeys(one for used in self._used for one in used.settings))
-        }
+        distinct = dict.fromkeys(settings for used in self._used for settings in used.settings)
+        return {settings: number for number, settings in enumerate(distinct)}
 
 
 class NextUpdates:
-    """Whether there is an optimizer that may step yet: its parameters have gradients, and nobody else changes them.
+    """Detects an optimizer that may step later: its parameters have gradients, and no other code changes them.
 
-    Optimizers may have been made before anybody watched, and torch keeps no list of them.
+    Optimizers may exist before recording begins, and torch has no list of them.
     """
 
     def __init__(self) -> None:
@@ -225,7 +207,7 @@ class NextUpdates:
         self._before: Tensor | None = None
 
     def is_expected(self) -> bool:
-        """Asked again and again, of which the first time takes some 10 ms."""
+        """May be called repeatedly; the first call takes about 10 ms."""
         if self._parameter is None or self._before is None:
             self._parameter = min(_parameters_with_gradients(), key=Tensor.numel, default=None)
             self._before = None if self._parameter is None else self._parameter.detach().clone()
@@ -234,14 +216,13 @@ class NextUpdates:
 
 
 def _parameters_with_gradients() -> Iterator[Tensor]:
-    """Parameters of optimizers."""
     made = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
     groups = (group for one in made for group in getattr(one, "param_groups", ()))
     return (value for group in groups for value in group["params"] if value.grad is not None)
 
 
 def _per_step(seconds: list[float], steps: int) -> float | None:
-    """Milliseconds in a step; None where nothing was timed."""
+    """Milliseconds per step; None if nothing was timed."""
     return median(seconds) * 1e3 * len(seconds) / steps if seconds else None
 
 
@@ -255,19 +236,18 @@ def _group(group: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
-    """All that an update goes by."""
     return tuple((name, _setting_key(value)) for name, value in sorted(group.items()) if name not in _NOT_SETTINGS)
 
 
 def _setting_key(value: Any) -> Any:
-    """What a setting is told by: itself, or which object it is, since a tensor is read from its device."""
+    """The value itself, or the object's id: reading a tensor would synchronize with its device."""
     if isinstance(value, tuple):
         return tuple(map(_setting_key, value))
     return repr(value) if type(value) in (bool, int, float, str, type(None)) else id(value)
 
 
 def _implementation(optimizer: Optimizer) -> str:
-    """How torch writes the update, as `torch.optim` decides it where nothing is asked for."""
+    """The implementation of the update, by the rules of `torch.optim` for defaults."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"
@@ -280,13 +260,7 @@ def _implementation(optimizer: Optimizer) -> str:
 
 
 class ClosurePhases:
-    """Puts what a closure does into phases of its own.
-
-    Args:
-        mine: whether the thread is watched.
-        making: the phase in which batches are made.
-        called: is told of each call.
-    """
+    """Puts a closure's work into phases; `making` returns the batch phase, `called` is notified of each call."""
 
     def __init__(
         self, mine: Callable[[], bool], timeline: Timeline, making: Callable[[], Phase], called: Callable[[], None]
@@ -295,10 +269,10 @@ class ClosurePhases:
         self._wrap = with_callbacks(mine, self._began, self._ended)
 
     def wrap_closure(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """What an optimizer's `step` gets in place of its arguments; None for these themselves."""
-        optimizer, *given = args
-        if given and callable(given[0]):
-            return (optimizer, self._wrap(given[0]), *given[1:]), kwargs
+        """Returns arguments for the optimizer's `step` with a wrapped closure; None without a closure."""
+        optimizer, *rest = args
+        if rest and callable(rest[0]):
+            return (optimizer, self._wrap(rest[0]), *rest[1:]), kwargs
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._wrap(kwargs["closure"])}
         return None

@@ -1,10 +1,10 @@
-"""What happens in a step that is watched closely, put into the phases of its timeline."""
+"""Puts the operations of a step into the phases of its timeline."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.distributed.wrappers.ddp import WrapperMarker
 from hotloop.profiler.base.phases import Timeline
 from hotloop.profiler.base.transparency import RecursionHeadroom
-from hotloop.profiler.hooks.torch_hooks import TorchListener, with_callbacks, wrap_rank_call
+from hotloop.profiler.hooks.torch_hooks import TorchListener, with_callbacks, wrap_in_phase, wrap_rank_call
 
 _SYNC_METHODS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 _WARNING_METHODS = ("__float__", "__int__", "__index__", "__bool__")
@@ -26,54 +26,32 @@ _UPDATE_FUNCTIONS = (
     ("torch.optim.lr_scheduler", "LRScheduler", "step"),
     ("torch.optim.lr_scheduler", "ReduceLROnPlateau", "step"),
     ("torch.optim.swa_utils", "AveragedModel", "update_parameters"),
-    ("torch.amp.grad_scaler", "GradScaler", "unscale_"),
-    ("torch.amp.grad_scaler", "GradScaler", "step"),
-    ("torch.amp.grad_scaler", "GradScaler", "update"),
-    ("torch.nn.utils.clip_grad", "", "_get_total_norm"),
-    ("torch.nn.utils.clip_grad", "", "_clip_grads_with_norm_"),
+    ("torch.amp.grad_scaler", "GradScaler", "unscale_ step update"),
+    ("torch.nn.utils.clip_grad", "", "_get_total_norm _clip_grads_with_norm_"),
 )
+"""Module, class, functions."""
+
+_WRITER_METHODS = "add_scalar add_scalars add_image add_images add_figure add_histogram flush"
 _LOGGING_FUNCTIONS = (
     ("torch._tensor_str", "", "_str"),
-    ("matplotlib.figure", "Figure", "savefig"),
-    ("matplotlib.figure", "Figure", "draw"),
+    ("matplotlib.figure", "Figure", "savefig draw"),
     ("PIL.Image", "Image", "save"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_scalar"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_scalars"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_image"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_images"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_figure"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_histogram"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "flush"),
-    ("tqdm.std", "tqdm", "update"),
-    ("tqdm.std", "tqdm", "refresh"),
-    ("tqdm.std", "tqdm", "set_postfix"),
-    ("tqdm.std", "tqdm", "set_description"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", _WRITER_METHODS),
+    ("tqdm.std", "tqdm", "update refresh set_postfix set_description"),
 )
 _LOSS_FUNCTIONS = (
-    ("torch._C._nn", "binary_cross_entropy"),
-    ("torch", "binary_cross_entropy_with_logits"),
-    ("torch", "cosine_embedding_loss"),
-    ("torch._C._nn", "cross_entropy_loss"),
-    ("torch", "ctc_loss"),
-    ("torch", "hinge_embedding_loss"),
-    ("torch._C._nn", "huber_loss"),
-    ("torch", "kl_div"),
-    ("torch._C._nn", "l1_loss"),
-    ("torch", "margin_ranking_loss"),
-    ("torch._C._nn", "mse_loss"),
-    ("torch._C._nn", "nll_loss_nd"),
-    ("torch", "poisson_nll_loss"),
-    ("torch._C._nn", "smooth_l1_loss"),
-    ("torch._C._nn", "soft_margin_loss"),
-    ("torch", "triplet_margin_loss"),
+    ("torch", "", "binary_cross_entropy_with_logits cosine_embedding_loss ctc_loss hinge_embedding_loss kl_div"),
+    ("torch", "", "margin_ranking_loss poisson_nll_loss triplet_margin_loss"),
+    ("torch._C._nn", "", "binary_cross_entropy cross_entropy_loss huber_loss l1_loss mse_loss nll_loss_nd"),
+    ("torch._C._nn", "", "smooth_l1_loss soft_margin_loss"),
 )
-"""What `torch.nn.functional` calls: compiled code is guarded by the functions there, and models that hold one are pickled."""
+"""Called by `torch.nn.functional`, whose functions stay: compiled code has guards on them, models pickle them."""
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
 
 
 class PhaseHooks:
-    """Puts what happens into the phases of a timeline, in the steps that are watched closely."""
+    """Puts operations into the phases of a timeline, between `install` and `remove`."""
 
     def __init__(self, listener: TorchListener, timeline: Timeline) -> None:
         self._listener, self._timeline = listener, timeline
@@ -81,15 +59,15 @@ class PhaseHooks:
         self._on = False
 
     def install(self) -> None:
-        heard, patches = self._listener, self._base_patches
+        listener, patches = self._listener, self._base_patches
         self._on = True
         self._headroom.make()
         patches.patch(nn.Module, "__call__", self._hook_forward())
-        nothing = with_callbacks(heard.is_training_thread, lambda args, kwargs: None, heard.no_grad_ended)
-        patches.patch(torch.no_grad, "__exit__", nothing)
+        no_grad = with_callbacks(listener.is_training_thread, lambda args, kwargs: None, listener.no_grad_ended)
+        patches.patch(torch.no_grad, "__exit__", no_grad)
         patches.patch(logging.Logger, "handle", self._phase_wrapper("logging"))
         for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, TypeError):  # there may be none, or one of somebody's own making
+            with suppress(AttributeError, TypeError):  # no stream, or a custom stream
                 patches.patch(stream, "write", self._phase_wrapper("logging"))
         self.resume()
 
@@ -100,27 +78,22 @@ class PhaseHooks:
         self._headroom.give_back()
 
     def suspend(self) -> None:
-        """Takes away what compiled code may hold."""
+        """Removes the hooks that compiled code may capture."""
         self._suspendable_patches.undo()
 
     def resume(self) -> None:
-        """Puts it back, if this is installed."""
         if not self._on:
             return
         patches = self._suspendable_patches
-        for module, name in _LOSS_FUNCTIONS:
-            self._hook_function(module, "", name, "loss")
+
         for name in _SYNC_METHODS:
-            patches.patch(
-                Tensor,
-                name,
-                self._tensor_method(self._phase_wrapper("synchronisation"), warns=name in _WARNING_METHODS),
-            )
+            wrap = self._tensor_method(self._phase_wrapper("synchronisation"), warns=name in _WARNING_METHODS)
+            patches.patch(Tensor, name, wrap)
         for name in _COPY_METHODS:
             patches.patch(Tensor, name, self._tensor_method(self._copy_wrapper(name)))
-        for table, phase in ((_UPDATE_FUNCTIONS, "update"), (_LOGGING_FUNCTIONS, "logging")):
-            for module, owner, name in table:
-                self._hook_function(module, owner, name, phase)  # type: ignore[arg-type]
+        self._hook_functions(_LOSS_FUNCTIONS, "loss")
+        self._hook_functions(_UPDATE_FUNCTIONS, "update")
+        self._hook_functions(_LOGGING_FUNCTIONS, "logging")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             for name in _COLLECTIVES:
                 mine = self._listener.is_training_thread
@@ -130,45 +103,40 @@ class PhaseHooks:
             if torch.cuda.is_available():
                 patches.patch(torch.cuda, "synchronize", self._phase_wrapper("synchronisation"))
 
-    def _hook_function(self, module: str, owner: str, name: str, phase: Phase) -> None:
-        """Only what the script has imported itself can be called."""
-        if (there := sys.modules.get(module)) is None:
-            return
-        holder = getattr(there, owner, None) if owner else there
-        if holder is not None and hasattr(holder, name):
-            self._suspendable_patches.patch(holder, name, self._phase_wrapper(phase))
+    def _hook_functions(self, table: Iterable[tuple[str, str, str]], phase: Phase) -> None:
+        """Hooks the functions of imported modules: a script can't call others."""
+        for module, owner, names in table:
+            holder = sys.modules.get(module)
+            holder = getattr(holder, owner, None) if owner else holder
+            for name in names.split():
+                if hasattr(holder, name):
+                    self._suspendable_patches.patch(holder, name, self._phase_wrapper(phase))
 
     def _hook_forward(self) -> Callable[[Any], Any]:
-        """What stands around a model that ranks share runs forward, too, and computes the loss after it."""
-        heard, timeline = self._listener, self._timeline
+        """The wrapper of a distributed model runs forward too, and computes the loss afterwards."""
+        listener, timeline = self._listener, self._timeline
 
         def began(args: tuple, kwargs: dict) -> Any:
-            return (
-                timeline.enter("forward") if isinstance(args[0], WrapperMarker) else heard.forward_began(args, kwargs)
-            )
+            is_wrapper = isinstance(args[0], WrapperMarker)
+            return timeline.enter("forward") if is_wrapper else listener.forward_began(args, kwargs)
 
         def ended(token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
             if not isinstance(args[0], WrapperMarker):
-                heard.forward_ended(token, args, kwargs, result, done)
+                listener.forward_ended(token, args, kwargs, result, done)
                 return
             timeline.leave()
             timeline.turn("loss")
 
-        return with_callbacks(heard.is_training_thread, began, ended)
+        return with_callbacks(listener.is_training_thread, began, ended)
 
     def _phase_wrapper(self, phase: Phase) -> Callable[[Any], Any]:
-        timeline = self._timeline
-        return with_callbacks(
-            self._listener.is_training_thread,
-            lambda args, kwargs: timeline.enter(phase),
-            lambda token, args, kwargs, result, done: timeline.leave(),
-        )
+        return wrap_in_phase(self._listener.is_training_thread, self._timeline, phase)
 
-    def _tensor_method(self, hear: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
-        return lambda original: _TensorMethod(original, hear(original), warns=warns)
+    def _tensor_method(self, wrap: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
+        return lambda original: _TensorMethod(original, wrap(original), warns=warns)
 
     def _copy_wrapper(self, name: str) -> Callable[[Any], Any]:
-        """For what copies from device to device; what only changes the dtype, or nothing, is none."""
+        """Records copies between devices; conversions of the dtype alone are no copies."""
         timeline = self._timeline
 
         def began(args: tuple, kwargs: dict) -> bool:
@@ -185,19 +153,19 @@ class PhaseHooks:
 
 
 class _TensorMethod:
-    """A tensor's method, heard where it is called on a tensor; the class gives the original, by which torch knows it.
+    """A tensor's method, recorded if called on a tensor; read from the class, the original is returned.
 
-    `__torch_function__` gets what the class gives, and compares it with what it was when torch was imported.
+    `__torch_function__` receives the class's method, and compares it with the method at torch's import.
 
     Args:
-        warns: whether torch warns once of its call where the tensor can be differentiated: at the innermost line of
-            Python, which must not be one of hotloop's. So the first such call isn't heard.
+        warns: whether torch warns once about a call on a differentiable tensor. The warning names the innermost Python
+            line, which must be the user's. So the first such call is not recorded.
     """
 
     warned = False
 
-    def __init__(self, original: Any, heard: Any, *, warns: bool) -> None:
-        self._original, self._heard, self._warns = original, heard, warns
+    def __init__(self, original: Any, recorded: Any, *, warns: bool) -> None:
+        self._original, self._recorded, self._warns = original, recorded, warns
 
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
         if tensor is None:
@@ -205,7 +173,7 @@ class _TensorMethod:
         if self._warns and (torch.is_warn_always_enabled() or not _TensorMethod.warned) and _is_differentiated(tensor):
             _TensorMethod.warned = True
             return self._original.__get__(tensor, owner)
-        return self._heard.__get__(tensor, owner)
+        return self._recorded.__get__(tensor, owner)
 
 
 def _is_differentiated(tensor: Tensor) -> bool:
@@ -214,7 +182,6 @@ def _is_differentiated(tensor: Tensor) -> bool:
 
 
 def _is_device_change(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether a method of a tensor's asks for another device than the tensor is on."""
     with torch._C.DisableTorchFunction():
         here = args[0].device
         if name in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""Cores and memory, as the process uses them."""
+"""CPU and memory use of the process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hotloop.core.hardware.limits import cgroup_limits
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.schedule import Kind
 
-try:  # here, where a script's own module of this name is not found yet
+try:  # at import, before the script's folder is on the path
     import resource
 except ImportError:  # Windows has none
     resource = None  # type: ignore[assignment]
 
 
 class Cores:
-    """How many cores this process kept busy in its clean steps, and others in the meantime; and what the system did for it."""
+    """Busy cores of this process in clean steps, and of others meanwhile; system time and pages of this process."""
 
     def __init__(self) -> None:
         self._cpu = self._wall = 0.0
@@ -45,7 +45,7 @@ class Cores:
         self._began = (time.process_time(), time.perf_counter())
 
     def end(self, *, clean: bool) -> tuple[float, float, float]:
-        """Milliseconds of CPU time since `begin`, of that the system's, and pages of memory; see `StepFact`."""
+        """Returns milliseconds of CPU time since `begin`, of that in the system, and memory pages; see `StepFact`."""
         cpu, wall = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
         if clean:
             self._cpu, self._wall = self._cpu + cpu, self._wall + wall
@@ -53,14 +53,14 @@ class Cores:
         return cpu * 1e3, system_ms - before[0], pages - before[1]
 
     def _of_system(self) -> tuple[float, float]:
-        """Milliseconds that it worked for this process so far, and pages that it gave it."""
+        """Milliseconds in the system so far, and pages that the system provided."""
         if not self._pages or resource is None:
             return 0.0, 0.0
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_stime * 1e3, float(used.ru_minflt)
 
     def record(self) -> dict[str, Any] | None:
-        """As `profiles.Threads`; None before there was a clean step."""
+        """Returns fields of `Threads`; None before the first clean step."""
         if not self._wall:
             return None
         before, now = self._all, self._totals()
@@ -73,28 +73,28 @@ class Cores:
         }
 
     def _totals(self) -> tuple[float, float, float]:
-        """Now, and CPU seconds so far: of all programs, and of this one with its children."""
+        """Time, and CPU seconds so far of all processes, and of this process with its children."""
         times, me = psutil.cpu_times(), psutil.Process()
         idle = times.idle + getattr(times, "iowait", 0.0)
-        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice already
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # included in user and nice
         own = sum(me.cpu_times()[:4])
         for child in me.children(recursive=True):
             try:
                 own += sum(child.cpu_times()[:2])
-            except psutil.Error:  # it ended in between
+            except psutil.Error:  # the process has ended
                 continue
         return time.monotonic(), sum(times) - idle - guests, own
 
 
 def available_cores() -> int:
-    """That this process may use: of those that it may run on, as many as its container's share of time makes."""
+    """Returns the number of cores that this process may use: its CPU affinity, limited by the container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_limits().cores
     return allowed if quota is None else max(1, min(allowed, ceil(quota)))
 
 
 def memory_in_use(device: str, *, peak: bool = False) -> int:
-    """Bytes that tensors on a device take now or took at most; of the whole process where that is the CPU."""
+    """Returns bytes of tensors on a device, now or at the peak; for the CPU, of the whole process."""
     kind = torch.device(device).type
     if kind in ("cuda", "xpu"):
         module = torch.get_device_module(kind)
@@ -105,7 +105,7 @@ def memory_in_use(device: str, *, peak: bool = False) -> int:
 
 
 def _peak_process_memory() -> int:
-    """By this process, of any memory; on Linux `ru_maxrss` is no less than what held the process that started it."""
+    """On Linux `ru_maxrss` includes the peak of the process that started this one."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -116,7 +116,7 @@ def _peak_process_memory() -> int:
 
 
 def compile_seconds() -> float:
-    """What torch.compile has taken in this process so far."""
+    """Returns the time of torch.compile in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     taken = getattr(dynamo, "compilation_time_metrics", {})
     return float(sum(taken.get("_compile.compile_inner", ())))
@@ -126,12 +126,12 @@ _FULL_GENERATION = 2
 
 
 class GarbageCollections:
-    """Hears of each on the thread that trains: what it takes, and at which line it falls. Of young objects any loop has some."""
+    """Records full garbage collections on the training thread: time and line. Young generations are usual."""
 
     kinds: Sequence[Kind] = ("instrumented",)
 
     def __init__(self, sites: CallSites) -> None:
-        self._sites, self._should_record = sites, self._on_collection
+        self._sites = sites
         self._steps: list[tuple[int, float]] = []
         self._spent: Counter[str] = Counter()
         self._many = self._thread = 0
@@ -139,7 +139,7 @@ class GarbageCollections:
 
     def begin(self) -> None:
         self._many, self._ms, self._thread = 0, 0.0, threading.get_ident()
-        gc.callbacks.append(self._should_record)
+        gc.callbacks.append(self._on_collection)
 
     def end(self) -> None:
         if self._leave():
@@ -152,9 +152,9 @@ class GarbageCollections:
         self._leave()
 
     def _leave(self) -> bool:
-        if self._should_record not in gc.callbacks:
+        if self._on_collection not in gc.callbacks:
             return False
-        gc.callbacks.remove(self._should_record)
+        gc.callbacks.remove(self._on_collection)
         return True
 
     def _on_collection(self, what: str, info: dict[str, int]) -> None:
@@ -168,7 +168,7 @@ class GarbageCollections:
         self._spent[self._sites.caller_line()] += ms  # type: ignore[assignment]
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        """As `profiles.Habit`, at the line that most of their time fell to; of none, too, so that it takes the place of one."""
+        """Returns fields of `SlowPattern` at the line with the most time; an empty list replaces an earlier record."""
         many = median_low([many for many, _ in self._steps]) if self._steps else 0
         if not many:
             return {"collections": []}

@@ -1,4 +1,4 @@
-"""Where torch is listened to in all steps that are watched; what is more closely, see `closely`."""
+"""Hooks into torch that are installed in all recorded steps; `PhaseHooks` records some steps in detail."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ from hotloop.profiler.base.transparency import (
 _CALLS, _REPEATS = 100, 3
 
 OnBegin = Callable[[tuple, dict], Any]
-
 OnEnd = Callable[[Any, tuple, dict, Any, bool], None]
 
 
 @hide_from_warnings
 def with_callbacks(mine: Callable[[], bool], began: OnBegin, ended: OnEnd) -> Callable[[Any], Any]:
-    """What makes a function tell when it begins and ends; nobody who calls it sees a difference.
+    """Returns a decorator that reports a function's begin and end; callers see no difference.
 
-    Errors and warnings from inside look as if there were no function around, and what is compiled meanwhile isn't told.
+    Tracebacks and warnings look as without the wrapper; calls are not reported while torch compiles.
 
     Args:
-        mine: whether this thread is watched.
-        began: gets the arguments; what it returns goes to `ended`.
-        ended: gets that, the arguments, the result, and whether there is one.
+        mine: whether this thread is recorded.
+        began: receives the arguments; the result is passed to `ended`.
+        ended: receives that result, the arguments, the function's result, and whether there is a result.
     """
-
     compiling = torch.compiler.is_compiling
 
     def make(original: Any) -> Any:
@@ -54,8 +52,8 @@ def with_callbacks(mine: Callable[[], bool], began: OnBegin, ended: OnEnd) -> Ca
         def call(*args: Any, **kwargs: Any) -> Any:
             if compiling():
                 return original(*args, **kwargs)
-            heard = mine()
-            token, result, done = began(args, kwargs) if heard else None, None, False
+            reports = mine()
+            token, result, done = began(args, kwargs) if reports else None, None, False
             try:
                 result = original(*args, **kwargs)
                 done = True
@@ -64,7 +62,7 @@ def with_callbacks(mine: Callable[[], bool], began: OnBegin, ended: OnEnd) -> Ca
                 error.__traceback__ = strip_frame(error)
                 raise
             finally:
-                if heard:
+                if reports:
                     ended(token, args, kwargs, result, done)
 
         return as_replacement(hide_from_compiler(call), original)
@@ -72,8 +70,12 @@ def with_callbacks(mine: Callable[[], bool], began: OnBegin, ended: OnEnd) -> Ca
     return make
 
 
+def wrap_in_phase(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
+    return with_callbacks(mine, lambda args, kwargs: timeline.enter(phase), lambda *ended: timeline.leave())
+
+
 def wrap_rank_call(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
-    """Puts a function that sends, receives or waits into a phase, unless it is a part of another one that does."""
+    """Puts a function that sends, receives or waits into a phase, unless an enclosing function has such a phase."""
 
     def began(args: tuple, kwargs: dict) -> None:
         timeline.enter(timeline.current if timeline.current in RANK_PHASES else phase)
@@ -82,16 +84,15 @@ def wrap_rank_call(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -
 
 
 def measure_mark_ms(clock: StepClock) -> float:
-    """What it takes to leave a mark of a function that begins or ends: measured on one that does nothing, in 2 ms."""
+    """Returns the overhead of one mark at a function's begin or end; measured in 2 ms."""
     if not isinstance(clock, HostClock):
         return 0.0
     timeline = Timeline(clock)
     nothing = partial(int)
-    heard = with_callbacks(lambda: True, lambda args, kwargs: timeline.enter("copy"), lambda *ended: timeline.leave())(
-        nothing
-    )
+    wrap = with_callbacks(lambda: True, lambda args, kwargs: timeline.enter("copy"), lambda *ended: timeline.leave())
+    wrapped = wrap(nothing)
     timeline.begin("python")
-    spent = [_time_calls_ms(heard) - _time_calls_ms(nothing) for _ in range(_REPEATS)]
+    spent = [_time_calls_ms(wrapped) - _time_calls_ms(nothing) for _ in range(_REPEATS)]
     return max(0.0, min(spent)) / _CALLS / 2
 
 
@@ -103,9 +104,9 @@ def _time_calls_ms(function: Callable[[], Any]) -> float:
 
 
 def stop_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An error of a listener's own ends its listening, by its `fail`, and never the script.
+    """An error of a listener ends its recording by its `fail`, and never stops the script.
 
-    What it asks of tensors isn't heard by the script's modes, nor by tensors with a `__torch_function__` of their own.
+    The script's modes and `__torch_function__` overrides see no tensor operation of the listener.
     """
 
     @functools.wraps(method)
@@ -120,7 +121,7 @@ def stop_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TorchListener:
-    """What is told of what happens; see `TorchHooks`."""
+    """Callbacks of `TorchHooks` and `PhaseHooks`."""
 
     def fail(self, error: Exception) -> None: ...
     def is_training_thread(self) -> bool:
@@ -133,7 +134,7 @@ class TorchListener:
     def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
     def backward_done(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
     def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
-        """What it returns are the arguments that the optimizer gets instead; None for its own."""
+        """Returns replacement arguments for the optimizer; None keeps the arguments."""
 
     def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None: ...
     def loading_began(self, args: tuple, kwargs: dict) -> Any: ...
@@ -149,28 +150,25 @@ class TorchListener:
 
 
 class TorchHooks:
-    """Tells a listener of backwards, updates, batches, checkpoints and changes between training and evaluation."""
+    """Notifies a listener of backwards, updates, batches, checkpoints and changes of the training mode."""
 
-    def __init__(self, listener: TorchListener, stretch: LightSpan) -> None:
-        self._listener, self._stretch = listener, stretch
+    def __init__(self, listener: TorchListener, light_span: LightSpan) -> None:
+        self._listener, self._light_span = listener, light_span
         self._patches, self._every_step_patches, self._outermost = Patches(), Patches(), Patches()
         self._loading = with_callbacks(listener.is_training_thread, listener.loading_began, listener.loading_ended)
-        self._backward = with_callbacks(
-            listener.should_record_backward, listener.backward_began, listener.backward_ended
-        )
+        should_record = listener.should_record_backward
+        self._backward = with_callbacks(should_record, listener.backward_began, listener.backward_ended)
         self._handles: list[Any] = []
 
     def install(self) -> None:
-        heard, patches = self._listener, self._patches
+        listener, patches = self._listener, self._patches
         self.hook_every_step()
         patches.patch(DataLoader, "__iter__", self._loading)
-        patches.patch(torch, "save", with_callbacks(heard.is_training_thread, heard.saving_began, heard.saving_ended))
-        patches.patch(
-            torch,
-            "set_num_threads",
-            with_callbacks(heard.is_training_thread, lambda args, kwargs: None, heard.threads_set),
-        )
-        patches.patch(nn.Module, "train", with_callbacks(heard.is_training_thread, heard.mode_began, heard.mode_ended))
+        mine = listener.is_training_thread
+        patches.patch(torch, "save", with_callbacks(mine, listener.saving_began, listener.saving_ended))
+        threads = with_callbacks(mine, lambda args, kwargs: None, listener.threads_set)
+        patches.patch(torch, "set_num_threads", threads)
+        patches.patch(nn.Module, "train", with_callbacks(mine, listener.mode_began, listener.mode_ended))
         self._handles = [
             register_optimizer_step_pre_hook(hide_from_compiler(self._update_began)),
             register_optimizer_step_post_hook(hide_from_compiler(self._update_ended)),
@@ -178,19 +176,18 @@ class TorchHooks:
         self.wrap_backward()
 
     def hook_every_step(self) -> None:
-        """From here on, backwards and batches are told."""
         self._every_step_patches.patch(torch.autograd, "_engine_run_backward", self._backward)
         self._every_step_patches.patch(_BaseDataLoaderIter, "__next__", self._loading)
 
     def unhook_every_step(self) -> bool:
-        """From here on they aren't, until `hook_every_step`; False if somebody else has put something around, so that they still are."""
+        """Ends these reports until `hook_every_step`; returns False and does nothing if other code wraps the hooks."""
         untouched = self._every_step_patches.is_untouched
         if untouched:
             self._every_step_patches.undo()
         return untouched
 
     def _update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
-        if torch.compiler.is_dynamo_compiling() or self._stretch.on:
+        if torch.compiler.is_dynamo_compiling() or self._light_span.on:
             return None
         return self._listener.update_began(optimizer, args, kwargs)
 
@@ -198,61 +195,51 @@ class TorchHooks:
         if torch.compiler.is_dynamo_compiling():
             return
         try:
-            if self._stretch.ends_light_step(optimizer):
+            if self._light_span.ends_light_step(optimizer):
                 return
         except Exception as error:
             self._listener.fail(error)
         self._listener.update_ended(optimizer, args, kwargs)
 
     def wrap_backward(self) -> None:
-        """From here on, `backward_over` is told when a backward is done for everyone else who listens by now."""
-        over = with_callbacks(
-            self._listener.is_training_thread, lambda args, kwargs: None, self._listener.backward_done
-        )
+        """From here on, `backward_done` is called after all wrappers of a backward that exist by now."""
+        listener = self._listener
+        done = with_callbacks(listener.is_training_thread, lambda args, kwargs: None, listener.backward_done)
         self._outermost.undo()
-        self._outermost.patch(torch.autograd, "_engine_run_backward", over)
+        self._outermost.patch(torch.autograd, "_engine_run_backward", done)
 
     def unwrap_backward(self) -> None:
-        """Others may come and go."""
         self._outermost.undo()
 
     def _undo(self) -> None:
-        self._stretch.stop()
+        self._light_span.stop()
         for patches in (self._outermost, self._every_step_patches, self._patches):
             patches.undo()
 
     def remove(self) -> None:
-        """Takes everything away; not to be called from an optimizer's hook, since torch is walking through these then."""
+        """Removes all hooks. An optimizer's hook may not call this: torch iterates over the hooks then."""
         self._undo()
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def remove_later(self) -> None:
-        """Takes everything away at once but the hooks of optimizers, which go at the next backward."""
+        """Removes all hooks at once except those of optimizers, which are removed at the next backward."""
         self._undo()
 
-        def before(args: tuple, kwargs: dict) -> None:
-            self.remove()
-
-        last = with_callbacks(lambda: True, before, lambda *ended: None)
+        last = with_callbacks(lambda: True, lambda args, kwargs: self.remove(), lambda *ended: None)
         self._patches.patch(torch.autograd, "_engine_run_backward", last)
 
 
 class CompilePause:
-    """Takes what watches away when torch begins to compile, and puts it back afterwards.
-
-    Args:
-        away: takes away what compiled code may hold.
-        back: puts it back.
-    """
+    """Removes hooks that compiled code may capture (`away`) while torch compiles, and restores them (`back`)."""
 
     def __init__(self, away: Callable[[], None], back: Callable[[], None]) -> None:
         self._suspend, self._resume = away, back
         self._call: Any = None
 
     def listen(self) -> None:
-        """Begins, or goes on: importing the compiler takes seconds, and `torch._dynamo.reset()` forgets who listens."""
+        """May be called repeatedly: importing the compiler takes seconds; `torch._dynamo.reset()` drops callbacks."""
         handler = _compile_callbacks()
         if handler is not None and self._compile_began not in handler.start_callbacks:
             handler.register_start_callback(self._compile_began)
@@ -275,7 +262,7 @@ class CompilePause:
         self._resume()
         if self._call is not None:
             call, self._call = self._call, None
-            if nn.Module.__call__ is unwrap(call):  # nobody has replaced it since
+            if nn.Module.__call__ is unwrap(call):  # no other code has replaced it since
                 nn.Module.__call__ = call  # type: ignore[method-assign]
 
 

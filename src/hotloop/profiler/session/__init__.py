@@ -1,1 +1,1 @@
-"""One profile: its steps, its schedule and its observers."""
+"""The profiler session: which steps are recorded, and how."""

@@ -1,4 +1,4 @@
-"""Has torch tell nothing but the ends of steps, while steps go by and in the clean one after them."""
+"""Switches light mode on and off: during skipped steps and the clean step after them, only step ends are recorded."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from hotloop.profiler.session.step_sequence import StepSequence
 
 
 class LightMode:
-    """Begins at the end of a step, and ends with the clean one or with anything that doesn't happen in every step."""
+    """Begins at the end of a step; ends with the clean step, or with any unusual event."""
 
-    def __init__(self, course: StepSequence, always: TorchHooks, sites: CallSites) -> None:
-        self._sequence, self._hooks, self._sites = course, always, sites
-        self._span, self._is_usual = course.light_span, True
+    def __init__(self, sequence: StepSequence, hooks: TorchHooks, sites: CallSites) -> None:
+        self._sequence, self._hooks, self._sites = sequence, hooks, sites
+        self._span, self._is_usual = sequence.light_span, True
         self._loaders: LoaderRecorder
 
     def begin(self, optimizer: Any, event: TrainingEvent, loaders: LoaderRecorder) -> None:
-        """An optimizer's update is done, and with it perhaps a step after which others go by."""
         usual, self._is_usual = self._is_usual, True
-        if not usual:  # what is done in each step must be heard in each
+        if not usual:  # events of every step must be recorded in every step
             return
-        clock = self._sequence.timeline.clock
-        if not self._sequence.can_go_light(event) or not self._span.begin(
-            optimizer, self._sites, clock, loaders.begin_light_steps
-        ):
+        clock, last = self._sequence.timeline.clock, loaders.begin_light_steps
+        if not self._sequence.can_go_light(event) or not self._span.begin(optimizer, self._sites, clock, last):
             return
         self._loaders = loaders
         loaders.begin_light_steps()
@@ -36,12 +33,10 @@ class LightMode:
             loaders.end_light_steps()
 
     def note_unusual(self) -> None:
-        """Something happens that is to be heard, and what follows from it."""
         self._is_usual = False
         self.end()
 
     def end(self) -> None:
-        """From here on all is heard, if it isn't."""
         if self._span.stop():
             self._loaders.end_light_steps()
             self._hooks.hook_every_step()

@@ -1,4 +1,4 @@
-"""All that watch steps more closely, as one."""
+"""A group of observers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hotloop.profiler.base.schedule import Kind, Observer
 
 
 class ObserverGroup:
-    """Those of them whose kind of step is on begin in order, and end the other way round."""
+    """Observers of the current step's kind begin in order, and end in reverse order."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)
@@ -26,18 +26,17 @@ class ObserverGroup:
                 observer.begin()
 
     def end(self, kind: Kind, *, drop: bool) -> None:
-        """A step has ended; what was seen of it is forgotten if asked to."""
         for observer in reversed(self._observers):
             if kind in observer.kinds:
                 observer.drop() if drop else observer.end()
 
     def close(self) -> None:
-        with ExitStack() as ending:  # whatever one of them fails at
+        with ExitStack() as ending:  # all are closed, even if one raises
             for observer in reversed(self._observers):
                 ending.callback(observer.close)
 
     def drop_modules(self) -> None:
-        """In a forked child, where the threads and locks of a profiler and a sampler are missing: ends the others alone."""
+        """In a forked child: ends all but the profiler and the sampler, whose threads and locks are missing."""
         for observer in self._observers:
             if not {"traced", "sampled"}.intersection(observer.kinds):
                 observer.drop()

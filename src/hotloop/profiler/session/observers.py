@@ -1,4 +1,4 @@
-"""Those that watch steps more closely than their phases."""
+"""Observers that record steps in more detail than phases."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from hotloop.profiler.trace.calibration import (
 from hotloop.profiler.trace.tracer import Tracer
 
 
-def make_observers(watch: ProfilerSession, trace: str | Path | None, model: nn.Module | None = None) -> list[Observer]:
-    """What watches garbage collections, modules, operators and lines, for one watch.
+def make_observers(
+    session: ProfilerSession, trace: str | Path | None, model: nn.Module | None = None
+) -> list[Observer]:
+    """Returns the observers of garbage collections, lines, modules and operators.
 
     Args:
         trace: file for the Chrome trace of the traced steps.
-        model: whose names its modules go by, whatever stands around it; None to find that out.
+        model: the model that names its modules, inside any wrappers; None to find the model.
     """
-    lines = LineObserver(watch)
-    inside = _OperatorObserver(watch, None if trace is None else Path(trace), model, lines.sampler)
-    return [GarbageCollections(watch.sites), lines, inside.modules, inside]
+    lines = LineObserver(session)
+    inside = _OperatorObserver(session, None if trace is None else Path(trace), model, lines.sampler)
+    return [GarbageCollections(session.sites), lines, inside.modules, inside]
 
 
 class LineObserver:
-    """The lines of the user's own that are on the stack."""
-
     kinds: Sequence[Kind] = ("sampled",)
 
-    def __init__(self, watch: ProfilerSession) -> None:
-        sites, self._watch = watch.sites, watch
-        turn = LinePhases(sites, watch.facts).phase
-        timeline = watch.timeline
+    def __init__(self, session: ProfilerSession) -> None:
+        sites, self._session = session.sites, session
+        turn = LinePhases(sites, session.facts).phase
+        timeline = session.timeline
         self.sampler = StackSampler(
             sites.is_own, sites.place, lambda: timeline.current, turn=turn, last_mark=lambda: timeline.last_mark
         )
@@ -56,17 +56,11 @@ class LineObserver:
         self.drop = self.sampler.drop
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        return {
-            "lines": [
-                line.model_dump()
-                for line in clamp_lines_to_phases(self.sampler.lines(), _instrumented_phases(self._watch))
-            ]
-        }
+        lines = clamp_lines_to_phases(self.sampler.lines(), _instrumented_phases(self._session))
+        return {"lines": [line.model_dump() for line in lines]}
 
 
 class ModuleObserver:
-    """The clock of the modules."""
-
     kinds: Sequence[Kind] = ("clocked", "whole")
 
     def __init__(self, namer: ModuleNames) -> None:
@@ -79,68 +73,64 @@ class ModuleObserver:
 
 
 class _OperatorObserver:
-    """The operators, and the modules with what is known of them through their operators."""
-
     kinds: Sequence[Kind] = ("traced", "whole")
 
     def __init__(
-        self, watch: ProfilerSession, trace: Path | None, model: nn.Module | None, sampler: StackSampler
+        self, session: ProfilerSession, trace: Path | None, model: nn.Module | None, sampler: StackSampler
     ) -> None:
-        self._watch, self._trace, self._sampler = watch, trace, sampler
+        self._session, self._trace, self._sampler = session, trace, sampler
         self._namer = ModuleNames()
-        known = model if watch.compilations.model is None else watch.compilations.model
+        known = model if session.compilations.model is None else session.compilations.model
         if known is not None:
             self._namer.add_model(known)
         self.modules = ModuleObserver(self._namer)
-        sites = watch.sites
+        sites = session.sites
         self._tracer = Tracer(
             sites.is_own,
             sites.place,
-            lambda: watch.timeline.current,
+            lambda: session.timeline.current,
             self._namer,
-            watch.compilations,
-            LinePhases(sites, watch.facts).phase,
+            session.compilations,
+            LinePhases(sites, session.facts).phase,
         )
         self.begin, self.end, self.drop = self._tracer.begin, self._tracer.end, self._tracer.drop
 
     def close(self) -> None:
         self._tracer.close()
-        if self._watch.compilations.model is not None:
+        if self._session.compilations.model is not None:
             shares = self._tracer.compiled_shares()
-            for step in self._watch.facts.steps:
+            for step in self._session.facts.steps:
                 if step.phases:
                     step.phases = with_shares(step.phases, shares)
         if self._trace is not None and (written := self._tracer.write(self._trace)) is not None:
-            self._watch.facts.trace = str(written)
+            self._session.facts.trace = str(written)
 
     def records(self) -> dict[str, list[Any]]:
-        self._watch.facts.turned = phase_shares(self._tracer.grounds, self._sampler.shifted_s, self._sampler.samples)
+        self._session.facts.turned = phase_shares(self._tracer.grounds, self._sampler.shifted_s, self._sampler.samples)
         clock, tracer, step_ms = self.modules.clock, self._tracer, self._step_ms()
-        walls, phases = tracer.walls(), _instrumented_phases(self._watch)
+        walls, phases = tracer.walls(), _instrumented_phases(self._session)
         operators = remove_profiler_overhead(tracer.operators(), walls, clock.times(step_ms), phases, tracer.phases())
         own = clock.own()
-        if self._watch.facts.device != "cpu" and operators:
+        if self._session.facts.device != "cpu" and operators:
             own = with_device_times(own, operators, alone=tracer.alone)
         own = with_compiled(own, operators, tracer.compiled_modules())
         modules = with_fused(module_times(own, self._namer.kinds, step_ms), tracer.fused())
         self._note(clock.notes + tracer.notes)
         return {
-            "modules": [one.model_dump() for one in with_counts(modules, operators)],
-            "operators": [one.model_dump() for one in operators],
+            "modules": [module.model_dump() for module in with_counts(modules, operators)],
+            "operators": [operator.model_dump() for operator in operators],
         }
 
     def _step_ms(self) -> float | None:
-        steps = [step.ms for step in self._watch.facts.steps if step.kind == "instrumented" and step.ms]
+        steps = [step.ms for step in self._session.facts.steps if step.kind == "instrumented" and step.ms]
         return middle_mean(steps) if steps else None
 
     def _note(self, notes: Sequence[str]) -> None:
-        self._watch.facts.notes += [note for note in notes if note not in self._watch.facts.notes]
+        self._session.facts.notes += [note for note in notes if note not in self._session.facts.notes]
 
 
-def _instrumented_phases(watch: ProfilerSession) -> dict[Phase, float]:
-    """Ms of the phases in the instrumented steps."""
-    steps = [step.phases for step in watch.facts.steps if step.phases]
+def _instrumented_phases(session: ProfilerSession) -> dict[Phase, float]:
+    steps = [step.phases for step in session.facts.steps if step.phases]
     names = {name for phases in steps for name in phases}
-    return shift_phases(
-        {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}, watch.facts.turned
-    )
+    means = {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}
+    return shift_phases(means, session.facts.turned)

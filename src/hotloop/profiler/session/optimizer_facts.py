@@ -1,4 +1,4 @@
-"""Puts into the facts of a watch what its parts have seen so far."""
+"""Gathers the facts of a session from its recorders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hotloop.profiler.session.step_sequence import StepSequence
 
 
 def gather_facts(
-    course: StepSequence,
+    sequence: StepSequence,
     loaders: LoaderRecorder,
     optimizers: OptimizerRecorder,
     graphs: AutogradPatterns,
@@ -27,35 +27,35 @@ def gather_facts(
     *,
     wait: bool = False,
 ) -> ProfileFacts:
-    """All facts so far; with `wait`, of steps too that the device hasn't done yet."""
-    facts = course.facts
-    course.count_light_steps()
-    course.read_device_steps(wait=wait)
-    facts.loaders, facts.optimizers = loaders.records(), optimizers.records(course.n_measured())
-    facts.seldom = course.rare_updates.records(optimizers)
+    """Returns all facts so far; `wait` includes steps that the device has not finished."""
+    facts = sequence.facts
+    sequence.count_light_steps()
+    sequence.read_device_steps(wait=wait)
+    facts.loaders, facts.optimizers = loaders.records(), optimizers.records(sequence.n_measured())
+    facts.seldom = sequence.rare_updates.records(optimizers)
     facts.samples_per_step = loaders.samples_per_step()
-    apart = pauses.records(facts.steps, course.rare_updates.steps)  # of all steps, while graphs are those of a few
+    apart = pauses.records(facts.steps, sequence.rare_updates.steps)  # of all steps; graphs are of a few
     known = {habit["what"] for habit in apart}
     facts.habits = [habit for habit in graphs.records() if habit["what"] not in known] + apart
     facts.one_batch = graphs.has_one_batch
-    for observer in reversed(list(course.observers)):  # what operators say of the phases, lines go by
+    for observer in reversed(list(sequence.observers)):  # operators first: lines need their phases
         for field, values in observer.records().items():
             setattr(facts, field, values)
     facts.identities = find_identities(facts.operators)
-    facts.threads, facts.peak_memory_bytes = course.cores.record(), memory_in_use(facts.device, peak=True)
+    facts.threads, facts.peak_memory_bytes = sequence.cores.record(), memory_in_use(facts.device, peak=True)
     facts.switches = read_switches()
     facts.compile_s, facts.versions = compile_seconds(), {"torch": torch.__version__}
     return facts
 
 
 def note_batch(facts: ProfileFacts, loaders: LoaderRecorder, called: CallInputs) -> None:
-    """The first that a network is given is taken for the batch."""
+    """The first input of a network counts as the batch."""
     if not facts.batch:
         facts.batch, loaders.rows = called.shapes, called.rows
 
 
 def amend_batch(facts: ProfileFacts, loaders: LoaderRecorder, trained: Sequence[CallInputs]) -> None:
-    """The batch is one of those that a backward came back to, once these are known."""
-    if trained and facts.batch not in [one.shapes for one in trained]:
+    """Once the inputs that a backward reached are known, one of them is the batch."""
+    if trained and facts.batch not in [inputs.shapes for inputs in trained]:
         facts.batch = trained[0].shapes
         loaders.rows = trained[0].rows if loaders.rows is not None else None

@@ -1,4 +1,4 @@
-"""Watches a thread that trains: hears what happens, puts it into phases, and notes how the loop uses torch."""
+"""The profiler session of a training thread: turns torch's events into phases, steps and slow patterns."""
 
 from __future__ import annotations
 
@@ -31,25 +31,23 @@ from hotloop.profiler.session.step_sequence import StepSequence
 from hotloop.profiler.trace.inductor_kernels import CompilationRecorder
 
 _PUBLISH_EVERY_S = 1.0
-"""Between two times that all facts so far are written down, for a process that may end without a word."""
+"""Interval of publishing all facts, for a process that may be killed."""
 
 
 class ProfilerSession(TorchListener):
-    """Told of what happens, it makes facts of it.
+    """Receives events, and records facts.
 
     Args:
-        steps: to measure, see `StepSequence` and `schedule`.
-        publish: is called now and then with all facts so far, and when watching ends.
-        observers: makes those that watch closely, once the step is known.
-        found: whether steps are found in what happens; else `boundary` is called after each.
-        in_step: whether others take the same steps, so that no clock of this process may decide which are watched how.
-        compilations: what is compiled, noted from the beginning.
+        steps, found, in_step: see `StepSequence`.
+        publish: receives all facts so far about every second, and at the end.
+        observers: makes the observers once the step is known.
+        compilations: records of compilations, if started earlier.
         trains: is called before the first backward or update.
 
     Attributes:
-        facts, calls: what was seen; what the loop calls.
-        timeline: of the step that is on.
-        closed: whether watching is over.
+        facts, calls: the recorded facts; the module calls of the loop.
+        timeline: of the current step.
+        closed: whether recording has ended.
     """
 
     def __init__(
@@ -79,23 +77,21 @@ class ProfilerSession(TorchListener):
         )
         self._thread: int | None = None
         self._backwards, self._forwards, self._is_detailed, self._is_busy = 0, 0, False, False
-        self._published_at = float("inf") if in_step else time.monotonic()  # work of one holds up others
+        self._published_at = float("inf") if in_step else time.monotonic()  # work of one rank delays the others
 
     def install(self) -> None:
-        """Begins listening."""
         self._hooks.install()
         self._publish(self.facts)
 
     @stop_on_error
     def boundary(self) -> None:
-        """A step ends here, and the next begins."""
         if not self.closed:
             with self._without_recording():
                 self._sequence.boundary()
                 self._after_boundary()
 
     def abandon(self) -> None:
-        """In a forked child: nothing is watched, and nothing remains."""
+        """In a forked child: ends recording and removes all hooks."""
         if self.closed:
             return
         self.closed = True
@@ -104,11 +100,11 @@ class ProfilerSession(TorchListener):
 
     @stop_on_error
     def close(self, why: str = "") -> None:
-        """Ends watching; hooks of optimizers go at the next backward, since this may be called from one."""
+        """Ends recording; optimizer hooks are removed at the next backward, since one of them may call this."""
         if self.closed:
             return
         self.closed = True
-        self._pauses.end_evaluation()  # it counts as long as its step is on
+        self._pauses.end_evaluation()  # before the step ends
         self._sequence.end_whole_step()
         self._sequence.use_early_steps()
         self._remove_step_hooks(self._sequence.end_observers)
@@ -119,46 +115,43 @@ class ProfilerSession(TorchListener):
         self._publish(facts)
 
     def note_compilations(self) -> None:
-        """Something may be compiled from here on."""
         if not self.closed:
             self.compilations.install()
 
     def remove(self) -> None:
-        """Takes all away at once; not from inside an optimizer's step."""
+        """Removes all hooks at once; may not be called inside an optimizer's step."""
         self._hooks.remove()
 
     def fail(self, error: Exception) -> None:
-        """An error of our own: what was seen so far is kept, and the script goes on."""
+        """Ends recording by an internal error; facts so far are published, and the script goes on."""
         self.facts.record_failure(error)
         self.closed = True
-        last = (
+        for action in (
             partial(self._remove_step_hooks, self._sequence.end_observers),
             self._sequence.close,
             self._hooks.remove_later,
             partial(self._publish, self.facts),
-        )
-        for one in last:
-            with suppress(Exception):  # what failed may fail again
-                one()
+        ):
+            with suppress(Exception):  # the same error may recur
+                action()
 
     def _remove_step_hooks(self, end_step: Callable[[], None]) -> None:
-        """Takes away whatever is put for some steps alone: what was put last goes first, whatever fails at that."""
-        with ExitStack() as ways:
+        """Removes the hooks of the step in reverse order of installation, even if one removal raises."""
+        with ExitStack() as stack:
             if self.closed:
-                ways.callback(self.compilations.remove)
-            for way in (self._loaders.remove, self._phase_hooks.remove, end_step, self._patterns.remove):
-                ways.callback(way)
-            ways.callback(self._compile_pause.remove)
+                stack.callback(self.compilations.remove)
+            for remove in (self._loaders.remove, self._phase_hooks.remove, end_step, self._patterns.remove):
+                stack.callback(remove)
+            stack.callback(self._compile_pause.remove)
 
     def _after_boundary(self) -> None:
         if self._sequence.is_over:
-            self.close("enough was seen" if not self._sequence.n_measured() else "enough steps were seen")
-        elif self._sequence.is_step_abandoned():  # it may well be the script's last
+            self.close("enough was recorded" if not self._sequence.n_measured() else "enough steps were recorded")
+        elif self._sequence.is_step_abandoned():  # perhaps the script's last step
             self._is_detailed = self._patterns.on = False
             self._remove_step_hooks(self._sequence.stop_detailed_step)
 
     def _collect(self, *, wait: bool = False) -> ProfileFacts:
-        """All facts so far."""
         return gather_facts(self._sequence, self._loaders, self._optimizers, self._patterns, self._pauses, wait=wait)
 
     def begin(self, kind: Kind) -> Phase:
@@ -175,25 +168,21 @@ class ProfilerSession(TorchListener):
         return "python" if self._loaders.used else self._batch_phase()
 
     def observers_ready(self) -> None:
-        """All that watch it closely have begun."""
-        wanted = self._sequence.can_end_at_backward()
-        self._records_all_backwards = self._is_detailed or wanted or self.facts.updates_inside > 0
-        if wanted:
+        may_end_step = self._sequence.can_end_at_backward()
+        self._records_all_backwards = self._is_detailed or may_end_step or self.facts.updates_inside > 0
+        if may_end_step:
             self._hooks.wrap_backward()
 
     def flags(self) -> list[str]:
-        """What has happened in the step that doesn't in every one."""
         self._hooks.unwrap_backward()
         self._pauses.end_evaluation()
         return self._loaders.drawn_loaders()
 
     def restart_step(self) -> None:
-        """The step begins anew."""
         self._pauses.end_evaluation()
         self._loaders.forget_step()
 
     def end(self, *, usual: bool = True) -> None:
-        """A step has ended."""
         self._patterns.end_evaluation()
         self._phase_hooks.remove()
         self._loaders.end()
@@ -206,7 +195,6 @@ class ProfilerSession(TorchListener):
         amend_batch(self.facts, self._loaders, self._patterns.trained_on)
 
     def restart(self) -> None:
-        """The script trains in another loop."""
         self.facts.batch, self.facts.notes, self.facts.trace = [], [], None
         self._optimizers.forget()
         self._loaders = LoaderRecorder(self.sites)
@@ -215,7 +203,6 @@ class ProfilerSession(TorchListener):
         self._pauses = EvaluationPauses(self._patterns, lambda: self._sequence.step)
 
     def between_steps(self) -> None:
-        """A step has ended: what was seen is published now and then, outside of any step."""
         if time.monotonic() - self._published_at > _PUBLISH_EVERY_S and self._sequence.n_measured():
             self._publish(self._collect())
             self._published_at = time.monotonic()
@@ -227,7 +214,6 @@ class ProfilerSession(TorchListener):
 
     @contextmanager
     def _without_recording(self) -> Iterator[None]:
-        """What is done in here is the watch's own, and not watched."""
         self._is_busy = True
         try:
             yield
@@ -235,19 +221,19 @@ class ProfilerSession(TorchListener):
             self._is_busy = False
 
     def _batch_phase(self) -> Phase:
-        """What comes before the forward: making the batch, unless there are no modules to show where a forward begins."""
+        """The phase before the forward; without modules, the begin of the forward is unknown."""
         return "forward" if self.facts.functional else "batch"
 
     def is_training_thread(self) -> bool:
-        """Whether this is the thread that trains, and not in something of the watch's own."""
+        """Whether this is the training thread, outside of the profiler's own work."""
         return not (self.closed or self._is_busy) and self._thread in (None, threading.get_ident())
 
     def should_record_backward(self) -> bool:
-        """In a step of which the end alone is noted, a backward that doesn't end it tells nothing."""
+        """If only the step's end is recorded, backwards that don't end the step are ignored."""
         return (self._records_all_backwards or self._pauses.is_evaluating) and self.is_training_thread()
 
     def _note_training(self) -> None:
-        """From the first backward or update on, its thread is the one that's watched."""
+        """The thread of the first backward or update is the training thread."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._sequence.note_training()
@@ -300,10 +286,10 @@ class ProfilerSession(TorchListener):
     def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         inside = self._backwards > 0
         if not self.is_training_thread():
-            self.facts.updates_inside += inside and self.facts.device != "cpu"  # it has a thread for its backwards
+            self.facts.updates_inside += inside and self.facts.device != "cpu"  # backward has its own thread
             return
         self.timeline.leave()
-        at = self._sequence.light_span.ended or self.timeline.instant()  # what is done from here on is the watch's own
+        at = self._sequence.light_span.ended or self.timeline.instant()  # the rest is overhead
         self._light_mode.end()
         self._patterns.optimizer_stepped(optimizer)
         outermost = self._optimizers.ended(optimizer)
@@ -358,7 +344,7 @@ class ProfilerSession(TorchListener):
 
     @stop_on_error
     def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-        """An update that is written out by hand is over when gradients count again."""
+        """Re-enabled gradients end a hand-written update."""
         if self.facts.by_hand and self.timeline.depth == 1 and self.timeline.current == "update":
             self.timeline.turn(self._batch_phase())
 
@@ -390,7 +376,7 @@ class ProfilerSession(TorchListener):
 
     @stop_on_error
     def array_step_began(self, batch: Any) -> None:
-        """A step that asks nothing of torch begins to compute; its parts are told to the timeline by those who know."""
+        """A step without torch operators begins; hooks on its parts set the phases."""
         self._note_training()
         self.calls.note_call(0)
         self.facts.trained += 1

@@ -1,4 +1,4 @@
-"""Updates of other optimizers than the one that ends a step: which steps have one, and every how many."""
+"""Records across steps: rare optimizer updates, early steps, steps that the device has not finished."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hotloop.profiler.hooks.optimizer_hooks import OptimizerRecorder
 
 
 class RareUpdates:
-    """Counts them in all steps, those that go by too, since the few that are measured may tell another number.
+    """Counts updates of optimizers that don't end a step, in all steps: the few measured steps may be unrepresentative.
 
     Attributes:
-        steps: that have ended.
+        steps: number of ended steps.
     """
 
     def __init__(self) -> None:
@@ -25,21 +25,21 @@ class RareUpdates:
         self._steps_with: defaultdict[int, list[int]] = defaultdict(list)
 
     def record(self, event: TrainingEvent, step: StepFact, uncounted: int) -> None:
-        """Another optimizer has stepped in the step that is on, after so many that aren't counted yet."""
-        seen, now = self._steps_with[event.which], self.steps + uncounted
-        if not seen or seen[-1] != now:
+        """Another optimizer has stepped in the current step, `uncounted` steps after `steps`."""
+        steps, now = self._steps_with[event.which], self.steps + uncounted
+        if not steps or steps[-1] != now:
             step.flags.append(_update_flag(event.which))
-            seen.append(now)
+            steps.append(now)
 
     def extra_steps(self, measured: int) -> int:
-        """How many steps go by beside those that must, so that steps watched alike aren't all those with an update, or without.
+        """Returns how many more steps to skip, so that not all steps of a kind have (or lack) a rare update.
 
-        In the order of Thue and Morse, which never comes into step with a loop.
+        The number follows the Thue-Morse sequence, which never has a loop's period.
         """
         return (measured // 2).bit_count() % 2 if self._steps_with else 0
 
     def records(self, optimizers: OptimizerRecorder) -> list[dict[str, Any]]:
-        """Each with its flag, and every how many steps it comes."""
+        """Returns each optimizer with its flag and its interval in steps."""
         known = {which: optimizers.class_and_line(which) for which in self._steps_with}
         return [
             {**known[which], "flag": _update_flag(which), "every": (at[-1] - at[0]) / (len(at) - 1)}
@@ -55,25 +55,25 @@ def _update_flag(which: int) -> str:
 def early_steps(
     first: TrainingEvent, pieces: Sequence[tuple[TrainingEvent, StepFact]]
 ) -> tuple[TrainingEvent, list[StepFact]] | None:
-    """Steps put together from pieces of time, with what is taken to end them; None without a whole one.
+    """Joins pieces of time to steps; returns the event that ends a step, and the steps; None without a whole step.
 
     Args:
-        first: that happened before the first piece began.
-        pieces: what happened at the end of each.
+        first: the event before the first piece.
+        pieces: each with the event at its end.
     """
     finder = Finder()
     for event in (first, *(event for event, _ in pieces)):
         finder.record(event)
     anchor = finder.guess()
-    found: list[StepFact] = []
-    together: StepFact | None = StepFact("instrumented") if is_end(anchor, first) else None
+    steps: list[StepFact] = []
+    step: StepFact | None = StepFact("instrumented") if is_end(anchor, first) else None
     for event, piece in pieces:
-        if together is not None:
-            _add_piece(together, piece)
+        if step is not None:
+            _add_piece(step, piece)
         if is_end(anchor, event):
-            found += [together] if together is not None else []
-            together = StepFact("instrumented")
-    return (anchor, found) if found else None
+            steps += [step] if step is not None else []
+            step = StepFact("instrumented")
+    return (anchor, steps) if steps else None
 
 
 def _add_piece(step: StepFact, piece: StepFact) -> None:
@@ -89,7 +89,7 @@ def _add_piece(step: StepFact, piece: StepFact) -> None:
 
 
 class PendingSteps:
-    """Keeps them in order."""
+    """Steps whose marks the device has not reached yet, in order."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[StepFact, list[tuple[Any, Phase]]]] = []
@@ -101,13 +101,13 @@ class PendingSteps:
         self._steps.append((step, marks))
 
     def drop_measured(self) -> None:
-        """Those alone stay that were seen before the step was known."""
-        self._steps = [one for one in self._steps if one[0].kind == "early"]
+        """Drops all but early steps."""
+        self._steps = [(step, marks) for step, marks in self._steps if step.kind == "early"]
 
     def read(self, clock: StepClock, mark_ms: float) -> None:
-        """Gives the steps that the device has done their times, less what leaving a mark takes."""
+        """Fills in the times of finished steps, less the overhead of a mark."""
         while self._steps and clock.has_passed(self._steps[0][1][-1][0]):
             step, marks = self._steps.pop(0)
             step.ms = clock.ms(marks[0][0], marks[-1][0])
-            closely = step.kind in ("early", "instrumented", "whole")
-            step.phases = durations(marks, clock, mark_ms) if closely else {}
+            has_phases = step.kind in ("early", "instrumented", "whole")
+            step.phases = durations(marks, clock, mark_ms) if has_phases else {}

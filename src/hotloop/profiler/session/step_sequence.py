@@ -1,4 +1,4 @@
-"""The course of a watch: from finding the step, through steps that are watched each in its way, to the end."""
+"""The sequence of a session's steps: detection of the step, differently recorded steps, and the end."""
 
 from __future__ import annotations
 
@@ -23,54 +23,54 @@ from hotloop.profiler.session.step_history import PendingSteps, RareUpdates, ear
 
 _WARM_UP_S = 0.2
 _MAX_WARM_UP_STEPS = 3
-"""Steps of warm-up after those that were needed to find the step, if they are short."""
+"""Least warm-up seconds; limit of warm-up steps after detection, if steps are short."""
 
 _MAX_EVENTS = 24
-"""After so many updates and backwards without a step, a while of training is watched as a whole."""
+"""Number of updates and backwards without a detected step, after which a period is recorded as a whole."""
 
 _WHOLE_S = 3.0
 _MAX_WHOLE_EVENTS = 200
-"""How long, and for how many updates and backwards at most."""
+"""Limits of such a period: seconds; updates and backwards."""
 
 _MAX_STRAYS = 10
-"""So often an update elsewhere since the last step, and the script has gone on to another loop."""
+"""Number of other updates since the last step's end, after which the script is in another loop."""
 
 _MAX_AWAITED = 400
-"""Backwards by which more updates are awaited, where an optimizer steps after all, or may."""
+"""Limit of additional backwards while waiting for an optimizer's updates."""
 
 _LIKE_CLEAN: tuple[Kind, ...] = ("clocked", "sampled")
-"""Of those that disturb, the ones that take hardly longer than a clean one."""
+"""Disturbing kinds that take hardly longer than clean steps."""
 
 _ABANDONED_S, _ABANDONED_FACTOR = 30.0, 20.0
-"""So long, and so many times the median, and a step will hardly end any more as the others do."""
+"""Seconds, and multiple of the median step, after which a step is unlikely to end as usual."""
 
 ENOUGH_STEPS = 8
-"""So many steps measured are kept, whatever loop comes next."""
+"""Number of measured steps that are retained when another loop begins."""
 
 LONGEST_S = 30.0
-"""Of watching, once so many are measured."""
+"""Seconds of recording, once `ENOUGH_STEPS` are measured."""
 
 AWAITED_FACTOR = 8.0
-"""So many times as long, while updates are awaited."""
+"""Multiple of `LONGEST_S` while waiting for updates."""
 
 
 class StepSequence:
     """Goes from step to step.
 
     Args:
-        steps: how many to measure, however long that takes; None for those that it usually takes, see `LONGEST_S`.
-        stage: is told of each.
-        observers: makes those that watch closely, once the step is known.
-        found: whether the step must be found; else `boundary` is called after each.
-        in_step: whether others take the same steps, so that no clock may decide which are watched how.
+        steps: number to measure, however long that takes; None for `DEFAULT_STEPS`, limited by `LONGEST_S`.
+        stage: is notified of each step.
+        observers: makes the observers once the step is known.
+        found: whether steps are detected; else the caller calls `boundary` after each step.
+        in_step: whether other ranks take the same steps, so that no clock may decide how steps are recorded.
 
     Attributes:
         facts: of the steps.
-        timeline: of the step that is on.
-        step: that is on; None between steps, and as long as none was found.
-        over: whether there are enough.
-        mark_ms: what leaving a mark in the timeline takes.
-        stretch, seldom: of steps that go by before a clean one, and of updates that end none.
+        timeline: of the current step.
+        step: the current step; None between steps and before detection.
+        is_over: whether enough steps are recorded.
+        mark_ms: overhead of a timeline mark.
+        light_span, rare_updates: skipped steps before a clean step; updates that end no step.
     """
 
     def __init__(
@@ -101,20 +101,14 @@ class StepSequence:
         self._early: list[tuple[TrainingEvent, StepFact]] = []
 
     def note_training(self) -> None:
-        """Something that trains is happening."""
         if self._first_s is None:
             self._first_s = time.perf_counter()
 
     def can_end_at_backward(self) -> bool:
-        """Whether a backward may end a step, as far as is known."""
         return self._must_find_step and (self._anchor is None or self._anchor.what == "backward")
 
     def add_event(self, event: TrainingEvent, at: Any = None) -> None:
-        """Something that may end a step is done.
-
-        Args:
-            at: the clock's mark of it; now if None.
-        """
+        """Records an event that may end a step, at a clock mark; None is now."""
         self.facts.trained += 1
         self.facts.updates += event.what == "update"
         if not self._must_find_step:
@@ -140,7 +134,6 @@ class StepSequence:
 
     @property
     def is_early(self) -> bool:
-        """Whether what is on is no whole step."""
         return self.step is not None and self.step.kind == "early"
 
     def _begin_early(self) -> None:
@@ -148,7 +141,7 @@ class StepSequence:
             self._next_step("early")
 
     def _end_early(self, event: TrainingEvent, at: Any) -> None:
-        """Keeps what happened up to an event, in case that the script ends before its step is known."""
+        """Stores the piece up to an event, for a script that ends before its step is known."""
         if self.step is None or not self.is_early:
             self._first = event if not self._early else self._first
             return
@@ -157,17 +150,15 @@ class StepSequence:
         self.facts.steps = []
 
     def use_early_steps(self) -> None:
-        """Without any step that was measured, those few are given that were seen before."""
+        """Without measured steps, uses the pieces recorded before detection."""
         if self.n_measured() or self._first is None or not self._early:
             return
         self.read_device_steps(wait=True)
-        found = early_steps(self._first, self._early)
-        if found is not None:
-            self.facts.set_anchor(found[0])
-            self.facts.steps = found[1]
+        if (early := early_steps(self._first, self._early)) is not None:
+            self.facts.set_anchor(early[0])
+            self.facts.steps = early[1]
 
     def _record_whole(self, event: TrainingEvent) -> None:
-        """Watches a while of training where no step is found for long."""
         self._sought.record(TrainingEvent(event.what, "", event.which))
         if self.step is None and self._sought.most == _MAX_EVENTS:
             self._since = time.perf_counter()
@@ -180,12 +171,10 @@ class StepSequence:
             self.is_over = True
 
     def end_whole_step(self) -> None:
-        """Keeps what was seen, if no steps but a while of training is watched."""
         if self.step is not None and self.step.kind == "whole":
             self._end_step()
 
     def _discard_step(self) -> None:
-        """There are other steps than those that were watched so far."""
         if self.step is not None:
             self._listener.flags()
             self.end_observers()
@@ -195,7 +184,7 @@ class StepSequence:
         self.observers = ObserverGroup()
 
     def _note_stray(self, event: TrainingEvent) -> None:
-        """Notices when the script trains in another loop now, or an optimizer steps where backwards were taken for steps."""
+        """Detects another training loop, or an optimizer after backwards were taken for steps."""
         assert self._anchor is not None
         by_hand = self._anchor.what == "backward"
         if event.what != "update":
@@ -216,7 +205,6 @@ class StepSequence:
             self._restart()
 
     def _restart(self) -> None:
-        """Nothing is kept of the loop before."""
         self._discard_step()
         self._remaining_kinds, self._strays, self._awaited_steps = order(self._steps), Tally(), 0
         self._finder, self._updates, self.cores, self._first_s = Finder(), NextUpdates(), Cores(), time.perf_counter()
@@ -236,7 +224,7 @@ class StepSequence:
         self._next_step("warm-up")
 
     def boundary(self, at: Any = None) -> None:
-        """A step has ended, at a mark of the clock's or now, and the next begins."""
+        """Ends a step, at a clock mark or now, and begins the next."""
         self.note_training()
         if self.step is None:
             self._begin_measuring()
@@ -255,8 +243,8 @@ class StepSequence:
 
     def _next_kind(self) -> Kind | None:
         watched_s = time.perf_counter() - (self._first_s or 0.0)
-        short = self._is_in_step or watched_s < _WARM_UP_S
-        if self._warm_up_steps < 1 or (short and self._warm_up_steps < _MAX_WARM_UP_STEPS):
+        is_short = self._is_in_step or watched_s < _WARM_UP_S
+        if self._warm_up_steps < 1 or (is_short and self._warm_up_steps < _MAX_WARM_UP_STEPS):
             self._warm_up_steps += 1
             return "warm-up"
         if not self.facts.warm_up_s:
@@ -268,26 +256,25 @@ class StepSequence:
             return "settling" if self._awaited_steps <= _MAX_AWAITED and self._awaits_updates() else None
         kind = self._remaining_kinds[0]
         if self._is_in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in DISTURBING:
-            return "settling"  # whatever it took here, the other ranks decide alike
+            return "settling"  # all ranks must decide alike
         if not self._is_in_step and kind == "clean":
             self.light_span.left = steps_until_warm(self.facts.steps) + self.rare_updates.extra_steps(self.n_measured())
         return self._remaining_kinds.pop(0)
 
     def _is_long(self) -> bool:
-        """Whether it is too long to go on."""
         passed_s = time.perf_counter() - self._since
         if not self._is_time_limited or passed_s <= LONGEST_S or self.n_measured() < ENOUGH_STEPS:
             return False
         return passed_s > AWAITED_FACTOR * LONGEST_S or not self._awaits_updates()
 
     def _awaits_updates(self) -> bool:
-        """Whether a backward ends a step as far as is known, and updates may show yet that it is a piece of one."""
+        """Whether backwards end steps so far, but updates may show later that steps are longer."""
         facts = self.facts
         facts.awaited = facts.by_hand and bool(self._strays.most or self._updates.is_expected())
         return facts.awaited
 
     def _pass_light_step(self) -> None:
-        """A step goes by as the clean one after it will, with as little as possible between them."""
+        """Ends a skipped step, with as little work as before the clean step."""
         self.light_span.left -= 1
         assert self.step is not None
         self._listener.restart_step()
@@ -297,22 +284,20 @@ class StepSequence:
         self._began = self.timeline.instant()
 
     def can_go_light(self, event: TrainingEvent) -> bool:
-        """Whether steps go by from here on that end with this update, and with no other one before it."""
+        """Returns whether the next steps are skipped, and end with this update and no other before it."""
         return self.light_span.left > 0 and self._is_alone and self._anchor is not None and is_end(self._anchor, event)
 
     def count_light_steps(self) -> None:
-        """Counts the steps that went by unheard."""
         passed, self.light_span.passed = self.light_span.passed, 0
         self.rare_updates.steps += passed
         self.facts.trained, self.facts.updates = self.facts.trained + passed, self.facts.updates + passed
         self._began = self.light_span.began if passed else self._began
 
     def n_measured(self) -> int:
-        """Steps whose times count."""
         return sum(step.kind in ("clean", "instrumented") for step in self.facts.steps)
 
     def is_step_abandoned(self) -> bool:
-        """Whether the step that is watched closely will hardly end any more: the script has gone on to something else."""
+        """Returns whether a disturbed step will hardly end as usual: the script has gone on to something else."""
         if self.step is None or self.step.kind not in DISTURBING or self._anchor is None:
             return False
         strays = self._anchor.what == "update" and self._strays.most >= _MAX_STRAYS
@@ -320,7 +305,7 @@ class StepSequence:
         return strays or (passed_s > _ABANDONED_S and not self._is_in_step and self._is_held_up(_ABANDONED_FACTOR))
 
     def stop_detailed_step(self) -> None:
-        """The step that is on is watched closely no more, and counts for nothing; the next one is, in its place."""
+        """Ends detailed recording of the current step, which won't count; a later step replaces it."""
         assert self.step is not None
         if self.timeline.on:
             self._began = self.timeline.end()[0][0]
@@ -329,7 +314,6 @@ class StepSequence:
         self.step.kind = "settling"
 
     def _is_held_up(self, times: float) -> bool:
-        """Whether the step that is on has taken so many times what others take, as far as they are known."""
         passed_ms = (time.perf_counter() - self._step_since) * 1e3
         known = [step.ms for step in self.facts.steps if step.kind in ("clean", "instrumented") and step.ms]
         return bool(known) and passed_ms > times * median(known)
@@ -353,11 +337,11 @@ class StepSequence:
         at = self.timeline.instant() if at is None else at
         whole: list[tuple[Any, Phase]] = [(self._began, "unattributed"), (at, "unattributed")]
         marks = self.timeline.end(at) if self.timeline.on else whole
-        step.cpu_ms, step.system_ms, step.pages = (one / together for one in self.cores.end(clean=step.kind == "clean"))
+        step.cpu_ms, step.system_ms, step.pages = (use / together for use in self.cores.end(clean=step.kind == "clean"))
         step.flags += self._listener.flags()
         usual = self._is_usual(step)
         self.end_observers(drop=step.kind in DISTURBING and step.kind != "whole" and not usual)
-        if step.kind in CLOSE:  # asking takes the system's time
+        if step.kind in CLOSE:  # a slow system call
             step.memory = memory_in_use(self.facts.device)
         self._listener.end(usual=usual)
         self._pending.add(step, marks)
@@ -365,24 +349,21 @@ class StepSequence:
         self.step = None
 
     def _is_usual(self, step: StepFact) -> bool:
-        """Whether nothing happened in it but what happens in half of the steps or more."""
         held_up = step.kind in _LIKE_CLEAN and self._is_held_up(DELAYED)
         return self.facts.has_usual_flags(step) and not held_up
 
     def end_observers(self, *, drop: bool = True) -> None:
-        """Ends what watches the step that is on, and forgets what it saw of it if asked to."""
         if self.timeline.on:
             self.timeline.end()
         if self.step is not None:
             self.observers.end(self.step.kind, drop=drop)
 
     def close(self) -> None:
-        """Nobody watches any more; what was seen stays."""
         self._awaits_updates()
         self.observers.close()
 
     def abandon(self) -> None:
-        """In a forked child: takes away what watches modules."""
+        """In a forked child: removes the module observers."""
         if self.step is not None and self.step.kind in ("traced", "whole"):
             sys.settrace(None)
             torch._C._autograd._enable_record_function(False)
@@ -390,7 +371,7 @@ class StepSequence:
         self.observers.drop_modules()
 
     def read_device_steps(self, *, wait: bool = False) -> None:
-        """Reads the clock's marks of steps that the device has done; with `wait`, of all."""
+        """Reads clock marks of steps that the device has finished; with `wait`, of all."""
         if wait and self._pending and self.facts.device != "cpu":
             torch.accelerator.synchronize()
         self._pending.read(self.timeline.clock, self.mark_ms)

@@ -1,4 +1,4 @@
-"""Knows at any time which line of the user's own code the thread is at, by Python's own tracing, in a few steps."""
+"""Follows the user line that a thread executes, by Python's tracing, in a few steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from hotloop.profiler.base.transparency import can_keep_locals, clear_frame_vari
 _SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 Line = tuple[str, int]
-"""File and line."""
+"""File and line number."""
 
 
 @hide_from_compiler
 class LineTracer:
-    """Follows the lines of frames that are the user's own, from the innermost one that runs when it begins.
+    """Follows the lines of user frames, from the innermost frame that runs at `begin`.
 
-    A frame whose code may keep its dictionary of variables isn't followed, since Python fills that in for each line.
+    A frame whose code may store its dictionary of variables isn't followed: Python would fill the dictionary at each
+    line.
 
     Attributes:
-        line: the innermost line of the user's; None before there was one, and where `pause` says so.
+        line: the innermost user line; None before the first line and while paused.
     """
 
     def __init__(self, is_own: Callable[[CodeType], bool], moved: Callable[[], None]) -> None:
@@ -39,7 +40,7 @@ class LineTracer:
 
     @property
     def lines(self) -> Sequence[Line | None]:
-        """All of them, from the outermost on."""
+        """All current lines, outermost first."""
         return self._lines
 
     @property
@@ -48,21 +49,20 @@ class LineTracer:
 
     @property
     def runs(self) -> Counter[Line]:
-        """How often each line ran since it began, or one call on it called something, as `map` does, if that is more."""
+        """Number of runs of each line since `begin`, or of calls by one instruction on the line, if more."""
         found = self._ran.copy()
         for (code, line, _), often in self._called.items():
             found[code.co_filename, line] = max(found[code.co_filename, line], often)
         return found
 
     def functions(self) -> dict[Line, str]:
-        """The user's functions that ran so far, by their lines."""
+        """Returns the names of the user functions that ran, by their lines."""
         own = [code for code, is_own in self._own.items() if is_own]
-        return {
-            (one.co_filename, line): one.co_qualname for one in own for _, _, line in one.co_lines() if line is not None
-        }
+        lines = ((code, line) for code in own for _, _, line in code.co_lines() if line is not None)
+        return {(code.co_filename, line): code.co_qualname for code, line in lines}
 
     def begin(self) -> bool:
-        """False where a debugger or a coverage tool traces already; nothing is followed then."""
+        """Returns False, and follows nothing, if a debugger or coverage tool traces already."""
         self._lines, self._ran, self._called = [], Counter(), Counter()
         if sys.gettrace() is not None:
             return False
@@ -85,11 +85,10 @@ class LineTracer:
         self._lines, self._frames = [], []
 
     def pause(self) -> None:
-        """What runs from here on was not called by the line that is on, as in a backward pass."""
+        """Code from here on, as in a backward, is not called by the current line."""
         self._lines.append(None)
 
     def resume(self, depth: int) -> None:
-        """Takes back to what it was at that depth."""
         del self._lines[depth:]
 
     @property
@@ -97,7 +96,6 @@ class LineTracer:
         return len(self._lines)
 
     def _running(self, frame: FrameType | None) -> Iterator[FrameType]:
-        """Frames of the user's own on the stack, from the innermost on; not those that have a Task trained."""
         while frame is not None and not is_step(frame.f_code):
             if self._owns(frame.f_code):
                 yield frame
@@ -116,13 +114,13 @@ class LineTracer:
         if frame.f_code.co_flags & _SUSPENDED and all(known is not frame for known in self._frames):
             self._frames.append(frame)
         self._lines.append((frame.f_code.co_filename, frame.f_lineno))
-        self._entered = True  # its first line may be the one that it begins at, as a lambda's is
+        self._entered = True  # a lambda's first line is the line where it begins
         return self._step
 
     def _note_call(self, frame: FrameType) -> None:
-        """A library's function begins; one that goes on, such as a generator of parameters, isn't called again.
+        """Counts calls of library functions; resuming a generator is no call.
 
-        Several modules that one line calls make no loop of it: each is called by an instruction of its own.
+        Calls are counted by instruction, so that several modules called on one line don't count as a loop.
         """
         caller = frame.f_back
         if caller is not None and self._owns(caller.f_code) and not frame.f_code.co_flags & _SUSPENDED:

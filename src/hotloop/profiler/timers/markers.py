@@ -1,4 +1,4 @@
-"""Marks in a profiler's record at which the module, the user's line or the phase changes, so that events find theirs."""
+"""Marks changes of module, user line and phase in a profiler's record, so that events can be assigned."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from hotloop.profiler.timers.line_tracer import Line, LineTracer
 from hotloop.profiler.timers.module_names import LOSS_NAME, ModuleName, ModulePlace, StepInputs
 
 PhaseOfLines = Callable[[Phase, Iterable[Line | None]], Phase]
-"""Says the phase of what runs, by the timeline's and the user's lines on the stack."""
+"""Corrects the timeline's phase by the user lines on the stack."""
 
 MARK = "hotloop#"
-_MAX_MARKS = 100_000
-"""Marks in a step at most."""
-_MAX_MARKS_PER_LINE = 20_000
-"""For each line at most: what is plain Python, and runs so often, calls no operators."""
+_MAX_MARKS, _MAX_MARKS_PER_LINE = 100_000, 20_000
+"""Limits per step; a line that runs so often is plain Python and calls no operators."""
 
 
 @dataclass(frozen=True)
 class TraceMark:
-    """What holds from here on.
+    """The state from a mark on.
 
     Attributes:
-        number: of the next node that autograd makes.
-        place: of the innermost module whose forward runs; None outside of all.
-        line: of the user's.
-        phase: as whoever watches the phases says, and the lines that are on the stack.
-        deep: whether this is inside of a backward pass.
-        ground: the phase without the lines.
+        number: of the next autograd node.
+        place: the innermost module whose forward runs; None outside of modules.
+        line: the user's line.
+        phase: by the timeline and the lines on the stack.
+        is_in_backward: whether a backward pass runs.
+        timeline_phase: the phase by the timeline alone.
     """
 
     number: int
@@ -52,14 +50,14 @@ class TraceMark:
 
     @property
     def module(self) -> ModuleName | None:
-        """The module's name; `(loss)` outside of all, where the loss is computed."""
+        """The module's name; `(loss)` outside of modules in the loss phase."""
         if self.place is None:
             return LOSS_NAME if self.phase == "loss" else None
         return self.place.name
 
     @property
     def executed_phase(self) -> Phase:
-        """The phase of what ran here: a model's modules run forward, whatever the phase was when they were called."""
+        """The phase of the executed code: a model's modules run forward, in whichever phase they are called."""
         if self.is_in_backward or self.place is None or self.place.name is None:
             return self.phase
         if self.place.name == LOSS_NAME:
@@ -72,9 +70,9 @@ class TraceMarkers:
     """Leaves the marks of one step at a time.
 
     Attributes:
-        marks: of the step, in order; mark n lies in the profiler's record under the name `hotloop#n`.
-        full: whether there were too many.
-        lines: whether lines could be followed.
+        marks: of the step, in order; mark n has the name `hotloop#n` in the profiler's record.
+        full: whether the limit of marks was reached.
+        lines: whether lines are followed.
     """
 
     def __init__(
@@ -96,17 +94,15 @@ class TraceMarkers:
 
     @property
     def runs(self) -> Mapping[Line, int]:
-        """How often each line of the user's ran in the step."""
         return self._line_tracer.runs
 
     @property
     def functions(self) -> Mapping[Line, str]:
-        """Which function of the user's a line is in, of those that ran."""
         return self._line_tracer.functions()
 
     @property
     def alike(self) -> Iterable[tuple[ModulePlace, int]]:
-        """Modules of which many were given the same input in the step, or slices of one, and how many."""
+        """Modules that share an input tensor (or slices of one) with others of their class, and how many share it."""
         return self._inputs.alike()
 
     def begin(self) -> None:
@@ -123,7 +119,7 @@ class TraceMarkers:
         self._places = {key: place for key, place in self._places.items() if place.is_alive}
 
     def mark(self, deep: bool = False) -> None:
-        """Something has changed; also for whoever knows of a change of the phase."""
+        """Leaves a mark; also called at changes of the phase."""
         if self.full:
             return
         self.full = len(self.marks) >= _MAX_MARKS
@@ -131,7 +127,7 @@ class TraceMarkers:
         ground: Phase = "backward" if deep else self._phase()
         phase, line = self._line_phase(ground, self._line_tracer.lines), self._line_tracer.line
         if self.full or self._marked[line] >= _MAX_MARKS_PER_LINE:
-            line = None  # of what comes it isn't known
+            line = None  # the line is unknown from here on
             if not self.full and self._is_unchanged(phase, deep):
                 return
         self._marked[line] += line is not None
@@ -140,7 +136,6 @@ class TraceMarkers:
         self.marks.append(TraceMark(number, self._inside[-1], line, phase, deep, ground))
 
     def _is_unchanged(self, phase: Phase, deep: bool) -> bool:
-        """Whether what was marked last is just as a mark without a line would be."""
         last = self.marks[-1]
         return (last.line, last.place, last.phase, last.is_in_backward) == (None, self._inside[-1], phase, deep)
 
@@ -156,7 +151,7 @@ class TraceMarkers:
         return len(self._inside) - 1
 
     def _note_network_call(self, place: ModulePlace) -> None:
-        """The loop calls a network; where it is the one of before, what lies between the two is no loss."""
+        """Repeated calls of one network: the time between them is no loss."""
         if place is self._outermost:
             for at in range(len(self.marks) - 1, -1, -1):
                 mark = self.marks[at]

@@ -1,4 +1,4 @@
-"""Names of modules that were seen at work: by which their model knows them, and which variable holds the model."""
+"""Names of recorded modules: their path in the model, and the variable that holds the model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hotloop.core.records.profile import ModuleTime
 from hotloop.profiler.base.transparency import frame_variables, hide_from_compiler
 
 _MAX_SCANS = 4
-"""So often at most are all objects of the process looked through for the models that modules belong to."""
+"""Limit of scans of all objects of the process for the models of modules."""
 
 _WRAPPERS = ("_orig_mod", "module")
-"""Attributes by which torch's own wrappers (torch.compile, data parallel ones) hold the model."""
+"""Attributes by which torch's wrappers (torch.compile, data parallel) hold the model."""
 
 _MAX_FRAMES = 40
 
 
 class ModuleName(NamedTuple):
-    """Which model, and which of its modules; `model` is empty for parts in parentheses, which belong to none."""
+    """A model and the path of a module in it; `model` is empty for parts in parentheses, which belong to no model."""
 
     model: str
     path: str
@@ -44,13 +44,13 @@ LOSS_NAME = ModuleName("", "(loss)")
 
 @hide_from_compiler
 class ModulePlace:
-    """What is known of a module's name; it doesn't keep the module alive.
+    """The naming data of a module; holds only a weak reference to the module.
 
     Attributes:
-        name: None until a Namer has found it.
-        kind: its class.
-        inside: the module in whose forward it was first called; None for an outermost one.
-        variable: that held an outermost module where it was called; empty if it wasn't found.
+        name: None until `ModuleNames` finds the name.
+        kind: the module's class.
+        inside: the module in whose forward this one was first called; None for an outermost module.
+        variable: that held an outermost module at its call; empty if not found.
     """
 
     __slots__ = ("_ref", "inside", "kind", "name", "variable")
@@ -64,14 +64,12 @@ class ModulePlace:
 
     @classmethod
     def part(cls, name: str) -> ModulePlace:
-        """Of what belongs to no module, such as `(loss)`."""
         place = cls(None, "")
         place.name = ModuleName("", name)
         return place
 
     @classmethod
     def from_call(cls, module: nn.Module, inside: ModulePlace | None, caller: FrameType) -> ModulePlace:
-        """Of a module that is about to be called from that frame."""
         return cls(module, type(module).__name__, inside, "" if inside else find_variable_name(module, caller))
 
     @property
@@ -84,10 +82,10 @@ class ModulePlace:
 
 
 class ModuleNames:
-    """Gives places their names.
+    """Names places.
 
     Attributes:
-        kinds: class of each module of the models found, by name, each before those inside it.
+        kinds: class of each module of the known models, by name, parents first.
     """
 
     def __init__(self) -> None:
@@ -97,7 +95,7 @@ class ModuleNames:
         self._by_id: dict[int, ModuleName] = {}
 
     def name(self, places: Sequence[ModulePlace]) -> None:
-        """Names those that have no name yet; a module that is gone goes by its class, inside of where it was called."""
+        """Names unnamed places; a deleted module is named by its class, inside the module that called it."""
         unnamed = [place for place in places if place.name is None]
         if not unnamed:
             return
@@ -113,16 +111,14 @@ class ModuleNames:
             self.kinds.setdefault(place.name, place.kind)
 
     def add_model(self, model: nn.Module) -> None:
-        """Notes a model that may never be called itself."""
+        """Adds a model that may never be called itself."""
         self._models[self._label(model, [])] = weakref.ref(model)
         self._known()
 
     def name_of(self, module: int) -> ModuleName | None:
-        """The name of a module of the models found, by its id."""
         return self._by_id.get(module)
 
     def _known(self) -> dict[int, ModuleName]:
-        """Names of all modules of the models found, by id."""
         found: dict[int, ModuleName] = {}
         for label, ref in self._models.items():
             model = ref()
@@ -137,7 +133,7 @@ class ModuleNames:
         return found
 
     def _find_models(self, places: Sequence[ModulePlace], known: dict[int, ModuleName]) -> None:
-        """Notes the models that modules without a name belong to: the outermost modules that hold them."""
+        """Adds the models of unnamed modules: the outermost modules that contain them."""
         holders = _holders()
         for place in places:
             module = place.module
@@ -169,7 +165,7 @@ class ModuleNames:
 
 
 def module_name(label: str, model: nn.Module, path: str) -> ModuleName:
-    """The name of a module of a model; one without parameters, such as a loss, is a part."""
+    """Returns the name of a model's module; a model without parameters, such as a loss, is a part."""
     if next(model.parameters(), None) is None:
         is_loss = isinstance(model, _Loss) or type(model).__name__.lower().endswith("loss")
         return LOSS_NAME if is_loss else ModuleName("", f"({label})")
@@ -181,7 +177,7 @@ def module_name(label: str, model: nn.Module, path: str) -> ModuleName:
 
 @hide_from_compiler
 def find_variable_name(value: Any, frame: FrameType | None) -> str:
-    """The variable, or attribute of `self`, that holds a value in the nearest calling frame that has one."""
+    """Returns the variable, or attribute of `self`, that holds a value, in the nearest frame that has one."""
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break
@@ -195,7 +191,7 @@ def find_variable_name(value: Any, frame: FrameType | None) -> str:
 
 @hide_from_compiler
 def _visible_names(frame: FrameType) -> Iterator[dict[str, Any]]:
-    """Names that code in a frame sees: its own, those of its `self`, and those of its file."""
+    """Yields the names that a frame's code sees: local variables, attributes of `self`, globals."""
     names = frame_variables(frame)
     if names is not None:
         yield names
@@ -204,10 +200,10 @@ def _visible_names(frame: FrameType) -> Iterator[dict[str, Any]]:
 
 
 def _holders() -> dict[int, nn.Module]:
-    """Which module holds a module, by the id of the latter, among all objects of the process."""
+    """Maps the id of each module to the module that contains it, among all objects of the process."""
     found: dict[int, nn.Module] = {}
     for value in gc.get_objects():
-        # isinstance would ask the object itself, and proxies answer by loading what they stand for.
+        # isinstance would make lazy proxies load their objects.
         if issubclass(type(value), nn.Module) and "_modules" in vars(value):
             for child in value._modules.values():
                 if child is not None:
@@ -216,7 +212,6 @@ def _holders() -> dict[int, nn.Module]:
 
 
 def is_generated(place: ModulePlace) -> bool:
-    """Whether it is code that a compiler made, rather than a module of the user's."""
     return place.kind in ("GraphModule", "InterpreterModule") and not place.variable
 
 
@@ -227,7 +222,7 @@ def _wrapper_types() -> tuple[type, ...]:
 
 
 class OwnTime(NamedTuple):
-    """Of one module per step, without the modules inside it."""
+    """Times of one module per step, without the modules inside it."""
 
     forward_ms: float
     backward_ms: float
@@ -240,12 +235,12 @@ class OwnTime(NamedTuple):
 def module_times(
     own: Mapping[ModuleName, OwnTime], kinds: Mapping[ModuleName, str], step_ms: float | None
 ) -> list[ModuleTime]:
-    """Modules with everything inside them, each before those inside it; parts in parentheses stand last.
+    """Returns modules with the times of all modules inside them, parents first; parts in parentheses last.
 
     Args:
         own: by name.
-        kinds: class by name, in the order in which the models define them.
-        step_ms: that `share` is of; None for the sum of all modules.
+        kinds: class by name, in the order of definition.
+        step_ms: denominator of `share`; None for the sum of all modules.
     """
     nothing = OwnTime(0.0, 0.0, 0.0)
     total: dict[ModuleName, OwnTime] = {}
@@ -270,12 +265,12 @@ def module_times(
 
 
 def format_name(name: ModuleName, *, alone: bool) -> str:
-    """As a record gives it: the model's name stands before only where there are several models."""
+    """Formats a name for records: with the model's name only if there are several models."""
     return name.path if alone or name.is_part else f"{name.model}.{name.path}".removesuffix(".")
 
 
 def enclosing_names(name: ModuleName) -> Iterator[ModuleName]:
-    """A name and those of all modules around it."""
+    """Yields a name and the names of all modules around it."""
     yield name
     path = name.path
     while path and not name.is_part:
@@ -284,7 +279,6 @@ def enclosing_names(name: ModuleName) -> Iterator[ModuleName]:
 
 
 def _ordered(names: Mapping[ModuleName, OwnTime], kinds: Mapping[ModuleName, str]) -> list[ModuleName]:
-    """Models first, each with its modules as it defines them; a module stands before those inside it."""
     place = {name: at for at, name in enumerate(kinds)}
     models = list(dict.fromkeys(name.model for name in kinds))
 
@@ -297,24 +291,23 @@ def _ordered(names: Mapping[ModuleName, OwnTime], kinds: Mapping[ModuleName, str
 
 @hide_from_compiler
 class StepInputs:
-    """Of the modules that were called in one step; it keeps none of the inputs alive."""
+    """The inputs of the modules of one step; keeps no input alive."""
 
     def __init__(self) -> None:
-        self._given: defaultdict[tuple, dict[int, ModulePlace]] = defaultdict(dict)
+        self._inputs: defaultdict[tuple, dict[int, ModulePlace]] = defaultdict(dict)
 
     def note(self, place: ModulePlace, inside: ModulePlace | None, args: tuple) -> None:
-        """A module is called, inside of another one's forward."""
         first = args[0] if args else None
         if inside is None or not isinstance(first, Tensor):
             return
-        # There may be no memory, as of what torch.func maps; the script's modes hear nothing.
+        # Tensors of torch.func have no storage; the script's modes see no operation.
         with suppress(RuntimeError, NotImplementedError), torch._C.DisableTorchFunction():
-            memory = StorageWeakRef(first.untyped_storage())  # which no other tensor gets as long as this is there
-            # What was written there since is another input, as in a stack of layers that add to one tensor.
-            self._given[id(inside), place.kind, memory, first._version][id(place)] = place
+            memory = StorageWeakRef(first.untyped_storage())  # the reference prevents reuse of the address
+            # In-place writes make another input, as in a stack of layers that add to one tensor.
+            self._inputs[id(inside), place.kind, memory, first._version][id(place)] = place
 
     def alike(self) -> Iterator[tuple[ModulePlace, int]]:
-        """Each of several modules of a kind that were given the same memory, and how many they are."""
-        for places in self._given.values():
+        """Yields modules of a class that share an input's memory, and how many share it."""
+        for places in self._inputs.values():
             if len(places) > 1:
                 yield from ((place, len(places)) for place in places.values())

@@ -1,15 +1,13 @@
-"""Forward and backward of each module, timed as one would by hand, in steps that are otherwise the script's own.
+"""Times forward and backward of each module, in otherwise unchanged steps.
 
-One clock runs along the thread that trains, and at each instant one module owns it: the innermost one whose forward is
-running, or whose forward made the node of the graph that is running backward. So times add up by construction, and what
-the clock does itself is left out.
+One clock follows the training thread. At each instant the clock belongs to one module: the innermost module whose
+forward runs, or whose forward made the node that runs backward. So times add up; the clock's own overhead is left out.
 
-- Forward: `nn.Module.__call__` is replaced during a step. torch's global hooks would make each call take another path,
-  which compiled modules notice and compile again for.
-- Backward: torch numbers the nodes of the graph as they are made, per thread, and runs them backward from the highest
-  number down. So the numbers between entering a module and leaving it are its nodes, and a hook is needed only where the
-  owner changes. Gradients of parameters are accumulated right after the node that made them.
-- A forward that runs during backward, as checkpointing does, is part of the backward of the module that it computes.
+- Forward: see `ModuleCallHooks`.
+- Backward: torch numbers nodes as they are made, per thread, and runs them from the highest number down. The numbers
+  between entering and leaving a module are its nodes, so hooks are needed only where the owner changes. Parameter
+  gradients are accumulated right after the node that made them.
+- A forward that runs during backward (checkpointing) counts to the backward of its module.
 """
 
 from __future__ import annotations
@@ -49,38 +47,31 @@ class SwitchClock(Protocol):
     cost_ns: int
 
     def begin(self) -> None: ...
-
     def end(self) -> None: ...
 
 
 class _View(nn.Module):
-    """Makes a node for the graph, and does nothing; without `forward`, around which torch would call the script's hooks."""
+    """Makes a graph node without work; has no `forward`, around which torch would call the script's hooks."""
 
     def _call_impl(self, x: Tensor) -> Tensor:
         return x.view_as(x)
 
 
 def measure_clock_overhead(clock: SwitchClock) -> tuple[float, float]:
-    """Nanoseconds that each call of a module adds forward, and each change of the module backward; takes 10 ms.
-
-    The script's modes hear nothing of it.
-    """
-    with (
+    """Returns nanoseconds of overhead per forward call and per change of module in backward; takes 10 ms."""
+    with (  # the script's modes see no operation
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        plain, clocked = (
-            [_time_pass_ns(None) for _ in range(OVERHEAD_REPEATS)],
-            [_time_pass_ns(clock) for _ in range(OVERHEAD_REPEATS)],
-        )
+        plain = [_time_pass_ns(None) for _ in range(OVERHEAD_REPEATS)]
+        clocked = [_time_pass_ns(clock) for _ in range(OVERHEAD_REPEATS)]
     forward, backward = (min(run[at] for run in clocked) - min(run[at] for run in plain) for at in (0, 1))
     return max(0.0, forward / OVERHEAD_CALLS), max(0.0, backward / OVERHEAD_CALLS)
 
 
 def _time_pass_ns(clock: SwitchClock | None) -> tuple[int, int]:
-    """Forward and backward through modules that take turns, less what the clock says that it took."""
     turns = (_View(), _View())
     x = first = torch.zeros(1, device="cpu", requires_grad=True)
     if clock is not None:
@@ -102,24 +93,24 @@ def _time_pass_ns(clock: SwitchClock | None) -> tuple[int, int]:
 FORWARD, BACKWARD = 0, 1
 
 _LEAF = 2**64 - 1
-"""The number of the nodes that accumulate gradients."""
+"""Sequence number of nodes that accumulate gradients."""
 
 _MAX_STEPS = 512
-"""Of so many steps at most are the times of a module kept."""
+"""Stored steps per module."""
 
 _MAX_SWITCHES = 1_000_000
-"""Changes of the owner within a step that are kept at most."""
+"""Stored changes of owner per step."""
 
 
 @hide_from_compiler
 class ClockOwner:
-    """Who owns the clock: a module, or a part of the step that belongs to none.
+    """An owner of the clock: a module, or a part of the step outside of modules.
 
     Attributes:
-        place: what is known of its name so far.
+        place: naming data.
         ns: own forward and backward time in this step.
-        calls: of its forward in this step, those that backward repeats left out.
-        inside: how often, forward and backward, the clock was handed over while this one had it.
+        calls: number of forwards in this step, without recomputation in backward.
+        inside: number of switches, forward and backward, during this ownership.
     """
 
     __slots__ = ("calls", "inside", "ns", "place")
@@ -136,11 +127,11 @@ class ClockOwner:
 
 @hide_from_compiler
 class ModuleClock:
-    """Times modules in the steps between `begin()` and `end()`; in between steps nothing of it is installed.
+    """Times modules in the steps between `begin()` and `end()`; nothing is installed between steps.
 
     Attributes:
-        cost_ns: time that the clock itself took in the current or last step; it is in none of the modules' times.
-        notes: what it couldn't see, in sentences.
+        cost_ns: the clock's own time in the current or last step; in no module's time.
+        notes: sentences on what was not measured.
     """
 
     def __init__(
@@ -149,21 +140,18 @@ class ModuleClock:
         handover_ns: tuple[float, float] | None = None,
         namer: ModuleNames | None = None,
     ) -> None:
-        """
-        Args:
-            now: the clock, in nanoseconds.
-            handover_ns: what handing it over takes, forward and backward; None measures that.
-            namer: that others use too, so that all give the same names.
+        """Args:
+        now: the time in nanoseconds.
+        handover_ns: overhead of a switch, forward and backward; None measures the overhead.
+        namer: shared with other recorders for equal names.
         """
         self.cost_ns = 0
         self.notes: list[str] = []
         self._now = now
         self._namer = namer or ModuleNames()
         self._owners: dict[int, ClockOwner] = {}
-        self._outside_owner, self._after = (
-            ClockOwner(ModulePlace.part("(functional)")),
-            ClockOwner(ModulePlace.part("(loss)")),
-        )
+        self._outside_owner = ClockOwner(ModulePlace.part("(functional)"))
+        self._after = ClockOwner(ModulePlace.part("(loss)"))
         self._apart = ClockOwner(ModulePlace.part("(apart)"))
         self._times: dict[ModuleName, _Times] = {}
         self._steps = 0
@@ -172,7 +160,6 @@ class ModuleClock:
         self._overhead_ns = handover_ns
 
     def begin(self) -> None:
-        """A step starts, on this thread."""
         if self._overhead_ns is None:
             self._overhead_ns = measure_clock_overhead(ModuleClock(handover_ns=(0.0, 0.0)))
         self._owner, self._direction = self._outside_owner, FORWARD
@@ -183,11 +170,10 @@ class ModuleClock:
         self._since = self._now()
 
     def end(self) -> None:
-        """The step has ended: its times are kept, and everything is taken away again."""
+        """Ends the step, stores its times, and removes all hooks."""
         self._end(keep=True)
 
     def drop(self) -> None:
-        """The step has ended, and wasn't like the others: its times are forgotten."""
         self._end(keep=False)
 
     def _end(self, *, keep: bool) -> None:
@@ -210,26 +196,18 @@ class ModuleClock:
             self._steps += 1
 
     def close(self) -> None:
-        """Stops for good; what was measured stays."""
         self.end()
         self._owners = {}
 
     def times(self, step_ms: float | None) -> list[ModuleTime]:
-        """The modules of all steps so far as a tree by name, each before those inside it.
-
-        A time with everything inside is the sum of own times, each the mean of the middle half of the steps.
-
-        Args:
-            step_ms: of the step that `share` is of; None makes it the sum of all modules.
-        """
+        """Returns all modules by name, parents first, from means of the middle half of steps; see `module_times`."""
         return module_times(self.own(), self._namer.kinds, step_ms)
 
     def own(self) -> dict[ModuleName, OwnTime]:
-        """Own times of all modules so far, per step."""
         return {name: times.per_step(self._steps) for name, times in self._times.items()}
 
     def _add(self, owner: ClockOwner, found: dict[ModuleName, OwnTime]) -> None:
-        """Own times of an owner, less the handovers that happened while it had the clock, in ms."""
+        """Adds an owner's times in ms, less the overhead of switches."""
         assert self._overhead_ns is not None
         own = [max(0.0, owner.ns[at] - owner.inside[at] * self._overhead_ns[at]) / 1e6 for at in (FORWARD, BACKWARD)]
         name = owner.place.name
@@ -240,7 +218,7 @@ class ModuleClock:
             found[name] = found.get(name, OwnTime(0.0, 0.0, 0.0)) + OwnTime(forward, own[BACKWARD], calls)
 
     def enter(self, module: nn.Module, args: tuple) -> ClockOwner:
-        """A module's forward begins; returns who had the clock."""
+        """A module's forward begins; returns the previous owner."""
         now, before = self._now(), self._owner
         before.ns[self._direction] += now - self._since
         owner = self._owners.get(id(module))
@@ -252,7 +230,6 @@ class ModuleClock:
         return before
 
     def leave(self, before: ClockOwner) -> None:
-        """A module's forward has ended."""
         now = self._now()
         self._owner.ns[self._direction] += now - self._since
         if before is self._outside_owner and not self._module_hooks.depth:
@@ -260,7 +237,7 @@ class ModuleClock:
         self._switch_owner(before, None, now)
 
     def pause(self) -> ClockOwner | None:
-        """What follows in this pass, or until whoever had the clock has it `back`, belongs to no module."""
+        """Stops counting to modules until `resume`; returns the previous owner."""
         if not self._active:
             return None
         before = self._owner
@@ -268,12 +245,11 @@ class ModuleClock:
         return before
 
     def resume(self, before: ClockOwner | None) -> None:
-        """The clock goes on for who had it before."""
         if self._active and before is not None:
             self._reach(before, None)
 
     def _switch_owner(self, owner: ClockOwner, counted: ClockOwner | None, now: int) -> None:
-        """The clock goes on for somebody else, who makes the nodes from here on."""
+        """Changes the owner of the clock and of the nodes made from here on."""
         if counted is not None:
             counted.inside[self._direction] += 1
         numbers, owners = self._made_here()
@@ -281,7 +257,7 @@ class ModuleClock:
         if numbers and numbers[-1] == number:
             owners[-1] = owner
         else:
-            if len(numbers) >= _MAX_SWITCHES:  # the step goes on and on; of the oldest nodes hardly one is alive
+            if len(numbers) >= _MAX_SWITCHES:  # an endless step; hardly any of the oldest nodes is alive
                 del numbers[: _MAX_SWITCHES // 2], owners[: _MAX_SWITCHES // 2]
             numbers.append(number)
             owners.append(owner)
@@ -290,12 +266,10 @@ class ModuleClock:
         self.cost_ns += self._since - now
 
     def _made_here(self) -> tuple[list[int], list[ClockOwner]]:
-        """From which number on who makes the nodes, on this thread."""
         return self._made.setdefault(threading.get_ident(), ([], []))
 
     @contextmanager
     def backward(self, roots: Any) -> Iterator[None]:
-        """A pass of the autograd engine; there may be another one inside it."""
         now, before, direction = self._now(), self._owner, self._direction
         before.ns[direction] += now - self._since
         first, handles = self._hook(roots)
@@ -312,7 +286,7 @@ class ModuleClock:
             self._switch_owner(before, None, now)
 
     def _hook(self, roots: Any) -> tuple[ClockOwner | None, list[Any]]:
-        """Hooks the nodes where the owner changes; returns the owner of the first one, and the handles of the hooks."""
+        """Hooks the nodes where the owner changes; returns the first node's owner, and the hooks' handles."""
         numbers, owners = self._made_here()
         handles, first, last = [], None, None
         for node, number in sorted(_numbered_nodes(roots).items(), key=itemgetter(1), reverse=True):
@@ -329,19 +303,16 @@ class ModuleClock:
         return first, handles
 
     def _then(self, owner: ClockOwner, _: Any) -> None:
-        """Who began a pass gets the clock back at its end: what the engine has to clear away is nobody else's."""
+        """The owner that begins a pass gets the clock back for the engine's cleanup at the end."""
         Variable._execution_engine.queue_callback(partial(self._reach, owner, None))
 
     def _reach(self, owner: ClockOwner, _: Any) -> None:
-        """Backward has come to a node of another owner than those before."""
         now = self._now()
         self._owner.ns[self._direction] += now - self._since
         self._switch_owner(owner, owner, now)
 
 
 class _Times:
-    """Own times of one name in the steps that it took part in."""
-
     def __init__(self) -> None:
         self._forward: deque[float] = deque(maxlen=_MAX_STEPS)
         self._backward: deque[float] = deque(maxlen=_MAX_STEPS)
@@ -355,14 +326,14 @@ class _Times:
         self._steps += 1
 
     def per_step(self, steps: int) -> OwnTime:
-        """Of the steps that it took part in, times their share of all steps."""
+        """Mean over steps with the module, times their share of all steps."""
         share = self._steps / steps
         return OwnTime(share * middle_mean(self._forward), share * middle_mean(self._backward), self._calls / steps)
 
 
 def _numbered_nodes(roots: Any) -> dict[Any, int]:
-    """All nodes of the graph below with their numbers; those that accumulate gradients left out."""
-    with torch._C.DisableTorchFunction():  # a mode of the script's hears nothing
+    """All nodes of the graph below with their numbers, without nodes that accumulate gradients."""
+    with torch._C.DisableTorchFunction():  # the script's modes see no operation
         waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
     found: dict[Any, int] = {}
     while waiting:

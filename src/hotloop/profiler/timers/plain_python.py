@@ -1,9 +1,9 @@
-"""The lines of a script that has no training steps, or none yet: a thread looks at the stack now and then."""
+"""Profiles scripts without training steps, and scripts before their first step, without torch."""
 
 from __future__ import annotations
 
-import _lsprof  # what cProfile is made of; a script that imports that one itself must not find it there already
-import _thread  # what threading is made of; a script's own file of that name must not find Python's there already
+import _lsprof  # not cProfile: a script that imports cProfile must not find the module loaded
+import _thread  # not threading: a script may have a file of this name
 import os
 import sys
 import time
@@ -14,22 +14,20 @@ from hotloop.profiler.base.call_sites import CallSites, is_library
 from hotloop.scripts.import_hook import ImportHook
 
 _INTERVAL_S = 0.004
-
 _SWITCH_S = 0.0002
-"""With Python's own 5 ms all looks would find the lines that let go of the interpreter by themselves."""
+"""With Python's default of 5 ms, all samples would find lines that release the GIL."""
 
 _MAX_LINES, _MAX_RECORDS = 10_000, 200
 
 CodeLine = tuple[int, int]
-"""A line: id of its code, and number."""
+"""Id of the code, and line number."""
 
 
 class PlainLineSampler:
-    """Samples the lines of one thread from `begin()` to `stop()`; a sample stands for the time since the one before.
+    """Samples the lines of one thread from `begin()` to `stop()`; a sample counts for the time since the previous one.
 
-    In training steps `lines.StackSampler` does so; it needs much that a script without torch shouldn't find imported.
-    What is computed in compiled code is seen at the next line that lets go of the interpreter; NumPy does so in what
-    takes long.
+    `StackSampler` does the same in training steps, but imports modules that a script without torch should not find
+    imported. Time in compiled code counts to the next line that releases the GIL, as NumPy does in long operations.
     """
 
     def __init__(self) -> None:
@@ -41,24 +39,23 @@ class PlainLineSampler:
         self._switch_s = self._set_s = 0.0
 
     def begin(self) -> None:
-        """Of the thread that calls."""
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._set_s = sys.getswitchinterval()
         self._thread, self._on = _thread.get_ident(), True
-        # Python warns of a fork beside another thread.
-        os.register_at_fork(before=self._pause, after_in_parent=self._resume, after_in_child=self._forget)
+        # Python warns of a fork beside another thread; a forked child has no sampling thread.
+        os.register_at_fork(before=self._pause, after_in_parent=self._resume, after_in_child=self._give_back)
         self._resume()
 
     def stop(self) -> None:
-        """For good; once this returns, nothing is looked at any more."""
+        """Ends sampling; no sample is taken after the return."""
         self._pause()
         self._give_back()
 
     def _give_back(self) -> None:
         if self._on:
             self._on = False
-            if sys.getswitchinterval() == self._set_s:  # the script may have set its own meanwhile
+            if sys.getswitchinterval() == self._set_s:  # unless the script has changed the interval
                 sys.setswitchinterval(self._switch_s)
 
     def _pause(self) -> None:
@@ -73,30 +70,17 @@ class PlainLineSampler:
             self._ended.acquire()
             _thread.start_new_thread(self._sample, ())
 
-    def _forget(self) -> None:
-        """In a forked child there's no such thread."""
-        self._give_back()
-
     def lines(self) -> list[dict[str, Any]]:
-        """As `profiles.LineTime`, those that take longest themselves first; ms are of the whole run."""
+        """Returns fields of `LineTime`, the longest own time first; ms of the whole run."""
         return self._records(self._spent)
 
     def functions(self) -> list[dict[str, Any]]:
-        """The same of functions, each at its first line."""
+        """Like `lines`, by function, each at its first line."""
         return self._records(self._functions)
 
     def _records(self, spent: dict[CodeLine, list[float]]) -> list[dict[str, Any]]:
         longest = sorted(spent.items(), key=lambda one: -one[1][1])[:_MAX_RECORDS]
-        return [
-            {
-                "where": self._sites.place(self._codes[code].co_filename, line),
-                "function": self._codes[code].co_qualname,
-                "phase": "python",
-                "ms": total_s * 1e3,
-                "own_ms": own_s * 1e3,
-            }
-            for (code, line), (total_s, own_s) in longest
-        ]
+        return [_line_record(self._sites, self._codes[code], line, *spent_s) for (code, line), spent_s in longest]
 
     def _sample(self) -> None:
         before = time.perf_counter()
@@ -119,8 +103,13 @@ class PlainLineSampler:
             frame = frame.f_back
 
 
+def _line_record(sites: CallSites, code: CodeType, line: int, total_s: float, own_s: float) -> dict[str, Any]:
+    times = {"phase": "python", "ms": total_s * 1e3, "own_ms": own_s * 1e3}
+    return {"where": sites.place(code.co_filename, line), "function": code.co_qualname} | times
+
+
 def _add_time(spent: dict[CodeLine, list[float]], place: CodeLine, passed_s: float, known: set[CodeLine]) -> None:
-    """The innermost place of a stack has the time to itself; each counts once, however often it calls itself."""
+    """The innermost place of a stack gets the own time; a recursive place counts once."""
     if place in known or (place not in spent and len(spent) >= _MAX_LINES):
         return
     took = spent.setdefault(place, [0.0, 0.0])
@@ -130,52 +119,41 @@ def _add_time(spent: dict[CodeLine, list[float]], place: CodeLine, passed_s: flo
 
 
 def fit_lines_to_functions(lines: list[dict[str, Any]], functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines whose own times add up to what was measured of their functions: looks rather find those that let go."""
-    measured = {_function_key(one): one["own_ms"] for one in functions}
-    looked: dict[tuple[str, str], float] = {}
-    for one in lines:
-        looked[_function_key(one)] = looked.get(_function_key(one), 0.0) + one["own_ms"]
+    """Scales own times of lines to their function's measured time: samples favor lines that release the GIL."""
+    measured = {_function_key(function): function["own_ms"] for function in functions}
+    sampled: dict[tuple[str, str], float] = {}
+    for line in lines:
+        sampled[_function_key(line)] = sampled.get(_function_key(line), 0.0) + line["own_ms"]
     found = []
-    for one in lines:
-        name = _function_key(one)
-        own_ms = one["own_ms"] * measured[name] / looked[name] if looked[name] and name in measured else one["own_ms"]
-        found.append({**one, "own_ms": own_ms, "ms": max(one["ms"], own_ms)})
-    return sorted(found, key=lambda one: -one["own_ms"])
+    for line in lines:
+        name, own_ms = _function_key(line), line["own_ms"]
+        if sampled[name] and name in measured:
+            own_ms *= measured[name] / sampled[name]
+        found.append({**line, "own_ms": own_ms, "ms": max(line["ms"], own_ms)})
+    return sorted(found, key=lambda line: -line["own_ms"])
 
 
-def _function_key(one: dict[str, Any]) -> tuple[str, str]:
-    return one["where"].rpartition(":")[0], one["function"]
+def _function_key(record: dict[str, Any]) -> tuple[str, str]:
+    return record["where"].rpartition(":")[0], record["function"]
 
 
 _MAX_FUNCTIONS = 200
-
-_OTHER_PROFILERS = (
-    "cProfile",
-    "profile",
-    "coverage",
-    "pdb",
-    "debugpy",
-    "line_profiler",
-    "memray",
-    "pyinstrument",
-    "viztracer",
-    "yappi",
-)
+_OTHER_PROFILERS = "cProfile profile coverage pdb debugpy line_profiler memray pyinstrument viztracer yappi"
 
 _HAS_MONITORING = hasattr(sys, "monitoring")
-"""From Python 3.12 on a profiler hears all threads, and would take what the one that samples lines calls for the script's."""
+"""Since Python 3.12 profilers hook all threads, and would count the sampling thread's calls."""
 
 
 class PlainProfiler:
-    """Profiles from the start of a script until it imports torch, or something that profiles or traces itself.
+    """Profiles functions until the script imports torch, a profiler or a tracer.
 
-    From Python 3.12 on it leaves that to the looks at the stack, which give functions too.
+    Does nothing since Python 3.12, where `PlainLineSampler` provides functions too.
     """
 
     def __init__(self) -> None:
         self.stopped_by = ""
         self._profiler: Any = _lsprof.Profiler(subcalls=True, builtins=True)
-        self._others = ImportHook(_OTHER_PROFILERS, before=self.stop)
+        self._others = ImportHook(_OTHER_PROFILERS.split(), before=self.stop)
         self._on = False
 
     def begin(self) -> None:
@@ -187,33 +165,25 @@ class PlainProfiler:
         self._profiler.enable()
 
     def stop(self, why: str = "") -> None:
-        """Stops for good."""
         if self._on:
             self._on = False
             self._others.end()
             if cast(Any, sys.getprofile()) is self._profiler:
                 self._profiler.disable()
                 self.stopped_by = why
-            else:  # somebody else has taken the place, which there's but one of, and keeps it
+            else:  # another profiler has replaced this one
                 self.stopped_by = why or "sys.setprofile"
 
     def functions(self, sites: CallSites) -> list[dict[str, Any]]:
-        """As `profiles.LineTime`, one for each of the user's, at its first line, the longest first; ms are of the whole run."""
+        """Returns fields of `LineTime` for user functions, the longest first; ms of the whole run."""
         found: list[dict[str, Any]] = []
         for entry in self._profiler.getstats():
             code = entry.code
             if isinstance(code, str) or not _is_own(code):
                 continue
             inside = sum(call.totaltime for call in entry.calls or () if not _is_own(call.code))
-            found.append(
-                {
-                    "where": sites.place(code.co_filename, code.co_firstlineno),
-                    "function": code.co_qualname,
-                    "phase": "python",
-                    "ms": entry.totaltime * 1e3,
-                    "own_ms": (entry.inlinetime + inside) * 1e3,
-                }
-            )
+            own_s = entry.inlinetime + inside
+            found.append(_line_record(sites, code, code.co_firstlineno, entry.totaltime, own_s))
         return sorted(found, key=lambda one: -one["own_ms"])[:_MAX_FUNCTIONS]
 
 

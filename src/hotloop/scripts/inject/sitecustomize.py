@@ -1,7 +1,7 @@
-"""Python imports this file when the process of a script starts, since the file's folder comes first in PYTHONPATH.
+"""Python imports this file at the start of a script's process: the file's folder comes first in PYTHONPATH.
 
-It takes all traces of itself out of the environment, so that processes started by the script run alone, runs the
-machine's own `sitecustomize`, and calls hotloop's function.
+The module removes itself from the environment, so that the script's child processes run alone, runs the machine's own
+`sitecustomize`, and calls hotloop's function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def _leave_no_trace() -> None:
 
 
 def _run_own() -> None:
-    """Runs the machine's own file of this name, as Python would have done."""
     own = sys.modules.pop("sitecustomize")
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
@@ -43,10 +42,10 @@ def _begin(settings: dict) -> None:
     begin(settings)
 
 
-_given = os.environ.pop("HOTLOOP_SCRIPT", None)
+_settings = os.environ.pop("HOTLOOP_SCRIPT", None)
 _leave_no_trace()
 try:
     _run_own()
 finally:
-    if _given:
-        _begin(json.loads(_given))
+    if _settings:
+        _begin(json.loads(_settings))
