@@ -185,18 +185,18 @@ def _workers_advice(step: ProfiledStep, waited: float, joint: str) -> str:
 
 
 def _whole_batches_advice(loader: LoaderUse) -> str:
-    """How a loader is told to hand out whole batches: a stream has no numbers that a sampler could give."""
+    """A streaming data set has no indices for a sampler."""
     if loader.stream:
         return "let the data set hand out whole batches, and give the loader batch_size=None"
     return "index the tensors by a whole batch of numbers (a BatchSampler as the sampler, with batch_size=None)"
 
 
 def _collate_line(step: ProfiledStep, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> LineTime | None:
-    """The line that takes most of the wait, where the loader's own process makes batches of samples that are there quickly."""
+    """Returns the collate line with most of the wait, if the main process collates samples that load quickly."""
     if loader.workers or loader.at_once or (loader.sample_where and loader.sample_ms is None):
         return None
     if not loader.collate_where:
-        return None  # what torch puts together by itself goes through no line of the user's
+        return None  # torch's default collate has no line of the user's
     hot = [line for line in lines if line.where != loader.where and not _is_in_sample(line, loader, lines)]
     if (
         _timed_samples_ms(step, loader) >= _MAIN_SHARE * waited
@@ -207,10 +207,7 @@ def _collate_line(step: ProfiledStep, loader: LoaderUse, waited: float, lines: S
 
 
 def _is_in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) -> bool:
-    """Whether a line stands in the function that makes samples, or in one that is called from there.
-
-    The stack says so better than the time that some samples took.
-    """
+    """Returns whether the stack has a function that makes samples; this is more precise than sample times."""
     around = {one.where: one for one in sorted(lines, key=lambda one: one.ms)}
     seen: set[str] = set()
     at: LineTime | None = line
@@ -223,12 +220,12 @@ def _is_in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) 
 
 
 def _sample_making_ms(step: ProfiledStep, loader: LoaderUse, lines: Sequence[LineTime]) -> float:
-    """Milliseconds of the wait in which samples are made: by their own time, or by the lines of theirs that were seen."""
+    """Returns the larger of the timed samples and the sampled lines."""
     return max(_timed_samples_ms(step, loader), sum(line.own_ms for line in lines if line.where != loader.where))
 
 
 def _worker_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, evidence: str, hottest: str) -> Remedy:
-    """Of what goes on in workers nothing is timed: making samples, putting them together, and handing the batch over."""
+    """Samples, collation and transfer aren't timed in workers."""
     many = f"{loader.workers} worker{'s'[: loader.workers - 1]}"
     cores = step.profile.threads.cores if step.profile.threads else None
     own = [place for place in (loader.sample_where, loader.collate_where) if place and place != loader.where]
@@ -260,7 +257,7 @@ def _first_batch_advice(loader: LoaderUse, hottest: str) -> str:
 
 
 def unpinned_memory(step: ProfiledStep) -> Iterator[Remedy]:
-    """Batches that are copied to an accelerator from memory that it can't read by itself."""
+    """Yields a remedy for batches in pageable memory, which block the copy to an accelerator."""
     copied = step.phase("copy")
     for loader in step.profile.loaders:
         if step.on_cpu or loader.pinned or not copied:

@@ -1,4 +1,4 @@
-"""Steps that ranks share: what they send each other, waiting for the slowest, and whether sharing pays at all."""
+"""Costs of distributed steps: communication, waiting for the slowest rank, and ranks without benefit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.detectors.step import ProfiledStep
 
 _SHARED_PHASES: tuple[Phase, ...] = ("data", "batch", "copy", "forward", "loss", "backward")
-"""Phases of which each rank has its part, where it computes its rows of the batch."""
+"""Phases in which each rank computes its rows of the batch."""
 _RANK_PHASES: tuple[Phase, ...] = ("waiting", "communication")
 _ROW_PARALLEL = ("data", "sharded", "towers", "local")
 _DEFAULT_SYNC_EVERY = 16
-"""Steps between two averages, where the plan doesn't say."""
+"""Steps between two averages of the weights, if the plan has no number."""
 
 
 def rank_communication(step: ProfiledStep) -> Iterator[Remedy]:
-    """What ranks could do about the time that they spend on each other."""
     if len(step.profile.ranks) < 2:
         return
     parallel = _axis_value(step, "parallel")
@@ -32,7 +31,7 @@ def rank_communication(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def describe_slowest_rank(step: ProfiledStep) -> str:
-    """A sentence on what the slowest rank does longer than any other; empty where there is no such thing."""
+    """Returns a sentence on the phase in which the slowest rank takes longer than any other; else empty."""
     found = _slowest_rank(step)
     if found is None:
         return ""
@@ -41,7 +40,7 @@ def describe_slowest_rank(step: ProfiledStep) -> str:
 
 
 def _gradient_sums(step: ProfiledStep, parallel: str) -> Iterator[Remedy]:
-    """Sums of all gradients at each step; with a plan that averages weights now and then there are none."""
+    """All gradients are summed in each step; local SGD averages weights instead."""
     sent = step.phase("communication")
     axes: dict[str, str | int | bool] = {} if parallel == "local" else {"parallel": "local"}
     then = "" if parallel == "local" else ", or average weights now and then in place of gradients: another result"
@@ -56,7 +55,6 @@ def _gradient_sums(step: ProfiledStep, parallel: str) -> Iterator[Remedy]:
 
 
 def _uneven_ranks(step: ProfiledStep) -> Iterator[Remedy]:
-    """A rank that the others wait for."""
     ranks, slowest = step.profile.ranks, step.profile.slowest
     if slowest is None:
         return
@@ -74,7 +72,6 @@ def _uneven_ranks(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _needless_ranks(step: ProfiledStep) -> Iterator[Remedy]:
-    """Ranks that spend more on each other than they spare."""
     ranks = step.profile.ranks
     count = len(ranks)
     computed = max(sum(one.phases.get(name, 0.0) for name in _SHARED_PHASES) for one in ranks)

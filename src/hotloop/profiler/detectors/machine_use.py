@@ -1,4 +1,4 @@
-"""Too small a batch: a step that is the same work however few samples are in it."""
+"""Small batches, numbers of threads, and memory that is returned to the OS after each step."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from hotloop.profiler.detectors.data_loading import loading_wait_ms
 from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep
 
 _MIN_SHARE = 0.2
-"""Share of the step that calling must take: as much as what bounds a step, and more than what is known of it may be wrong by."""
+"""Least share of calls in the step; larger than the error of what is measured."""
 
 _ENOUGH_SAMPLES = 32
-"""Samples whose work takes longer than all that calling costs are enough: a larger batch wins less with each."""
+"""Batch size above which a larger batch gains little per sample."""
 
 _TINY_BATCH = 4
-"""So few samples are too few whatever else there is."""
+"""Batch size up to which a larger batch is a remedy beside others."""
 
 _PROPOSED_FACTOR = 2
-"""Times as many samples are proposed, and at least `_ENOUGH_SAMPLES`."""
+"""Least factor of the proposed batch size, which is at least `_ENOUGH_SAMPLES`."""
 
 
 def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
-    """Steps that are made of calls: a larger batch shares them among more samples.
+    """Yields a larger batch as a remedy if calls take most of the step.
 
-    What counts is the time of the calls, as it was measured, beside that of the samples' own work: a few long sequences are
-    few samples, but much work in each call. Calls that something else is said of, such as a loop, aren't the batch's fault,
-    and the loop's own Python may take longer for more samples. Of a line that hands the training over, nothing is said
-    as a whole.
+    Times of calls are compared with the time of the samples' work: few long sequences may be much work per call. Calls
+    with another remedy, such as those of a loop, aren't counted. Lines that start a trainer are.
     """
     samples = step.profile.samples_per_step
     if not samples:
@@ -57,18 +55,18 @@ def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def can_stay(step: ProfiledStep) -> bool:
-    """Whether there are so many samples that nothing is said of them beside anything else that is to be mended."""
+    """Returns whether the batch is large enough to omit the note beside other remedies."""
     return (step.profile.samples_per_step or 0.0) >= _ENOUGH_SAMPLES
 
 
 def as_note_beside(step: ProfiledStep, small: Remedy, others: Sequence[Remedy]) -> Remedy:
-    """A note beside what is to be mended and leaves the training as it is, unless the batch is tiny."""
+    """Makes the remedy a note if others keep the training as it is, unless the batch is tiny."""
     samples = step.profile.samples_per_step or 0.0
     return small.model_copy(update={"note": bool(others) and samples > _TINY_BATCH})
 
 
 def _max_factor(step: ProfiledStep, samples: float) -> float:
-    """So many times as many samples there are: what is trained on all of them at a time can't get more."""
+    """Returns the largest factor of the batch size that the data set allows."""
     if step.profile.one_batch:
         return 1.0
     known = [(use.samples, use.batch_size) for use in step.profile.loaders if use.samples]
@@ -76,10 +74,9 @@ def _max_factor(step: ProfiledStep, samples: float) -> float:
 
 
 def _batch_fetch_ms(step: ProfiledStep, samples: float) -> float:
-    """What a batch costs to fetch beside its samples, which more of them would cost as well; ms.
+    """Returns the milliseconds that a batch costs to fetch beside its samples.
 
-    Of data sets that make a whole batch at once nobody knows how its time grows, so it counts as the samples'. And of many
-    samples, it's mostly for each of them that a loader does what it does.
+    Returns 0 for data sets that make whole batches, whose time per sample is unknown, and for many samples.
     """
     loaders = step.profile.loaders
     if samples >= _ENOUGH_SAMPLES or any(use.sample_ms is None for use in loaders):
@@ -89,7 +86,7 @@ def _batch_fetch_ms(step: ProfiledStep, samples: float) -> float:
 
 
 def too_many_threads(step: ProfiledStep) -> Iterator[Remedy]:
-    """Operations cut into more threads than can run at once: each waits for those that have no core."""
+    """Yields a remedy if operations use more threads than cores."""
     threads = step.profile.threads
     if threads is None or threads.slower is None or not step.on_cpu:
         return
@@ -107,7 +104,7 @@ def too_many_threads(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def idle_cores(step: ProfiledStep) -> Iterator[Remedy]:
-    """Cores that nobody uses; whether operations are large enough to be cut, only a race tells, so Tasks alone ask."""
+    """Yields a remedy for idle cores, for Tasks only: a race must measure whether more threads help."""
     threads = step.profile.threads
     if threads is None or not step.profile.plan or not step.on_cpu:
         return
@@ -127,11 +124,11 @@ def idle_cores(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 _PAGE_US = 2.0
-"""The most that zeroing and mapping a page takes; 1 to 2 us on servers of today. Other work of the system is not won."""
+"""Most time to zero and map a page, in us; servers take 1 to 2 us."""
 
 
 def memory_returned_to_os(step: ProfiledStep) -> Iterator[Remedy]:
-    """Blocks that the C library gives back as soon as they are free: the system zeroes each page again for the next step."""
+    """Yields a remedy if the C library returns freed blocks: the OS zeroes their pages again in each step."""
     paging, threads = step.profile.paging, step.profile.threads
     if paging is None or not step.on_cpu:
         return

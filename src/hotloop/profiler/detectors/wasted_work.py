@@ -1,4 +1,4 @@
-"""Forward and loss: work that no gradient comes back to, such as statistics, checks, and masks that are made anew."""
+"""Work without benefit: operators without a backward in forward and loss, and slow patterns of autograd."""
 
 from __future__ import annotations
 
@@ -34,22 +34,21 @@ _STATISTIC_OPS = _aten(
     *("mean", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "histc", "quantile", "median"),
     *("isnan", "isinf", "isfinite"),
 )
-"""Of floating-point numbers; sums and maxima, a loss often needs as they are, as the number of what a mask leaves."""
+"""Statistics of floating-point numbers. A loss often needs sums and maxima themselves."""
 
 _SCALING = _aten("sub", "sub_", "mul", "mul_")
 
 _DIVIDING = _aten("div", "div_")
-"""What is normalised is summed up for."""
+"""Operators that normalize, for which a loss needs sums."""
 
 _MAKING = _aten("arange", "linspace", "ones", "full", "zeros", "eye", "tril", "triu", "tril_indices", "triu_indices")
 
 _KEEPING_OPS = _aten("cat", "detach")
 
 _CHOOSING_OPS = _aten("argmax", "argmin", "topk", "multinomial")
-"""What is chosen, the network goes on with by its place, to which no gradient comes back either."""
+"""Operators whose result is an index, through which no gradient passes."""
 
 CauseAndAdvice = tuple[str, str]
-"""What it is, in words, and what to do instead."""
 
 _ScaledShape = tuple[tuple[str, str], str]
 """A function by file and name, or a module, and the shape of a tensor there."""
@@ -76,11 +75,11 @@ _KEPT = (
 
 
 def no_grad_work(step: ProfiledStep) -> Iterator[Remedy]:
-    """Functions, and stretches of the loop, that calculate at lines which no backward goes through.
+    """Yields remedies for functions, and regions of the loop, at lines without a backward.
 
-    Whether their results are needed isn't seen, so what only passes the batch on, or chooses from it, isn't named; nor is
-    what sums it up, but in functions that do nothing else, or beside numbers that are read. Only such functions count as a
-    whole, unless they draw numbers, which are wanted anew.
+    The profile doesn't show whether results are needed, so lines that only pass on the batch or choose from it are left
+    out. Lines that sum it up count only in functions that do nothing else, or beside values read on the host. Only such
+    functions count as a whole, unless they draw random numbers.
     """
     without, scaled = _operators_without_backward(step), _scaled_shapes(step)
     mixed = _mixed_functions(step, {one.where for one in without})
@@ -109,10 +108,10 @@ def _remedy(step: ProfiledStep, what: CauseAndAdvice, ones: Sequence[OperatorTim
 
 
 def _operators_without_backward(step: ProfiledStep) -> list[OperatorTime]:
-    """Operators at lines that no backward goes through; not those of networks that are asked without training them."""
+    """Returns operators at lines without a backward, except those of networks in inference."""
     ones = step.operators(lambda one: bool(one.where) and one.phase in _COMPUTING_PHASES)
     if not any(one.used for one in ones):
-        return []  # as within compiled graphs, of which nobody knows
+        return []  # unknown, as in compiled graphs
     walked = {one.where for one in step.operators(lambda one: one.used is True or one.phase == "backward")}
     told = walked | small_ops.lines_in_loops(step) | {one.where for same in metric_operators(step) for one in same}
     aside = [one for one in ones if one.where not in told and one.name.startswith("aten::")]
@@ -127,7 +126,7 @@ def _mixed_functions(step: ProfiledStep, without: Set[str]) -> set[tuple[str, st
 
 
 def _inference_lines(step: ProfiledStep, ones: Sequence[OperatorTime]) -> set[str]:
-    """Lines where a network is asked for what no gradient is needed of, as teachers are; habits tell of graphs in vain."""
+    """Returns lines that call a network without gradients, as teachers; `habits` have unused graphs."""
     graphs = any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits)
     products = group_by((one for one in ones if is_product(one) and one.module not in PLAIN), lambda one: one.where)
     return {where for where, same in products.items() if graphs or all(one.used is None for one in same)}
@@ -139,7 +138,7 @@ def _learning_modules(step: ProfiledStep) -> set[str]:
 
 
 def _is_in_learning_module(one: OperatorTime, learning: set[str]) -> bool:
-    """Whether an operator is none of a module's that doesn't learn, unless its graph is thrown away."""
+    """Returns whether an operator's module is trained, or its graph is unused."""
     if one.module in PLAIN or one.module in learning:
         return True
     return one.used is False and not learning.isdisjoint(_upwards(one.module))
@@ -151,11 +150,11 @@ def _upwards(module: str) -> list[str]:
 
 
 def _classify(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_ScaledShape]) -> tuple[CauseAndAdvice, set[str]]:
-    """What such operators do, and at which lines; at none where the rest of the step may need it.
+    """Returns what operators do and at which lines; no lines if the step may need them.
 
     Args:
-        whole: whether they are all that their function does.
-        scaled: what is normalised.
+        whole: whether the operators are all that their function does.
+        scaled: inputs of normalization.
     """
     if {one.name for one in ones} & _CHOOSING_OPS and not is_counting_answers(ones):
         return _MEASURED, set()
@@ -190,7 +189,7 @@ def _is_statistic(one: OperatorTime) -> bool:
 
 
 def _scaled_shapes(step: ProfiledStep) -> set[_ScaledShape]:
-    """What is moved or scaled by something of another shape, as what is normalised, and whatever is divided."""
+    """Returns what is divided, or scaled by a tensor of another shape, as in normalization."""
     ones = step.operators(lambda one: one.phase in _COMPUTING_PHASES and not one.outer)
     scaling = [
         one for one in ones if one.name in _DIVIDING or (one.name in _SCALING and len({*one.shapes}) == len(one.shapes))
@@ -288,22 +287,22 @@ _PATTERN_TEXTS = {
 }
 
 _LINE_PATTERNS = ("checkpoint",)
-"""What is told with all that goes on in the function that does it."""
+"""Patterns that the detector of the function's lines reports."""
 
 _SINGLE_SWITCH_PATTERNS = ("argument validation",)
-"""Habits that one call removes at all lines."""
+"""Patterns that one call removes at all lines."""
 
 _RARE_PATTERNS = ("autograd in evaluation", "evaluation")
-"""What is told though it's in less than half of the steps: an evaluation then comes from times of all of them."""
+"""Patterns that are reported below half of the steps: their times cover all steps."""
 
 _INTENDED_PATTERNS = ("input gradients",)
-"""What may well be a part of the method, and stays a note."""
+"""Patterns that may be part of the method; always a note."""
 
 _IF_IT_COUNTS = ("garbage collection",)
-"""What any loop has a little of."""
+"""Patterns that any loop has to a small degree."""
 
 _NAN_CHECK_OPS = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero", "aten::item"})
-"""By what anomaly detection looks for NaN, with an operator or two less in a newer torch."""
+"""Operators of the NaN check of anomaly detection; torch versions differ by one or two."""
 
 
 def slow_patterns(step: ProfiledStep) -> Iterator[Remedy]:
@@ -325,7 +324,7 @@ def slow_patterns(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _merge_single_switch(habits: Sequence[SlowPattern]) -> Iterator[SlowPattern]:
-    """Sums the habits of all lines where one switch removes them together; the line is that of the largest."""
+    """Sums patterns of all lines if one switch removes them; the line is that of the largest."""
     for what, same in group_by(habits, lambda one: one.what).items():
         if what not in _SINGLE_SWITCH_PATTERNS or len(same) == 1:
             yield from same
@@ -337,16 +336,16 @@ def _merge_single_switch(habits: Sequence[SlowPattern]) -> Iterator[SlowPattern]
 
 
 def _recomputed_line(step: ProfiledStep) -> str:
-    """The line of the forwards that run again: most of what a backward does as a forward did, as far as operators tell."""
+    """Returns the line of forwards that run again: most of the backward's operators that equal a forward's."""
     forward = {(one.module, one.name, *one.shapes) for one in step.operators(lambda one: one.phase == "forward")}
     backward = step.operators(lambda one: one.phase == "backward" and one.module not in PLAIN)
     return heaviest([one for one in backward if (one.module, one.name, *one.shapes) in forward and one.where], step)
 
 
 def _won_ms(step: ProfiledStep, habit: SlowPattern) -> float:
-    if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph costs memory first
+    if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph mainly costs memory
         return 0.0
-    if habit.what == "hook":  # it remembers who made each node, and looks at what each gives
+    if habit.what == "hook":  # the mode stores the stack of each node, and checks each output
         checks = step.operators(lambda one: one.phase == "backward" and one.name in _NAN_CHECK_OPS)
         return (habit.ms or 0.0) + sum(step.cost_ms(one) for one in checks)
     if habit.what == "profiler":
@@ -358,7 +357,7 @@ def _won_ms(step: ProfiledStep, habit: SlowPattern) -> float:
 
 
 def _longest_evaluation(step: ProfiledStep, what: str) -> SlowPattern:
-    """Of several evaluations nobody knows whose batches a loader gave."""
+    """Of several evaluations, the longest is taken as the one with the loader's batches."""
     return max((one for one in step.profile.habits if one.what == what), key=lambda one: one.ms or 0.0)
 
 
@@ -377,9 +376,9 @@ def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
 
 
 def unused_functions(step: ProfiledStep) -> Iterator[Remedy]:
-    """Functions over tensors whose operations no backward uses, while it uses others of the same lines.
+    """Yields a remedy for functions on tensors that run again without a backward, at lines that also have one.
 
-    Of networks that are modules the habits tell: a teacher may well go through the same lines as the one that learns.
+    Networks that are modules are left to `habits`: a teacher may run the same lines as the trained network.
     """
     if any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits):
         return
