@@ -1,4 +1,4 @@
-"""Operators that take long: avoidable products, scatters, unsuitable dtypes, and operators far from the machine's limit."""
+"""Slow operators: avoidable products, scatters, unsuitable dtypes, and operators far from the machine's limit."""
 
 from __future__ import annotations
 

@@ -201,15 +201,13 @@ _MIN_PASSES = 3
 _TORCH_LAYERS = ("MultiheadAttention", "Transformer", "Dropout", "AlphaDropout", "FeatureAlphaDropout")
 """Class name prefixes of torch's layers that need as many passes."""
 
-_ELEMENTWISE_OPS = frozenset(
+_ELEMENTWISE_NAMES = (
     "add sub rsub mul div neg abs sign reciprocal pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh"
     " sigmoid erf erfc floor round clamp clamp_min clamp_max maximum minimum where masked_fill lerp addcmul addcdiv atan eq"
-    " ne lt le gt ge logical_and logical_or logical_not _to_copy sum mean amax amin sigmoid_backward tanh_backward".split()
+    " ne lt le gt ge logical_and logical_or logical_not _to_copy sum mean amax amin sigmoid_backward tanh_backward"
 )
-
-_ARRANGING_OPS = frozenset(
-    "copy clone cat stack constant_pad_nd slice_backward select_backward zero fill roll flip".split()
-)
+_ARRANGING_NAMES = "copy clone cat stack constant_pad_nd slice_backward select_backward zero fill roll flip"
+_MEMORY_PASS_OPS = frozenset(f"{_ELEMENTWISE_NAMES} {_ARRANGING_NAMES}".split())
 
 
 def unfused_chain(step: ProfiledStep) -> Iterator[Remedy]:
@@ -255,7 +253,7 @@ def _chains(step: ProfiledStep) -> list[list[OperatorTime]]:
 def _is_memory_pass(step: ProfiledStep, one: OperatorTime) -> bool:
     """Returns whether an operator does little per element, and has many elements."""
     name = one.name.removeprefix("aten::").rstrip("_")
-    return name in _ELEMENTWISE_OPS | _ARRANGING_OPS and step.cost_ms(one) >= step.small_ms * one.calls
+    return name in _MEMORY_PASS_OPS and step.cost_ms(one) >= step.small_ms * one.calls
 
 
 def _chain_ms(step: ProfiledStep, ones: Sequence[OperatorTime]) -> float:
