@@ -24,7 +24,7 @@ _MIN_VALUE = 1.0
 
 
 def attention(call: FunctionCall) -> LayerEquations:
-    """query (..., L, E), key (..., S, E), value (..., S, F)."""
+    """Shapes: query (..., L, E), key (..., S, E), value (..., S, F)."""
     q, k, v = call.tensor(0, "query"), call.tensor(1, "key"), call.tensor(2, "value")
     mask, p, causal = call.get(3, "attn_mask"), call.get(4, "dropout_p", 0.0), call.get(5, "is_causal", False)
     scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
@@ -36,9 +36,7 @@ def attention(call: FunctionCall) -> LayerEquations:
         scores = _mask_scores((q @ keys.mT) * scale, mask, causal)
         high = scores.amax(-1, keepdim=True)
         parts = torch.exp(scores - high.masked_fill(high == -math.inf, 0.0))
-        return parts / parts.sum(-1, keepdim=True).clamp(
-            min=_MIN_VALUE
-        )  # rows that look at nothing give zeros, as torch's do
+        return parts / parts.sum(-1, keepdim=True).clamp(min=_MIN_VALUE)  # fully masked rows are zero, as in torch
 
     s = weights()
     kept = _dropout_mask(call, s, p) if p else ones_like(s)
@@ -47,7 +45,7 @@ def attention(call: FunctionCall) -> LayerEquations:
     ds = s * (d_dropped - (d_dropped * s).sum(-1, keepdim=True))
 
     def gathered(grad: Tensor, shape: torch.Size) -> Tensor:
-        """Heads that share keys and values add up their gradients."""
+        """Sums the gradients of heads that share keys and values."""
         if repeats > 1:
             grad = grad.unflatten(-3, (shape[-3], repeats)).sum(-3)
         return sum_to_shape(grad, shape)
@@ -90,7 +88,7 @@ def _mask_scores(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 
 
 def _dropout_mask(call: FunctionCall, weights: Tensor, p: float) -> Tensor:
-    """M / (1 - p), drawn as torch draws it."""
+    """Returns M / (1 - p), with torch's random numbers."""
     return call.drawn(lambda: torch.dropout(ones_like(weights), p, True))
 
 

@@ -1,4 +1,4 @@
-"""Losses: means over the batch, whose gradients begin the backward pass."""
+"""Losses, whose gradients begin the backward pass."""
 
 from __future__ import annotations
 

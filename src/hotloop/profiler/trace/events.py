@@ -284,7 +284,7 @@ class TraceReader:
 
 @dataclass(frozen=True)
 class _Context:
-    """What contains an event: a backward node, an optimizer's update by its start, a compiled graph's pending kernels."""
+    """What contains an event: backward node, an optimizer's update by its start, a compiled graph's pending kernels."""
 
     node: TraceEvent | None = None
     update: int | None = None
