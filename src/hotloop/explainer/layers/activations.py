@@ -291,10 +291,7 @@ def selection(call: FunctionCall) -> LayerEquations:
     else:
         b, mask, a = call.get(0, "input"), call.get(1, "mask"), call.get(2, "value")
         text = "the value A where the mask holds, else B"
-    slopes = (
-        ("dZ where A was taken", lambda g: g * mask, 1),
-        ("dZ where B was taken", lambda g: g * ~mask, 1),
-    )
+    slopes = (("dZ where A was taken", lambda g: g * mask, 1), ("dZ where B was taken", lambda g: g * ~mask, 1))
     return _binary(call, a, b, (text, lambda: torch.where(mask, a, b), 0), slopes)
 
 

@@ -19,8 +19,7 @@ from hotloop.explainer.layers.equation import (
     sum_to_shape,
 )
 
-_MIN_VALUE = 1.0
-"""Of the sum of a row, whose largest number is exp 0; that of a row masked as a whole is 0."""
+_MIN_VALUE = 1.0  # of the sum of a row, whose largest number is exp 0; that of a row masked as a whole is 0
 
 
 def attention(call: FunctionCall) -> LayerEquations:

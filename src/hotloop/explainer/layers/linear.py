@@ -81,10 +81,7 @@ def affine_product(call: FunctionCall) -> LayerEquations:
                 "Z", "beta C + alpha A B", lambda: beta * c + alpha * (a @ b), inner.forward[0].flops, [a, b, c]
             )
         ],
-        [
-            *inner.backward,
-            EquationTerm("dC", "beta dZ", lambda: sum_to_shape(beta * dz, c.shape), dz.numel(), [dz]),
-        ],
+        [*inner.backward, EquationTerm("dC", "beta dZ", lambda: sum_to_shape(beta * dz, c.shape), dz.numel(), [dz])],
         scaled,
     )
 

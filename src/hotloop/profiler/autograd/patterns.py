@@ -31,14 +31,9 @@ from hotloop.profiler.hooks.forward_calls import CallInputs
 from hotloop.profiler.hooks.torch_hooks import stop_on_error, with_callbacks
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"
-_LATE_PREFIX = "late "
-"""Prefix of patterns that can only be found from two consecutive steps."""
-
-_CARRIED_NAMES = {"kept graph": "carried graph"}
-"""Names of patterns if backward passes run through the retained graphs."""
-
-_MAX_AGE = 2
-"""Steps after which a loss should have been freed."""
+_LATE_PREFIX = "late "  # prefix of patterns that can only be found from two consecutive steps
+_CARRIED_NAMES = {"kept graph": "carried graph"}  # names of patterns if backward passes run through the retained graphs
+_MAX_AGE = 2  # steps after which a loss should have been freed
 
 _MAX_EVAL = 50
 
@@ -105,13 +100,7 @@ class AutogradPatterns:
             self._retained_graphs.stop()
 
     def forward(
-        self,
-        args: tuple,
-        kwargs: dict,
-        result: Any,
-        seconds: float,
-        lines: tuple[str, ...],
-        given: CallInputs,
+        self, args: tuple, kwargs: dict, result: Any, seconds: float, lines: tuple[str, ...], given: CallInputs
     ) -> None:
         """Records an outermost forward pass; `args[0]` is the module. See `Forward` for the others."""
         mark = Mark(lines[0], self._step, seconds)

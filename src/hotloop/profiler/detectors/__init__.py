@@ -71,11 +71,8 @@ GENERAL_DETECTORS: tuple[Detector, ...] = (
 ABSOLUTE_DETECTORS: tuple[Detector, ...] = (operators.slow_operators, operators.slow_layouts)
 """They compare operator times with the machine's limits, so they are skipped if other programs use the machine."""
 
-_CLOSE_GAIN = 0.3
-"""Least ratio of another remedy's gain to that of memory returned to the OS to have priority over it."""
-
-_SAME_COST = 0.2
-"""Relative difference of gains up to which two remedies count as the same cost."""
+_CLOSE_GAIN = 0.3  # least ratio of another remedy's gain to that of memory returned to the OS to have priority over it
+_SAME_COST = 0.2  # relative difference of gains up to which two remedies count as the same cost
 
 ARRAYS_DETECTORS: tuple[Detector, ...] = (data_loading.slow_loading,)
 """Detectors for a step in array operations; the others read or advise torch operations."""
@@ -91,12 +88,7 @@ def diagnose(profile: Profile) -> Profile:
     step = ProfiledStep(profile, profile.step_ms)
     bound, evidence = find_bound(step)
     return profile.model_copy(
-        update={
-            "bound": bound,
-            "bound_evidence": evidence,
-            "limit_ms": limit_ms(step),
-            **_with_compile_remedy(step),
-        }
+        update={"bound": bound, "bound_evidence": evidence, "limit_ms": limit_ms(step), **_with_compile_remedy(step)}
     )
 
 

@@ -9,8 +9,7 @@ from hotloop.profiler.costs.roofline import precision_in
 from hotloop.profiler.detectors.distributed_training import describe_slowest_rank
 from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, is_product, operator_least_ms, percent
 
-_MIN_SHARE = 0.2
-"""Least share of the step for a bound."""
+_MIN_SHARE = 0.2  # least share of the step for a bound
 
 
 def bound_times(step: ProfiledStep) -> dict[Bound, float]:

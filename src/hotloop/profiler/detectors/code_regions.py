@@ -13,11 +13,8 @@ from hotloop.profiler.detectors.step import PLAIN, ProfiledStep, group_by, is_ra
 
 _TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
 
-_MIN_SAMPLES = 3
-"""Least number of stack samples of a line; one or two may be chance."""
-
-_SURE_SHARE = 0.2
-"""Share of the step above which few stack samples are enough."""
+_MIN_SAMPLES = 3  # least number of stack samples of a line; one or two may be chance
+_SURE_SHARE = 0.2  # share of the step above which few stack samples are enough
 
 LineOrOperator = LineTime | OperatorTime
 """A record with a line, its function and a phase."""

@@ -11,8 +11,7 @@ from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, heav
 
 _COMPILED_PHASES: tuple[Phase, ...] = ("forward", "backward")
 
-_GENERATED_KERNELS = ("cpp_fused", "triton_")
-"""Name prefixes of the kernels that torch's compiler generates."""
+_GENERATED_KERNELS = ("cpp_fused", "triton_")  # name prefixes of the kernels that torch's compiler generates
 
 MANY_SMALL_OPERATIONS = "operations are started one by one from Python"
 """The cause that is reported for a step of many small operations."""

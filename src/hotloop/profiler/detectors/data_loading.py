@@ -11,8 +11,7 @@ from hotloop.profiler.detectors.step import OFTEN, ProfiledStep, named_function,
 _MAIN_SHARE = 0.5
 """Share of the wait that the making of samples must have for being its cause; and of the steps that a loader must feed."""
 
-_SAMPLE_METHODS = ("__getitem__", "__getitems__")
-"""How the functions of a data set are called that make samples."""
+_SAMPLE_METHODS = ("__getitem__", "__getitems__")  # how the functions of a data set are called that make samples
 
 _HANDOVER_MS = 2.0
 """Handing a batch over from a worker was measured to take 0.7 to 0.9 ms; a step that is shorter may wait for that alone."""

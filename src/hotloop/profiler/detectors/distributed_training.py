@@ -13,8 +13,7 @@ _SHARED_PHASES: tuple[Phase, ...] = ("data", "batch", "copy", "forward", "loss",
 """Phases in which each rank computes its rows of the batch."""
 _RANK_PHASES: tuple[Phase, ...] = ("waiting", "communication")
 _ROW_PARALLEL = ("data", "sharded", "towers", "local")
-_DEFAULT_SYNC_EVERY = 16
-"""Steps between two averages of the weights, if the plan has no number."""
+_DEFAULT_SYNC_EVERY = 16  # steps between two averages of the weights, if the plan has no number
 
 
 def rank_communication(step: ProfiledStep) -> Iterator[Remedy]:

@@ -9,17 +9,10 @@ from hotloop.core.records.profile import Remedy
 from hotloop.profiler.detectors.data_loading import loading_wait_ms
 from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep
 
-_MIN_SHARE = 0.2
-"""Least share of calls in the step; larger than the error of what is measured."""
-
-_ENOUGH_SAMPLES = 32
-"""Batch size above which a larger batch gains little per sample."""
-
-_TINY_BATCH = 4
-"""Batch size up to which a larger batch is a remedy beside others."""
-
-_PROPOSED_FACTOR = 2
-"""Least factor of the proposed batch size, which is at least `_ENOUGH_SAMPLES`."""
+_MIN_SHARE = 0.2  # least share of calls in the step; larger than the error of what is measured
+_ENOUGH_SAMPLES = 32  # batch size above which a larger batch gains little per sample
+_TINY_BATCH = 4  # batch size up to which a larger batch is a remedy beside others
+_PROPOSED_FACTOR = 2  # least factor of the proposed batch size, which is at least `_ENOUGH_SAMPLES`
 
 
 def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
@@ -123,8 +116,7 @@ def idle_cores(step: ProfiledStep) -> Iterator[Remedy]:
     )
 
 
-_PAGE_US = 2.0
-"""Most time to zero and map a page, in us; servers take 1 to 2 us."""
+_PAGE_US = 2.0  # most time to zero and map a page, in us; servers take 1 to 2 us
 
 
 def memory_returned_to_os(step: ProfiledStep) -> Iterator[Remedy]:

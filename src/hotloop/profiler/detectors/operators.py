@@ -27,8 +27,7 @@ _COMPUTING_PHASES: tuple[Phase, ...] = ("forward", "loss", "batch")
 _LINEAR = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "mul", "mul_", "div", "neg", "t", "transpose"))
 """Operators after which a product of two matrices can still be separated, if only scalars scale it."""
 
-_PRODUCT_WRAPPERS = ("aten::matmul", "aten::linear", "aten::einsum")
-"""Operators that only call a product."""
+_PRODUCT_WRAPPERS = ("aten::matmul", "aten::linear", "aten::einsum")  # operators that only call a product
 
 Size = tuple[int, ...]
 
@@ -220,17 +219,13 @@ _ZEROING = ("aten::zero_", "aten::fill_")
 _MAIN_SHARE, _MIN_SHARE = 1 / 3, 0.1
 """Least share of scatters in a line's floating-point time, and in its whole time, to be reported as its cause."""
 
-_FAR = 0.25
-"""Share of the machine's limit below which an operator is slow."""
+_FAR = 0.25  # share of the machine's limit below which an operator is slow
 
 _COMMON_OPS = ("conv", "mm", "linear", "pool", "norm", "softmax", "relu", "attention", "lstm", "gru", "loss")
 """Name parts of networks' operators; the modules have their shares of the limit."""
 
-_LARGE = 0.2
-"""Least share of the step for a slow operator."""
-
-_PRACTICAL_LIMIT = 0.5
-"""Share of the limit that a good operator reaches in practice."""
+_LARGE = 0.2  # least share of the step for a slow operator
+_PRACTICAL_LIMIT = 0.5  # share of the limit that a good operator reaches in practice
 
 
 def index_scatter(step: ProfiledStep) -> Iterator[Remedy]:

@@ -9,8 +9,7 @@ from typing import Any
 from hotloop.core.records.profile import COUNTS, OperatorTime, OptimizerUse, Remedy
 from hotloop.profiler.detectors.step import BY_HAND, OFTEN, ProfiledStep, group_by, percent
 
-_FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")
-"""Optimizers with `fused=True` on the CPU and on CUDA."""
+_FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")  # optimizers with `fused=True` on the CPU and on CUDA
 
 _TRAFFIC = {"SGD": 4, "Adagrad": 5, "Adam": 7, "AdamW": 7}
 """Passes of an update over memory of the parameters' size: parameter, gradient and state, read or written."""
@@ -23,24 +22,21 @@ _PER_TENSOR = {"SGD": 1.0, "Adagrad": 2.5, "Adam": 3.2, "AdamW": 3.2}
 _PER_UPDATE = {"SGD": 40.0, "Adagrad": 40.0, "Adam": 40.0, "AdamW": 40.0}
 """Time of `step()` beside the tensors, in launches of an operation, measured likewise."""
 
-_SPARSE_OPTIMIZERS = ("SGD", "Adagrad")
-"""Fused optimizers that also accept sparse gradients, but not with `fused=True`."""
+_SPARSE_OPTIMIZERS = ("SGD", "Adagrad")  # fused optimizers that also accept sparse gradients, but not with `fused=True`
 
 _SLOW_FOREACH = ("ASGD", "Rprop")
 """Optimizers whose foreach took 0.9 to 2 times as long as the loop on a CPU, with 40 and 200 tensors."""
 
 _LIST_OPS = ("aten::_foreach", "aten::_fused")
 
-_SINGLE_IMPLEMENTATION = ("LBFGS", "Muon", "SparseAdam")
-"""Torch's optimizers without another implementation."""
+_SINGLE_IMPLEMENTATION = ("LBFGS", "Muon", "SparseAdam")  # Torch's optimizers without another implementation
 
 _STATE_MAKING_OPS = frozenset(
     {"aten::empty_like", "aten::zeros_like", "aten::empty", "aten::zeros", "aten::zero_", "aten::fill_"}
 )
 """Operators that create optimizer state."""
 
-_MIN_LOOP_TENSORS = 8
-"""Least number of tensors of a loop."""
+_MIN_LOOP_TENSORS = 8  # least number of tensors of a loop
 
 
 def per_parameter_update(step: ProfiledStep) -> Iterator[Remedy]:

@@ -9,28 +9,18 @@ from hotloop.core.records.profile import OperatorTime, Remedy
 from hotloop.profiler.detectors.code_regions import function_of, is_view, place_of, runs_per_step
 from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, count_elements, group_by, heaviest
 
-_BUFFERS_FACTOR = 2.0
-"""Most tensors per parameter, with the buffers of batch norms."""
-
-_TOLERANCE = 0.1
-"""Relative difference from the optimizer's number of elements, for skipped biases or frozen parameters."""
-
-_MAX_PASSES = 64
-"""Most passes over all parameters per step: one per quantity and backward."""
-
-_MIN_TENSOR_SHARE = 1 / 3
-"""Least share of an optimizer's tensors in several passes; biases and norms may be left out."""
-
-_NEIGHBOUR_LINES = 2
-"""Largest line distance within one statement."""
+_BUFFERS_FACTOR = 2.0  # most tensors per parameter, with the buffers of batch norms
+_TOLERANCE = 0.1  # relative difference from the optimizer's number of elements, for skipped biases or frozen parameters
+_MAX_PASSES = 64  # most passes over all parameters per step: one per quantity and backward
+_MIN_TENSOR_SHARE = 1 / 3  # least share of an optimizer's tensors in several passes; biases and norms may be left out
+_NEIGHBOUR_LINES = 2  # largest line distance within one statement
 
 _SELECTING = frozenset({"aten::index", "aten::index_select", "aten::masked_select", "aten::gather", "aten::take"})
 """Operators that select rows or elements, which no loop over parameters needs."""
 
 _READ_OPS = ("aten::item", "aten::_local_scalar_dense")
 
-_LOOP_PHASES = ("loss", "python", "batch")
-"""Phases of the loop's own computation."""
+_LOOP_PHASES = ("loss", "python", "batch")  # phases of the loop's own computation
 
 _SQUARING_OPS = frozenset({"aten::pow", "aten::square", "aten::sum"})
 """Operators of a sum of squares, beside products of tensors with themselves."""

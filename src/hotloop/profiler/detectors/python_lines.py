@@ -42,8 +42,7 @@ _TENSOR_ADVICE = "write it with operations on whole tensors, or do it once befor
 
 _COMPARING_OPS = frozenset({"aten::eq", "aten::ne"})
 _CHOOSING_OPS = frozenset({"aten::argmax", "aten::topk", "aten::max"})
-_COUNTING_OPS = frozenset({"aten::sum", "aten::mean"})
-"""Operators of an accuracy, on one line or several."""
+_COUNTING_OPS = frozenset({"aten::sum", "aten::mean"})  # operators of an accuracy, on one line or several
 
 _CUTTING_OPS = frozenset({"aten::index", "aten::index_select"})
 _NUMBERING_OPS = frozenset(
@@ -55,8 +54,7 @@ _NUMBERING_OPS = frozenset(
 _COMPUTED_PHASES: tuple[Phase, ...] = ("python", "batch")
 """Phases of a network's forward function that is called directly."""
 
-_TALLYING_OPS = frozenset({"aten::bincount", "aten::histc"})
-"""Operators of a confusion matrix."""
+_TALLYING_OPS = frozenset({"aten::bincount", "aten::histc"})  # operators of a confusion matrix
 
 _METRIC_OPS = _COMPARING_OPS | _CHOOSING_OPS | _COUNTING_OPS | _TALLYING_OPS
 
@@ -266,10 +264,7 @@ def _describe_lines(step: ProfiledStep, ones: list[LineTime], hottest: LineTime,
     if any(hottest.where in loop for loop in parameter_read_loops(step)):
         return "a Python loop over parameters, outside of the optimizer: they are read one by one", FOREACH_ADVICE
     if library in ("", "torch") and _is_metric(step, ones):
-        return (
-            f"metrics at each step: {_called_name(hottest)}",
-            _LESS_OFTEN_ADVICE,
-        )
+        return (f"metrics at each step: {_called_name(hottest)}", _LESS_OFTEN_ADVICE)
     if library in ("", "torch") and _operator_ms(step, ones) > 0.5 * spent:
         if _operator_ms(step, ones, is_random) > 0.5 * _operator_ms(step, ones):
             return (
@@ -287,10 +282,7 @@ def _describe_lines(step: ProfiledStep, ones: list[LineTime], hottest: LineTime,
         )
     if library:
         return _describe_library(step, ones)
-    return (
-        f"plain Python in the loop, on numbers, lists or arrays: {_called_name(hottest)}",
-        _TENSOR_ADVICE,
-    )
+    return (f"plain Python in the loop, on numbers, lists or arrays: {_called_name(hottest)}", _TENSOR_ADVICE)
 
 
 def _is_saving(step: ProfiledStep, ones: Sequence[LineTime]) -> bool:

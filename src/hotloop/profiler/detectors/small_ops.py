@@ -195,8 +195,7 @@ def _is_whole_batch(ones: Sequence[OperatorTime], rounds: float, samples: float)
 
 _CHAIN_PHASES: tuple[Phase, ...] = ("forward", "loss", "backward")
 
-_MIN_PASSES = 3
-"""Least memory passes of a chain in the forward."""
+_MIN_PASSES = 3  # least memory passes of a chain in the forward
 
 _TORCH_LAYERS = ("MultiheadAttention", "Transformer", "Dropout", "AlphaDropout", "FeatureAlphaDropout")
 """Class name prefixes of torch's layers that need as many passes."""

@@ -48,8 +48,7 @@ _WRAPPER_OPS = ("Optimizer.step#", "Optimizer.zero_grad#")
 _SMALL_LAUNCHES = {"cpu": 10.0, "accelerator": 2.0}
 """Time of a small operator, in launches: below it the call costs more than the work."""
 
-_LAUNCH_US = 4.0
-"""Launch time of an operator on an unmeasured machine, in us; measured values are 3 to 8 us."""
+_LAUNCH_US = 4.0  # launch time of an operator on an unmeasured machine, in us; measured values are 3 to 8 us
 
 
 @dataclass(frozen=True)

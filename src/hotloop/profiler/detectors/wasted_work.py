@@ -38,8 +38,7 @@ _STATISTIC_OPS = _aten(
 
 _SCALING = _aten("sub", "sub_", "mul", "mul_")
 
-_DIVIDING = _aten("div", "div_")
-"""Operators that normalize, for which a loss needs sums."""
+_DIVIDING = _aten("div", "div_")  # operators that normalize, for which a loss needs sums
 
 _MAKING = _aten("arange", "linspace", "ones", "full", "zeros", "eye", "tril", "triu", "tril_indices", "triu_indices")
 
@@ -50,8 +49,7 @@ _CHOOSING_OPS = _aten("argmax", "argmin", "topk", "multinomial")
 
 CauseAndAdvice = tuple[str, str]
 
-_ScaledShape = tuple[tuple[str, str], str]
-"""A function by file and name, or a module, and the shape of a tensor there."""
+_ScaledShape = tuple[tuple[str, str], str]  # A function by file and name, or a module, and the shape of a tensor there
 
 _UNUSED = (
     "a part of the network whose graph is thrown away",
@@ -68,10 +66,7 @@ _MADE = (
     "what doesn't depend on the batch is made once, as a buffer of the module; what depends on samples alone, with the data",
 )
 
-_KEPT = (
-    "what is kept is copied at each step",
-    "a tensor of fixed size, into which each step writes its part in place",
-)
+_KEPT = ("what is kept is copied at each step", "a tensor of fixed size, into which each step writes its part in place")
 
 
 def no_grad_work(step: ProfiledStep) -> Iterator[Remedy]:
@@ -280,26 +275,17 @@ _PATTERN_TEXTS = {
         "Python's garbage collection at each step",
         "leave out gc.collect() in the loop; gc.freeze() after setting up spares collections what is there to stay",
     ),
-    "hook": (
-        "torch's anomaly detection is on",
-        "leave out torch.autograd.set_detect_anomaly(True) when all is well",
-    ),
+    "hook": ("torch's anomaly detection is on", "leave out torch.autograd.set_detect_anomaly(True) when all is well"),
 }
 
-_LINE_PATTERNS = ("checkpoint",)
-"""Patterns that the detector of the function's lines reports."""
-
-_SINGLE_SWITCH_PATTERNS = ("argument validation",)
-"""Patterns that one call removes at all lines."""
+_LINE_PATTERNS = ("checkpoint",)  # patterns that the detector of the function's lines reports
+_SINGLE_SWITCH_PATTERNS = ("argument validation",)  # patterns that one call removes at all lines
 
 _RARE_PATTERNS = ("autograd in evaluation", "evaluation")
 """Patterns that are reported below half of the steps: their times cover all steps."""
 
-_INTENDED_PATTERNS = ("input gradients",)
-"""Patterns that may be part of the method; always a note."""
-
-_IF_IT_COUNTS = ("garbage collection",)
-"""Patterns that any loop has to a small degree."""
+_INTENDED_PATTERNS = ("input gradients",)  # patterns that may be part of the method; always a note
+_IF_IT_COUNTS = ("garbage collection",)  # patterns that any loop has to a small degree
 
 _NAN_CHECK_OPS = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero", "aten::item"})
 """Operators of the NaN check of anomaly detection; torch versions differ by one or two."""

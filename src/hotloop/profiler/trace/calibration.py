@@ -9,8 +9,7 @@ from hotloop.core.records.profile import LineTime, ModuleTime, OperatorTime
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.timers.module_names import ModuleName, OwnTime, enclosing_names, format_name
 
-_MIN_COUNTED_SHARE = 0.8
-"""Least share of a module's operator time with known counts, for the module's FLOPs and bytes."""
+_MIN_COUNTED_SHARE = 0.8  # least share of a module's operator time with known counts, for the module's FLOPs and bytes
 
 
 def remove_profiler_overhead(

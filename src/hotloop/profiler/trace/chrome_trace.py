@@ -14,8 +14,7 @@ from hotloop.profiler.trace.events import TraceEvent, TraceReader
 
 MAX_SPANS = 40_000
 """Most spans in a file; the longest are written."""
-_COMPRESSED_FROM_CHARS = 1_000_000
-"""Characters above which the file is compressed; both viewers read compressed files."""
+_COMPRESSED_FROM_CHARS = 1_000_000  # characters above which the file is compressed; both viewers read compressed files
 
 
 _NEAR_NS = 20_000

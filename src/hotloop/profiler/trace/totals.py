@@ -16,8 +16,7 @@ from hotloop.profiler.timers.module_names import ModuleName
 OptimizerPart = Literal["", "step", "zero_grad"]
 """Part of an optimizer that contains an operator."""
 
-_MIN_STEPS = 3
-"""Least number of steps for a typical time."""
+_MIN_STEPS = 3  # least number of steps for a typical time
 
 
 class OperatorKey(NamedTuple):

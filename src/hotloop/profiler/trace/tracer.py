@@ -30,10 +30,8 @@ from hotloop.profiler.trace.events import OperatorCall, TraceEvent, TraceReader,
 from hotloop.profiler.trace.inductor_kernels import CompilationRecorder, KernelLaunch
 from hotloop.profiler.trace.totals import OperatorKey, TracedSteps, merge_typical_steps
 
-_MAX_SHAPES = 8
-"""Most input shapes per record."""
-_MAX_RECORDS = 1000
-"""Most records; the longest are returned."""
+_MAX_SHAPES = 8  # most input shapes per record
+_MAX_RECORDS = 1000  # most records; the longest are returned
 
 
 class Tracer:
@@ -321,8 +319,7 @@ def _operator_name(event: TraceEvent) -> str:
     return "aten::to.dtype" if dtype_alone else event.name
 
 
-_ARGUMENTS_OF_DTYPE = 5
-"""Arguments of `aten::to.dtype`: tensor, dtype, and three that every `aten::to` has."""
+_ARGUMENTS_OF_DTYPE = 5  # arguments of `aten::to.dtype`: tensor, dtype, and three that every `aten::to` has
 
 
 def _format_shape(shape: Any) -> str:
