@@ -112,7 +112,9 @@ def _to_float64(recorded: TorchCall) -> tuple[FunctionCall, list[Tensor]]:
 
     arguments, options = tree_map_only(Tensor, wide, (recorded.arguments, recorded.options))
     arguments, options = tree_map(
-        lambda leaf: torch.float64 if leaf in _NARROW else leaf, (arguments, options), is_leaf=_is_dtype
+        lambda leaf: torch.float64 if leaf in _NARROW else leaf,
+        (arguments, options),
+        is_leaf=lambda leaf: isinstance(leaf, torch.dtype),
     )
 
     function = recorded.function
@@ -140,10 +142,6 @@ def _to_float64(recorded: TorchCall) -> tuple[FunctionCall, list[Tensor]]:
         recorded.name, function, arguments, options, list(outputs), [g.detach() for g in gradients], drawn
     )
     return call, leaves
-
-
-def _is_dtype(leaf: Any) -> bool:
-    return isinstance(leaf, torch.dtype)
 
 
 def _outputs(function: Callable[..., Any], arguments: Any, options: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ def attention(call: FunctionCall) -> LayerEquations:
         return parts / parts.sum(-1, keepdim=True).clamp(min=_MIN_VALUE)  # fully masked rows are zero, as in torch
 
     s = weights()
-    kept = _dropout_mask(call, s, p) if p else ones_like(s)
+    kept = call.drawn(lambda: torch.dropout(ones_like(s), p, True)) if p else ones_like(s)  # M / (1 - p)
     dropped = s * kept
     d_dropped = (dz @ values.mT) * kept
     ds = s * (d_dropped - (d_dropped * s).sum(-1, keepdim=True))
@@ -84,11 +84,6 @@ def _mask_scores(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-
-
-def _dropout_mask(call: FunctionCall, weights: Tensor, p: float) -> Tensor:
-    """Returns M / (1 - p), with torch's random numbers."""
-    return call.drawn(lambda: torch.dropout(ones_like(weights), p, True))
 
 
 FORMULAS: dict[str, Formula] = {"scaled_dot_product_attention": attention}

@@ -16,15 +16,6 @@ _FREE_OPS = (
 )
 
 
-def _free(call: OpCall) -> tuple[float, float]:
-    return 0, 0
-
-
-def _cat(call: OpCall) -> tuple[float, float]:
-    """Counts `cat` and `stack`: each tensor of the list is read and written once."""
-    return 0, 2 * sum(map(prod, call.shapes_of(0))) * call.item(0)
-
-
 def _embedding(call: OpCall) -> tuple[float, float]:
     """Counts `embedding(weight, indices)`: one row of the weight per index."""
     row = call.shape(0)[-1] * call.item(0)
@@ -49,11 +40,6 @@ def _index_select(call: OpCall) -> tuple[float, float]:
 def _select_backward(call: OpCall) -> tuple[float, float]:
     """Counts `select_backward(grad, sizes, ...)` and `slice_backward`: zeros of the sizes, then a copy of grad."""
     return 0, prod(call.argument(1)) * call.item(0) + 2 * call.size(0)
-
-
-def _gather(call: OpCall) -> tuple[float, float]:
-    """Counts `gather(self, dim, index)`: one element per index."""
-    return 0, call.size(2) + 2 * call.count(2) * call.item(0)
 
 
 def _scatter(flops: int) -> Formula:
@@ -88,12 +74,12 @@ def _fused_update(flops: int, *read_and_written: int) -> Formula:
 
 
 FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(_FREE_OPS.split(), _free),
-    "cat": _cat,
+    **dict.fromkeys(_FREE_OPS.split(), lambda call: (0, 0)),
+    "cat": lambda call: (0, 2 * sum(map(prod, call.shapes_of(0))) * call.item(0)),
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
     "index_select": _index_select,
-    "gather": _gather,
+    "gather": lambda call: (0, call.size(2) + 2 * call.count(2) * call.item(0)),
     "select_backward": _select_backward,
     "slice_backward": _select_backward,
     "scatter_": _scatter(0),

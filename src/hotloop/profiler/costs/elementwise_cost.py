@@ -75,14 +75,6 @@ def _comparison(call: OpCall) -> tuple[float, float]:
     return out, call.size(*call.tensors) + out
 
 
-def _fill(call: OpCall) -> tuple[float, float]:
-    return 0, call.size(0)
-
-
-def _copy(call: OpCall) -> tuple[float, float]:
-    return 0, call.size(0, 1)
-
-
 def _where(call: OpCall) -> tuple[float, float]:
     """Counts `where(condition, value, value)`; the values may be scalars."""
     values = [position for position in call.tensors if position in (1, 2)]
@@ -90,25 +82,6 @@ def _where(call: OpCall) -> tuple[float, float]:
         raise UncountableCall
     out = prod(broadcast(*(call.shape(position) for position in call.tensors)))
     return 0, call.size(*call.tensors) + out * max(call.item(position) for position in values)
-
-
-def _masked_fill(call: OpCall) -> tuple[float, float]:
-    """Counts the mask alone: the number of masked elements, which are written, is unknown."""
-    return 0, call.size(1)
-
-
-def _dropout(call: OpCall) -> tuple[float, float]:
-    """Counts dropout, which writes the result and a mask of one byte per element."""
-    return 2 * call.count(0), 2 * call.size(0) + call.count(0)
-
-
-def _glu(call: OpCall) -> tuple[float, float]:
-    """Counts half of the input times the sigmoid of the other half."""
-    return 4 * call.count(0) / 2, 1.5 * call.size(0)
-
-
-def _glu_backward(call: OpCall) -> tuple[float, float]:
-    return 9 * call.count(0), call.size(0) + 2 * call.size(1)
 
 
 def _formulas() -> dict[str, Formula]:
@@ -119,16 +92,16 @@ def _formulas() -> dict[str, Formula]:
             formulas |= dict.fromkeys([f"_foreach_{name}", f"_foreach_{name}_"], _foreach(flops))
     for name in _COMPARISON_OPS.split():
         formulas |= {name: _comparison, f"{name}_": _in_place(1)}
-    return formulas | dict.fromkeys(_FILL_OPS.split(), _fill)
+    return formulas | dict.fromkeys(_FILL_OPS.split(), lambda call: (0, call.size(0)))
 
 
 FORMULAS: dict[str, Formula] = {
     **_formulas(),
-    "copy_": _copy,
+    "copy_": lambda call: (0, call.size(0, 1)),
     "where": _where,
-    "masked_fill_": _masked_fill,
-    "native_dropout": _dropout,
+    "masked_fill_": lambda call: (0, call.size(1)),  # the mask alone: the number of masked elements is unknown
+    "native_dropout": lambda call: (2 * call.count(0), 2 * call.size(0) + call.count(0)),  # writes the mask, too
     "native_dropout_backward": _elementwise(2),
-    "glu": _glu,
-    "glu_backward": _glu_backward,
+    "glu": lambda call: (4 * call.count(0) / 2, 1.5 * call.size(0)),  # half * sigmoid of the other half
+    "glu_backward": lambda call: (9 * call.count(0), call.size(0) + 2 * call.size(1)),
 }

@@ -87,15 +87,6 @@ def _layer_norm_backward(*read: int) -> Formula:
     return count
 
 
-def _rms_norm(call: OpCall) -> tuple[float, float]:
-    """Counts x / sqrt(mean(x^2) + eps) * weight."""
-    return 4 * call.count(0), 2 * call.size(0) + call.size(2)
-
-
-def _rms_norm_backward(call: OpCall) -> tuple[float, float]:
-    return 8 * call.count(1), call.size(0, 1, 3, 4) + call.size(1) + call.size(4)
-
-
 def _kernel_sizes(call: OpCall) -> list[int]:
     """Returns the kernel sizes of a 2-d pooling."""
     kernel = list(call.argument(1))
@@ -123,11 +114,6 @@ def _max_pool(call: OpCall) -> tuple[float, float]:
     return out * prod(_kernel_sizes(call)), call.size(0) + out * (call.item(0) + INDEX_BYTES)
 
 
-def _max_pool_backward(call: OpCall) -> tuple[float, float]:
-    """Counts grad and indices; the input's gradient is filled with zeros, then added to."""
-    return call.count(0), call.size(0, 7) + call.size(1)
-
-
 def _average_pool(call: OpCall) -> tuple[float, float]:
     out = _pooled_elements(call, None, 4)
     return out * prod(_kernel_sizes(call)), call.size(0) + out * call.item(0)
@@ -144,19 +130,10 @@ def _adaptive_pool(call: OpCall) -> tuple[float, float]:
     return call.count(0), call.size(0) + out * call.item(0)
 
 
-def _adaptive_pool_backward(call: OpCall) -> tuple[float, float]:
-    return call.count(1), call.size(0, 1)
-
-
 def _nll_loss(call: OpCall) -> tuple[float, float]:
     """Counts `nll_loss_forward(log probabilities, target, weight, reduction)`: one element per target."""
     targets = call.count(1)
     return targets, targets * call.item(0) + call.size(1) + (targets if call.argument(3) == 0 else 1) * call.item(0)
-
-
-def _nll_loss_backward(call: OpCall) -> tuple[float, float]:
-    """Counts a gradient of the shape of the log probabilities, which is zero except at the targets."""
-    return call.count(2), call.size(0, 2) + call.size(1)
 
 
 def _loss(flops: int, reduction: int) -> Formula:
@@ -198,18 +175,19 @@ FORMULAS: dict[str, Formula] = {
     "native_layer_norm_backward": _layer_norm_backward(0, 1, 3, 4, 5),
     "native_group_norm": _layer_norm(1, 2),
     "native_group_norm_backward": _layer_norm_backward(0, 1, 2, 3, 4),
-    "_fused_rms_norm": _rms_norm,
-    "_fused_rms_norm_backward": _rms_norm_backward,
+    "_fused_rms_norm": lambda call: (4 * call.count(0), 2 * call.size(0) + call.size(2)),
+    "_fused_rms_norm_backward": lambda call: (8 * call.count(1), call.size(0, 1, 3, 4) + call.size(1) + call.size(4)),
     "max_pool2d_with_indices": _max_pool,
-    "max_pool2d_with_indices_backward": _max_pool_backward,
+    "max_pool2d_with_indices_backward": lambda call: (call.count(0), call.size(0, 7) + call.size(1)),
     "avg_pool2d": _average_pool,
     "avg_pool2d_backward": _average_pool_backward,
     "_adaptive_avg_pool2d": _adaptive_pool,
-    "_adaptive_avg_pool2d_backward": _adaptive_pool_backward,
+    "_adaptive_avg_pool2d_backward": lambda call: (call.count(1), call.size(0, 1)),
     "nll_loss_forward": _nll_loss,
     "nll_loss2d_forward": _nll_loss,
-    "nll_loss_backward": _nll_loss_backward,
-    "nll_loss2d_backward": _nll_loss_backward,
+    **dict.fromkeys(
+        ["nll_loss_backward", "nll_loss2d_backward"], lambda call: (call.count(2), call.size(0, 2) + call.size(1))
+    ),
     "mse_loss": _loss(2, 2),
     "binary_cross_entropy": _loss(6, 3),
     "smooth_l1_loss": _loss(4, 2),

@@ -145,16 +145,12 @@ def find_spread_work(
         if (
             len(parts[where]) > 1
             and step.share(sums[where]) >= COUNTS
-            and has_enough_samples(step, _lines_at(step, parts[where]))
+            and has_enough_samples(step, [line for line in step.profile.lines if line.where in parts[where]])
         ):
             yield SpreadWork(where, sums[where], _functions(parts[where], lines, small))
         elif (outer := _innermost_line(where, lines)) and outer not in closed:
             sums[outer] = sums.get(outer, 0.0) + sums[where]
             parts[outer] = parts.get(outer, []) + parts[where]
-
-
-def _lines_at(step: ProfiledStep, places: Collection[str]) -> list[LineTime]:
-    return [line for line in step.profile.lines if line.where in places]
 
 
 def _innermost_line(where: str, lines: Mapping[str, LineTime]) -> str:

@@ -38,7 +38,8 @@ def one_hot_matmul(step: ProfiledStep) -> Iterator[Remedy]:
         with_it = _products_with(step, size)
         if not with_it:
             continue
-        ones = _without_repeats([*making, *_other_work_on(step, making, size), *with_it])
+        related = [*making, *_other_work_on(step, making, size), *with_it]
+        ones = list({id(one): one for one in related}.values())
         spent = sum(step.cost_ms(one) for one in ones)
         yield Remedy(
             cause=f"rows are looked up by a product with a one-hot matrix of {_format_size(size)}, of which all but 1 in "
@@ -201,10 +202,6 @@ def _size(shape: str) -> Size:
     """Returns a tensor's size; empty for scalars and lists of tensors."""
     parts = shape.split("x")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
-
-
-def _without_repeats(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
-    return list({id(one): one for one in ones}.values())
 
 
 TAKES_MUCH = "takes much of the"

@@ -29,7 +29,7 @@ _SLOW_FOREACH = ("ASGD", "Rprop")
 
 _LIST_OPS = ("aten::_foreach", "aten::_fused")
 
-_SINGLE_IMPLEMENTATION = ("LBFGS", "Muon", "SparseAdam")  # Torch's optimizers without another implementation
+_SINGLE_IMPLEMENTATION = ("LBFGS", "Muon", "SparseAdam")  # torch's optimizers without another implementation
 
 _STATE_MAKING_OPS = frozenset(
     {"aten::empty_like", "aten::zeros_like", "aten::empty", "aten::zeros", "aten::zero_", "aten::fill_"}
@@ -120,7 +120,9 @@ def _implementation_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Re
             yield _per_parameter_remedy(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
         elif use.kind not in _SLOW_FOREACH:
             yield _foreach_remedy(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
-    elif use.kind in _SPARSE_OPTIMIZERS and step.operators(_gives_sparse_gradient):
+    elif use.kind in _SPARSE_OPTIMIZERS and step.operators(
+        lambda one: "embedding" in one.name and one.name.endswith("sparse_backward")
+    ):
         remedy = f"fused=True for {use.kind} of what has dense gradients, and an optimizer of its own for what has sparse ones"
         yield _per_parameter_remedy(step, use, cause=cause, where=use.where, remedy=remedy)
     else:
@@ -136,10 +138,6 @@ def _implementation_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Re
 def _cause(use: OptimizerUse) -> str:
     tensors = sum(group.tensors for group in use.groups)
     return f"a for-loop optimizer: {use.kind} updates {tensors} parameters one by one"
-
-
-def _gives_sparse_gradient(one: OperatorTime) -> bool:
-    return "embedding" in one.name and one.name.endswith("sparse_backward")
 
 
 def _foreach_remedy(step: ProfiledStep, use: OptimizerUse, **fields: Any) -> Remedy:

@@ -61,16 +61,15 @@ def _optimizer_sizes(step: ProfiledStep) -> list[tuple[int, int]]:
 def _in_place_operators(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
     """Returns operators that change a tensor in place; the target of a cast is new."""
     changing = (one for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None))
-    return [one for one in changing if not (one.name == "aten::copy_" and _is_cast(one))]
+    return [
+        one
+        for one in changing
+        if not (one.name == "aten::copy_" and one.outer.startswith(("aten::to", "aten::_to_copy")))
+    ]
 
 
 def _shapes(ones: Sequence[OperatorTime]) -> set[tuple[str, ...]]:
     return {tuple(one.shapes[:1]) for one in ones}
-
-
-def _is_cast(one: OperatorTime) -> bool:
-    """Returns whether a conversion such as `float()` makes the copy."""
-    return one.outer.startswith(("aten::to", "aten::_to_copy"))
 
 
 def parameter_reads(step: ProfiledStep) -> Iterator[Remedy]:
@@ -78,7 +77,8 @@ def parameter_reads(step: ProfiledStep) -> Iterator[Remedy]:
     for lines in _adjacent_loops(step, parameter_read_loops(step)):
         ones = [one for where in lines for one in step.operators_by_line[where]]
         seldom = _are_squares(ones) or _is_only_measuring(step, lines)
-        remedy, won = _already_known(step, lines) if seldom else _foreach_gain(step, lines)
+        foreach = FOREACH_ADVICE, sum(_between_ms(step, where) for where in lines)  # the work itself stays
+        remedy, won = _already_known(step, lines) if seldom else foreach
         tensors = max(_count_read_tensors(step, step.operators_by_line[where]) for where in lines)
         yield Remedy(
             cause=f"a Python loop over parameters, outside of the optimizer: {tensors:.0f} tensors are read one by one",
@@ -165,11 +165,6 @@ def _already_known(step: ProfiledStep, lines: Sequence[str]) -> tuple[str, float
     )
 
 
-def _foreach_gain(step: ProfiledStep, lines: Sequence[str]) -> tuple[str, float]:
-    """Returns the advice, and the milliseconds saved; the work itself stays."""
-    return FOREACH_ADVICE, sum(_between_ms(step, where) for where in lines)
-
-
 def _between_ms(step: ProfiledStep, where: str) -> float:
     """Returns the milliseconds between tensors; a CPU also computes `_foreach_` lists tensor by tensor."""
     ones = step.operators_by_line[where]
@@ -197,11 +192,9 @@ def _is_same_loop(step: ProfiledStep, where: str, other: str, rounds: float) -> 
     here, there = step.operators_by_line[where], step.operators_by_line[other]
     if function_of(here[0]) != function_of(there[0]):
         return False
-    return not _count_read_tensors(step, there) and abs(runs_per_step(there) - rounds) < 1 and not _is_large(there)
-
-
-def _is_large(ones: Sequence[OperatorTime]) -> bool:
-    return any(_numbers(one) > 1 for one in ones if not is_view(one))
+    if _count_read_tensors(step, there) or abs(runs_per_step(there) - rounds) >= 1:
+        return False
+    return not any(_numbers(one) > 1 for one in there if not is_view(one))
 
 
 def _count_read_tensors(step: ProfiledStep, ones: Sequence[OperatorTime]) -> float:

@@ -153,18 +153,16 @@ def _classify(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_ScaledShap
     """
     if {one.name for one in ones} & _CHOOSING_OPS and not is_counting_answers(ones):
         return _MEASURED, set()
-    kinds = (_UNUSED, _unused(ones)), (_MEASURED, _measured(ones, whole, scaled)), (_MADE, _made(ones))
+    unused = {one.where for one in ones if one.used is False and is_product(one)}
+    kinds = (_UNUSED, unused), (_MEASURED, _measured(ones, whole, scaled)), (_MADE, _made(ones))
     return next(((what, lines) for what, lines in kinds if lines), (_KEPT, _kept(ones)))
-
-
-def _unused(ones: Sequence[OperatorTime]) -> set[str]:
-    return {one.where for one in ones if one.used is False and is_product(one)}
 
 
 def _measured(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_ScaledShape]) -> set[str]:
     counted = counting_lines(ones)
     read = {one.where for one in ones if one.name in _READ_OPS and not one.outer}
-    summed = {one.where for one in ones if _is_statistic(one) and scaled.isdisjoint(_scaled_inputs(one))}
+    statistics = [one for one in ones if one.name in _STATISTIC_OPS and one.dtype and not one.outer]
+    summed = {one.where for one in statistics if scaled.isdisjoint(_scaled_inputs(one))}
     found = read | (summed if whole or read or counted else set())
     return found | counted if found else set()
 
@@ -177,10 +175,6 @@ def _made(ones: Sequence[OperatorTime]) -> set[str]:
 def _kept(ones: Sequence[OperatorTime]) -> set[str]:
     kept = [one for one in ones if one.name in _KEEPING_OPS]
     return {one.where for one in kept} if {one.name for one in kept} == _KEEPING_OPS else set()
-
-
-def _is_statistic(one: OperatorTime) -> bool:
-    return one.name in _STATISTIC_OPS and bool(one.dtype) and not one.outer
 
 
 def _scaled_shapes(step: ProfiledStep) -> set[_ScaledShape]:
@@ -337,14 +331,11 @@ def _won_ms(step: ProfiledStep, habit: SlowPattern) -> float:
     if habit.what == "profiler":
         each_ms = (habit.call_us or 0.0) / 1e3 - step.launch_ms
         return max(0.0, (habit.calls or 0.0) * each_ms)
-    if habit.what == "evaluation" and habit == _longest_evaluation(step, "evaluation"):
-        return (habit.ms or 0.0) + step.evaluating_ms
+    if habit.what == "evaluation":  # the longest evaluation is taken as the one with the loader's batches
+        evaluations = [one for one in step.profile.habits if one.what == "evaluation"]
+        if habit == max(evaluations, key=lambda one: one.ms or 0.0):
+            return (habit.ms or 0.0) + step.evaluating_ms
     return habit.ms or 0.0
-
-
-def _longest_evaluation(step: ProfiledStep, what: str) -> SlowPattern:
-    """Of several evaluations, the longest is taken as the one with the loader's batches."""
-    return max((one for one in step.profile.habits if one.what == what), key=lambda one: one.ms or 0.0)
 
 
 def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
