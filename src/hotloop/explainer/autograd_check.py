@@ -37,7 +37,7 @@ def check_call(recorded: TorchCall, formula: Formula, bytes_of: Callable[[int], 
     """
     layer = layer_without_equations(recorded)
     if recorded.is_overwritten:
-        return _name_parameters(layer, "an input was overwritten later: nothing left to compute with")
+        return _name_parameters(layer, "not explained: an input was overwritten later")
     # Without a gradient of the output, the check uses ones.
     call, leaves = _to_float64(recorded)
     try:
@@ -66,7 +66,7 @@ def check_call(recorded: TorchCall, formula: Formula, bytes_of: Callable[[int], 
             gradients[parameter] = gradients.get(parameter, torch.zeros(())) + value
     notes = [*layer.notes, *equations.notes]
     if not flows:
-        notes.append("nothing flows back here")
+        notes.append("no gradient reaches this layer")
     matrices = [_matrix(name, value, recorded, leaves) for name, value in equations.operands.items()]
     matrices.append(MatrixRecord(name="Z", shape=list(call.outputs[0].shape)))
     changes = {"matrices": matrices, "forward": forward, "backward": backward, "notes": notes, "known": True}

@@ -162,7 +162,7 @@ def _explain_layer(recorded: TorchCall | UnrecordedNode) -> tuple[LayerExplanati
     if isinstance(recorded, UnrecordedNode):
         place = recorded.place
         matrices = [MatrixRecord(name="output", shape=recorded.shape)]
-        notes = ["made by something that can't be looked into"]
+        notes = ["made by an operation that can't be recorded"]
         unknown = LayerExplanation(
             module=place.module,
             kind=place.kind,

@@ -50,7 +50,7 @@ def find_bound(step: ProfiledStep) -> tuple[Bound, list[str]]:
     shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
     evidence = [f"Of a step of {format_milliseconds(step.ms)}: {', '.join(shares)}."] if shares else []
     if step.share(found[first]) < _MIN_SHARE:
-        return "unknown", [*evidence, "Nothing that was measured takes a fifth of it."]
+        return "unknown", [*evidence, "No measured part takes a fifth of it."]
     return first, [*evidence, *_bound_details(step, first, found[first]), *_limit_sentences(step)]
 
 
@@ -68,7 +68,7 @@ def _bound_of_arrays(step: ProfiledStep, found: dict[Bound, float]) -> tuple[Bou
         most = max(own, key=lambda name: own[name])
         name = most or "functions of the model's own forward"
         evidence.append(f"Most of it is {name}: {percent(step.share(own[most]))} of the step.")
-    unseen = "Whether these wait for arithmetic, for memory or for calls isn't told: nothing looks inside."
+    unseen = "Whether layers are bound by arithmetic, memory or calls isn't measured."
     return "unknown", [*evidence, unseen]
 
 
@@ -111,7 +111,7 @@ def _limit_sentences(step: ProfiledStep) -> list[str]:
 
 
 def limit_ms(step: ProfiledStep) -> float | None:
-    """The least that the machine's limits allow for the operators whose work is known; None if none is."""
+    """Returns the least ms of the operators with known work at the machine's limits; None if there are none."""
     if step.profile.limit_ms is not None:
         return step.profile.limit_ms
     least = sum(operator_least_ms(one, step.profile) for one in step.operators(lambda one: True))

@@ -1,4 +1,4 @@
-"""Input: a step that waits for its batch."""
+"""Waits for data: slow samples and collation, reopened loaders, unpinned memory."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from hotloop.profiler.detectors.code_regions import function_of
 from hotloop.profiler.detectors.step import OFTEN, ProfiledStep, named_function, percent
 
 _MAIN_SHARE = 0.5
-"""Share of the wait that the making of samples must have for being its cause; and of the steps that a loader must feed."""
+"""Least share of the wait for its main cause, and of the steps that a loader feeds."""
 
-_SAMPLE_METHODS = ("__getitem__", "__getitems__")  # how the functions of a data set are called that make samples
+_SAMPLE_METHODS = ("__getitem__", "__getitems__")  # a data set's functions that make samples
 
 _HANDOVER_MS = 2.0
-"""Handing a batch over from a worker was measured to take 0.7 to 0.9 ms; a step that is shorter may wait for that alone."""
+"""Step time below which the transfer from a worker may be the bound; a transfer takes 0.7 to 0.9 ms."""
 
 
 def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
-    """Waiting for data: the samples themselves, or putting them together.
-
-    What goes into opening a loader, and what an evaluation waits for, is told elsewhere.
-    """
+    """Yields a remedy for slow samples or collation, without the opening of loaders and waits of evaluations."""
     waited = loading_wait_ms(step)
-    told = [] if _reopened_loaders(step) else step.lines("data")  # nobody knows which of them opens
-    lines = sorted(told, key=lambda line: -line.own_ms)
+    # The lines of reopened loaders can't be separated from those of loading.
+    lines = [] if _reopened_loaders(step) else sorted(step.lines("data"), key=lambda line: -line.own_ms)
     loader = _slowest(step, waited)
     where = lines[0].where if lines else ""
     if not waited:
@@ -35,7 +32,7 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.source,
             remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
             gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
             axes={"residency": "host"},
         )
     elif loader is None:
@@ -44,20 +41,20 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.step_where,
             remedy="read the data into tensors once, before the loop, and cut each batch out with one index",
             gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
         )
     else:
         yield _loader_remedy(step, loader, waited, lines)
 
 
 def loading_wait_ms(step: ProfiledStep) -> float:
-    """Milliseconds of a step that the training waits for data, from loaders that are open."""
+    """Returns the ms per step in which the training waits for data from open loaders."""
     opening = sum(_reopening_ms(step, use) for use in _reopened_loaders(step))
     return max(0.0, step.phase("data") - step.evaluating_ms - opening)
 
 
 def _slowest(step: ProfiledStep, waited: float) -> LoaderUse | None:
-    """The loader whose samples take longest; one whose samples nobody timed, if the others explain little of the wait."""
+    """Returns the loader with the slowest samples; an untimed one if the others explain little of the wait."""
     loaders = [use for use in step.profile.loaders if use.share >= _MAIN_SHARE and use not in step.evaluation_loaders]
     loader = max(loaders, key=lambda use: use.share * _timed_samples_ms(step, use), default=None)
     if loader is None or _timed_samples_ms(step, loader) >= _MAIN_SHARE * waited:
@@ -66,7 +63,7 @@ def _slowest(step: ProfiledStep, waited: float) -> LoaderUse | None:
 
 
 def _timed_samples_ms(step: ProfiledStep, loader: LoaderUse) -> float:
-    """Milliseconds that a loader's samples take in a step, as far as they were timed."""
+    """Returns the timed ms of a loader's samples per step."""
     samples = step.profile.samples_per_step if len(step.profile.loaders) == 1 else None
     each = loader.batch_size or step.profile.samples_per_step or 1.0
     calls = loader.draws if loader.at_once else samples or loader.draws * each
@@ -74,15 +71,15 @@ def _timed_samples_ms(step: ProfiledStep, loader: LoaderUse) -> float:
 
 
 def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
-    """Loaders of which each step asks for a first batch."""
+    """Yields remedies for loaders that each step opens for a first batch."""
     for use in _reopened_loaders(step):
         spent = _reopening_ms(step, use)
         starting = "starting its workers and waiting for their first batch" if use.workers else "beginning it"
         yield Remedy(
             cause="a DataLoader is opened anew at each step",
             where=use.opened_where or use.where,
-            remedy="make the loader and its iterator once, before the loop, and ask that for the next batch at each step; make "
-            "another one when it has no more: for batch in loader does that",
+            remedy="create the loader and its iterator once, before the loop, and take the next batch from the iterator at each "
+            "step; create a new iterator when it is exhausted: for batch in loader does that",
             gain=step.share(spent),
             evidence=f"{starting} takes {spent:.2f} ms of each step of {step.ms:.2f} ms, for {use.draws:.0f} of its "
             f"{'' if use.batches is None else f'{use.batches} '}batches",
@@ -91,7 +88,7 @@ def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
-    """Loaders that steps begin again and again, and leave most of their batches; a full batch is all that there is."""
+    """Returns loaders that steps open repeatedly and leave mostly unread."""
     return [
         use
         for use in step.profile.loaders
@@ -102,7 +99,6 @@ def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
 
 
 def _reopening_ms(step: ProfiledStep, loader: LoaderUse) -> float:
-    """Milliseconds of a step in which a loader begins anew."""
     return step.loading_ms(loader, loader.opening_ms)
 
 

@@ -63,7 +63,7 @@ def _uneven_ranks(step: ProfiledStep) -> Iterator[Remedy]:
     yield Remedy(
         cause=f"waiting: rank {slowest} is slower than the others",
         where="",
-        remedy="look at what it does longer, and what else runs on its cores or its machine",
+        remedy="check what takes longer on this rank, and which other programs run on its cores or its machine",
         gain=step.share(lost),
         evidence=f"others wait {format_milliseconds(lost)} of each step of {format_milliseconds(step.ms)} for it"
         + f". {why}".rstrip(". "),
@@ -88,7 +88,7 @@ def _needless_ranks(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _idle_stages(step: ProfiledStep) -> Iterator[Remedy]:
-    """Stages that have nothing to do until others are done."""
+    """Pipeline stages wait for each other."""
     pieces = int(_axis_value(step, "microbatches") or 4 * len(step.profile.ranks))
     idle = min(one.phases.get("waiting", 0.0) for one in step.profile.ranks)
     yield Remedy(
@@ -102,7 +102,7 @@ def _idle_stages(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _slowest_rank(step: ProfiledStep) -> tuple[int, Phase, float] | None:
-    """The slowest rank, the phase in which it takes longest beyond the quickest of the others, and how much; ms."""
+    """Returns the slowest rank, the phase with its largest excess over the quickest other rank, and the excess in ms."""
     ranks, slowest = step.profile.ranks, step.profile.slowest
     if slowest is None:
         return None
@@ -116,6 +116,6 @@ def _slowest_rank(step: ProfiledStep) -> tuple[int, Phase, float] | None:
 
 
 def _axis_value(step: ProfiledStep, axis: str) -> str:
-    """What the plan has for an axis; empty if it is the baseline's."""
+    """Returns the plan's value of an axis; empty for the default."""
     set_ones = dict(part.split("=", 1) for part in step.profile.plan.split() if "=" in part)
     return set_ones.get(axis, "")

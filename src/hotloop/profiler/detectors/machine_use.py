@@ -40,7 +40,7 @@ def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
     yield Remedy(
         cause=f"too small a batch: {samples:.0f} samples in a step",
         where=loader or step.profile.step_where,
-        remedy=f"a batch of {many} samples (which changes the training: try the learning rate anew)",
+        remedy=f"a batch of {many} samples (which changes the training: tune the learning rate again)",
         gain=step.share((1 - 1 / factor) * calling),
         evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
         "which hardly takes longer for more of them",
@@ -126,7 +126,7 @@ def memory_returned_to_os(step: ProfiledStep) -> Iterator[Remedy]:
         return
     took = min(paging.system_ms, paging.pages * _PAGE_US / 1e3)
     yield Remedy(
-        cause="memory is given back after each step, and comes anew in the next",
+        cause="memory is given back to the system after each step, and requested again in the next",
         where=step.profile.step_where or step.profile.source,
         remedy="keep it: start the script with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 in the environment",
         gain=step.share(took / max(1.0, threads.busy if threads else 1.0)),

@@ -17,10 +17,10 @@ _TRAFFIC = {"SGD": 4, "Adagrad": 5, "Adam": 7, "AdamW": 7}
 _MAX_TRAFFIC = 7
 
 _PER_TENSOR = {"SGD": 1.0, "Adagrad": 2.5, "Adam": 3.2, "AdamW": 3.2}
-"""Time of a fused optimizer's Python code per tensor, in launches of an operation, measured in trainings on a CPU (torch 2.13)."""
+"""Python time of a fused optimizer per tensor, in launches, measured in trainings on a CPU (torch 2.13)."""
 
 _PER_UPDATE = {"SGD": 40.0, "Adagrad": 40.0, "Adam": 40.0, "AdamW": 40.0}
-"""Time of `step()` beside the tensors, in launches of an operation, measured likewise."""
+"""Time of `step()` beside the tensors, in launches, measured likewise."""
 
 _SPARSE_OPTIMIZERS = ("SGD", "Adagrad")  # fused optimizers that also accept sparse gradients, but not with `fused=True`
 
@@ -64,7 +64,7 @@ def recreated_optimizer(step: ProfiledStep) -> Iterator[Remedy]:
         won = min(step.phase("update"), sum(map(step.cost_ms, making)) + paged)
         gain = step.share(won)
         yield Remedy(
-            cause=f"an optimizer is made anew at each step: {use.kind} begins without what it knew",
+            cause=f"an optimizer is made anew at each step: {use.kind} loses its state",
             where=use.where,
             remedy="make it once, before the loop; for another learning rate set group['lr'] of its param_groups, or take a "
             "scheduler of torch.optim.lr_scheduler",
@@ -264,7 +264,7 @@ def zero_fill_gradients(step: ProfiledStep) -> Iterator[Remedy]:
         yield Remedy(
             cause="gradients are zeroed in place",
             where=where or step.profile.step_where,
-            remedy="zero_grad(set_to_none=True), torch's default: the backward makes new ones, in place of adding to zeros",
+            remedy="zero_grad(set_to_none=True), torch's default: the backward then writes new gradients instead of adding to zeros",
             gain=step.share(spent),
             evidence=f"filling them with zeros takes {spent:.2f} ms of each step of {step.ms:.2f} ms, adding to them not counted",
         )

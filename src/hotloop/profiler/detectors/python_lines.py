@@ -36,7 +36,9 @@ from hotloop.profiler.detectors.step import (
     named_function,
 )
 
-_REDUCE_ADVICE = "look what it is asked for at each step (callbacks, logging, checks), and leave out what isn't needed"
+_REDUCE_ADVICE = (
+    "check what the script requests at each step (callbacks, logging, checks), and leave out what isn't needed"
+)
 
 _TENSOR_ADVICE = "write it with operations on whole tensors, or do it once before the loop"
 
@@ -269,7 +271,7 @@ def _describe_lines(step: ProfiledStep, ones: list[LineTime], hottest: LineTime,
         if _operator_ms(step, ones, is_random) > 0.5 * _operator_ms(step, ones):
             return (
                 "random numbers are drawn in the loop, outside of the network",
-                "many small draws: with one call, or for many steps at once; what needn't be new in each step: before the loop",
+                "draw them with one call, or for many steps at once; draw before the loop what can stay the same in each step",
             )
         return (
             "tensors made or turned over in the loop, outside of the network",

@@ -53,17 +53,17 @@ _ScaledShape = tuple[tuple[str, str], str]  # A function by file and name, or a 
 
 _UNUSED = (
     "a part of the network whose graph is thrown away",
-    "leave it out if nobody uses what it gives; else call it within torch.no_grad()",
+    "leave it out if its output isn't used; else call it within torch.no_grad()",
 )
 
 _MEASURED = (
     "statistics or checks at each step",
-    "if they only measure or check, every hundred steps; leave out hooks and assertions when all is well",
+    "if they only measure or check, every hundred steps; leave out hooks and assertions after debugging",
 )
 
 _MADE = (
-    "masks, positions or the like, made anew at each step",
-    "what doesn't depend on the batch is made once, as a buffer of the module; what depends on samples alone, with the data",
+    "masks, positions or the like, created again at each step",
+    "create once, as a buffer of the module, what doesn't depend on the batch; create with the data what depends on samples alone",
 )
 
 _KEPT = ("what is kept is copied at each step", "a tensor of fixed size, into which each step writes its part in place")
@@ -193,83 +193,83 @@ def _scaled_inputs(one: OperatorTime) -> set[_ScaledShape]:
 
 _PATTERN_TEXTS = {
     "kept graph": (
-        "a growing list of losses with graphs: what led to each loss stays in memory",
+        "a growing list of losses with graphs: the graph of each loss stays in memory",
         "keep the number: loss.item() or loss.detach()",
     ),
     "carried graph": (
-        "a graph that is carried over steps: each backward goes through those of earlier steps again",
-        "detach what one step hands to the next: state.detach(), loss.detach()",
+        "a graph that is carried over steps: each backward runs through the graphs of earlier steps again",
+        "detach what one step passes to the next: state.detach(), loss.detach()",
     ),
     "retained graph": (
         "an unneeded retain_graph: the graph is kept for a backward that never comes",
         "leave out retain_graph=True",
     ),
     "created graph": (
-        "an unneeded create_graph: the backward builds a graph of itself that nobody goes through",
+        "an unneeded create_graph: the backward builds a graph of itself that no second backward uses",
         "leave out create_graph=True",
     ),
     "wasted forward": (
         "double evaluation: a forward whose result no backward uses",
-        "use the outputs and the loss that the step has already; without need for gradients: torch.no_grad()",
+        "use the outputs and the loss that the step has already; if no gradients are needed: torch.no_grad()",
     ),
     "evaluation": (
         "evaluation at each step: a forward without gradients beside the training's own",
-        "if it only tells how good the network is: reuse the outputs of the training's forward, and validate once in an epoch "
+        "if it only measures the network: reuse the outputs of the training's forward, and validate once in an epoch "
         "or every few hundred steps",
     ),
     "unused graph": (
         "a graph is built for a forward that no backward comes back to",
-        "call it within torch.no_grad(); if it only tells how good the network is, every few hundred steps",
+        "call it within torch.no_grad(); if it only measures the network, every few hundred steps",
     ),
     "autograd in evaluation": (
-        "evaluation builds graphs that nobody uses",
+        "evaluation builds graphs that no backward uses",
         "evaluate within torch.no_grad() or torch.inference_mode()",
     ),
     "repeated forward": (
-        "a repeated forward: the network is asked twice about the same inputs, and gives the same",
-        "keep the outputs of the first: out = net(x), and use them in all terms of the loss",
+        "a repeated forward: the network runs twice on the same inputs, with the same result",
+        "reuse the outputs of the first call: out = net(x), and use them in all terms of the loss",
     ),
     "recomputed forward": (
-        "forwards are computed again within the backward, as checkpointing of activations asks for",
+        "forwards are computed again within the backward, because of activation checkpointing",
         "leave out torch.utils.checkpoint where memory allows, or checkpoint fewer and larger parts",
     ),
     "shared graph": (
-        "two backwards go through one graph: what their losses share is gone through by each",
-        "one backward of the sum, (a + b).backward(), which adds up the same gradients",
+        "two backwards run through one graph: each of them runs through the part that their losses share",
+        "one backward of the sum, (a + b).backward(), which gives the same gradients",
     ),
     "unused gradients": (
         "gradients that nobody uses: no optimizer updates these parameters",
         "requires_grad_(False) for what isn't trained, before the loop; or call it within torch.no_grad()",
     ),
     "cleared gradients": (
-        "gradients that are cleared before anybody uses them: a loss goes back through a network that isn't updated by it, as a "
-        "discriminator's through the generator",
-        "detach what comes from that network: net(fake.detach()); then retain_graph=True isn't needed either",
+        "gradients that are cleared before they are used: the backward of a loss runs through a network that the loss doesn't train, "
+        "such as the generator under a discriminator's loss",
+        "detach the output of that network: net(fake.detach()); retain_graph=True is then unneeded as well",
     ),
     "unread gradients": (
-        "gradients of weights that are cleared before any optimizer reads them: a loss goes back through a network that it doesn't "
-        "train, as a generator's through the discriminator",
+        "gradients of weights that are cleared before any optimizer reads them: the backward of a loss computes weight gradients of a "
+        "network that the loss doesn't train, such as the discriminator under a generator's loss",
         "requires_grad_(False) for that network's parameters around this loss and its backward, or "
         "loss.backward(inputs=list(of the trained parameters))",
     ),
     "argument validation": (
-        "argument validation of torch.distributions: each distribution and each log_prob checks its numbers",
+        "argument validation of torch.distributions: each distribution and each log_prob checks its arguments",
         "validate_args=False for the distributions, or torch.distributions.Distribution.set_default_validate_args(False) "
-        "once at the start, when all is well",
+        "once at the start, after debugging",
     ),
     "input gradients": (
-        "gradients of the inputs are computed, as requires_grad on them asks for",
-        "leave out requires_grad if nobody looks at their .grad",
+        "gradients of the inputs are computed, because they have requires_grad",
+        "leave out requires_grad if their .grad isn't used",
     ),
     "profiler": (
         "a profiler of the script's own is on",
-        "profile a few steps alone, with torch.profiler.schedule, and leave it out when all is well",
+        "profile a few steps alone, with torch.profiler.schedule, and leave it out otherwise",
     ),
     "garbage collection": (
         "Python's garbage collection at each step",
-        "leave out gc.collect() in the loop; gc.freeze() after setting up spares collections what is there to stay",
+        "leave out gc.collect() in the loop; gc.freeze() after the setup excludes permanent objects from collections",
     ),
-    "hook": ("torch's anomaly detection is on", "leave out torch.autograd.set_detect_anomaly(True) when all is well"),
+    "hook": ("torch's anomaly detection is on", "leave out torch.autograd.set_detect_anomaly(True) after debugging"),
 }
 
 _LINE_PATTERNS = ("checkpoint",)  # patterns that the detector of the function's lines reports
@@ -346,7 +346,7 @@ def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
     elif habit.what == "unused graph" and step.share(habit.ms or 0.0) >= COUNTS:
         parts.append(f"the forward takes {habit.ms:.2f} ms, {percent(step.share(habit.ms or 0.0))} of it")
     else:
-        parts.append("it takes next to no time here")
+        parts.append("it takes almost no time here")
     if habit.bytes and habit.bytes > 0.05 * 2**20:
         parts.append(f"memory grows by {habit.bytes / 2**20:.1f} MiB each time")
     return "; ".join(parts)
@@ -367,9 +367,9 @@ def unused_functions(step: ProfiledStep) -> Iterator[Remedy]:
     if gain < COUNTS:
         return
     yield Remedy(
-        cause="double evaluation: a function is called once more, and no backward uses what it gives",
+        cause="double evaluation: a function is called again, and no backward uses the result",
         where=heaviest(unused, step),
-        remedy="use what the step has computed already; without need for gradients: torch.no_grad()",
+        remedy="use what the step has computed already; if no gradients are needed: torch.no_grad()",
         gain=gain,
         evidence=f"{sum(one.calls for one in unused):.0f} operations at lines that the backward goes through for others, "
         f"{percent(gain)} of the step of {step.ms:.2f} ms",
