@@ -102,7 +102,7 @@ def _idle_stages(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _slowest_rank(step: ProfiledStep) -> tuple[int, Phase, float] | None:
-    """Returns the slowest rank, the phase with its largest excess over the quickest other rank, and the excess in ms."""
+    """Returns the slowest rank, the phase of its largest excess over the quickest other rank, and that excess (ms)."""
     ranks, slowest = step.profile.ranks, step.profile.slowest
     if slowest is None:
         return None
