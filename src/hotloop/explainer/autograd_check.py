@@ -1,4 +1,4 @@
-"""One recorded call -> the equations of a layer, each held against torch's own result and autograd's gradient."""
+"""Turns a recorded call into a layer's equations, and compares each with torch's result and autograd's gradient."""
 
 from __future__ import annotations
 
@@ -16,78 +16,80 @@ from hotloop.explainer.layers.shape_ops import CASTS
 from hotloop.explainer.recorder import TorchCall
 
 ROUNDING = 1e-9
-"""Of the numbers that go into an equation: float64 has 2e-16, and sums of a batch gather many of them."""
+"""Tolerance relative to the numbers in an equation: float64 has 2e-16, and sums over a batch add many errors."""
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class CheckedLayer:
-    """A layer, and what its equations say of the gradients of parameters, by the parameter's name, in float64."""
+    """A layer, and the float64 gradients of its parameters by the equations, by parameter name."""
 
     layer: LayerExplanation
     gradients: dict[str, Tensor]
 
 
-def check_call(one: TorchCall, formula: Formula, bytes_of: Callable[[int], int]) -> CheckedLayer:
-    """The equations of a call, computed and compared on its own inputs and the gradient that came back to it.
+def check_call(recorded: TorchCall, formula: Formula, bytes_of: Callable[[int], int]) -> CheckedLayer:
+    """Computes the equations of a call on its inputs and its output gradient, and compares the results.
 
     Args:
-        bytes_of: bytes that training has of a floating-point tensor with so many numbers.
+        bytes_of: returns the bytes of a floating-point tensor in training, by its number of elements.
     """
-    layer = layer_without_equations(one)
-    if one.is_overwritten:
-        return _name_parameters(layer, "an input was overwritten later: nothing left to compute with")
-    # A layer that nothing flows back to is as well explained by a gradient of ones.
-    call, leaves = _to_float64(one)
+    layer = layer_without_equations(recorded)
+    if recorded.is_overwritten:
+        return _name_parameters(layer, "not explained: an input was overwritten later")
+    # Without a gradient of the output, the check uses ones.
+    call, leaves = _to_float64(recorded)
     try:
-        worked = formula(call)
+        equations = formula(call)
     except NotCovered as reason:
         return _name_parameters(layer, f"not explained: {reason}")
-    flows = bool(one.gradients)
-    wanted = {name for name, value in worked.operands.items() if value.requires_grad}
-    expected = _autograd_gradients(call, worked, wanted)
+    flows = bool(recorded.gradients)
+    wanted = {name for name, value in equations.operands.items() if value.requires_grad}
+    expected = _autograd_gradients(call, equations, wanted)
     scale = _largest([*leaves, *call.gradients])
     forward = [
-        _equation(term, call.outputs[0] if term.result == "Z" else None, scale, bytes_of) for term in worked.forward
+        _equation(term, call.outputs[0] if term.result == "Z" else None, scale, bytes_of) for term in equations.forward
     ]
     backward = []
     gradients: dict[str, Tensor] = {}
-    for term in worked.backward if flows else []:
+    for term in equations.backward if flows else []:
         name = term.result.removeprefix("d")
-        if name in worked.operands and name not in wanted:
+        if name in equations.operands and name not in wanted:
             continue
         value = term.value().detach()
         backward.append(_equation(term, expected.get(name), scale, bytes_of, value))
-        parameter = one.parameters[_occurrence(leaves, worked.operands.get(name))] if name in worked.operands else ""
+        parameter = (
+            recorded.parameters[_occurrence(leaves, equations.operands.get(name))] if name in equations.operands else ""
+        )
         if parameter:
             gradients[parameter] = gradients.get(parameter, torch.zeros(())) + value
-    notes = [*layer.notes, *worked.notes]
+    notes = [*layer.notes, *equations.notes]
     if not flows:
-        notes.append("nothing flows back here")
-    matrices = [_matrix(name, value, one, leaves) for name, value in worked.operands.items()]
+        notes.append("no gradient reaches this layer")
+    matrices = [_matrix(name, value, recorded, leaves) for name, value in equations.operands.items()]
     matrices.append(MatrixRecord(name="Z", shape=list(call.outputs[0].shape)))
     changes = {"matrices": matrices, "forward": forward, "backward": backward, "notes": notes, "known": True}
     return CheckedLayer(layer.model_copy(update=changes), gradients)
 
 
-def layer_without_equations(one: TorchCall) -> LayerExplanation:
-    """A call without equations: its matrices by shape."""
-    floating = [leaf for leaf in one.tensors if leaf.is_floating_point()]
+def layer_without_equations(recorded: TorchCall) -> LayerExplanation:
+    """Returns a call's matrices by shape, without equations."""
+    floating = [leaf for leaf in recorded.tensors if leaf.is_floating_point()]
     matrices = [
         MatrixRecord(name=f"input {number}", shape=list(value.shape), parameter=name)
-        for number, (value, name) in enumerate(zip(floating, one.parameters, strict=True), start=1)
+        for number, (value, name) in enumerate(zip(floating, recorded.parameters, strict=True), start=1)
     ]
-    matrices += [MatrixRecord(name="output", shape=list(value.shape)) for value in one.outputs]
-    held = {name: value.numel() for value, name in zip(floating, one.parameters, strict=True) if name}
+    matrices += [MatrixRecord(name="output", shape=list(value.shape)) for value in recorded.outputs]
+    sizes = {name: value.numel() for value, name in zip(floating, recorded.parameters, strict=True) if name}
     return LayerExplanation(
-        module=one.module_call.module,
-        kind=one.module_call.kind,
-        operation=one.name,
-        call=one.module_call.call,
-        where=one.where,
+        module=recorded.module_call.module,
+        kind=recorded.module_call.kind,
+        operation=recorded.name,
+        call=recorded.module_call.call,
+        where=recorded.where,
         known=False,
-        parameters=sum(held.values()),
+        parameters=sum(sizes.values()),
         matrices=matrices,
     )
 
@@ -96,9 +98,9 @@ def _name_parameters(layer: LayerExplanation, reason: str) -> CheckedLayer:
     return CheckedLayer(layer.model_copy(update={"notes": [*layer.notes, reason]}), {})
 
 
-def _to_float64(one: TorchCall) -> tuple[FunctionCall, list[Tensor]]:
-    """The call in float64 with leaves of their own, and these floating-point leaves in order; a cast becomes a copy."""
-    needs = iter(one.needs)
+def _to_float64(recorded: TorchCall) -> tuple[FunctionCall, list[Tensor]]:
+    """Returns the call in float64, and its floating-point leaves in order. A cast becomes a copy."""
+    needs = iter(recorded.needs)
     leaves: list[Tensor] = []
 
     def wide(x: Tensor) -> Tensor:
@@ -108,55 +110,56 @@ def _to_float64(one: TorchCall) -> tuple[FunctionCall, list[Tensor]]:
         leaves.append(leaf.requires_grad_(next(needs)))
         return leaf
 
-    arguments, options = tree_map_only(Tensor, wide, (one.arguments, one.options))
+    arguments, options = tree_map_only(Tensor, wide, (recorded.arguments, recorded.options))
     arguments, options = tree_map(
-        lambda leaf: torch.float64 if leaf in _NARROW else leaf, (arguments, options), is_leaf=_is_dtype
+        lambda leaf: torch.float64 if leaf in _NARROW else leaf,
+        (arguments, options),
+        is_leaf=lambda leaf: isinstance(leaf, torch.dtype),
     )
 
-    function = one.function
-    if one.name in CASTS:
+    function = recorded.function
+    if recorded.name in CASTS:
         function, arguments, options = torch.clone, arguments[:1], {}
 
     def drawn(function: Callable[[], Tensor]) -> Tensor:
         with torch.random.fork_rng(devices=[]):
-            if one.drawn_from is not None:
-                torch.set_rng_state(one.drawn_from)
+            if recorded.drawn_from is not None:
+                torch.set_rng_state(recorded.drawn_from)
             return function()
 
     with torch.enable_grad():
         outputs = drawn(lambda: _outputs(function, arguments, options))  # type: ignore[arg-type,return-value]
-    given = [one.gradients.get(place) for place in range(len(outputs))]
+    recorded_gradients = [recorded.gradients.get(place) for place in range(len(outputs))]
     gradients = [
         torch.zeros_like(z)
-        if gradient is None and one.gradients
+        if gradient is None and recorded.gradients
         else torch.ones_like(z)
         if gradient is None
         else gradient.double()
-        for z, gradient in zip(outputs, given, strict=True)
+        for z, gradient in zip(outputs, recorded_gradients, strict=True)
     ]
-    call = FunctionCall(one.name, function, arguments, options, list(outputs), [g.detach() for g in gradients], drawn)
+    call = FunctionCall(
+        recorded.name, function, arguments, options, list(outputs), [g.detach() for g in gradients], drawn
+    )
     return call, leaves
 
 
-def _is_dtype(leaf: Any) -> bool:
-    return isinstance(leaf, torch.dtype)
-
-
 def _outputs(function: Callable[..., Any], arguments: Any, options: Any) -> list[Tensor]:
-    """Of copies, since the function may work in place."""
+    """Calls the function on copies, since it may work in place."""
     copied, named = tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad else x, (arguments, options))
     out = function(*copied, **named)
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _autograd_gradients(call: FunctionCall, worked: LayerEquations, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients by the operands' names."""
+def _autograd_gradients(call: FunctionCall, equations: LayerEquations, wanted: set[str]) -> dict[str, Tensor]:
     names = sorted(wanted)
     pairs = [(z, dz) for z, dz in zip(call.outputs, call.gradients, strict=True) if z.requires_grad]
     if not names or not pairs:
         return {}
     outputs, gradients = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, [worked.operands[name] for name in names], gradients, materialize_grads=True)
+    found = torch.autograd.grad(
+        outputs, [equations.operands[name] for name in names], gradients, materialize_grads=True
+    )
     return {name: value.to_dense() if value.is_sparse else value for name, value in zip(names, found, strict=True)}
 
 
@@ -178,12 +181,12 @@ def _equation(
 
 
 def _largest_difference(value: Tensor, truth: Tensor) -> float:
-    """Of numbers at the same place; infinite ones, as masks have them, may be the same."""
+    """Equal infinities, as in masks, differ by 0."""
     return float((value - truth).masked_fill(value == truth, 0.0).abs().max()) if value.numel() else 0.0
 
 
 def _largest(tensors: list[Tensor]) -> float:
-    """The largest magnitude; infinite numbers, as masks have them, don't count, but NaN does."""
+    """Returns the largest magnitude, without infinities, as in masks, but with NaN."""
     found = [x.detach().abs().masked_fill(x.detach().isinf(), 0.0).max() for x in tensors if x.numel()]
     return float(torch.stack(found).max()) if found else 0.0
 
@@ -192,6 +195,6 @@ def _occurrence(leaves: list[Tensor], value: Tensor | None) -> int:
     return next(place for place, leaf in enumerate(leaves) if leaf is value)
 
 
-def _matrix(name: str, value: Tensor, one: TorchCall, leaves: list[Tensor]) -> MatrixRecord:
+def _matrix(name: str, value: Tensor, recorded: TorchCall, leaves: list[Tensor]) -> MatrixRecord:
     found = [place for place, leaf in enumerate(leaves) if leaf is value]
-    return MatrixRecord(name=name, shape=list(value.shape), parameter=one.parameters[found[0]] if found else "")
+    return MatrixRecord(name=name, shape=list(value.shape), parameter=recorded.parameters[found[0]] if found else "")

@@ -1,4 +1,4 @@
-"""What each layer of a Task's model computes, forward and backward, with the shapes of a batch, held against autograd."""
+"""Explains what each layer of a Task's model computes, forward and backward, and compares it with autograd."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ _OPERATION_EQUATIONS: dict[str, type[Any]] = {
     "softplus": arrays.Softplus,
     "tanh": arrays.Tanh,
 }
-"""By the name of the torch function."""
+"""Classes with the same equations, by the name of the torch function."""
 
 
 def arrays_equations(layers: Iterable[LayerExplanation]) -> dict[str, str]:
-    """The matrices of each class of `hotloop.arrays` that does what one of the layers does, by its name."""
+    """Returns the equations of the `hotloop.arrays` classes that compute the same as some of the layers."""
     used = [_OPERATION_EQUATIONS[one.operation] for one in layers if one.operation in _OPERATION_EQUATIONS]
     return {one.__name__: docstring_equations(one) for one in used}
 
 
 def docstring_equations(layer: type[Any]) -> str:
-    """The equations in a class's docstring: the block that begins with `forward`, or else the first paragraph."""
+    """Returns the equations in a class's docstring: the block from `forward` on, else the first paragraph."""
     text = inspect.cleandoc(layer.__doc__ or "").splitlines()
     begin = next((at for at, line in enumerate(text) if line.lstrip().startswith("forward ")), 0)
     return inspect.cleandoc("\n".join(takewhile(str.strip, text[begin:])))
@@ -90,19 +90,21 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
         **losses.FORMULAS,
     }
 )
-"""By the name of the torch function."""
+"""Formulas by the name of the torch function."""
 
 _SINGLE_ROUNDING, _CANCELLED = 1e-3, 1e-5
-"""What the float32 of a whole backward pass may come to: of a parameter's largest gradient, and of the largest of all,
-since a sum of gradients may be nothing but rounding, as that of a bias before a batch norm."""
+"""Tolerances of a float32 backward pass, relative to a parameter's largest gradient and to the largest of all.
+
+The second one is for sums that cancel to rounding errors, as the gradient of a bias before a batch norm.
+"""
 
 
 def explain(task: Task, *, batch_size: int | None = None) -> Explanation:
-    """The matrices that take part in each layer, forward and backward, for a batch of the Task's training data.
+    """Returns the matrices of each layer, forward and backward, for a batch of the Task's training data.
 
-    Each equation is computed in plain matrix operations, in float64, on what the layer got in a real forward pass and on
-    the gradient that came back to it, and compared with what torch and autograd compute from the same. Everything
-    happens on the CPU.
+    Each equation is computed with plain matrix operations, in float64 on the CPU, from the inputs of a real forward
+    pass and the gradient of the layer's output. The results are compared with those of torch and autograd on the same
+    inputs.
 
     Args:
         batch_size: samples in the batch; default the Task's.
@@ -133,22 +135,22 @@ def explain(task: Task, *, batch_size: int | None = None) -> Explanation:
 def _explain_call(task: Task, batch: Any, model: nn.Module, recorder: TorchCallRecorder) -> Explanation:
     layers: list[LayerExplanation] = []
     summed: dict[str, Tensor] = {}
-    for one in recorder.calls:
-        layer, gradients = _explain_layer(one)
+    for item in recorder.calls:
+        layer, gradients = _explain_layer(item)
         layers.append(layer)
         for name, gradient in gradients.items():
             summed[name] = summed[name] + gradient if name in summed else gradient
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     largest = max((_largest(value.grad) for value in trained.values() if value.grad is not None), default=0.0)
     unlike = [name for name, value in trained.items() if not _is_consistent(value.grad, summed.get(name), largest)]
-    equations = [(layer, one) for layer in layers for one in layer.equations]
+    equations = [(layer, item) for layer in layers for item in layer.equations]
     return Explanation(
         task=task.name,
         batch=["x".join(map(str, tensor.shape)) for tensor in tree_tensors(batch)],
         parameters=sum(value.numel() for value in trained.values()),
         layers=layers,
-        flops=sum(one.flops for _, one in equations),
-        bytes=sum(one.bytes for _, one in equations),
+        flops=sum(item.flops for _, item in equations),
+        bytes=sum(item.bytes for _, item in equations),
         gradients=(len(trained) - len(unlike), len(trained)),
         unexplained=unlike,
         written=arrays_equations(layers),
@@ -156,25 +158,25 @@ def _explain_call(task: Task, batch: Any, model: nn.Module, recorder: TorchCallR
     )
 
 
-def _explain_layer(one: TorchCall | UnrecordedNode) -> tuple[LayerExplanation, dict[str, Tensor]]:
-    if isinstance(one, UnrecordedNode):
-        place = one.place
-        matrices = [MatrixRecord(name="output", shape=one.shape)]
-        notes = ["made by something that can't be looked into"]
-        unseen = LayerExplanation(
+def _explain_layer(recorded: TorchCall | UnrecordedNode) -> tuple[LayerExplanation, dict[str, Tensor]]:
+    if isinstance(recorded, UnrecordedNode):
+        place = recorded.place
+        matrices = [MatrixRecord(name="output", shape=recorded.shape)]
+        notes = ["made by an operation that can't be recorded"]
+        unknown = LayerExplanation(
             module=place.module,
             kind=place.kind,
-            operation=one.node,
+            operation=recorded.node,
             call=place.call,
             known=False,
             matrices=matrices,
             notes=notes,
         )
-        return unseen, {}
-    formula = FORMULAS.get(one.name)
+        return unknown, {}
+    formula = FORMULAS.get(recorded.name)
     if formula is None:
-        return layer_without_equations(one), {}
-    checked = check_call(one, formula, lambda numbers: 4 * numbers)
+        return layer_without_equations(recorded), {}
+    checked = check_call(recorded, formula, lambda numbers: 4 * numbers)
     return checked.layer, checked.gradients
 
 
@@ -182,17 +184,17 @@ def _largest(gradient: Tensor) -> float:
     return float(gradient.to_dense().abs().max()) if gradient.numel() else 0.0
 
 
-def _is_consistent(real: Tensor | None, ours: Tensor | None, largest: float) -> bool:
-    """Whether the network's own gradient of a parameter is the sum of what the equations say."""
-    if real is None or ours is None:
-        return real is None and ours is None
-    real = real.to_dense() if real.is_sparse else real
-    allowed = _SINGLE_ROUNDING * float(real.abs().max()) + _CANCELLED * largest
-    return bool((real.double() - ours).abs().max() <= allowed)
+def _is_consistent(actual: Tensor | None, computed: Tensor | None, largest: float) -> bool:
+    """Returns whether a parameter's gradient equals the sum over the equations."""
+    if actual is None or computed is None:
+        return actual is None and computed is None
+    actual = actual.to_dense() if actual.is_sparse else actual
+    allowed = _SINGLE_ROUNDING * float(actual.abs().max()) + _CANCELLED * largest
+    return bool((actual.double() - computed).abs().max() <= allowed)
 
 
 def _worst_equation(layers: list[LayerExplanation]) -> dict[str, Any]:
-    """The equation with the largest difference for its size."""
+    """Returns the equation with the largest relative difference."""
     ratios = [
         (one.difference / one.largest if one.largest else one.difference, f"{layer.module}: {one.result}")
         for layer in layers

@@ -1,4 +1,4 @@
-"""Watches one forward pass: each torch function that it calls, on what, and inside of which module."""
+"""Records a forward pass: the torch functions called, their arguments and modules."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hotloop.errors import is_library_file
 
-_ASK_FUNCTIONS = (torch.nn.functional, torch.functional, torch._tensor)
-"""Their Python functions ask whether somebody overrides them as a whole; here what they call inside is of interest."""
+_PATCHED_LIBRARIES = (torch.nn.functional, torch.functional, torch._tensor)
+"""Their Python functions are dispatched as a whole; patched queries dispatch the inner calls instead."""
 _QUERY_FUNCTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 _REFLECTED = {
@@ -39,7 +39,7 @@ RANDOM_FUNCTIONS = frozenset(("dropout", "feature_dropout", "scaled_dot_product_
 
 
 def function_name(function: Any) -> str:
-    """What a torch function is called, the same for its method, its operator and its form in place."""
+    """Returns the name of a torch function, the same for its method, operator and in-place form."""
     if getattr(function, "__name__", "") == "__get__":
         return str(function.__self__.__name__)  # an attribute such as `.T`
     plain = str(getattr(function, "__name__", type(function).__name__)).strip("_")
@@ -48,7 +48,7 @@ def function_name(function: Any) -> str:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A module while it is called: its name (`(loss)` outside of any), its class, and how often it has been called."""
+    """A running call of a module: name (`(loss)` outside of modules), class, and number of the call."""
 
     module: str
     kind: str
@@ -64,13 +64,14 @@ class TorchCall:
     """One call of a torch function.
 
     Attributes:
-        function: what was called; it may be called again.
-        arguments, options: its tensors detached from the graph, as they were.
-        versions: of these tensors in the same order, which tell whether they were changed since.
-        drawn_from: the state of the random generator before, for functions that draw.
-        needs, parameters: for each floating-point tensor, whether it needs a gradient, and its name in the model or nothing.
-        outputs: what came out, apart from the graph.
-        gradients: by the place of the output; filled while going back.
+        function: the function, which can be called again.
+        arguments, options: arguments before the call, with detached tensors.
+        versions: versions of these tensors, in the same order, to detect later changes.
+        needs, parameters: for each floating-point tensor, whether it needs a gradient, and its name in the model or
+            `""`.
+        drawn_from: state of the random generator before the call, for random functions.
+        outputs: detached outputs.
+        gradients: gradients by index of the output, filled by the backward pass.
     """
 
     name: str
@@ -98,7 +99,7 @@ class TorchCall:
 
 @dataclass(frozen=True)
 class UnrecordedNode:
-    """Something in autograd's graph that no torch function was seen to make, such as a `torch.autograd.Function`."""
+    """A node of autograd's graph without a recorded function, such as a `torch.autograd.Function`."""
 
     node: str
     place: ModuleCall
@@ -106,11 +107,11 @@ class UnrecordedNode:
 
 
 class TorchCallRecorder(TorchFunctionMode):
-    """Records calls while it is entered.
+    """Records calls inside of `record()`.
 
     Args:
-        model: whose modules and parameters give the names.
-        knows: whether a function of that name is explained; of others, those alone count that a gradient flows through.
+        model: gives the names of modules and parameters.
+        knows: returns whether a function of that name has equations; others are only recorded if a gradient flows.
     """
 
     def __init__(self, model: nn.Module, knows: Callable[[str], bool]) -> None:
@@ -121,17 +122,17 @@ class TorchCallRecorder(TorchFunctionMode):
         self._names = {id(value): name for name, value in model.named_parameters()}
         self._inside: list[ModuleCall] = []
         self._counts: Counter[str] = Counter()
-        self._seen: set[Any] = set()  # nodes of the graph; kept, so that no other can take on their identity
+        self._seen: set[Any] = set()  # graph nodes; the references prevent reuse of their ids
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """While it lasts, the model's modules say when they are entered and left."""
+        """Records the calls in the context, with hooks on the model's modules."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 if not isinstance(module, torch.jit.ScriptModule):
                     stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
                     stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
-            for library in _ASK_FUNCTIONS:
+            for library in _PATCHED_LIBRARIES:
                 for name in _QUERY_FUNCTIONS:
                     if hasattr(library, name):
                         stack.enter_context(mock.patch.object(library, name, lambda *_: False))
@@ -167,17 +168,17 @@ class TorchCallRecorder(TorchFunctionMode):
         self._note_unseen((args, options))
         out = _copy_views(function(*args, **options), args)
         outputs = _floating_tensors(out)
-        # The same tensor again, as `.contiguous()` or `.to()` of what is so already: nothing was computed.
-        nothing = [id(one) for one in outputs] == [
+        # The output is the input, as of `.contiguous()` or `.to()` without effect: nothing was computed.
+        nothing = [id(output) for output in outputs] == [
             id(leaf) for leaf in _floating_tensors(args)[:1]
         ] and not _is_in_place(function, options)
         if not outputs or nothing:
             return out
-        if len(outputs) > 1:  # one may have been made from another: what comes back to each is that of its users alone
-            self._seen.update(one.grad_fn for one in outputs)
+        if len(outputs) > 1:  # outputs may share nodes; views separate their gradients
+            self._seen.update(output.grad_fn for output in outputs)
             out = tree_map_only(Tensor, lambda x: x.view_as(x) if x.is_floating_point() else x, out)
             outputs = _floating_tensors(out)
-        flows = torch.is_grad_enabled() and any(one.requires_grad for one in outputs)
+        flows = torch.is_grad_enabled() and any(output.requires_grad for output in outputs)
         if flows or (self._knows(name) and self._place.is_leaf):
             self._record(name, function, before, needs, (args, options), state, outputs)
         return out
@@ -188,26 +189,26 @@ class TorchCallRecorder(TorchFunctionMode):
         function: Any,
         before: Any,
         needs: list[bool],
-        given: Any,
+        call_arguments: Any,
         state: Tensor | None,
         outputs: list[Tensor],
     ) -> None:
         arguments, options = before
         tensors = [leaf for leaf in tree_leaves(before) if isinstance(leaf, Tensor)]
-        names = [self._names.get(id(leaf), "") for leaf in _floating_tensors(given)]
+        names = [self._names.get(id(leaf), "") for leaf in _floating_tensors(call_arguments)]
         versions = [tensor._version for tensor in tensors]
         where = _user_line()
-        one = TorchCall(name, function, arguments, options, self._place, where, versions, needs, names, state, [])
+        recorded = TorchCall(name, function, arguments, options, self._place, where, versions, needs, names, state, [])
         for place, output in enumerate(outputs):
-            one.outputs.append(output.detach())
+            recorded.outputs.append(output.detach())
             if output.requires_grad:
                 if output.grad_fn is not None:
                     self._seen.add(output.grad_fn)
-                output.register_hook(_keep_gradient(one, place))
-        self.calls.append(one)
+                output.register_hook(_keep_gradient(recorded, place))
+        self.calls.append(recorded)
 
     def _note_unseen(self, tree: Any) -> None:
-        """Notes what made a tensor without being seen."""
+        """Records the nodes of tensors that no recorded function made."""
         for leaf in _floating_tensors(tree):
             node = leaf.grad_fn
             if node is not None and node not in self._seen:
@@ -215,10 +216,10 @@ class TorchCallRecorder(TorchFunctionMode):
                 self.calls.append(UnrecordedNode(node.name(), self._place, list(leaf.shape)))
 
 
-def _keep_gradient(one: TorchCall, place: int) -> Callable[[Tensor], None]:
+def _keep_gradient(recorded: TorchCall, place: int) -> Callable[[Tensor], None]:
     def keep(gradient: Tensor | None) -> None:
-        if gradient is not None:  # as that of a part of a tensor that nobody used
-            one.gradients[place] = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        if gradient is not None:  # None for an unused part of a tensor
+            recorded.gradients[place] = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
     return keep
 
@@ -228,9 +229,9 @@ def _floating_tensors(tree: Any) -> list[Tensor]:
 
 
 def _copy_views(out: Any, args: Any) -> Any:
-    """Results that are views of something inside of the function, as those of `linear`, as tensors of their own.
+    """Copies outputs that are views of a tensor inside of the function, as those of `linear`.
 
-    Where a view is overwritten, autograd makes its history anew, and what was to watch its gradient is lost.
+    If such a view is overwritten, autograd rebuilds its history, and the gradient hook is lost.
     """
     memory = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
 
@@ -242,12 +243,12 @@ def _copy_views(out: Any, args: Any) -> Any:
 
 
 def _is_in_transform() -> bool:
-    """Whether a transform such as `vmap` is under way, whose tensors live as long as it alone."""
+    """Returns whether a transform such as `vmap` runs, whose tensors are invalid afterwards."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _is_fake(floating: list[Tensor]) -> bool:
-    """Whether these are a compiler's, without any memory: `torch.cond` calls it for its branches."""
+    """Returns whether a compiler traces the call, as `torch.cond` does for its branches."""
     return any(isinstance(one, FakeTensor | FunctionalTensor) for one in floating)
 
 
@@ -258,7 +259,7 @@ def _is_in_place(function: Any, options: dict[str, Any]) -> bool:
 
 
 def _save_arguments(function: Any, args: Any, options: dict[str, Any]) -> Any:
-    """The arguments apart from the graph; what the call will change is copied."""
+    """Returns detached arguments; an argument that the call changes in place is copied."""
     changed = [args[0]] if args and _is_in_place(function, options) else []
 
     def apart(x: Tensor) -> Tensor:
@@ -268,7 +269,7 @@ def _save_arguments(function: Any, args: Any, options: dict[str, Any]) -> Any:
 
 
 def _user_line() -> str:
-    """The innermost line on the stack that is the user's, below the one that asked to explain; empty if there is none."""
+    """Returns the innermost line of the user's on the stack, below `explain`; empty if there is none."""
     frame = sys._getframe(1)
     while is_library_file(frame.f_code.co_filename):
         if frame.f_back is None or frame.f_code.co_name == "explain":

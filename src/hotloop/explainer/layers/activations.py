@@ -1,4 +1,4 @@
-"""Functions of one number and their derivatives."""
+"""Elementwise functions and their derivatives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SELU, _SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170
 
 @dataclass(frozen=True)
 class ActivationCurve:
-    """A function of one number and its derivative; `flops` of each for a number."""
+    """An elementwise function and its derivative, with the FLOPs per element of each."""
 
     text: str
     slope_text: str
@@ -107,7 +107,7 @@ CURVES: dict[str, ActivationCurve] = {
 
 
 def curve_with_settings(call: FunctionCall) -> ActivationCurve:
-    """The curve of a function with settings of its own."""
+    """Returns the curve of a function with parameters."""
     name = call.name
     if name in CURVES:
         return CURVES[name]
@@ -236,7 +236,7 @@ def _binary(
                 text + (f", summed to the shape of {name}" if stretched else ""),
                 partial(_broadcast, factor, dz, value.shape),
                 (flops + stretched) * dz.numel(),
-                [dz, *(tensors if flops else [])] if flops or stretched else [],  # else dZ itself goes on
+                [dz, *(tensors if flops else [])] if flops or stretched else [],  # else dZ is passed on
             )
         )
     return LayerEquations(named, [EquationTerm("Z", z[0], z[1], z[2] * dz.numel(), tensors)], backward, _numbers(a, b))
@@ -291,10 +291,7 @@ def selection(call: FunctionCall) -> LayerEquations:
     else:
         b, mask, a = call.get(0, "input"), call.get(1, "mask"), call.get(2, "value")
         text = "the value A where the mask holds, else B"
-    slopes = (
-        ("dZ where A was taken", lambda g: g * mask, 1),
-        ("dZ where B was taken", lambda g: g * ~mask, 1),
-    )
+    slopes = (("dZ where A was taken", lambda g: g * mask, 1), ("dZ where B was taken", lambda g: g * ~mask, 1))
     return _binary(call, a, b, (text, lambda: torch.where(mask, a, b), 0), slopes)
 
 

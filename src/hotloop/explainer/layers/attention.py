@@ -19,12 +19,11 @@ from hotloop.explainer.layers.equation import (
     sum_to_shape,
 )
 
-_MIN_VALUE = 1.0
-"""Of the sum of a row, whose largest number is exp 0; that of a row masked as a whole is 0."""
+_MIN_VALUE = 1.0  # of the sum of a row, whose largest number is exp 0; that of a row masked as a whole is 0
 
 
 def attention(call: FunctionCall) -> LayerEquations:
-    """query (..., L, E), key (..., S, E), value (..., S, F)."""
+    """Shapes: query (..., L, E), key (..., S, E), value (..., S, F)."""
     q, k, v = call.tensor(0, "query"), call.tensor(1, "key"), call.tensor(2, "value")
     mask, p, causal = call.get(3, "attn_mask"), call.get(4, "dropout_p", 0.0), call.get(5, "is_causal", False)
     scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
@@ -36,18 +35,16 @@ def attention(call: FunctionCall) -> LayerEquations:
         scores = _mask_scores((q @ keys.mT) * scale, mask, causal)
         high = scores.amax(-1, keepdim=True)
         parts = torch.exp(scores - high.masked_fill(high == -math.inf, 0.0))
-        return parts / parts.sum(-1, keepdim=True).clamp(
-            min=_MIN_VALUE
-        )  # rows that look at nothing give zeros, as torch's do
+        return parts / parts.sum(-1, keepdim=True).clamp(min=_MIN_VALUE)  # fully masked rows are zero, as in torch
 
     s = weights()
-    kept = _dropout_mask(call, s, p) if p else ones_like(s)
+    kept = call.drawn(lambda: torch.dropout(ones_like(s), p, True)) if p else ones_like(s)  # M / (1 - p)
     dropped = s * kept
     d_dropped = (dz @ values.mT) * kept
     ds = s * (d_dropped - (d_dropped * s).sum(-1, keepdim=True))
 
     def gathered(grad: Tensor, shape: torch.Size) -> Tensor:
-        """Heads that share keys and values add up their gradients."""
+        """Sums the gradients of heads that share keys and values."""
         if repeats > 1:
             grad = grad.unflatten(-3, (shape[-3], repeats)).sum(-3)
         return sum_to_shape(grad, shape)
@@ -87,11 +84,6 @@ def _mask_scores(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-
-
-def _dropout_mask(call: FunctionCall, weights: Tensor, p: float) -> Tensor:
-    """M / (1 - p), drawn as torch draws it."""
-    return call.drawn(lambda: torch.dropout(ones_like(weights), p, True))
 
 
 FORMULAS: dict[str, Formula] = {"scaled_dot_product_attention": attention}

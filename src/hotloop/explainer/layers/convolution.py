@@ -1,6 +1,6 @@
-"""Convolutions as the products that they are.
+"""Convolutions as matrix products.
 
-Each window of the input that the kernel sees is a row of a matrix X_col (im2col); then Z = X_col W^T. Chellapilla, Puri
+Each window of the input is a row of a matrix X_col (im2col), and Z = X_col W^T. Chellapilla, Puri
 and Simard, "High performance convolutional neural networks for document processing", IWFHR 2006.
 """
 
@@ -24,16 +24,16 @@ from hotloop.explainer.layers.equation import (
 )
 
 MAX_WINDOW_NUMBERS = 2**24
-"""Numbers that a matrix of windows may have at a time; larger ones are worked off in parts of the batch."""
+"""Most elements of a matrix of windows; larger batches are computed in parts."""
 
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """How a kernel moves over an image of any number of dimensions.
+    """The positions of a kernel on an image of any number of dimensions.
 
     Attributes:
-        image: sizes of the image, without batch and channels.
-        padding: before and after each dimension.
+        image: sizes without batch and channels.
+        padding: sizes before and after each dimension.
     """
 
     image: tuple[int, ...]
@@ -48,12 +48,12 @@ class WindowLayout:
 
     @property
     def counts(self) -> list[int]:
-        """Windows in each dimension."""
+        """Number of windows in each dimension."""
         zipped = zip(self.pad, self.kernel, self.stride, self.dilation, strict=True)
         return [(size - step * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, step in zipped]
 
     def window_indices(self) -> Tensor:
-        """int64 (windows, places in a window): where each lies in the flattened padded image."""
+        """int64 (windows, elements of a window): indices into the flattened padded image."""
         found = torch.zeros(1, 1, dtype=torch.int64)
         for size, count, kernel, stride, step in zip(
             self.pad, self.counts, self.kernel, self.stride, self.dilation, strict=True
@@ -64,14 +64,14 @@ class WindowLayout:
         return found
 
     def unfold(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """(N, C, *image) -> (N, windows, C, places in a window)."""
+        """Maps (N, C, *image) to (N, windows, C, elements of a window)."""
         pads = [side for pad in reversed(self.padding) for side in pad]
         flat = F.pad(x, pads, value=fill).flatten(2)
         places = self.window_indices().to(x.device)
         return flat[:, :, places].transpose(1, 2)
 
     def fold(self, windows: Tensor) -> Tensor:
-        """The adjoint of `unfold`: each number is added where it came from."""
+        """Computes the adjoint of `unfold`: adds each number to the element it came from."""
         batch, _, channels, _ = windows.shape
         flat = windows.new_zeros(batch, channels, prod(self.pad))
         places = self.window_indices().to(windows.device)
@@ -83,7 +83,7 @@ class WindowLayout:
 
 
 def convolution(call: FunctionCall) -> LayerEquations:
-    """input (N, C, ...), weight (O, C / groups, ...)."""
+    """Shapes: input (N, C, ...), weight (O, C / groups, ...)."""
     x, w, b = call.tensor(0, "input"), call.tensor(1, "weight"), call.get(2, "bias")
     dims, groups = w.ndim - 2, call.get(6, "groups", 1)
     batched = _add_batch(x, dims)
@@ -129,7 +129,7 @@ def convolution(call: FunctionCall) -> LayerEquations:
 
 
 def transposed_convolution(call: FunctionCall) -> LayerEquations:
-    """input (N, C, ...), weight (C, O / groups, ...): a convolution backward."""
+    """Shapes: input (N, C, ...), weight (C, O / groups, ...). The forward is a convolution's backward."""
     x, w, b = call.tensor(0, "input"), call.tensor(1, "weight"), call.get(2, "bias")
     dims, groups = w.ndim - 2, call.get(6, "groups", 1)
     batched, dz = _add_batch(x, dims), _add_batch(call.dz, dims)
@@ -183,27 +183,27 @@ def _padding(given_: object, kernel: torch.Size, dilation: list[int]) -> list[tu
 
 
 def _batch_parts(windows: WindowLayout, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Tensors in pieces of the batch whose windows are no more than ROOM."""
+    """Splits tensors along the batch so that the windows of a part don't exceed the maximum."""
     channels = max(tensor.shape[1] for tensor in tensors)
     size = max(1, MAX_WINDOW_NUMBERS // max(1, channels * prod(windows.counts) * prod(windows.kernel)))
     return list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
 
 
 def _group_columns(columns: Tensor, groups: int) -> Tensor:
-    """(n, windows, C, k) -> (groups, n * windows, C / groups * k)."""
+    """Maps (n, windows, C, k) to (groups, n * windows, C / groups * k)."""
     n, count, channels, places = columns.shape
     split = columns.reshape(n * count, groups, channels // groups * places)
     return split.transpose(0, 1)
 
 
 def _rows(image: Tensor, groups: int) -> Tensor:
-    """(n, C, ...) -> (groups, n * windows, C / groups)."""
+    """Maps (n, C, ...) to (groups, n * windows, C / groups)."""
     rows = image.flatten(2).transpose(1, 2).reshape(-1, groups, image.shape[1] // groups)
     return rows.transpose(0, 1)
 
 
 def _correlate(windows: WindowLayout, x: Tensor, w: Tensor, groups: int) -> Tensor:
-    """X_col W^T: (n, C, *image) -> (n, O, *counts); w (O, C / groups, ...)."""
+    """Computes X_col W^T: (n, C, *image) -> (n, O, *counts); w (O, C / groups, ...)."""
     matrix = w.reshape(groups, w.shape[0] // groups, -1)
 
     def part(piece: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _correlate(windows: WindowLayout, x: Tensor, w: Tensor, groups: int) -> Tens
 
 
 def _correlate_adjoint(windows: WindowLayout, dz: Tensor, w: Tensor, groups: int) -> Tensor:
-    """The adjoint of `_correlate`: (n, O, *counts) -> (n, C, *image)."""
+    """Computes the adjoint of `_correlate`: (n, O, *counts) -> (n, C, *image)."""
     matrix = w.reshape(groups, w.shape[0] // groups, -1)
     channels, places = w.shape[1] * groups, prod(windows.kernel)
 
@@ -226,7 +226,7 @@ def _correlate_adjoint(windows: WindowLayout, dz: Tensor, w: Tensor, groups: int
 
 
 def _weight_gradient(windows: WindowLayout, x: Tensor, dz: Tensor, w: Tensor, groups: int) -> Tensor:
-    """dZ^T X_col, in the weight's shape."""
+    """Computes dZ^T X_col in the weight's shape."""
 
     def product(image: Tensor, out: Tensor) -> Tensor:
         return _rows(out, groups).mT @ _group_columns(windows.unfold(image), groups)

@@ -1,4 +1,4 @@
-"""What an equation is made of: tensors of one call in float64, and terms that compute with them."""
+"""Equations of one call: float64 tensors and the terms that compute with them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ class EquationTerm:
     """One equation.
 
     Attributes:
-        result: its name, such as `dW`.
-        text: its right side.
-        value: computes it in plain matrix operations.
-        flops: that it takes.
-        reads: the tensors that it reads, as they lie in memory.
+        result: name of the result, such as `dW`.
+        text: the right side.
+        value: computes the result with plain matrix operations.
+        reads: the tensors that the equation reads from memory.
     """
 
     result: str
@@ -35,8 +34,8 @@ class LayerEquations:
 
     Attributes:
         operands: tensors among the call's arguments, by their name in the equations; `dW` is the gradient of `W`.
-        forward: the first term named `Z` gives the call's output.
-        backward: terms of gradients, each preceded by what it needs.
+        forward: terms; the first one named `Z` is the call's output.
+        backward: terms of gradients, each after the terms it needs.
     """
 
     operands: dict[str, Tensor]
@@ -50,9 +49,8 @@ class FunctionCall:
     """One call of a torch function, its floating-point tensors in float64, and the gradients of its outputs.
 
     Attributes:
-        function: which takes these arguments.
-        gradients: one for each output; zeros for an output that nothing flows back to.
-        drawn: runs a function with the random numbers that the call had.
+        gradients: one for each output; zeros for an output without a gradient.
+        drawn: runs a function with the random state of the recorded call.
     """
 
     name: str
@@ -63,14 +61,14 @@ class FunctionCall:
     gradients: list[Tensor]
     drawn: Callable[[Callable[[], Tensor]], Tensor]
 
-    def get(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument, given by position or by name."""
-        if place < len(self.arguments):
-            return self.arguments[place]
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """Returns an argument by position or name."""
+        if position < len(self.arguments):
+            return self.arguments[position]
         return self.options.get(name, default)
 
-    def tensor(self, place: int, name: str) -> Tensor:
-        value = self.get(place, name)
+    def tensor(self, position: int, name: str) -> Tensor:
+        value = self.get(position, name)
         if not isinstance(value, Tensor):
             raise NotCovered(f"its {name} is no tensor")
         return value
@@ -81,19 +79,19 @@ class FunctionCall:
 
 
 class NotCovered(Exception):
-    """This way to call a function is not one that the equations cover; says why."""
+    """The equations don't cover this form of the call; the message is the reason."""
 
 
 Formula = Callable[[FunctionCall], LayerEquations]
 
 
 def dot_flops(rows: int, inner: int, columns: int) -> float:
-    """Of a matrix product (rows, inner) by (inner, columns)."""
+    """Returns the FLOPs of a matrix product (rows, inner) by (inner, columns)."""
     return 2.0 * rows * inner * columns
 
 
 def sum_to_shape(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """Summed over the dimensions that broadcasting `shape` had added or stretched."""
+    """Sums over the dimensions that broadcasting added to `shape` or expanded."""
     return value.sum_to_size(tuple(shape)) if list(value.shape) != list(shape) else value
 
 
@@ -102,7 +100,7 @@ def named_operands(**operands: Tensor | None) -> dict[str, Tensor]:
 
 
 def per_dimension(values: Any, dims: int) -> list[int]:
-    """A kernel, stride, ... for each dimension."""
+    """Returns a kernel size, stride, ... for each dimension."""
     if isinstance(values, int):
         return [values] * dims
     listed = [int(value) for value in values]

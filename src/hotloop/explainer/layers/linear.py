@@ -18,7 +18,7 @@ from hotloop.explainer.layers.equation import (
 
 
 def linear(call: FunctionCall) -> LayerEquations:
-    """Z = X W^T + b over the last dimension of X; all others are rows."""
+    """Z = X W^T + b over the last dimension of X; all other dimensions are rows."""
     x, w = call.tensor(0, "input"), call.tensor(1, "weight")
     b = call.get(2, "bias")
     if w.ndim != 2:
@@ -40,7 +40,7 @@ def linear(call: FunctionCall) -> LayerEquations:
 
 
 def matmul(call: FunctionCall) -> LayerEquations:
-    """Z = A B for matrices, or stacks of them that broadcast; vectors are rows and columns."""
+    """Z = A B for matrices, or broadcast batches of them; vectors are rows and columns."""
     a, b = call.tensor(0, "input"), call.get(1, "other", call.options.get("mat2"))
     if not isinstance(b, Tensor):
         raise NotCovered("its second factor isn't given as a tensor")
@@ -81,10 +81,7 @@ def affine_product(call: FunctionCall) -> LayerEquations:
                 "Z", "beta C + alpha A B", lambda: beta * c + alpha * (a @ b), inner.forward[0].flops, [a, b, c]
             )
         ],
-        [
-            *inner.backward,
-            EquationTerm("dC", "beta dZ", lambda: sum_to_shape(beta * dz, c.shape), dz.numel(), [dz]),
-        ],
+        [*inner.backward, EquationTerm("dC", "beta dZ", lambda: sum_to_shape(beta * dz, c.shape), dz.numel(), [dz])],
         scaled,
     )
 

@@ -1,4 +1,4 @@
-"""Losses: means over the batch, whose gradients begin the backward pass."""
+"""Losses, whose gradients begin the backward pass."""
 
 from __future__ import annotations
 
@@ -104,10 +104,6 @@ def negative_log_likelihood(call: FunctionCall) -> LayerEquations:
     )
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
 _Terms = tuple[str, Callable[[Tensor, Tensor], Tensor], str, Callable[[Tensor, Tensor], Tensor], int, int]
 
 
@@ -149,7 +145,7 @@ def _pointwise_terms(call: FunctionCall) -> tuple[_Terms, int]:
         "log(1 + exp X) - X Y",
         lambda x, y: torch.logaddexp(x, torch.zeros_like(x)) - x * y,
         "sigmoid X - Y",
-        lambda x, y: _sigmoid(x) - y,
+        lambda x, y: 1 / (1 + torch.exp(-x)) - y,
         5,
         5,
     ), 4

@@ -1,7 +1,7 @@
-"""Batch, layer, group, instance and RMS normalisation.
+"""Batch, layer, group, instance and RMS normalization.
 
-Ioffe and Szegedy, "Batch normalization", ICML 2015, section 3, gives the gradients; the others differ in what they take
-the mean over.
+The gradients are from Ioffe and Szegedy, "Batch normalization", ICML 2015, section 3; the others average over other
+dimensions.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, named_operands
 
-_FORWARD, _BACKWARD = 8, 10  # FLOPs a number: see hotloop.profiler.costs.reduction_cost
+_FORWARD, _BACKWARD = 8, 10  # FLOPs per element: see hotloop.profiler.costs.reduction_cost
 _RMS_FORWARD, _RMS_BACKWARD = 4, 8
 
 
 @dataclass(frozen=True)
 class NormalizedInput:
-    """A tensor seen so that its statistics are over `over`, and its weights along `along`.
+    """A tensor shaped for its statistics and weights.
 
     Attributes:
-        x, dz: of one shape.
-        weight, bias: shaped to broadcast against `x`; None where there is none.
+        x, dz: tensors of one shape.
+        weight, bias: tensors that broadcast against `x`; None without them.
     """
 
     x: Tensor

@@ -1,4 +1,4 @@
-"""Pooling: the largest or the mean of each window."""
+"""Pooling: the maximum or the mean of each window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hotloop.explainer.layers.equation import (
 
 
 def _windows(call: FunctionCall, dims: int, *, dilation: object = 1) -> tuple[WindowLayout, Tensor]:
-    """The windows, and the input as (N, C, ...); those that reach beyond the padding, as ceil_mode has them, aren't covered."""
+    """Returns the windows, and the input as (N, C, ...). Windows beyond the padding (ceil_mode) aren't covered."""
     x = call.tensor(0, "input")
     batched = x if x.ndim == dims + 2 else x[None]
     kernel = per_dimension(call.get(1, "kernel_size"), dims)
@@ -33,7 +33,7 @@ def _windows(call: FunctionCall, dims: int, *, dilation: object = 1) -> tuple[Wi
 
 
 def max_pool(call: FunctionCall) -> LayerEquations:
-    """Z is the largest number of each window; its gradient goes back to that place alone."""
+    """Z is the maximum of each window; its gradient goes to that element alone."""
     dims = int(call.name[len("max_pool")])
     x, dz = call.tensor(0, "input"), call.dz
     windows, image = _windows(call, dims, dilation=call.get(4, "dilation", 1))
@@ -59,7 +59,7 @@ def max_pool(call: FunctionCall) -> LayerEquations:
 
 
 def average_pool(call: FunctionCall) -> LayerEquations:
-    """Z is the mean of each window; its gradient is spread over the window evenly."""
+    """Z is the mean of each window; its gradient is divided evenly over the window."""
     dims = int(call.name[len("avg_pool")])
     x, dz = call.tensor(0, "input"), call.dz
     windows, image = _windows(call, dims)
@@ -91,13 +91,13 @@ def average_pool(call: FunctionCall) -> LayerEquations:
 
 
 def adaptive_average_pool(call: FunctionCall) -> LayerEquations:
-    """Z is the mean of parts as even as they can be: window i of n over m places is from i m / n to (i + 1) m / n."""
+    """Z is the mean of near-equal parts: window i of n over m elements is from i m / n to (i + 1) m / n."""
     dims = int(call.name[len("adaptive_avg_pool")])
     x, dz = call.tensor(0, "input"), call.dz
     parts = [_averages(size, count).to(x.device) for size, count in zip(x.shape[-dims:], dz.shape[-dims:], strict=True)]
 
     def along(value: Tensor, *, back: bool) -> Tensor:
-        for part in parts:  # each takes the first of the dimensions, and puts its result behind the last
+        for part in parts:  # each step reduces the first dimension and appends the result as the last
             value = torch.tensordot(value, part if back else part.T, dims=([value.ndim - dims], [0]))
         return value
 
@@ -121,7 +121,7 @@ def adaptive_average_pool(call: FunctionCall) -> LayerEquations:
 
 
 def adaptive_max_pool(call: FunctionCall) -> LayerEquations:
-    """Z is the largest of each of as many parts; they must be of one size here."""
+    """Z is the maximum of each part; all parts must have the same size."""
     dims = int(call.name[len("adaptive_max_pool")])
     x, dz = call.tensor(0, "input"), call.dz
     sizes, counts = x.shape[-dims:], dz.shape[-dims:]
@@ -132,7 +132,7 @@ def adaptive_max_pool(call: FunctionCall) -> LayerEquations:
 
 
 def _averages(size: int, count: int) -> Tensor:
-    """(count, size): the mean of each part as a matrix."""
+    """Returns the (count, size) matrix of the parts' means."""
     matrix = torch.zeros(count, size, dtype=torch.float64)
     for part in range(count):
         start, end = part * size // count, -(-(part + 1) * size // count)

@@ -1,7 +1,7 @@
-"""Recurrent layers: the same products at each time step, and their gradients back through time.
+"""Recurrent layers: the same products at each time step, and their gradients through time.
 
-Hochreiter and Schmidhuber, "Long short-term memory", 1997; Cho et al., "Learning phrase representations", 2014. The gates
-lie one after the other as in torch: i, f, g, o and r, z, n.
+Hochreiter and Schmidhuber, "Long short-term memory", 1997; Cho et al., "Learning phrase representations", 2014. The
+gates are in torch's order: i, f, g, o and r, z, n.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _plain(relu: bool) -> Callable:
 
 @dataclass(frozen=True)
 class CellKind:
-    """A cell: how a step goes, its gates, and its equation."""
+    """A cell: its step, its number of gates, and its equation."""
 
     step: Callable
     gates: int
@@ -92,11 +92,11 @@ class DirectionPass:
     """One direction of one layer.
 
     Attributes:
-        x: (rows, in): the samples of the first time step, then those of the second.
-        sizes: how many samples each time step has; longer sequences come first.
-        start: the first state.
-        weights: W_ih, W_hh, and their biases if there are any.
-        backwards: whether it goes from the last time step to the first.
+        x: (rows, in), ordered by time step.
+        sizes: batch size of each time step; longer sequences come first.
+        start: initial state.
+        weights: W_ih, W_hh, and biases if the layer has them.
+        is_backwards: whether the pass runs from the last time step to the first.
     """
 
     kind: CellKind
@@ -108,14 +108,14 @@ class DirectionPass:
 
     @property
     def order(self) -> list[slice]:
-        """The rows of each time step, as they are gone through."""
+        """Rows of each time step, in order of execution."""
         ends = list(accumulate(self.sizes))
         rows = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
         return rows[::-1] if self.is_backwards else rows
 
     @cached_property
     def outputs(self) -> tuple[Tensor, Tensor, list[Callable], State]:
-        """Outputs and the h before each step, both (rows, hidden), what goes back through each step, and the last state."""
+        """Outputs and previous h of each step, both (rows, hidden); the backward of each step; the last state."""
         w_ih, w_hh, *biases = self.weights
         b_ih, b_hh = biases or (0.0, 0.0)
         gx, state = self.x @ w_ih.T + b_ih, self.start
@@ -132,7 +132,7 @@ class DirectionPass:
         return outputs, before, backs, state
 
     def gradients(self, dz: Tensor, last: State) -> dict[str, Tensor]:
-        """Gradients of all that went in, from those of the outputs (rows, hidden) and of the last state."""
+        """Returns the gradients of all inputs, from those of the outputs (rows, hidden) and of the last state."""
         _, before, backs, _ = self.outputs
         w_ih, w_hh, *biases = self.weights
         gx, gh = (dz.new_empty(len(dz), len(weight)) for weight in (w_ih, w_hh))
@@ -150,7 +150,7 @@ class DirectionPass:
 
 @dataclass(frozen=True)
 class LayerStack:
-    """All layers and directions of one call; `x` and `sizes` as in Sweep."""
+    """All layers and directions of one call; `x` and `sizes` as in `DirectionPass`."""
 
     kind: CellKind
     x: Tensor
@@ -177,7 +177,7 @@ class LayerStack:
         return torch.cat([sweep.outputs[0] for sweep in self.passes[-self.directions :]], -1)
 
     def gradients(self, dz: Tensor, last: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """For each sweep; the first layer's `X` together are the gradient of the input."""
+        """Returns gradients per pass; the first layer's `X`, summed, are the gradient of the input."""
         found: list[dict[str, Tensor]] = []
         for number in reversed(range(len(self.passes))):
             part = dz.chunk(self.directions, -1)[number % self.directions]
@@ -188,7 +188,7 @@ class LayerStack:
 
 
 def recurrent_layer(call: FunctionCall) -> LayerEquations:
-    """input, states, weights, ...; or packed: rows, how many each time step has, states, weights, ..."""
+    """Arguments: input, states, weights, ...; packed: rows, batch sizes, states, weights, ..."""
     packed = isinstance(call.arguments[1], Tensor) and not call.arguments[1].is_floating_point()
     x, *_, states, weights = call.arguments[: 4 if packed else 3]
     biases, layers, dropped, training, both, *first = call.arguments[4 if packed else 3 :]
@@ -202,7 +202,7 @@ def recurrent_layer(call: FunctionCall) -> LayerEquations:
     batchless, batch_first = x.ndim == 2 and not packed, bool(first and first[0]) and x.ndim == 3
 
     def inward(value: Tensor) -> Tensor:
-        """(rows, ...), time step after time step."""
+        """Returns (rows, ...), ordered by time step."""
         if packed or batchless:
             return value
         return (value.transpose(0, 1) if batch_first else value).flatten(0, 1)
@@ -296,14 +296,14 @@ def _identity(value: Tensor) -> Tensor:
 
 
 def _empty(rows: int, weight: Tensor) -> Tensor:
-    """Of the shape of gates; its numbers are nobody's."""
+    """Returns an uninitialized tensor of the shape of the gates, for its size."""
     return weight.new_empty(1).expand(rows, len(weight))
 
 
 def _input_terms(
     stack: LayerStack, found: list[dict[str, Any]], number: int, flops: float, reads: list[Tensor], outward: Callable
 ) -> list[EquationTerm]:
-    """The gradient that goes on to the layer below; the first layer's is of X, of both directions together."""
+    """Returns the terms of the gradient for the layer below; the first layer's is dX, summed over directions."""
     layer, direction = divmod(number, stack.directions)
     own = found[number]["X"]
     if not layer and stack.directions == 1:

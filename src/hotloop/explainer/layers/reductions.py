@@ -1,4 +1,4 @@
-"""What sums a tensor up along some dimensions, and softmax, which spreads such a sum again."""
+"""Reductions along dimensions, cumulative sums and softmax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _dims(call: FunctionCall, x: Tensor) -> list[int]:
 
 
 def _expand(value: Tensor, x: Tensor, dims: list[int]) -> Tensor:
-    """A reduced tensor in the shape of `x`."""
+    """Returns a reduced tensor in the shape of `x`."""
     shape = [1 if place in dims else size for place, size in enumerate(x.shape)]
     return value.reshape(shape).expand(x.shape)
 
@@ -54,13 +54,13 @@ def reduction(call: FunctionCall) -> LayerEquations:
 
 
 def extremum(call: FunctionCall) -> LayerEquations:
-    """`max`, `min`, `amax` and `amin`: the gradient goes back to the place of the largest, or evenly to all that are."""
+    """`max`, `min`, `amax` and `amin`: the gradient goes to the index of the extremum, or evenly to all equal ones."""
     if isinstance(call.get(1, "other"), Tensor):
         return maximum(call)
     x, dz = call.tensor(0, "input"), call.dz
     dims = _dims(call, x)
     largest = "max" in call.name
-    alone = call.name in ("max", "min") and len(dims) < x.ndim  # it says which place
+    alone = call.name in ("max", "min") and len(dims) < x.ndim  # the function returns one index
 
     def value() -> Tensor:
         return x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
@@ -147,7 +147,7 @@ def vector_norm(call: FunctionCall) -> LayerEquations:
 
 
 def cumulative_sum(call: FunctionCall) -> LayerEquations:
-    """`cumsum`: each number of the gradient is the sum of those from its place on."""
+    """`cumsum`: each element of the gradient is the sum from its index on."""
     x, dz, dim = call.tensor(0, "input"), call.dz, call.get(1, "dim")
     return LayerEquations(
         {"X": x},
@@ -185,7 +185,7 @@ def log_sum_exp(call: FunctionCall) -> LayerEquations:
 
 
 def softmax(call: FunctionCall) -> LayerEquations:
-    """P = exp(X) / sum of exp(X) along a dimension; or its logarithm."""
+    """P = exp(X) / sum of exp(X) along a dimension, or its logarithm."""
     x, dz = call.tensor(0, "input"), call.dz
     dim = call.get(1, "dim")
     if dim is None:

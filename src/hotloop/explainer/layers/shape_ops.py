@@ -1,4 +1,4 @@
-"""What only moves numbers: views, selections, embeddings, joining, repeating, padding, dropout."""
+"""Functions that only move elements: views, selections, embeddings, concatenation, padding; and dropout."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCal
 
 
 def move_elements(call: FunctionCall) -> LayerEquations:
-    """For a function that only takes numbers from places: run on the places themselves, it says which."""
+    """Finds where a function moves each element by running it on the elements' indices."""
     if call.name == "pad" and call.get(3, "value"):
         raise NotCovered("it pads with another number than zero")
     leaves, form = tree_flatten((call.arguments, call.options))
     floating = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     names = ["X"] if len(floating) == 1 else [f"X{number}" for number in range(1, len(floating) + 1)]
     operands = {name: leaves[place] for name, place in zip(names, floating, strict=True)}
-    starts, total = [], 1  # place 0 stands for what comes from none of them, such as padding
+    starts, total = [], 1  # index 0 is for elements from no operand, such as padding
     for place, x in zip(floating, operands.values(), strict=True):
         starts.append(total)
         leaves[place] = torch.arange(total, total + x.numel(), dtype=torch.float64, device=x.device).reshape(x.shape)
@@ -35,13 +35,13 @@ def move_elements(call: FunctionCall) -> LayerEquations:
 
 @dataclass(frozen=True)
 class MovedElements:
-    """Which numbers of the operands came out.
+    """The origin of each element of the outputs.
 
     Attributes:
-        starts: the place of each operand's first number.
-        places: for each output, where its numbers were.
-        gradients: of the outputs.
-        total: one more than the last place.
+        starts: index of the first element of each operand.
+        places: for each output, the indices of its elements.
+        gradients: gradients of the outputs.
+        total: one more than the last index.
     """
 
     operands: dict[str, Tensor]
@@ -61,7 +61,7 @@ class MovedElements:
         return torch.cat([first.new_zeros(1), *(x.flatten() for x in self.operands.values())])[self.places[0]]
 
     def worked(self, call: FunctionCall, *, copied: bool) -> LayerEquations:
-        """Where nothing is copied and each number came out once, going back costs nothing either."""
+        """The backward costs nothing if no element is copied and each appears once."""
         all_places = torch.cat([where.flatten() for where in self.places])
         once = len(all_places) == self.total - 1 == len(all_places.unique())
         in_order = once and bool((all_places.diff() == 1).all())
@@ -82,7 +82,7 @@ class MovedElements:
 
 
 def cast_dtype(call: FunctionCall) -> LayerEquations:
-    """The same numbers, rounded to another dtype."""
+    """The same elements, rounded to another dtype."""
     x, dz = call.tensor(0, "input"), call.dz
     notes = ["rounding to the dtype is left out"]
     return LayerEquations(
@@ -94,7 +94,7 @@ def cast_dtype(call: FunctionCall) -> LayerEquations:
 
 
 def embedding(call: FunctionCall) -> LayerEquations:
-    """Z = rows of W; the same as a product of one-hot rows with W, without making them."""
+    """Z = rows of W: the product of one-hot rows with W, without making them."""
     from_functional = not call.tensor(0, "input").is_floating_point()
     w, indices = (call.arguments[1], call.arguments[0]) if from_functional else call.arguments[:2]
     padding = call.get(2, "padding_idx", -1)

@@ -1,1 +1,1 @@
-"""What a script's use of autograd costs: unused gradients, repeated forward passes."""
+"""Costs of a script's use of autograd: unused gradients, repeated forward passes."""

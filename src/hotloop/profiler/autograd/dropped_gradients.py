@@ -1,4 +1,4 @@
-"""At which line what has a graph is put into a list, told by Python's calls of the list's methods."""
+"""Finds the lines that keep graphs alive in lists, and gradients that are cleared before an optimizer reads them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from hotloop.profiler.base.tensor_facts import tensors_in
 from hotloop.profiler.hooks.torch_hooks import stop_on_error
 
 _LIST_METHODS = {"append": -1, "extend": -1, "appendleft": 0, "extendleft": 0}
-"""Methods of lists and deques, and where what was put last stands then."""
+"""Methods of lists and deques that add items, with the index of the last added item afterwards."""
 
 _MAX_TENSORS = 1000
 
 
 class RetainedGraphs:
-    """Hears all calls while it listens, which slows Python down: for steps whose times are worth nothing.
+    """Finds the lines at which a script appends tensors with a graph to a list or deque.
+
+    The class observes all calls with `sys.setprofile`, which slows Python down: only for steps whose times aren't used.
 
     Args:
-        fail: is told of an error of its own in the midst of the script.
+        fail: called with an internal error, instead of raising it in the script.
     """
 
     def __init__(self, sites: CallSites, fail: Callable[[Exception], Any]) -> None:
@@ -39,7 +41,7 @@ class RetainedGraphs:
         self._step, self._profile_function = 0, self._on_call
 
     def listen(self, step: int) -> None:
-        """A profiler of the script's own, of which there can be but one, comes first."""
+        """Starts to observe a step; a profiler of the script, of which there can be only one, has priority."""
         if sys.getprofile() is None:
             self._step = step
             sys.setprofile(self._profile_function)
@@ -49,32 +51,32 @@ class RetainedGraphs:
             sys.setprofile(None)
 
     def live_lines(self, step: int) -> set[str]:
-        """Lines at which something was put into a list in a step that is alive; forgets that step and those before."""
-        found = {where for at, where, tensor in self._tensors if at == step and tensor() is not None}
-        self._tensors = [one for one in self._tensors if one[0] > step]
-        return found
+        """Returns lines of a step that appended tensors which are still alive; drops earlier records."""
+        live = {where for at, where, tensor in self._tensors if at == step and tensor() is not None}
+        self._tensors = [entry for entry in self._tensors if entry[0] > step]
+        return live
 
     @stop_on_error
     def _on_call(self, frame: FrameType, event: str, called: Any) -> None:
-        if os.getpid() != self._process:  # a fork, of whose threads this one is alive
+        if os.getpid() != self._process:  # a forked child, which inherits the profile function
             self.stop()
             return
         if event != "c_return" or (name := getattr(called, "__name__", "")) not in _LIST_METHODS:
             return
-        holder = getattr(called, "__self__", None)
-        if not isinstance(holder, list | deque) or not holder or len(self._tensors) >= _MAX_TENSORS:
+        container = getattr(called, "__self__", None)
+        if not isinstance(container, list | deque) or not container or len(self._tensors) >= _MAX_TENSORS:
             return
-        for tensor in tensors_in(holder[_LIST_METHODS[name]], depth=1):
+        for tensor in tensors_in(container[_LIST_METHODS[name]], depth=1):
             if tensor.grad_fn is not None:
                 self._tensors.append((self._step, self._sites.line_above(frame), weakref.ref(tensor)))
 
 
 def match_lines(backwards: Sequence[str], lines: Counter[str]) -> dict[str, str]:
-    """Which line keeps the graph that each backward went through; one that nobody knows of is left out.
+    """Returns the line that retains the graph of each backward pass; passes without a certain match are left out.
 
     Args:
-        backwards: where those are whose graphs are kept.
-        lines: where something is put into a list, with how often.
+        backwards: lines of the backward passes whose graphs are retained.
+        lines: lines that append a tensor with a graph to a list, with their counts.
     """
     if len(lines) == 1 or len(backwards) == 1:
         return dict.fromkeys(backwards, lines.most_common(1)[0][0]) if lines else {}
@@ -89,18 +91,18 @@ def _place_key(where: str) -> tuple[str, int]:
 
 
 CLEARED, UNREAD = "cleared gradients", "unread gradients"
-"""What is found: a backward goes through a whole network without need, or through one whose inputs alone need gradients."""
+"""Patterns: a backward pass runs a whole network needlessly, or a network of which only input gradients are read."""
 
 _PRODUCT_NODES = ("mm", "Convolution", "Linear", "Mkldnn", "Lstm", "Gru", "Rnn")
-"""In the names of nodes that compute a product for each gradient; those of biases are sums, which take little."""
+"""In names of nodes that compute one product per gradient. Bias gradients are sums, which take little time."""
 
 _CHEAP_NODES = ("BatchNorm",)
-"""In the names of nodes that get the gradients of their weights on the way to those of their inputs."""
+"""In names of nodes that compute the weights' gradients on the way to the inputs' gradients."""
 
 
 @dataclass
 class _Leaf:
-    """A tensor that a backward gives a gradient."""
+    """A tensor to which a backward pass adds a gradient."""
 
     tensor: weakref.ref[Tensor]
     before: tuple | None
@@ -110,23 +112,29 @@ class _Leaf:
 
 @dataclass
 class _Node:
-    """What is recorded of a graph's node, so that the graph itself is free."""
+    """A record of a graph node, without a reference to the graph."""
 
     name: str
     is_custom: bool
     ends_forward: bool
     leaf: _Leaf | None
     next_functions: list[tuple[_Node | None, int]] = field(default_factory=list)
-    seconds: float = 0.0  # of the processor, since another program may have the core meanwhile
+    seconds: float = 0.0  # CPU time of the thread, without that of other programs
     began: float = 0.0
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
+    def start(self, gradients: Any) -> None:
+        self.began = time.thread_time()
+
+    def stop(self, inputs: Any, outputs: Any) -> None:
+        self.seconds += time.thread_time() - self.began
+
 
 @dataclass
 class _Backward:
-    """One whose gradients an optimizer may yet read."""
+    """A backward pass whose gradients an optimizer may still read."""
 
     nodes: list[_Node]
     where: str
@@ -138,22 +146,20 @@ class _Backward:
 
 
 class ClearedGradients:
-    """Follows the gradients of each backward until a later one begins that finds them cleared, or their tensors updated.
+    """Tracks the gradients of each backward pass until a later pass finds them cleared or their tensors updated.
 
-    Only what one backward adds to some tensors that are updated, and to others that aren't, is reported: all of a backward's
-    gradients may be cleared since they were put aside, as where those of several losses are made to agree.
+    A backward pass is only reported if some of its gradients are read and others aren't: a script may save all
+    gradients of a pass and then clear them, as methods that reconcile the gradients of several losses do.
 
     Args:
-        parameters: gives those of all optimizers that have stepped.
+        parameters: returns the parameters of all optimizers that have stepped.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._parameters = parameters
         self._waiting: list[_Backward] = []
         self._timed: list[Any] = []
-        self._needless_s: defaultdict[tuple[str, str], defaultdict[int, float]] = defaultdict(
-            lambda: defaultdict(float)
-        )
+        self._needless_s: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
         self._nodes: list[_Node] = []
         self._walked_s = dict[int, float]()
         self._asked_since: float | None = None
@@ -162,20 +168,19 @@ class ClearedGradients:
     def record(
         self, nodes: Sequence[Any], where: str, step: int, forward: Callable[[Any], str]
     ) -> Iterator[NeedlessWork]:
-        """A backward begins, which is timed until `ended`. Which work of those before it was without benefit?"""
+        """Times a backward pass until `ended`, and yields the needless work of the passes before it."""
         yield from self._check_earlier(step)
         recorded = _record_nodes(nodes, forward)
-        for node, one in recorded.items():
-            self._timed += [node.register_prehook(_start_hook(one)), node.register_hook(_stop_hook(one))]
+        for node, record in recorded.items():
+            self._timed += [node.register_prehook(record.start), node.register_hook(record.stop)]
         self._waiting.append(_Backward(list(recorded.values()), where, step))
         self._nodes += recorded.values()
 
     def asked(self) -> None:
-        """A backward begins that gives gradients in place of adding to them; it is timed as a whole."""
+        """Times a backward pass that returns gradients instead of adding to them, as a whole."""
         self._asked_since = time.thread_time()
 
     def ended(self) -> None:
-        """The backward is over."""
         if self._asked_since is not None:
             self._asked_s += time.thread_time() - self._asked_since
             self._asked_since = None
@@ -184,58 +189,60 @@ class ClearedGradients:
         self._timed = []
 
     def optimizer_stepped(self, parameters: Iterable[Tensor]) -> None:
-        """An optimizer has read the gradients of these."""
+        """Marks the gradients of these parameters as read."""
         ids = {id(value) for value in parameters}
-        for leaf in (leaf for one in self._waiting for leaf in one.leaves):
+        for leaf in (leaf for backward in self._waiting for leaf in backward.leaves):
             leaf.is_read = leaf.is_read or id(leaf.tensor()) in ids
 
     def step_done(self, step: int) -> None:
-        """Drops the gradients of the step before; those of this step may still be cleared in the next step."""
-        self._waiting = [one for one in self._waiting if one.step == step]
+        """Drops the gradients of the step before; the next step may still clear those of this step."""
+        self._waiting = [backward for backward in self._waiting if backward.step == step]
         self._walked_s[step] = self._asked_s + sum(node.seconds for node in self._nodes)
         self._asked_s, self._nodes = 0.0, []
 
     def dropped_share(self, what: str, where: str) -> float:
-        """Share of the backward time that computes unused gradients, in the steps that compute some; 0 if unknown."""
-        needless = self._needless_s[what, where] if (what, where) in self._needless_s else dict[int, float]()
+        """Returns the share of backward time spent on unused gradients, over the steps that have some; 0 if unknown."""
+        needless = self._needless_s.get((what, where), {})
         walked_s = sum(self._walked_s[step] for step in needless)
         return sum(needless.values()) / walked_s if walked_s else 0.0
 
     def _check_earlier(self, step: int) -> Iterator[NeedlessWork]:
-        left, owned = [], {id(value) for value in self._parameters()}
-        for one in self._waiting:
-            stayed = [leaf for leaf in one.leaves if not leaf.is_read and _is_kept(leaf)]
-            cleared = {id(leaf) for leaf in stayed if _is_cleared(leaf)}
+        waiting, updated = [], {id(value) for value in self._parameters()}
+        for backward in self._waiting:
+            unread = [leaf for leaf in backward.leaves if not leaf.is_read and _is_unchanged(leaf)]
+            cleared = {id(leaf) for leaf in unread if _is_cleared(leaf)}
             if not cleared:
-                left.append(one)
-            elif len(stayed) < len(one.leaves):
-                yield from self._without_benefit(one, cleared, owned, step)
-        self._waiting = left
+                waiting.append(backward)
+            elif len(unread) < len(backward.leaves):
+                yield from self._without_benefit(backward, cleared, updated, step)
+        self._waiting = waiting
 
-    def _without_benefit(self, one: _Backward, cleared: set[int], owned: set[int], step: int) -> Iterator[NeedlessWork]:
-        """Nodes that lead to cleared gradients alone; where no whole network is among them, they are those of weights."""
-        needed = nodes_leading_to(one.nodes, lambda node: node.leaf is not None and id(node.leaf) not in cleared)
-        useless = [node for node in one.nodes if node not in needed]
+    def _without_benefit(
+        self, backward: _Backward, cleared: set[int], updated: set[int], step: int
+    ) -> Iterator[NeedlessWork]:
+        """Yields a pass in which nodes of a whole network, or of weights, lead only to cleared gradients."""
+        needed = nodes_leading_to(backward.nodes, lambda node: node.leaf is not None and id(node.leaf) not in cleared)
+        useless = [node for node in backward.nodes if node not in needed]
         if any(node.ends_forward for node in useless):
             what, spent_s = CLEARED, sum(node.seconds for node in useless)
-        elif all(id(leaf.tensor()) in owned for leaf in one.leaves if id(leaf) in cleared):
+        elif all(id(leaf.tensor()) in updated for leaf in backward.leaves if id(leaf) in cleared):
             what = UNREAD
             spent_s = sum(
-                node.seconds if node not in needed else _weight_gradient_s(node, needed) for node in one.nodes
+                node.seconds if node not in needed else _weight_gradient_s(node, needed) for node in backward.nodes
             )
         else:
             return
-        self._needless_s[what, one.where][one.step] += spent_s
-        yield NeedlessWork(what, one.where, 1)
+        self._needless_s[what, backward.where][backward.step] += spent_s
+        yield NeedlessWork(what, backward.where, 1)
 
 
 def _record_nodes(nodes: Sequence[Any], forward: Callable[[Any], str]) -> dict[Any, _Node]:
-    found = {node: _Node(node.name(), is_custom(node), bool(forward(node)), _make_leaf(node)) for node in nodes}
-    for node, one in found.items():
-        one.next_functions = [
-            (found.get(after) or _Node("", True, False, None), at) for after, at in node.next_functions if after
+    records = {node: _Node(node.name(), is_custom(node), bool(forward(node)), _make_leaf(node)) for node in nodes}
+    for node, record in records.items():
+        record.next_functions = [
+            (records.get(after) or _Node("", True, False, None), at) for after, at in node.next_functions if after
         ]
-    return found
+    return records
 
 
 def _make_leaf(node: Any) -> _Leaf | None:
@@ -246,7 +253,7 @@ def _make_leaf(node: Any) -> _Leaf | None:
     return _Leaf(weakref.ref(tensor), change_key(tensor), tensor.ndim > 1, bool(read))
 
 
-def _is_kept(leaf: _Leaf) -> bool:
+def _is_unchanged(leaf: _Leaf) -> bool:
     tensor = leaf.tensor()
     return tensor is not None and leaf.before is not None and change_key(tensor) == leaf.before
 
@@ -257,24 +264,12 @@ def _is_cleared(leaf: _Leaf) -> bool:
 
 
 def _weight_gradient_s(node: _Node, needed: set[_Node]) -> float:
-    """Seconds of a node that go into gradients which nobody needs: each product takes as long as the others."""
+    """Returns the seconds of a node spent on unused gradients; its products are taken as equally long."""
     if any(kind in node.name for kind in _CHEAP_NODES):
         return 0.0
     products = any(kind in node.name for kind in _PRODUCT_NODES)
-    after = [one for one, _ in node.next_functions if one is not None]
-    counted = [one for one in after if one.leaf is None or one.leaf.is_matrix or not products]
-    return node.seconds * sum(one not in needed for one in counted) / len(counted) if counted else 0.0
-
-
-def _start_hook(node: _Node) -> Callable[[Any], None]:
-    def start(gradients: Any) -> None:
-        node.began = time.thread_time()
-
-    return start
-
-
-def _stop_hook(node: _Node) -> Callable[[Any, Any], None]:
-    def stop(inputs: Any, outputs: Any) -> None:
-        node.seconds += time.thread_time() - node.began
-
-    return stop
+    next_nodes = [next_node for next_node, _ in node.next_functions if next_node is not None]
+    counted = [
+        next_node for next_node in next_nodes if next_node.leaf is None or next_node.leaf.is_matrix or not products
+    ]
+    return node.seconds * sum(next_node not in needed for next_node in counted) / len(counted) if counted else 0.0

@@ -1,4 +1,4 @@
-"""What a loop does now and then beside its steps: evaluation and checkpoints, and for how long."""
+"""Times evaluations and checkpoints inside of training steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hotloop.profiler.autograd.patterns import AutogradPatterns
 from hotloop.profiler.base.step_facts import StepFact
 
 _MIN_SHARE = 0.4
-"""Part of the steps that must hold an evaluation, and that must not, for it being one of every second step."""
+"""Least share of steps with, and without, an evaluation for the evaluation to count as one of every second step."""
 
 
 class EvaluationPauses:
-    """Notes them of the step in which they happen.
+    """Adds evaluations and checkpoints to the facts of the step in which they happen.
 
     Args:
-        step: that is on.
+        step: returns the current step.
     """
 
     def __init__(self, graphs: AutogradPatterns, step: Callable[[], StepFact | None]) -> None:
@@ -35,7 +35,7 @@ class EvaluationPauses:
         return self._evaluating_since is not None
 
     def mode_began(self) -> None:
-        """A module is put into training or evaluation mode, and with it those inside of it."""
+        """Counts nested calls of `Module.train`, which calls itself for submodules."""
         self._modes += 1
 
     def mode_ended(self, *, training: bool) -> None:
@@ -50,7 +50,7 @@ class EvaluationPauses:
             self._graphs.begin_evaluation()
 
     def _note_evaluation(self) -> None:
-        """The network is put back into training mode, so that it is known how long the evaluation took."""
+        """Adds the time since evaluation mode began, when the network returns to training mode."""
         step = self._step()
         if self._evaluating_since is not None and step is not None:
             self._returns += 1
@@ -58,7 +58,6 @@ class EvaluationPauses:
             self._evaluated_before[id(step)] = step, known_s + time.perf_counter() - self._evaluating_since
 
     def end_evaluation(self) -> None:
-        """An evaluation is over, if one is on."""
         if self._evaluating_since is not None:
             self.note("evaluation", time.perf_counter() - self._evaluating_since)
             self._evaluating_since = None
@@ -71,32 +70,36 @@ class EvaluationPauses:
             step.apart_ms[what] = step.apart_ms.get(what, 0.0) + seconds * 1e3
 
     def checkpoint_saved(self, where: str, began: float | None) -> None:
-        """A checkpoint was written, of which it is known since when."""
+        """Records a checkpoint if its start, in `time.perf_counter` seconds, is known."""
         if began is not None:
             self.note("checkpoint", time.perf_counter() - began)
             self._saved[where] += 1
 
-    def records(self, steps: Sequence[StepFact], many: int) -> list[dict[str, Any]]:
-        """As `profiles.Habit`: checkpoints, if more than half of the measured steps write one, and evaluations of every
-        second step, which may be none of those whose graphs are looked at.
+    def records(self, steps: Sequence[StepFact], steps_done: int) -> list[dict[str, Any]]:
+        """Returns records as `profiles.Habit`.
+
+        They are checkpoints that more than half of the measured steps write, and evaluations of every second step,
+        which the observed steps may miss.
 
         Args:
-            many: steps that ended so far, those included of which nothing else is known.
+            steps_done: number of steps that have ended, measured or not.
         """
         measured = [step for step in steps if step.kind in ("clean", "instrumented")]
-        return [*self._checkpoints(measured), *self._evaluations(many, measured)]
+        return [*self._checkpoints(measured), *self._evaluations(steps_done, measured)]
 
-    def _evaluations(self, many: int, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
-        """All steps tell how often: those that are measured may be every second one."""
-        asked_ms = {id(step): 1e3 * seconds for step, seconds in self._evaluated_before.values()}
-        often = self._returns / max(1, many)
-        spent_ms = [asked_ms[id(step)] for step in measured if id(step) in asked_ms] or list(asked_ms.values())
-        if not self._graphs.evaluated_at or not _MIN_SHARE <= often < 1 - _MIN_SHARE or not measured:
+    def _evaluations(self, steps_done: int, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
+        """Counts evaluations over all steps: the measured steps may be every second one."""
+        evaluated_ms = {id(step): 1e3 * seconds for step, seconds in self._evaluated_before.values()}
+        per_step = self._returns / max(1, steps_done)
+        pauses_ms = [evaluated_ms[id(step)] for step in measured if id(step) in evaluated_ms] or list(
+            evaluated_ms.values()
+        )
+        if not self._graphs.evaluated_at or not _MIN_SHARE <= per_step < 1 - _MIN_SHARE or not measured:
             return []
         ((where, _),) = self._graphs.evaluated_at.most_common(1)
-        ms = often * sum(spent_ms) / len(spent_ms)
-        rest_ms = sum(max(0.0, step.ms - asked_ms.get(id(step), 0.0)) for step in measured) / len(measured)
-        return [{"what": "evaluation", "where": where, "per_step": often, "share": ms / (ms + rest_ms), "ms": None}]
+        ms = per_step * sum(pauses_ms) / len(pauses_ms)
+        rest_ms = sum(max(0.0, step.ms - evaluated_ms.get(id(step), 0.0)) for step in measured) / len(measured)
+        return [{"what": "evaluation", "where": where, "per_step": per_step, "share": ms / (ms + rest_ms), "ms": None}]
 
     def _checkpoints(self, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
         spent = [step.apart_ms["checkpoint"] for step in measured if "checkpoint" in step.apart_ms]

@@ -1,4 +1,4 @@
-"""What operations of next to no work take while a script trains, with all that it has switched on."""
+"""Times of tiny operations in the script's process, with the debugging modes that the script has switched on."""
 
 from __future__ import annotations
 
@@ -19,45 +19,46 @@ _TINY_NUMBERS = 20
 
 
 def operator_us() -> float:
-    """What an operator takes now."""
+    """Returns the microseconds of a tiny operator under the current modes."""
     return _measure_us(torch.zeros(1))
 
 
 _TRACEBACK_PREFIX = "traceback_"
-"""Where torch's anomaly detection keeps in a node's metadata who made it: the lines on the stack."""
+"""Key of a node's metadata under which torch's anomaly detection stores the lines of the stack."""
 
 
 def traceback_lines(node: Any) -> int:
-    """Lines on the stack when a node was made under anomaly detection; 0 of others."""
+    """Returns the number of stack lines that anomaly detection stored for a node; 0 without it."""
     return len(node.metadata.get(_TRACEBACK_PREFIX, ()))
 
 
 def anomaly_mode_us() -> float:
-    """How much longer an operator that makes a node takes under anomaly detection, for each line on the stack.
+    """Returns how much longer an operator takes under anomaly detection, in microseconds per line of the stack.
 
-    In a thread of its own, on whose stack is nothing of the watch's, in which lines may take longer than the script's do.
+    The measurement runs in a new thread, without the profiler's frames on the stack, which may take longer than the
+    script's.
     """
-    with ThreadPoolExecutor(1) as beside:
-        return beside.submit(_measure_anomaly_mode_us).result()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_measure_anomaly_mode_us).result()
 
 
 def _measure_anomaly_mode_us() -> float:
-    tiny = torch.zeros(1, requires_grad=True).neg()  # of a leaf another node is made each time
-    _measure_us(tiny)  # the first time, source files are read
-    remembering, node = _measure_us(tiny), tiny.neg().grad_fn
+    tiny = torch.zeros(1, requires_grad=True).neg()  # not a leaf: an operator on a leaf creates a further node
+    _measure_us(tiny)  # warm-up: anomaly detection reads the source files once
+    anomaly_us, node = _measure_us(tiny), tiny.neg().grad_fn
     with torch.autograd.set_detect_anomaly(False):
-        return max(0.0, remembering - _measure_us(tiny)) / max(1, traceback_lines(node))
+        return max(0.0, anomaly_us - _measure_us(tiny)) / max(1, traceback_lines(node))
 
 
 @cache
 def create_graph_us() -> float:
-    """How much longer a node of a backward takes if that makes a graph too."""
+    """Returns how many microseconds longer a backward node takes if it also creates a graph."""
     _backward_node_us(True)
     return max(0.0, min(_backward_node_us(True) for _ in range(3)) - min(_backward_node_us(False) for _ in range(3)))
 
 
 def _backward_node_us(creating: bool) -> float:
-    """What a node takes, of a chain of them; the engine is called as it is, past what stands around it."""
+    """Calls the engine directly, without the hooks around `torch.autograd.grad`."""
     out = leaf = torch.ones(1, requires_grad=True)
     for _ in range(_TINY_NUMBERS):
         out = out * leaf
@@ -76,19 +77,22 @@ def _measure_us(tiny: Tensor) -> float:
 
 @hide_from_compiler
 def find_identities(operators: Iterable[dict[str, Any]]) -> list[str]:
-    """The shapes that rows are taken of, as `3000x3000`, where all such matrices are identities, parameters left out."""
-    asked = {one["shapes"][0] for one in operators if one["name"] in TAKE_ROWS and one["shapes"]}
-    square = {shape for shape in asked if _is_square(shape)}
-    if not square:
+    """Returns the shapes, such as `3000x3000`, of identity matrices from which operators take rows.
+
+    A shape is returned if all plain tensors (no parameters) of that shape are identities.
+    """
+    shapes = {operator["shapes"][0] for operator in operators if operator["name"] in TAKE_ROWS and operator["shapes"]}
+    square_shapes = {shape for shape in shapes if _is_square(shape)}
+    if not square_shapes:
         return []
-    found: dict[str, bool] = {}
-    with torch._C._DisableTorchDispatch():  # the script's modes hear nothing
+    identities: dict[str, bool] = {}
+    with torch._C._DisableTorchDispatch():  # hidden from the script's dispatch modes
         for value in gc.get_objects():
-            # Other classes, parameters among them, may keep their numbers elsewhere.
+            # Subclasses, such as parameters, may store their data elsewhere.
             shape = "x".join(map(str, value.shape)) if type(value) is Tensor else ""
-            if shape in square:
-                found[shape] = found.get(shape, True) and _is_identity(value)
-    return sorted(shape for shape, all_are in found.items() if all_are)
+            if shape in square_shapes:
+                identities[shape] = identities.get(shape, True) and _is_identity(value)
+    return sorted(shape for shape, all_are in identities.items() if all_are)
 
 
 def _is_square(shape: str) -> bool:

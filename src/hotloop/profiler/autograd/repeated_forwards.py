@@ -1,4 +1,4 @@
-"""Forwards of a step, and what they are to each other: the same once more, an evaluation, or another one's place."""
+"""Compares the forward passes of a step: repeated ones, evaluations, and ones without a backward pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from hotloop.profiler.hooks.forward_calls import CallInputs
 
 @dataclass
 class Mark:
-    """Of a forward or backward, in the graph.
+    """A record of a forward or backward pass, stored in the metadata of graph nodes.
 
     Attributes:
-        step: in which it happened.
-        walked: whether another backward came by.
-        updates: of optimizers that were done before.
+        is_walked: whether a further backward pass has run through the node.
+        updates: number of optimizer updates before the pass.
     """
 
     where: str
@@ -27,15 +26,14 @@ class Mark:
 
 @dataclass
 class Forward:
-    """An outermost forward.
+    """An outermost forward pass.
 
     Attributes:
-        lines: of the user's that called it, from inside out.
-        inputs: which tensors it got, see `tensor_fingerprints`.
-        graded: whether it built a graph.
+        lines: the user's lines that called the module, innermost first.
+        inputs: fingerprints of the inputs, see `tensor_fingerprints`.
         training: whether the module was in training mode.
-        given: the tensors among its inputs, and whether a loader gave something since the forward before.
-        outputs: which tensors it gave, as a network whose forward is worth while.
+        given: the tensors among the inputs, and whether a loader gave a batch since the forward pass before.
+        outputs: whether inputs need gradients, and fingerprints of the outputs; None if a repetition costs little.
     """
 
     module: int
@@ -48,40 +46,42 @@ class Forward:
     outputs: tuple[bool, frozenset[tuple]] | None = None
 
 
-def is_eval(one: Forward, trained: Sequence[Forward]) -> bool:
-    """Whether a forward that no backward went through only looks at how good the network is that is trained here.
+def is_eval(forward: Forward, trained: Sequence[Forward]) -> bool:
+    """Returns whether a forward pass without backward pass only evaluates the network that is trained here.
 
-    What a network in training mode is asked about other samples may well be a part of the training: targets, actions,
-    labels for what has none. So may what it is asked about fewer samples than it is trained on, if no loader gave them.
+    A pass in training mode on other samples may belong to training: it may compute targets, actions or labels. So may a
+    pass in evaluation mode on fewer samples than the network is trained on, if no loader gave them.
     """
-    if not one.training:
-        same = [other for other in trained if other.module == one.module and other.training]
-        return any(one.given.is_after_batch or (one.given.rows or 1) >= (other.given.rows or 1) for other in same)
-    return is_repeat(one, trained)
+    if not forward.training:
+        others = [other for other in trained if other.module == forward.module and other.training]
+        return any(
+            forward.given.is_after_batch or (forward.given.rows or 1) >= (other.given.rows or 1) for other in others
+        )
+    return is_repeat(forward, trained)
 
 
-def is_repeat(one: Forward, trained: Sequence[Forward]) -> bool:
-    """Whether the same network was trained on the same inputs."""
-    return bool(one.inputs) and any(other.module == one.module and other.inputs == one.inputs for other in trained)
+def is_repeat(forward: Forward, trained: Sequence[Forward]) -> bool:
+    """Returns whether the same network was trained on the same inputs."""
+    return bool(forward.inputs) and any(
+        other.module == forward.module and other.inputs == forward.inputs for other in trained
+    )
 
 
 def repeats(trained: Sequence[Forward]) -> Iterator[tuple[Forward, Forward]]:
-    """Forwards of a network on the same inputs that gave the same, each with the first; dropout gives something else."""
-    seen: dict[tuple, Forward] = {}
-    for one in trained:
-        first = seen.setdefault((one.module, one.inputs, one.outputs), one)
-        if first is not one and one.inputs and one.outputs is not None:
-            yield one, first
+    """Yields passes of a network with the inputs and outputs of an earlier pass, each with that pass."""
+    firsts: dict[tuple, Forward] = {}
+    for forward in trained:
+        first = firsts.setdefault((forward.module, forward.inputs, forward.outputs), forward)
+        if first is not forward and forward.inputs and forward.outputs is not None:
+            yield forward, first
 
 
 def inputs_of(trained: Sequence[Forward]) -> set[tuple]:
-    return {(one.module, one.inputs) for one in trained if one.inputs}
+    return {(forward.module, forward.inputs) for forward in trained if forward.inputs}
 
 
-def own_line(one: Forward, known: Sequence[Forward]) -> str:
-    """The line that tells a forward from those that the training needs; many may go through one function."""
-    others = [other.lines for other in known if other.module == one.module and other.lines[0] == one.lines[0]]
-    differing = (
-        (here for here, there in zip(one.lines, others[0], strict=False) if here != there) if others else iter(())
-    )
-    return next(differing, one.lines[0])
+def own_line(forward: Forward, known: Sequence[Forward]) -> str:
+    """Returns the line that distinguishes a pass from those that training needs; several may share a function."""
+    others = [other.lines for other in known if other.module == forward.module and other.lines[0] == forward.lines[0]]
+    pairs = zip(forward.lines, others[0], strict=False) if others else ()
+    return next((line for line, other in pairs if line != other), forward.lines[0])

@@ -1,6 +1,6 @@
-"""Operators that do the same to each number: they move memory in the main.
+"""Cost formulas of elementwise operators, which are dominated by memory traffic.
 
-FLOPs are those of the formula for one number, a function such as `exp` being one.
+FLOPs are those of the formula for one element; a function such as `exp` counts as one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from math import prod
 
 from hotloop.profiler.costs.op_cost import Formula, OpCall, UncountableCall, broadcast
 
-# FLOPs for each number of the result.
+# FLOPs per element of the result.
 _ARITHMETIC = {
     1: "add sub rsub mul div neg abs reciprocal square sqrt rsqrt exp expm1 log log1p log2 log10 sin cos tan tanh erf"
     " erfinv pow relu relu6 maximum minimum fmax fmin clamp clamp_min clamp_max floor ceil round sign floor_divide"
@@ -23,12 +23,12 @@ _ARITHMETIC = {
 _COMPARISON_OPS = (
     "eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf isfinite isneginf isposinf"
 )
-# Numbers are drawn with integer arithmetic, which isn't counted.
+# Random generators use integer arithmetic, which isn't counted.
 _FILL_OPS = "zero_ fill_ normal_ uniform_ random_ bernoulli_ exponential_"
 
 
 def _elementwise(flops: int) -> Formula:
-    """All tensors are read, and a tensor of their common shape and of the first one's dtype is written."""
+    """Counts an operator that reads all tensors and writes their broadcast shape."""
 
     def count(call: OpCall) -> tuple[float, float]:
         out, dtype = _result(call)
@@ -38,17 +38,17 @@ def _elementwise(flops: int) -> Formula:
 
 
 def _result(call: OpCall) -> tuple[int, int]:
-    """How many numbers the result has, and the place of a tensor of its dtype (torch's rules of promotion)."""
-    places = call.tensors
-    if not places:
+    """Returns the number of elements of the result and the position of a tensor of its dtype (torch's promotion)."""
+    positions = call.tensors
+    if not positions:
         raise UncountableCall
-    ranked = [place for place in places if call.shape(place)] or places
-    leading = [place for place in ranked if call.is_floating(place)] or ranked
-    return prod(broadcast(*(call.shape(place) for place in places))), max(leading, key=call.item)
+    ranked = [position for position in positions if call.shape(position)] or positions
+    leading = [position for position in ranked if call.is_floating(position)] or ranked
+    return prod(broadcast(*(call.shape(position) for position in positions))), max(leading, key=call.item)
 
 
 def _in_place(flops: int) -> Formula:
-    """As above; written is the first tensor."""
+    """Counts an operator that reads all tensors and writes the first one."""
 
     def count(call: OpCall) -> tuple[float, float]:
         return flops * call.count(0), call.size(*call.tensors) + call.size(0)
@@ -57,80 +57,51 @@ def _in_place(flops: int) -> Formula:
 
 
 def _foreach(flops: int) -> Formula:
-    """`_foreach_...`: the same for each tensor of a list; further lists are as long, and the result is as the first."""
+    """Counts `_foreach_...`: an operation on each tensor of a list; all lists have the same sizes."""
 
     def count(call: OpCall) -> tuple[float, float]:
-        lists = [place for place in range(len(call.shapes)) if call.shapes[place] and call.is_list(place)]
+        lists = [position for position in range(len(call.shapes)) if call.shapes[position] and call.is_list(position)]
         if not lists:
             raise UncountableCall
-        numbers = [sum(map(prod, call.shapes_of(place))) for place in lists]
-        return flops * numbers[0], (sum(numbers) + numbers[0]) * call.item(lists[0])
+        elements = [sum(map(prod, call.shapes_of(position))) for position in lists]
+        return flops * elements[0], (sum(elements) + elements[0]) * call.item(lists[0])
 
     return count
 
 
 def _comparison(call: OpCall) -> tuple[float, float]:
-    """The result has a byte for each number."""
+    """Counts a comparison, whose result takes one byte per element."""
     out, _ = _result(call)
     return out, call.size(*call.tensors) + out
 
 
-def _fill(call: OpCall) -> tuple[float, float]:
-    return 0, call.size(0)
-
-
-def _copy(call: OpCall) -> tuple[float, float]:
-    """`copy_(to, from)`."""
-    return 0, call.size(0, 1)
-
-
 def _where(call: OpCall) -> tuple[float, float]:
-    """condition, then two values, which may be numbers."""
-    values = [place for place in call.tensors if place in (1, 2)]
+    """Counts `where(condition, value, value)`; the values may be scalars."""
+    values = [position for position in call.tensors if position in (1, 2)]
     if not values:
         raise UncountableCall
-    out = prod(broadcast(*(call.shape(place) for place in call.tensors)))
-    return 0, call.size(*call.tensors) + out * max(call.item(place) for place in values)
-
-
-def _masked_fill(call: OpCall) -> tuple[float, float]:
-    """`masked_fill_(self, mask, value)`: only what is masked must be written, which isn't known, so the mask alone."""
-    return 0, call.size(1)
-
-
-def _dropout(call: OpCall) -> tuple[float, float]:
-    """The result and the mask are written."""
-    return 2 * call.count(0), 2 * call.size(0) + call.count(0)
-
-
-def _glu(call: OpCall) -> tuple[float, float]:
-    """`glu`: half of the input times the sigmoid of the other half."""
-    return 4 * call.count(0) / 2, 1.5 * call.size(0)
-
-
-def _glu_backward(call: OpCall) -> tuple[float, float]:
-    """grad and input -> a gradient of the input's shape."""
-    return 9 * call.count(0), call.size(0) + 2 * call.size(1)
+    out = prod(broadcast(*(call.shape(position) for position in call.tensors)))
+    return 0, call.size(*call.tensors) + out * max(call.item(position) for position in values)
 
 
 def _formulas() -> dict[str, Formula]:
-    found: dict[str, Formula] = {}
+    formulas: dict[str, Formula] = {}
     for flops, names in _ARITHMETIC.items():
         for name in names.split():
-            found |= {name: _elementwise(flops), f"{name}_": _in_place(flops)}
-            found |= dict.fromkeys([f"_foreach_{name}", f"_foreach_{name}_"], _foreach(flops))
+            formulas |= {name: _elementwise(flops), f"{name}_": _in_place(flops)}
+            formulas |= dict.fromkeys([f"_foreach_{name}", f"_foreach_{name}_"], _foreach(flops))
     for name in _COMPARISON_OPS.split():
-        found |= {name: _comparison, f"{name}_": _in_place(1)}
-    return found | dict.fromkeys(_FILL_OPS.split(), _fill)
+        formulas |= {name: _comparison, f"{name}_": _in_place(1)}
+    return formulas | dict.fromkeys(_FILL_OPS.split(), lambda call: (0, call.size(0)))
 
 
 FORMULAS: dict[str, Formula] = {
     **_formulas(),
-    "copy_": _copy,
+    "copy_": lambda call: (0, call.size(0, 1)),
     "where": _where,
-    "masked_fill_": _masked_fill,
-    "native_dropout": _dropout,
+    "masked_fill_": lambda call: (0, call.size(1)),  # the mask alone: the number of masked elements is unknown
+    "native_dropout": lambda call: (2 * call.count(0), 2 * call.size(0) + call.count(0)),  # writes the mask, too
     "native_dropout_backward": _elementwise(2),
-    "glu": _glu,
-    "glu_backward": _glu_backward,
+    "glu": lambda call: (4 * call.count(0) / 2, 1.5 * call.size(0)),  # half * sigmoid of the other half
+    "glu_backward": lambda call: (9 * call.count(0), call.size(0) + 2 * call.size(1)),
 }

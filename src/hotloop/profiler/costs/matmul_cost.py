@@ -1,7 +1,7 @@
-"""Matrix products, convolutions, attention and recurrent layers: what is arithmetic in the main.
+"""Cost formulas of matrix products, convolutions, attention and recurrent layers: operators dominated by arithmetic.
 
-Multiplications and additions of the products count, as in `torch.utils.flop_counter`; a bias doesn't. Causal attention
-counts as the whole product, as there.
+The FLOPs are those of the products, as in `torch.utils.flop_counter`: the bias isn't counted, and causal attention
+counts as the full product.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from math import prod
 from hotloop.profiler.costs.op_cost import Formula, OpCall, UncountableCall
 
 
-def _matrices(left: int, right: int, *added: int) -> Formula:
-    """A product of (m, k) and (k, n), or of (b, m, k) and (b, k, n), at these places; `added` is read as well."""
+def _matrices(left: int, right: int, *also_read: int) -> Formula:
+    """Counts (m, k) @ (k, n), or a batch of such products; `also_read` are positions of further inputs."""
 
     def count(call: OpCall) -> tuple[float, float]:
         *batch, m, k = call.shape(left)
         *_, n = call.shape(right)
         out = prod(batch) * m * n
-        return 2 * out * k, call.size(left, right, *added) + out * call.item(left)
+        return 2 * out * k, call.size(left, right, *also_read) + out * call.item(left)
 
     return count
 
 
 def _grouped_mm(call: OpCall) -> tuple[float, float]:
-    """Rows (m, k), columns (k, n) or, where both are, terms in groups, whose ends stand at 2; stacks of matrices otherwise."""
+    """Counts a grouped product.
+
+    With one 3-d matrix, the groups are rows (m, k) or columns (k, n). With two 2-d matrices, the groups are terms along
+    k. The ends of the groups are at position 2. Two 3-d matrices are a batch.
+    """
     left, right = call.shape(0), call.shape(1)
     *_, m, k = left
     n = right[-1]
@@ -34,10 +38,10 @@ def _grouped_mm(call: OpCall) -> tuple[float, float]:
     return 2 * products * m * k * n, call.size(0, 1, 2) + groups * m * n * call.item(0)
 
 
-def _vector(matrix: int, vector: int, *added: int) -> Formula:
+def _vector(matrix: int, vector: int, *also_read: int) -> Formula:
     def count(call: OpCall) -> tuple[float, float]:
         m, k = call.shape(matrix)
-        return 2 * m * k, call.size(matrix, vector, *added) + m * call.item(matrix)
+        return 2 * m * k, call.size(matrix, vector, *also_read) + m * call.item(matrix)
 
     return count
 
@@ -55,10 +59,10 @@ def _per_dimension(values: list[int], dims: int) -> list[int]:
 
 
 def _convolution(call: OpCall) -> tuple[float, float]:
-    """input (N, C, ...), weight (O, C / groups, ...); transposed: weight (C, O / groups, ...)."""
+    """Counts a convolution. Weights: (O, C / groups, ...), transposed (C, O / groups, ...)."""
     image, weight = call.shape(0), call.shape(1)
     transposed, groups = call.argument(6), call.argument(8)
-    stride, padding, dilation = (_per_dimension(call.argument(place), len(image) - 2) for place in (3, 4, 5))
+    stride, padding, dilation = (_per_dimension(call.argument(position), len(image) - 2) for position in (3, 4, 5))
     if transposed:
         extra = _per_dimension(call.argument(7), len(image) - 2)
         out = [
@@ -74,8 +78,11 @@ def _convolution(call: OpCall) -> tuple[float, float]:
 
 
 def _convolution_backward(call: OpCall) -> tuple[float, float]:
-    """grad, input, weight, sizes of the bias, ..., transposed at 7, mask at 10. Each product is as large as forward's."""
-    grad, image, weight = (call.shape(place) for place in range(3))
+    """Counts the gradients of a convolution; each product is as large as that of the forward pass.
+
+    Arguments: grad, input, weight, bias sizes, ..., transposed at 7, output mask at 10.
+    """
+    grad, image, weight = (call.shape(position) for position in range(3))
     swept = image[2:] if call.argument(7) else grad[2:]
     product = 2 * image[0] * prod(swept) * prod(weight)
     for_input, for_weight, for_bias = call.mask(10)
@@ -86,7 +93,7 @@ def _convolution_backward(call: OpCall) -> tuple[float, float]:
 
 
 def _attention_sizes(call: OpCall, first: int) -> tuple[int, int, int, int, int]:
-    """(batch * heads, queries, keys, key width, value width) of query, key and value from that place on."""
+    """Returns (batch * heads, queries, keys, key width, value width); query, key and value start at `first`."""
     *lead, queries, width = call.shape(first)
     keys, value = call.shape(first + 1)[-2], call.shape(first + 2)[-1]
     if len(lead) != 2:
@@ -95,14 +102,14 @@ def _attention_sizes(call: OpCall, first: int) -> tuple[int, int, int, int, int]
 
 
 def _attention(call: OpCall) -> tuple[float, float]:
-    """softmax(Q K^T) V without writing the scores."""
+    """Counts softmax(Q K^T) V, whose scores aren't written to memory."""
     heads, queries, keys, width, value = _attention_sizes(call, 0)
     out = heads * queries * value
     return 2 * heads * queries * keys * (width + value), call.size(0, 1, 2) + out * call.item(0)
 
 
 def _attention_backward(call: OpCall) -> tuple[float, float]:
-    """grad, query, key, value, ...: the scores once more, then dP, dV, dQ and dK."""
+    """Counts the recomputed scores, then dP, dV, dQ and dK. Arguments: grad, query, key, value, ..."""
     heads, queries, keys, width, value = _attention_sizes(call, 1)
     out = heads * queries * value * call.item(0) if call.given(0) else 0
     flops = 2 * heads * queries * keys * (3 * width + 2 * value)
@@ -110,17 +117,17 @@ def _attention_backward(call: OpCall) -> tuple[float, float]:
 
 
 def _recurrent_flops(sequence: int, weights: list[list[int]]) -> float:
-    """Each weight is multiplied once with each element of the sequence; `sequence` is time steps times batch."""
+    """Returns the FLOPs of products with the weight matrices; `sequence` is time steps times batch."""
     return 2.0 * sequence * sum(prod(weight) for weight in weights if len(weight) == 2)
 
 
 def _rows(call: OpCall) -> int:
-    """Time steps times batch of the input at place 0."""
+    """Returns time steps times batch of the input."""
     return prod(call.shape(0)[:-1])
 
 
 def _recurrent_layer(call: OpCall) -> tuple[float, float]:
-    """`mkldnn_rnn_layer`: input, two matrices, two biases, states; one direction of one layer."""
+    """Counts `mkldnn_rnn_layer`, one direction of one layer: input, two matrices, two biases, states."""
     hidden = call.shape(2)[-1]
     out = _rows(call) * hidden
     flops = _recurrent_flops(_rows(call), [call.shape(1), call.shape(2)])
@@ -133,7 +140,7 @@ def _recurrent_layer_backward(call: OpCall) -> tuple[float, float]:
 
 
 def _fused_recurrent(factor: int, *read: int) -> Formula:
-    """`_cudnn_rnn` and its backward: input, a list of weights, ...; the weights are of the input's dtype."""
+    """Counts `_cudnn_rnn` or its backward: input, list of weights of the input's dtype, ..."""
 
     def count(call: OpCall) -> tuple[float, float]:
         weights = call.shapes_of(1)
@@ -145,7 +152,7 @@ def _fused_recurrent(factor: int, *read: int) -> Formula:
 
 
 def _width(call: OpCall) -> int:
-    """Of the output of `_cudnn_rnn`: hidden or projected, once for each direction."""
+    """Returns the output width of `_cudnn_rnn`: hidden or projected size, times the number of directions."""
     backward = len(call.shapes) > 16
     start = 11 if backward else 7
     hidden, projected = call.argument(start), call.argument(start + 1)

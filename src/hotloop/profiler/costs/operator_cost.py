@@ -1,4 +1,4 @@
-"""What an operator costs, from its name and the shapes of its inputs."""
+"""The cost of an operator, from its name and the shapes of its inputs."""
 
 from __future__ import annotations
 
@@ -18,27 +18,25 @@ FORMULAS = MappingProxyType(
 def count_operator(
     name: str, shapes: Sequence[Any], dtypes: Sequence[str] = (), arguments: Sequence[Any] = ()
 ) -> OpCost | None:
-    """FLOPs and bytes of one call of an operator, forward or backward; None where they aren't known.
+    """Returns the FLOPs and bytes of one call of an operator, forward or backward; None if they are unknown.
 
-    Operators call others: `aten::conv2d` does nothing itself but to call `aten::convolution`, which is known and calls
-    what the device has. So of calls within each other, count the outermost that is known, and none inside it.
+    Operators call other operators: `aten::conv2d` only calls `aten::convolution`, which has a formula. Of nested calls,
+    count the outermost known call and none inside it.
 
     Args:
-        name: as torch calls it, such as `aten::addmm`.
-        shapes: of the inputs by position, `[]` for what is no tensor, a list of shapes for a list of tensors: as
-            `torch.profiler` gives them with `record_shapes`.
-        dtypes: of the same inputs, as `float32`, `torch.float32` or in the words of C++ that the profiler uses. For a
-            list of tensors the profiler says `TensorList` alone; in its place may stand the tensors' own dtype, without
-            which the bytes aren't known.
-        arguments: values of the inputs that are no tensors, None elsewhere (the profiler's `concrete_inputs`).
+        name: torch's name, such as `aten::addmm`.
+        shapes: shapes of the inputs by position, as `torch.profiler` records them with `record_shapes`: `[]` if the
+            input isn't a tensor, a list of shapes for a list of tensors.
+        dtypes: dtypes of the same inputs, such as `float32`, `torch.float32` or the profiler's C++ names. The profiler
+            records `TensorList` for a list of tensors, and the bytes are then unknown; the tensors' dtype may replace
+            it.
+        arguments: values of the inputs that aren't tensors, None elsewhere (the profiler's `concrete_inputs`).
     """
     formula = FORMULAS.get(name.removeprefix("aten::"))
     if formula is None:
         return None
     try:
         flops, bytes_ = formula(OpCall(shapes, dtypes, arguments))
-    except UncountableCall:
-        return None
-    except (ValueError, IndexError, TypeError):
-        return None  # shapes that don't fit: those that torch's compiler runs operators with may be symbols
+    except (UncountableCall, ValueError, IndexError, TypeError):
+        return None  # the shapes don't match the formula, as with symbolic sizes of torch's compiler
     return OpCost(float(flops), None if math.isnan(bytes_) else float(bytes_))

@@ -1,4 +1,4 @@
-"""Sums, normalisation, softmax, pooling and losses: each number is read, and takes part in few operations."""
+"""Cost formulas of reductions, normalization, softmax, pooling and losses: few operations per element that is read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from math import prod
 
 from hotloop.profiler.costs.op_cost import INDEX_BYTES, Formula, OpCall, UncountableCall
 
-# FLOPs for each number of the input. Statistics: a sum, then subtract, square and sum; then x̂ = (x - mean) * rstd, and
-# x̂ * weight + bias. Backward: x̂ once more, the sums of dY and dY * x̂, then (dY - mean - x̂ * mean) * weight * rstd.
+# FLOPs per element of the input. Statistics: a sum, then subtract, square and sum; then x̂ = (x - mean) * rstd and
+# x̂ * weight + bias. Backward: x̂ again, the sums of dY and dY * x̂, then (dY - mean - x̂ * mean) * weight * rstd.
 _NORM_FLOPS, _KNOWN_STATISTICS_FLOPS, _NORM_BACKWARD_FLOPS = 8, 4, 10
-# Largest, subtract, exp, sum, divide; backward: multiply, sum, subtract, multiply.
+# Forward: maximum, subtract, exp, sum, divide; backward: multiply, sum, subtract, multiply.
 _SOFTMAX_FLOPS, _SOFTMAX_BACKWARD_FLOPS = 5, 4
 
 
 def _reduction(flops: int, result_bytes: int | None = None) -> Formula:
-    """`sum(self, dims, keepdim)` and the like: a number for each row, of the input's dtype unless its bytes are said."""
+    """Counts `sum(self, dims, keepdim)` and the like; results have the input's dtype unless `result_bytes` is given."""
 
     def count(call: OpCall) -> tuple[float, float]:
         out = prod(_remaining_dims(call.shape(0), call.arguments[1] if len(call.arguments) > 1 else None))
@@ -25,24 +25,24 @@ def _reduction(flops: int, result_bytes: int | None = None) -> Formula:
 
 
 def _remaining_dims(shape: Sequence[int], dims: object) -> list[int]:
-    """The dimensions that stay when `dims` are summed; a bool there belongs to another overload, which sums all."""
+    """Returns the sizes that aren't reduced. A bool in place of dims is an overload that reduces all dimensions."""
     if dims is None or isinstance(dims, bool) or dims == []:
         return []
-    wanted = [dims] if isinstance(dims, int) else dims
-    if not isinstance(wanted, list | tuple) or not all(isinstance(dim, int) for dim in wanted):
+    dim_list = [dims] if isinstance(dims, int) else dims
+    if not isinstance(dim_list, list | tuple) or not all(isinstance(dim, int) for dim in dim_list):
         raise UncountableCall
-    summed = {dim % len(shape) for dim in wanted} if shape else set()
-    return [size for place, size in enumerate(shape) if place not in summed]
+    reduced = {dim % len(shape) for dim in dim_list} if shape else set()
+    return [size for index, size in enumerate(shape) if index not in reduced]
 
 
 def _norm(call: OpCall) -> tuple[float, float]:
-    """`linalg_vector_norm(self, ord, dim)`."""
+    """Counts `linalg_vector_norm(self, ord, dim)`."""
     out = prod(_remaining_dims(call.shape(0), call.arguments[2] if len(call.arguments) > 2 else None))
     return 2 * call.count(0), call.size(0) + out * call.item(0)
 
 
 def _same_shape(flops: int, *read: int) -> Formula:
-    """Of tensors at these places, one of the first one's shape is made."""
+    """Counts an operator that reads the tensors at `read` and writes the shape of the first of them."""
 
     def count(call: OpCall) -> tuple[float, float]:
         return flops * call.count(read[0]), call.size(*read) + call.size(read[0])
@@ -51,7 +51,10 @@ def _same_shape(flops: int, *read: int) -> Formula:
 
 
 def _batch_norm(call: OpCall) -> tuple[float, float]:
-    """input, weight, bias, running mean and variance, training; written are these two and two of their size for backward."""
+    """Counts batch normalization: input, weight, bias, running mean, running variance, training.
+
+    In training, the running statistics and the saved statistics of the batch are written as well.
+    """
     training = bool(call.argument(5))
     flops = (_NORM_FLOPS if training else _KNOWN_STATISTICS_FLOPS) * call.count(0)
     channels = call.shape(0)[1] * call.item(0)
@@ -59,7 +62,7 @@ def _batch_norm(call: OpCall) -> tuple[float, float]:
 
 
 def _batch_norm_backward(grad: int, image: int, weight: int) -> Formula:
-    """Gradients of the input, of weight and of bias."""
+    """Counts the gradients of input, weight and bias."""
 
     def count(call: OpCall) -> tuple[float, float]:
         channels = call.shape(image)[1] * call.item(image)
@@ -76,7 +79,7 @@ def _layer_norm(weight: int, bias: int) -> Formula:
 
 
 def _layer_norm_backward(*read: int) -> Formula:
-    """grad, input, statistics, weight (last): gradients of the input, of weight and of bias."""
+    """Counts the gradients of input, weight and bias. Arguments: grad, input, statistics, weight (last)."""
 
     def count(call: OpCall) -> tuple[float, float]:
         return _NORM_BACKWARD_FLOPS * call.count(1), call.size(*read) + call.size(1) + 2 * call.size(read[-1])
@@ -84,50 +87,36 @@ def _layer_norm_backward(*read: int) -> Formula:
     return count
 
 
-def _rms_norm(call: OpCall) -> tuple[float, float]:
-    """x / sqrt(mean(x^2) + eps) * weight."""
-    return 4 * call.count(0), 2 * call.size(0) + call.size(2)
-
-
-def _rms_norm_backward(call: OpCall) -> tuple[float, float]:
-    return 8 * call.count(1), call.size(0, 1, 3, 4) + call.size(1) + call.size(4)
-
-
-def _windows(call: OpCall) -> list[int]:
-    """The kernel of a pooling over two dimensions."""
+def _kernel_sizes(call: OpCall) -> list[int]:
+    """Returns the kernel sizes of a 2-d pooling."""
     kernel = list(call.argument(1))
     return kernel * 2 if len(kernel) == 1 else kernel
 
 
-def _pooled_numbers(call: OpCall, dilation: int | None, ceil_mode: int) -> int:
-    """Numbers that come out of pooling two dimensions; kernel at 1, stride at 2 and padding at 3."""
-    kernel = _windows(call)
+def _pooled_elements(call: OpCall, dilation: int | None, ceil_mode: int) -> int:
+    """Returns the number of outputs of a 2-d pooling; kernel at 1, stride at 2, padding at 3."""
+    kernel = _kernel_sizes(call)
     stride = list(call.arguments[2] or kernel)
-    padding, spread = list(call.argument(3)), list(call.argument(dilation)) if dilation else [1]
+    padding, dilations = list(call.argument(3)), list(call.argument(dilation)) if dilation else [1]
     round_up = bool(call.argument(ceil_mode))
     image = call.shape(0)
     sides = []
-    for place in range(2):
-        step, pad, gap = (values[place % len(values)] for values in (stride, padding, spread))
-        free = image[place - 2] + 2 * pad - gap * (kernel[place] - 1) - 1
+    for axis in range(2):
+        step, pad, gap = (values[axis % len(values)] for values in (stride, padding, dilations))
+        free = image[axis - 2] + 2 * pad - gap * (kernel[axis] - 1) - 1
         side = (free + step - 1 if round_up else free) // step + 1
-        sides.append(side - (round_up and (side - 1) * step >= image[place - 2] + pad))
+        sides.append(side - (round_up and (side - 1) * step >= image[axis - 2] + pad))
     return prod(image[:-2]) * prod(sides)
 
 
 def _max_pool(call: OpCall) -> tuple[float, float]:
-    out = _pooled_numbers(call, 4, 5)
-    return out * prod(_windows(call)), call.size(0) + out * (call.item(0) + INDEX_BYTES)
-
-
-def _max_pool_backward(call: OpCall) -> tuple[float, float]:
-    """grad and indices are read; the gradient of the input at 1 is filled with zeros, then added to."""
-    return call.count(0), call.size(0, 7) + call.size(1)
+    out = _pooled_elements(call, 4, 5)
+    return out * prod(_kernel_sizes(call)), call.size(0) + out * (call.item(0) + INDEX_BYTES)
 
 
 def _average_pool(call: OpCall) -> tuple[float, float]:
-    out = _pooled_numbers(call, None, 4)
-    return out * prod(_windows(call)), call.size(0) + out * call.item(0)
+    out = _pooled_elements(call, None, 4)
+    return out * prod(_kernel_sizes(call)), call.size(0) + out * call.item(0)
 
 
 def _average_pool_backward(call: OpCall) -> tuple[float, float]:
@@ -141,23 +130,14 @@ def _adaptive_pool(call: OpCall) -> tuple[float, float]:
     return call.count(0), call.size(0) + out * call.item(0)
 
 
-def _adaptive_pool_backward(call: OpCall) -> tuple[float, float]:
-    return call.count(1), call.size(0, 1)
-
-
 def _nll_loss(call: OpCall) -> tuple[float, float]:
-    """`nll_loss_forward(log probabilities, target, weight, reduction)`: one number for each target."""
+    """Counts `nll_loss_forward(log probabilities, target, weight, reduction)`: one element per target."""
     targets = call.count(1)
     return targets, targets * call.item(0) + call.size(1) + (targets if call.argument(3) == 0 else 1) * call.item(0)
 
 
-def _nll_loss_backward(call: OpCall) -> tuple[float, float]:
-    """A gradient of the log probabilities' shape, at 1, of zeros but for the targets."""
-    return call.count(2), call.size(0, 2) + call.size(1)
-
-
 def _loss(flops: int, reduction: int) -> Formula:
-    """Of the tensors at 0 and 1, and a weight at 2 where the reduction stands behind one."""
+    """Counts a loss of the tensors at 0 and 1, and of the weight at 2 if the reduction follows it."""
 
     def count(call: OpCall) -> tuple[float, float]:
         reduced = call.argument(reduction) != 0
@@ -168,8 +148,6 @@ def _loss(flops: int, reduction: int) -> Formula:
 
 
 def _loss_backward(flops: int, *read: int) -> Formula:
-    """A gradient of the shape of the tensor at 1."""
-
     def count(call: OpCall) -> tuple[float, float]:
         return flops * call.count(1), call.size(*read) + call.size(1)
 
@@ -197,18 +175,19 @@ FORMULAS: dict[str, Formula] = {
     "native_layer_norm_backward": _layer_norm_backward(0, 1, 3, 4, 5),
     "native_group_norm": _layer_norm(1, 2),
     "native_group_norm_backward": _layer_norm_backward(0, 1, 2, 3, 4),
-    "_fused_rms_norm": _rms_norm,
-    "_fused_rms_norm_backward": _rms_norm_backward,
+    "_fused_rms_norm": lambda call: (4 * call.count(0), 2 * call.size(0) + call.size(2)),
+    "_fused_rms_norm_backward": lambda call: (8 * call.count(1), call.size(0, 1, 3, 4) + call.size(1) + call.size(4)),
     "max_pool2d_with_indices": _max_pool,
-    "max_pool2d_with_indices_backward": _max_pool_backward,
+    "max_pool2d_with_indices_backward": lambda call: (call.count(0), call.size(0, 7) + call.size(1)),
     "avg_pool2d": _average_pool,
     "avg_pool2d_backward": _average_pool_backward,
     "_adaptive_avg_pool2d": _adaptive_pool,
-    "_adaptive_avg_pool2d_backward": _adaptive_pool_backward,
+    "_adaptive_avg_pool2d_backward": lambda call: (call.count(1), call.size(0, 1)),
     "nll_loss_forward": _nll_loss,
     "nll_loss2d_forward": _nll_loss,
-    "nll_loss_backward": _nll_loss_backward,
-    "nll_loss2d_backward": _nll_loss_backward,
+    **dict.fromkeys(
+        ["nll_loss_backward", "nll_loss2d_backward"], lambda call: (call.count(2), call.size(0, 2) + call.size(1))
+    ),
     "mse_loss": _loss(2, 2),
     "binary_cross_entropy": _loss(6, 3),
     "smooth_l1_loss": _loss(4, 2),

@@ -1,7 +1,7 @@
-"""The roofline: the least time that a count of FLOPs and bytes can take on a device, from what it was measured to reach.
+"""The roofline: the least time that FLOPs and bytes take at the measured limits of a device.
 
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore architectures",
-Communications of the ACM 52(4), 2009: arithmetic and memory traffic go on at the same time, so the slower one counts.
+Communications of the ACM 52(4), 2009: arithmetic and memory traffic overlap, so the slower of them sets the time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PRECISIONS = {
 
 
 def device_limits(device: Device) -> HardwareLimits:
-    """What a device was measured to reach; what wasn't measured stays unknown."""
+    """Returns the measured limits of a device; None for what wasn't measured."""
     speed = device.speed
     return HardwareLimits(
         flop_per_s={precision: figure.value for precision, figure in speed.flop_per_s.items()},
@@ -37,29 +37,29 @@ def device_limits(device: Device) -> HardwareLimits:
 
 
 def precision_of(dtype: str, *, tf32: bool = False) -> str:
-    """The precision of `HardwareLimits.flop_per_s` for a dtype; empty where there is none.
+    """Returns the key of `HardwareLimits.flop_per_s` for a dtype; empty if there is none.
 
     Args:
-        tf32: whether products of float32 may be made in tf32.
+        tf32: whether float32 products may run in TF32.
     """
     precision = _PRECISIONS.get(dtype.removeprefix("torch."), "")
     return "tf32" if tf32 and precision == "fp32" else precision
 
 
-def precision_in(one: OperatorTime, reduced: Mapping[str, str]) -> str:
-    """The precision of `HardwareLimits.flop_per_s` in which an operator of a profile computes; empty where there is none.
+def precision_in(operator: OperatorTime, reduced: Mapping[str, str]) -> str:
+    """Returns the key of `HardwareLimits.flop_per_s` in which an operator computes; empty if there is none.
 
     Args:
-        reduced: what the profile says of products of float32.
+        reduced: `Profile.reduced`: the precision of float32 products, by class of operator.
     """
-    precision, operator = precision_of(one.dtype), operator_class(one.name.rpartition("::")[2])
-    return reduced.get(operator or "", precision) if precision == "fp32" else precision
+    precision, kind = precision_of(operator.dtype), operator_class(operator.name.rpartition("::")[2])
+    return reduced.get(kind or "", precision) if precision == "fp32" else precision
 
 
 def least_ms(counts: OpCost, limits: HardwareLimits, precision: str) -> float | None:
-    """Milliseconds below which the device can't do that much; None where neither limit is known.
+    """Returns the least milliseconds of some work on a device; None if neither limit is known.
 
-    Bytes are those of memory: what lies in a cache can be faster than that.
+    The byte limit is that of main memory. Data in a cache can be read faster.
     """
     rate = limits.flop_per_s.get(precision)
     times = []
@@ -71,9 +71,9 @@ def least_ms(counts: OpCost, limits: HardwareLimits, precision: str) -> float | 
 
 
 def with_limit_shares(profile: Profile) -> Profile:
-    """The profile with `limit_share` for each module whose arithmetic and traffic are known.
+    """Returns the profile with `limit_share` for each module whose FLOPs or bytes are known.
 
-    A module's least time is the sum of its operators', since these run one after the other.
+    Operators run one after the other, so a module's least time is the sum over its operators.
     """
     least = [
         (one.module, _operator_least_ms(one, profile))
@@ -85,18 +85,18 @@ def with_limit_shares(profile: Profile) -> Profile:
     return profile.model_copy(update={"modules": shared})
 
 
-def _operator_least_ms(one: OperatorTime, profile: Profile) -> float | None:
-    if one.flops is None or profile.limits.busy:
+def _operator_least_ms(operator: OperatorTime, profile: Profile) -> float | None:
+    if operator.flops is None or profile.limits.busy:
         return None
-    return least_ms(OpCost(one.flops, one.bytes), profile.limits, precision_in(one, profile.reduced))
+    return least_ms(OpCost(operator.flops, operator.bytes), profile.limits, precision_in(operator, profile.reduced))
 
 
 def _module_share(module: ModuleTime, known: list[tuple[str, float]]) -> float | None:
-    """None where the module's own count isn't known, or nothing of it was traced."""
-    took = (module.forward_ms or 0.0) + (module.backward_ms or 0.0)
+    """Returns None if the module's own count is unknown or none of its operators was traced."""
+    measured_ms = (module.forward_ms or 0.0) + (module.backward_ms or 0.0)
     inside = f"{module.name}." if module.name else ""
     parts = [ms for name, ms in known if name == module.name or name.startswith(inside)]
-    if module.flops is None or not parts or not took:
+    if module.flops is None or not parts or not measured_ms:
         return None
-    share = sum(parts) / took
-    return share if share <= 1 else None  # what is faster than a limit reads from caches, or the limit is too low
+    share = sum(parts) / measured_ms
+    return share if share <= 1 else None  # above 1: the data was in a cache, or the limit is too low

@@ -1,6 +1,6 @@
-"""What bounds a step, how far it is from the machine's limit, and what would help; without torch.
+"""Finds what bounds a step, its distance from the machine's limit, and remedies; without torch.
 
-Each file is one family of causes: functions that look at what was measured, and never at a script's text.
+Each file has the detectors of one family of causes. Detectors read measurements, never the text of a script.
 """
 
 from __future__ import annotations
@@ -66,42 +66,34 @@ GENERAL_DETECTORS: tuple[Detector, ...] = (
     operators.slow_layouts,
     machine_use.idle_cores,
 )
-"""They only say where the time goes: what is no more than another says of the place is left out."""
+"""They report where time goes. Their remedies are dropped at places that a specific detector explains."""
 
 ABSOLUTE_DETECTORS: tuple[Detector, ...] = (operators.slow_operators, operators.slow_layouts)
-"""They compare operators' times with what the machine reaches, which tells nothing where other programs use the machine."""
+"""They compare operator times with the machine's limits, so they are skipped if other programs use the machine."""
 
-_CLOSE_GAIN = 0.3
-"""Of what memory that is given back takes, something else must win as much to come before it."""
-
-_SAME_COST = 0.2
-"""Part by which the gains of two remedies may differ that are of the same cost."""
+_CLOSE_GAIN = 0.3  # least ratio of another remedy's gain to that of memory returned to the OS to have priority over it
+_SAME_COST = 0.2  # relative difference of gains up to which two remedies count as the same cost
 
 ARRAYS_DETECTORS: tuple[Detector, ...] = (data_loading.slow_loading,)
-"""For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
+"""Detectors for a step in array operations; the others read or advise torch operations."""
 
 
 def diagnose(profile: Profile) -> Profile:
-    """The profile with its bound, its limit and its remedies; as it is where steps couldn't be told apart.
+    """Returns the profile with its bound, limit and remedies; unchanged if no steps were found.
 
-    Remedies are ordered by what they can win; those that count too little to win anything are notes, and come last.
+    Remedies are sorted by gain. Those below the threshold are notes and come last.
     """
     if not profile.step_ms or not profile.steps:
         return profile
     step = ProfiledStep(profile, profile.step_ms)
     bound, evidence = find_bound(step)
     return profile.model_copy(
-        update={
-            "bound": bound,
-            "bound_evidence": evidence,
-            "limit_ms": limit_ms(step),
-            **_with_compile_remedy(step),
-        }
+        update={"bound": bound, "bound_evidence": evidence, "limit_ms": limit_ms(step), **_with_compile_remedy(step)}
     )
 
 
 def _with_compile_remedy(step: ProfiledStep) -> dict[str, list[Any]]:
-    """The remedies, with compiling among them only where a measurement found that compiling wins."""
+    """Compiling is a remedy only if a measurement shows a gain."""
     found = find_remedies(step)
     won, advice = compilation.compile_race_result(step)
     known = step.profile.compiled is not None or step.profile.engine == "arrays" or bool(step.profile.busy)
@@ -118,7 +110,7 @@ def _with_compile_remedy(step: ProfiledStep) -> dict[str, list[Any]]:
 
 
 def find_remedies(step: ProfiledStep) -> list[Remedy]:
-    """What would help, most winning first; without a plan, as scripts are, none has axes of it."""
+    """Returns remedies by gain. Without a plan, as for scripts, they have no plan axes."""
     arrays = step.profile.engine == "arrays"
     specific = _worthwhile(
         chain.from_iterable(detect(step) for detect in (ARRAYS_DETECTORS if arrays else SPECIFIC_DETECTORS))
@@ -142,25 +134,24 @@ def find_remedies(step: ProfiledStep) -> list[Remedy]:
 
 
 def _merge_remedies(step: ProfiledStep, specific: Sequence[Remedy], general: Sequence[Remedy]) -> list[Remedy]:
-    beside = _unexplained(step, general, specific)
-    again = {_cause_key(one) for one in beside}  # of the same cause there, and wins more
+    unexplained = _unexplained(step, general, specific)
+    repeated = {_cause_key(one) for one in unexplained}  # general remedies of the same cause there gain more
     return [
-        *(one for one in specific if _cause_key(one) not in again),
-        *beside,
+        *(one for one in specific if _cause_key(one) not in repeated),
+        *unexplained,
         *_worthwhile(distributed_training.rank_communication(step)),
     ]
 
 
 def _cause_key(one: Remedy) -> tuple[str, str]:
-    """The place, and the cause without its figures."""
+    """Returns the place, and the cause without its figures."""
     return one.where, one.cause.partition(":")[0]
 
 
 def _after_paging(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -> Remedy:
-    """Memory given back is a note beside a remedy that may change the allocations.
+    """Makes returned memory a note if another remedy may change the allocations.
 
-    An operator that takes long is no such remedy, and neither is a copy that takes less time than the memory: both may take
-    long because the system gives the memory anew.
+    Slow operators, and copies with a smaller gain, aren't such remedies: page faults may be why they are slow.
     """
     others = [one for one in found if not (one.note or operators.TAKES_MUCH in one.cause)]
     others = [one for one in others if concatenation.CONCATENATION not in one.cause or one.gain >= paged.gain]
@@ -169,20 +160,20 @@ def _after_paging(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Rem
 
 
 def _without_callers(step: ProfiledStep, found: Sequence[Remedy]) -> list[Remedy]:
-    """Without remedies of a line that only calls the line of another remedy, which wins nearly as much: the same cost."""
-    outer = {line.where: line.within for line in step.profile.lines if line.within}
+    """Drops remedies of lines that only call the line of another remedy with nearly the same gain."""
+    callers = {line.where: line.within for line in step.profile.lines if line.within}
     counted = [one for one in found if not one.note]
-    again = {
+    repeated = {
         id(one)
         for one in counted
         for other in counted
-        if _calls(one.where, other.where, outer) and _is_same_cost(one, other)
+        if _calls(one.where, other.where, callers) and _is_same_cost(one, other)
     }
-    return [one for one in found if id(one) not in again]
+    return [one for one in found if id(one) not in repeated]
 
 
 def _calls(where: str, inner: str, outer: Mapping[str, str]) -> bool:
-    """Whether a line calls another one, through any number of functions."""
+    """Returns whether a line calls another one, directly or indirectly."""
     seen = {inner}
     while (inner := outer.get(inner, "")) and inner not in seen:
         if inner == where:
@@ -196,9 +187,9 @@ def _is_same_cost(one: Remedy, other: Remedy) -> bool:
 
 
 def _unexplained(step: ProfiledStep, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:
-    """General remedies of places where nothing is named, or that win so much more that something else takes the rest.
+    """Returns general remedies at places without a specific one, or with a gain that is larger by the threshold.
 
-    What a loop's line does, the loop does, unless that is plain Python first of all; and what lies behind a line that hands the training over is many things.
+    Lines of loops are left out, except for loops of plain Python. Lines that start a trainer don't count as explained.
     """
     updates = (one.where for one in optimizer_updates.per_parameter_update(step))
     loops = small_ops.lines_in_loops(step, plain=False).union(updates) - step.trainer_lines

@@ -1,4 +1,4 @@
-"""What bounds a step: which of the things that it could wait for takes most of it."""
+"""Finds the bound of a step: the resource that takes most of its time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from hotloop.profiler.costs.roofline import precision_in
 from hotloop.profiler.detectors.distributed_training import describe_slowest_rank
 from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, is_product, operator_least_ms, percent
 
-_MIN_SHARE = 0.2
-"""Share of the step that a bound must have for being one."""
+_MIN_SHARE = 0.2  # least share of the step for a bound
 
 
 def bound_times(step: ProfiledStep) -> dict[Bound, float]:
-    """Milliseconds of a step that go to each; where operators aren't known, those of their phases stay out."""
+    """Returns the milliseconds of a step per bound; phases without known operators are left out."""
     found: dict[Bound, float] = {
         "input": step.phase("data", "batch"),
         "copy": step.phase("copy"),
@@ -33,7 +32,7 @@ def bound_times(step: ProfiledStep) -> dict[Bound, float]:
 
 
 def _operator_bound(step: ProfiledStep, one: OperatorTime) -> Bound:
-    """Which side of the roofline an operator is on; without counts, products calculate and all else moves numbers."""
+    """Returns an operator's side of the roofline; without counts, products are arithmetic and others memory traffic."""
     limits = step.profile.limits
     rate = limits.flop_per_s.get(precision_in(one, step.profile.reduced))
     if one.flops is None or one.bytes is None or not rate or not limits.bytes_per_s:
@@ -42,7 +41,7 @@ def _operator_bound(step: ProfiledStep, one: OperatorTime) -> Bound:
 
 
 def find_bound(step: ProfiledStep) -> tuple[Bound, list[str]]:
-    """What bounds the step, and the sentences that say so."""
+    """Returns the bound of a step and the sentences of its evidence."""
     found = bound_times(step)
     ordered = sorted(found, key=lambda name: -found[name])
     if step.profile.engine == "arrays":
@@ -51,12 +50,12 @@ def find_bound(step: ProfiledStep) -> tuple[Bound, list[str]]:
     shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
     evidence = [f"Of a step of {format_milliseconds(step.ms)}: {', '.join(shares)}."] if shares else []
     if step.share(found[first]) < _MIN_SHARE:
-        return "unknown", [*evidence, "Nothing that was measured takes a fifth of it."]
+        return "unknown", [*evidence, "No measured part takes a fifth of it."]
     return first, [*evidence, *_bound_details(step, first, found[first]), *_limit_sentences(step)]
 
 
 def _bound_of_arrays(step: ProfiledStep, found: dict[Bound, float]) -> tuple[Bound, list[str]]:
-    """Where layers are timed and no operation is seen: what takes more than all of them, or that it isn't known."""
+    """Only layers are timed: another bound must take more time than all layers, else the bound is unknown."""
     layers = step.phase(*COMPUTING_PHASES)
     parts = {"array operations": layers, **{str(name): ms for name, ms in found.items() if step.share(ms) >= 0.001}}
     shares = [f"{name} {percent(step.share(parts[name]))}" for name in sorted(parts, key=lambda name: -parts[name])]
@@ -69,7 +68,7 @@ def _bound_of_arrays(step: ProfiledStep, found: dict[Bound, float]) -> tuple[Bou
         most = max(own, key=lambda name: own[name])
         name = most or "functions of the model's own forward"
         evidence.append(f"Most of it is {name}: {percent(step.share(own[most]))} of the step.")
-    unseen = "Whether these wait for arithmetic, for memory or for calls isn't told: nothing looks inside."
+    unseen = "Whether layers are bound by arithmetic, memory or calls isn't measured."
     return "unknown", [*evidence, unseen]
 
 
@@ -112,7 +111,7 @@ def _limit_sentences(step: ProfiledStep) -> list[str]:
 
 
 def limit_ms(step: ProfiledStep) -> float | None:
-    """The least that the machine's limits allow for the operators whose work is known; None if none is."""
+    """Returns the least ms of the operators with known work at the machine's limits; None if there are none."""
     if step.profile.limit_ms is not None:
         return step.profile.limit_ms
     least = sum(operator_least_ms(one, step.profile) for one in step.operators(lambda one: True))

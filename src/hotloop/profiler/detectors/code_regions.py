@@ -1,4 +1,4 @@
-"""What is spread over several functions, each of which counts too little: the line that they are all called from."""
+"""Regions of code: lines that count together, and the line that calls several small costs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from hotloop.profiler.detectors.step import PLAIN, ProfiledStep, group_by, is_ra
 
 _TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
 
-_MIN_SAMPLES = 3
-"""Looks at the stack that must have found lines: one or two may have been chance."""
-
-_SURE_SHARE = 0.2
-"""Share of the step that isn't chance, however few the looks are: by the clock that much went by around these lines."""
+_MIN_SAMPLES = 3  # least number of stack samples of a line; one or two may be chance
+_SURE_SHARE = 0.2  # share of the step above which few stack samples are enough
 
 LineOrOperator = LineTime | OperatorTime
-"""What has a line, its function and a phase."""
+"""A record with a line, its function and a phase."""
 
 
 def group_lines(
     step: ProfiledStep, lines: Iterable[LineTime], spent: Callable[[LineTime], float]
 ) -> list[list[LineTime]]:
-    """Lines that are told of together; a line of the loop's that counts by itself stands alone.
+    """Groups lines by region; a line of the loop that counts by itself is a group of its own.
 
     Args:
-        spent: milliseconds that count of a line.
+        spent: returns the milliseconds of a line that count.
     """
     lines = list(lines)
     there = group_by(lines, lambda line: line.where)
@@ -39,7 +36,7 @@ def group_lines(
 
 
 def _is_region(step: ProfiledStep, ones: Sequence[LineTime], spent: Callable[[LineTime], float]) -> bool:
-    """Whether a line counts by itself: by looks, or by its operators alone."""
+    """Returns whether a line counts by itself, by its samples or its operators."""
     if step.share(sum(map(spent, ones))) < COUNTS:
         return False
     worked = sum(step.operators_ms_at(*place) for place in {(one.where, one.phase) for one in ones})
@@ -47,7 +44,7 @@ def _is_region(step: ProfiledStep, ones: Sequence[LineTime], spent: Callable[[Li
 
 
 def has_enough_samples(step: ProfiledStep, ones: Sequence[LineTime]) -> bool:
-    """Whether so many looks found lines that they say what these take beside their operators."""
+    """Returns whether the samples suffice to estimate the time beside operators."""
     if any(line.looks is None for line in ones):
         return True
     return (
@@ -57,10 +54,12 @@ def has_enough_samples(step: ProfiledStep, ones: Sequence[LineTime]) -> bool:
 
 
 def region_key(step: ProfiledStep, alone: Collection[str] = ()) -> Callable[[LineOrOperator], tuple[str, ...]]:
-    """What a line is counted with: its function; of the loop's own lines those of one phase between two lines that train.
+    """Returns a function from a line to its region: its function, or a part of the loop.
+
+    A part of the loop has one phase and lies between two lines that train.
 
     Args:
-        alone: lines of the loop's that stand by themselves.
+        alone: lines of the loop that are regions of their own.
     """
     loop = loop_functions(step)
     trains = {line.where for line in step.lines(*_TRAINING) if line.library == "torch" and function_of(line) in loop}
@@ -78,26 +77,24 @@ def region_key(step: ProfiledStep, alone: Collection[str] = ()) -> Callable[[Lin
 
 
 def loop_functions(step: ProfiledStep) -> set[tuple[str, str]]:
-    """The function that the training loop is in, as far as it was seen."""
+    """Returns the functions that contain the training loop."""
     seen: list[LineOrOperator] = [*step.profile.lines, *step.profile.operators]
     return {function_of(one) for one in seen if one.where and one.where == step.profile.step_where and one.function}
 
 
 def function_of(one: LineOrOperator) -> tuple[str, str]:
-    """The function that a line stands in, by file and name."""
+    """Returns the file and name of a line's function."""
     return one.where.rpartition(":")[0], named_function(one.function)
 
 
 def place_of(where: str) -> tuple[str, int]:
-    """File and line; 0 where there is none."""
+    """Returns file and line number; 0 without one."""
     file, _, number = where.rpartition(":")
     return file, int(number) if number.isdigit() else 0
 
 
 def training_line_test(step: ProfiledStep) -> Callable[[LineTime], bool]:
-    """Whether a line computes what a backward goes through, or stands in a `forward` that does, as of a network whose forward is
-    called directly.
-    """
+    """Returns a test for lines that compute part of a backward graph, or are in a `forward` that does."""
     used = step.operators(lambda one: one.used is True and bool(one.where))
     lines = {one.where for one in used}
     forwards = {function_of(one) for one in used if named_function(one.function).endswith(".forward")}
@@ -105,22 +102,21 @@ def training_line_test(step: ProfiledStep) -> Callable[[LineTime], bool]:
 
 
 def is_action_choice(step: ProfiledStep, ones: Iterable[LineOrOperator]) -> bool:
-    """Whether a function of these draws numbers or asks a network, as one that chooses an action: its result is needed."""
+    """Returns whether a function draws numbers or calls a network, as the choice of an action does."""
     functions = {function_of(one) for one in ones} - loop_functions(step)
     there = step.operators(lambda one: bool(one.where) and function_of(one) in functions)
     return any(is_random(one) or one.module not in PLAIN for one in there)
 
 
 _MAX_NAMED = 3
-"""Functions that are named."""
 
 
 class SpreadWork(NamedTuple):
-    """Several small things under one line.
+    """Several small costs under one line.
 
     Attributes:
-        ms: that they take together.
-        functions: that they are in, as words.
+        ms: total milliseconds.
+        functions: their functions, as text.
     """
 
     where: str
@@ -131,25 +127,25 @@ class SpreadWork(NamedTuple):
 def find_spread_work(
     step: ProfiledStep, small: Mapping[str, float], *, past_torch: bool = True
 ) -> Iterator[SpreadWork]:
-    """Goes from small things outwards to the innermost lines under which they add up to what counts.
+    """Yields the innermost lines under which small costs add up to a remedy.
 
-    A line that the training itself is called from calls everything, so that it would say nothing.
+    Lines that call the training itself are left out: they call everything.
 
     Args:
-        small: milliseconds of lines that count too little, without what they call.
-        past_torch: whether lines that call them through torch are looked at.
+        small: milliseconds of lines below the threshold, without their callees.
+        past_torch: whether callers through torch count.
     """
     lines = {line.where: line for line in sorted(step.profile.lines, key=lambda line: (line.within != "", line.ms))}
     closed = _training_callers(step, lines)
     closed |= set() if past_torch else {line.where for line in step.profile.lines if line.library == "torch"}
     sums, parts = dict(small), {where: [where] for where in small}
     for where in _order_by_depth(small, lines):
-        if where not in sums:  # nothing is told outwards of what is named, or of what says nothing
+        if where not in sums:  # its costs have been reported, or its callers are left out
             continue
         if (
             len(parts[where]) > 1
             and step.share(sums[where]) >= COUNTS
-            and has_enough_samples(step, _lines_at(step, parts[where]))
+            and has_enough_samples(step, [line for line in step.profile.lines if line.where in parts[where]])
         ):
             yield SpreadWork(where, sums[where], _functions(parts[where], lines, small))
         elif (outer := _innermost_line(where, lines)) and outer not in closed:
@@ -157,16 +153,12 @@ def find_spread_work(
             parts[outer] = parts.get(outer, []) + parts[where]
 
 
-def _lines_at(step: ProfiledStep, places: Collection[str]) -> list[LineTime]:
-    return [line for line in step.profile.lines if line.where in places]
-
-
 def _innermost_line(where: str, lines: Mapping[str, LineTime]) -> str:
     return lines[where].within if where in lines else ""
 
 
 def _enclosing_lines(where: str, lines: Mapping[str, LineTime]) -> list[str]:
-    """The lines around one, each once, since functions may call themselves."""
+    """Returns the callers of a line, each once, since functions may be recursive."""
     found = [where]
     while (outer := _innermost_line(found[-1], lines)) and outer not in found:
         found.append(outer)
@@ -174,13 +166,12 @@ def _enclosing_lines(where: str, lines: Mapping[str, LineTime]) -> list[str]:
 
 
 def _training_callers(step: ProfiledStep, lines: Mapping[str, LineTime]) -> set[str]:
-    """The lines that the training is called from."""
     trains = {line.where for line in step.profile.lines if line.phase == "backward" and line.library == "torch"}
     return {outer for where in trains | {step.profile.step_where} for outer in _enclosing_lines(where, lines)}
 
 
 def _order_by_depth(small: Mapping[str, float], lines: Mapping[str, LineTime]) -> list[str]:
-    """Small things and all lines around them, each after those that it calls."""
+    """Returns the small costs and their callers, callees first."""
     depths = {
         where: len(_enclosing_lines(where, lines)) for one in small for where in [one, *_enclosing_lines(one, lines)]
     }
@@ -188,7 +179,7 @@ def _order_by_depth(small: Mapping[str, float], lines: Mapping[str, LineTime]) -
 
 
 def _functions(parts: list[str], lines: Mapping[str, LineTime], small: Mapping[str, float]) -> str:
-    """Names of functions, those that take most first."""
+    """Returns the names of functions, those with most time first."""
     heaviest = sorted((where for where in parts if small[where] > 0), key=lambda where: -small[where])
     names = list(dict.fromkeys(named_function(lines[where].function) for where in heaviest))
     more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
@@ -196,14 +187,14 @@ def _functions(parts: list[str], lines: Mapping[str, LineTime], small: Mapping[s
 
 
 MIN_LOOP_CALLS = 8
-"""So often must a line call the same operation in a step to be a loop."""
+"""Least calls of the same operator by a line, per step, for a loop."""
 
 
 def runs_per_step(ones: Sequence[OperatorTime]) -> float:
-    """How often a line is gone through in a step: as often as the rarest of the operations that it repeats.
+    """Returns how often a line runs in a step: the count of its rarest repeated operator; 0 if it is no loop.
 
-    Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides. And it
-    is gone through no more often than Python ran it: a loop of a library's own is none of the user's to change.
+    Views don't count, since one layer of a library may make many. The count is at most how often Python ran the line: a
+    library's own loops can't be changed by the user.
     """
     working = [one for one in ones if not is_view(one)]
     first = [one for one in working if one.phase in ("forward", "loss", "batch", "python")] or working
@@ -220,7 +211,7 @@ def is_view(one: OperatorTime) -> bool:
 
 
 def _loop_key(one: OperatorTime) -> tuple[str, str, str]:
-    """What a loop repeats: of one module, or of many that do the same to one input, as heads do and stacked layers don't."""
+    """Returns a key of repeated work: one module, or many equal ones on one input, as heads."""
     if one.alike >= MIN_LOOP_CALLS:
         return "", one.name, " ".join(one.shapes)
     return one.module, one.name, ""

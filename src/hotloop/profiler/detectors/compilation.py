@@ -11,14 +11,13 @@ from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, heav
 
 _COMPILED_PHASES: tuple[Phase, ...] = ("forward", "backward")
 
-_GENERATED_KERNELS = ("cpp_fused", "triton_")
-"""Name prefixes of the kernels that torch's compiler generates."""
+_GENERATED_KERNELS = ("cpp_fused", "triton_")  # name prefixes of the kernels that torch's compiler generates
 
 MANY_SMALL_OPERATIONS = "operations are started one by one from Python"
 """The cause that is reported for a step of many small operations."""
 
 _COMPILED_CALL_MS = 0.1
-"""Overhead of a call of a compiled model, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 ms eagerly."""
+"""Overhead of a compiled call, forward and backward: a linear layer and ReLU took 0.146 ms, eagerly 0.047 ms."""
 
 _RECURRENT_OPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Recurrent operators, which iterate over time steps internally. torch.compile calls them unchanged."""
@@ -30,7 +29,7 @@ def _recurrent_layers(step: ProfiledStep) -> set[tuple[str, str]]:
 
 
 def compile_candidates(step: ProfiledStep) -> Iterator[Remedy]:
-    """Yields compiling as a remedy if starting single operations costs much and no part is compiled; the gain is an estimate.
+    """Yields compiling, with an estimated gain, if calls of single operations cost much and no part is compiled.
 
     For a script the remedy compiles the model alone, without loss and update. Python still starts each product.
     """

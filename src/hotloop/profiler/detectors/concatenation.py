@@ -12,8 +12,7 @@ CONCATENATION = "tensors are put together in the loop, by a copy of all that the
 
 _CONCATENATING = ("aten::cat", "aten::stack", "aten::hstack", "aten::vstack", "aten::concat", "aten::concatenate")
 
-_MAIN_SHARE = 0.5
-"""Share of the time of a line's operators from which concatenation is the line's main work."""
+_MAIN_SHARE = 0.5  # share of the time of a line's operators from which concatenation is the line's main work
 
 
 def concatenation_in_loop(step: ProfiledStep) -> Iterator[Remedy]:

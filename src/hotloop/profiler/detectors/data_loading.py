@@ -1,4 +1,4 @@
-"""Input: a step that waits for its batch."""
+"""Waits for data: slow samples and collation, reopened loaders, unpinned memory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ from hotloop.profiler.detectors.code_regions import function_of
 from hotloop.profiler.detectors.step import OFTEN, ProfiledStep, named_function, percent
 
 _MAIN_SHARE = 0.5
-"""Share of the wait that the making of samples must have for being its cause; and of the steps that a loader must feed."""
+"""Least share of the wait for its main cause, and of the steps that a loader feeds."""
 
-_SAMPLE_METHODS = ("__getitem__", "__getitems__")
-"""How the functions of a data set are called that make samples."""
+_SAMPLE_METHODS = ("__getitem__", "__getitems__")  # a data set's functions that make samples
 
 _HANDOVER_MS = 2.0
-"""Handing a batch over from a worker was measured to take 0.7 to 0.9 ms; a step that is shorter may wait for that alone."""
+"""Step time below which the transfer from a worker may be the bound; a transfer takes 0.7 to 0.9 ms."""
 
 
 def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
-    """Waiting for data: the samples themselves, or putting them together.
-
-    What goes into opening a loader, and what an evaluation waits for, is told elsewhere.
-    """
+    """Yields a remedy for slow samples or collation, without the opening of loaders and waits of evaluations."""
     waited = loading_wait_ms(step)
-    told = [] if _reopened_loaders(step) else step.lines("data")  # nobody knows which of them opens
-    lines = sorted(told, key=lambda line: -line.own_ms)
+    # The lines of reopened loaders can't be separated from those of loading.
+    lines = [] if _reopened_loaders(step) else sorted(step.lines("data"), key=lambda line: -line.own_ms)
     loader = _slowest(step, waited)
     where = lines[0].where if lines else ""
     if not waited:
@@ -36,7 +32,7 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.source,
             remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
             gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
             axes={"residency": "host"},
         )
     elif loader is None:
@@ -45,20 +41,20 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.step_where,
             remedy="read the data into tensors once, before the loop, and cut each batch out with one index",
             gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
         )
     else:
         yield _loader_remedy(step, loader, waited, lines)
 
 
 def loading_wait_ms(step: ProfiledStep) -> float:
-    """Milliseconds of a step that the training waits for data, from loaders that are open."""
+    """Returns the ms per step in which the training waits for data from open loaders."""
     opening = sum(_reopening_ms(step, use) for use in _reopened_loaders(step))
     return max(0.0, step.phase("data") - step.evaluating_ms - opening)
 
 
 def _slowest(step: ProfiledStep, waited: float) -> LoaderUse | None:
-    """The loader whose samples take longest; one whose samples nobody timed, if the others explain little of the wait."""
+    """Returns the loader with the slowest samples; an untimed one if the others explain little of the wait."""
     loaders = [use for use in step.profile.loaders if use.share >= _MAIN_SHARE and use not in step.evaluation_loaders]
     loader = max(loaders, key=lambda use: use.share * _timed_samples_ms(step, use), default=None)
     if loader is None or _timed_samples_ms(step, loader) >= _MAIN_SHARE * waited:
@@ -67,7 +63,7 @@ def _slowest(step: ProfiledStep, waited: float) -> LoaderUse | None:
 
 
 def _timed_samples_ms(step: ProfiledStep, loader: LoaderUse) -> float:
-    """Milliseconds that a loader's samples take in a step, as far as they were timed."""
+    """Returns the timed ms of a loader's samples per step."""
     samples = step.profile.samples_per_step if len(step.profile.loaders) == 1 else None
     each = loader.batch_size or step.profile.samples_per_step or 1.0
     calls = loader.draws if loader.at_once else samples or loader.draws * each
@@ -75,15 +71,15 @@ def _timed_samples_ms(step: ProfiledStep, loader: LoaderUse) -> float:
 
 
 def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
-    """Loaders of which each step asks for a first batch."""
+    """Yields remedies for loaders that each step opens for a first batch."""
     for use in _reopened_loaders(step):
         spent = _reopening_ms(step, use)
         starting = "starting its workers and waiting for their first batch" if use.workers else "beginning it"
         yield Remedy(
             cause="a DataLoader is opened anew at each step",
             where=use.opened_where or use.where,
-            remedy="make the loader and its iterator once, before the loop, and ask that for the next batch at each step; make "
-            "another one when it has no more: for batch in loader does that",
+            remedy="create the loader and its iterator once, before the loop, and take the next batch from the iterator at each "
+            "step; create a new iterator when it is exhausted: for batch in loader does that",
             gain=step.share(spent),
             evidence=f"{starting} takes {spent:.2f} ms of each step of {step.ms:.2f} ms, for {use.draws:.0f} of its "
             f"{'' if use.batches is None else f'{use.batches} '}batches",
@@ -92,7 +88,7 @@ def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
-    """Loaders that steps begin again and again, and leave most of their batches; a full batch is all that there is."""
+    """Returns loaders that steps open repeatedly and leave mostly unread."""
     return [
         use
         for use in step.profile.loaders
@@ -103,7 +99,6 @@ def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
 
 
 def _reopening_ms(step: ProfiledStep, loader: LoaderUse) -> float:
-    """Milliseconds of a step in which a loader begins anew."""
     return step.loading_ms(loader, loader.opening_ms)
 
 
@@ -185,18 +180,18 @@ def _workers_advice(step: ProfiledStep, waited: float, joint: str) -> str:
 
 
 def _whole_batches_advice(loader: LoaderUse) -> str:
-    """How a loader is told to hand out whole batches: a stream has no numbers that a sampler could give."""
+    """A streaming data set has no indices for a sampler."""
     if loader.stream:
         return "let the data set hand out whole batches, and give the loader batch_size=None"
     return "index the tensors by a whole batch of numbers (a BatchSampler as the sampler, with batch_size=None)"
 
 
 def _collate_line(step: ProfiledStep, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> LineTime | None:
-    """The line that takes most of the wait, where the loader's own process makes batches of samples that are there quickly."""
+    """Returns the collate line with most of the wait, if the main process collates samples that load quickly."""
     if loader.workers or loader.at_once or (loader.sample_where and loader.sample_ms is None):
         return None
     if not loader.collate_where:
-        return None  # what torch puts together by itself goes through no line of the user's
+        return None  # torch's default collate has no line of the user's
     hot = [line for line in lines if line.where != loader.where and not _is_in_sample(line, loader, lines)]
     if (
         _timed_samples_ms(step, loader) >= _MAIN_SHARE * waited
@@ -207,10 +202,7 @@ def _collate_line(step: ProfiledStep, loader: LoaderUse, waited: float, lines: S
 
 
 def _is_in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) -> bool:
-    """Whether a line stands in the function that makes samples, or in one that is called from there.
-
-    The stack says so better than the time that some samples took.
-    """
+    """Returns whether the stack has a function that makes samples; this is more precise than sample times."""
     around = {one.where: one for one in sorted(lines, key=lambda one: one.ms)}
     seen: set[str] = set()
     at: LineTime | None = line
@@ -223,12 +215,12 @@ def _is_in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) 
 
 
 def _sample_making_ms(step: ProfiledStep, loader: LoaderUse, lines: Sequence[LineTime]) -> float:
-    """Milliseconds of the wait in which samples are made: by their own time, or by the lines of theirs that were seen."""
+    """Returns the larger of the timed samples and the sampled lines."""
     return max(_timed_samples_ms(step, loader), sum(line.own_ms for line in lines if line.where != loader.where))
 
 
 def _worker_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, evidence: str, hottest: str) -> Remedy:
-    """Of what goes on in workers nothing is timed: making samples, putting them together, and handing the batch over."""
+    """Samples, collation and transfer aren't timed in workers."""
     many = f"{loader.workers} worker{'s'[: loader.workers - 1]}"
     cores = step.profile.threads.cores if step.profile.threads else None
     own = [place for place in (loader.sample_where, loader.collate_where) if place and place != loader.where]
@@ -260,7 +252,7 @@ def _first_batch_advice(loader: LoaderUse, hottest: str) -> str:
 
 
 def unpinned_memory(step: ProfiledStep) -> Iterator[Remedy]:
-    """Batches that are copied to an accelerator from memory that it can't read by itself."""
+    """Yields a remedy for batches in pageable memory, which block the copy to an accelerator."""
     copied = step.phase("copy")
     for loader in step.profile.loaders:
         if step.on_cpu or loader.pinned or not copied:

@@ -1,4 +1,4 @@
-"""Copies between host and device, and waiting for the device."""
+"""Copies between host and device, and waits for the device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hotloop.profiler.detectors.step import BY_HAND, OFTEN, PLAIN, ProfiledStep,
 _READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 _LOOP_PHASES = ("python", "batch", "copy", "logging", "unattributed")
-"""Phases in which the loop itself calls torch; elsewhere torch's own layers and losses do."""
+"""Phases in which the loop itself calls torch; in others torch's layers and losses do."""
 
 
 def host_sync(step: ProfiledStep) -> Iterator[Remedy]:
-    """Numbers read on the host, which must wait until the device has them."""
+    """Yields remedies for values read on the host, which must wait for the device."""
     found = step.operators(lambda one: _is_read(one) and bool(one.where) and not _is_wait_of_others(step, one))
     for where, ones in group_by(found, lambda one: one.where).items():
         calls = max(one.calls for one in ones)
@@ -47,15 +47,12 @@ def host_sync(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _is_needed(step: ProfiledStep, where: str) -> bool:
-    """Whether the line does more than to read: asks a network, draws, or computes what a backward goes through."""
+    """Returns whether the line also calls a network, draws numbers or computes part of a backward graph."""
     return any(one.used is True or is_random(one) or one.module not in PLAIN for one in step.operators_by_line[where])
 
 
 def _is_wait_of_others(step: ProfiledStep, one: OperatorTime) -> bool:
-    """Whether it isn't the step that waits for a number.
-
-    It lies in a sample, an optimizer reads one of its own, or a loader its seed, where it's opened now and then.
-    """
+    """Returns whether a sample, an optimizer or the start of a loader reads the value, not the step."""
     if one.phase == "data":
         return True
     if one.phase == "update":
@@ -64,21 +61,21 @@ def _is_wait_of_others(step: ProfiledStep, one: OperatorTime) -> bool:
 
 
 def _is_read(one: OperatorTime) -> bool:
-    """On a CPU `.tolist()` and `.numpy()` show only by what they make sure of; of a whole tensor they are another matter.
+    """Returns whether the user's line reads a single value on the host.
 
-    What torch's own operators read inside, as one_hot does, no line of the user's asks for.
+    On a CPU `.tolist()` and `.numpy()` only appear as `resolve_neg`. Reads inside of torch's operators, such as
+    one_hot, don't count.
     """
     asked = one.name in _READS and one.outer in ("", *_READS)
     return asked or one.name in _WAITS or (one.name == "aten::resolve_neg" and _is_single(one))
 
 
 def _is_single(one: OperatorTime) -> bool:
-    """Whether it is a single number."""
     return all(set(shape.split("x")) == {"1"} for shape in one.shapes)
 
 
 def device_copies(step: ProfiledStep) -> Iterator[Remedy]:
-    """Copies between devices at each step."""
+    """Yields remedies for copies between devices at each step."""
     found = step.operators(lambda one: bool(one.copies) and one.calls >= OFTEN)
     for where, ones in group_by(found, lambda one: one.where).items():
         spent = max(sum(one.ms for one in ones), step.phase("copy") * _time_share(ones, found))
@@ -99,7 +96,7 @@ def device_copies(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def no_op_copies(step: ProfiledStep) -> Iterator[Remedy]:
-    """`.to()` and the like that have nothing to copy on this machine."""
+    """Yields notes on `.to()` calls that copy nothing on a CPU but would on an accelerator."""
     if not step.on_cpu:
         return
     asked = step.operators(
@@ -129,12 +126,12 @@ def no_op_copies(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def is_read_on_host(ones: Sequence[OperatorTime]) -> bool:
-    """Whether a whole tensor is read on the host, as NumPy's or as a list."""
+    """Returns whether a whole tensor is read on the host, as an array or a list."""
     return any(one.name == "aten::resolve_neg" and not _is_single(one) for one in ones)
 
 
 def _is_brought_to_host(ones: Sequence[OperatorTime], there: Sequence[OperatorTime]) -> bool:
-    """Whether a whole tensor is brought to the host and read there: `.numpy()` alone asks for its device once as well."""
+    """Returns whether a whole tensor is moved and read; `.numpy()` alone also calls `.to` once."""
     reads = [one for one in there if is_read_on_host([one])]
     return any(
         sum(one.calls for one in ones if one.shapes == read.shapes)
@@ -144,7 +141,7 @@ def _is_brought_to_host(ones: Sequence[OperatorTime], there: Sequence[OperatorTi
 
 
 def _is_made_of_array(step: ProfiledStep, one: OperatorTime) -> bool:
-    """Whether a tensor of that shape is made of an array there, and another line makes such an array."""
+    """Returns whether the tensor is made from an array that another line makes from a tensor."""
     arrives = any(
         other.name == "aten::lift_fresh" and other.shapes == one.shapes for other in step.operators_by_line[one.where]
     )
@@ -153,16 +150,16 @@ def _is_made_of_array(step: ProfiledStep, one: OperatorTime) -> bool:
 
 
 def _has_real_copies(step: ProfiledStep, where: str) -> bool:
-    """Whether something was copied there after all, as to another dtype, or read, as by `.numpy()`."""
+    """Returns whether a copy happened, such as to another dtype or by `.numpy()`."""
     return any(
         one.name in ("aten::_to_copy", "aten::copy_", "aten::resolve_neg") for one in step.operators_by_line[where]
     )
 
 
 def _is_batch(step: ProfiledStep, one: OperatorTime) -> bool:
-    """Whether what is copied belongs to the batch: the network is given it, or it has as many rows, as labels have.
+    """Returns whether the tensor is the network's input or has as many rows, as labels have.
 
-    Rows alone say nothing of what comes back from NumPy. Losses of torch's ask for a dtype, which looks the same.
+    Rows don't identify tensors made from NumPy arrays. Torch's losses convert dtypes, which looks the same.
     """
     if not one.shapes or one.shapes[0] in step.profile.batch:
         return bool(one.shapes)
@@ -175,6 +172,5 @@ def _is_batch(step: ProfiledStep, one: OperatorTime) -> bool:
 
 
 def _time_share(ones: Sequence[OperatorTime], of: Sequence[OperatorTime]) -> float:
-    """Their part of the time of all of these operators."""
     total = sum(one.ms for one in of)
     return sum(one.ms for one in ones) / total if total else 0.0

@@ -1,4 +1,4 @@
-"""Steps that ranks share: what they send each other, waiting for the slowest, and whether sharing pays at all."""
+"""Costs of distributed steps: communication, waiting for the slowest rank, and ranks without benefit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.detectors.step import ProfiledStep
 
 _SHARED_PHASES: tuple[Phase, ...] = ("data", "batch", "copy", "forward", "loss", "backward")
-"""Phases of which each rank has its part, where it computes its rows of the batch."""
+"""Phases in which each rank computes its rows of the batch."""
 _RANK_PHASES: tuple[Phase, ...] = ("waiting", "communication")
 _ROW_PARALLEL = ("data", "sharded", "towers", "local")
-_DEFAULT_SYNC_EVERY = 16
-"""Steps between two averages, where the plan doesn't say."""
+_DEFAULT_SYNC_EVERY = 16  # steps between two averages of the weights, if the plan has no number
 
 
 def rank_communication(step: ProfiledStep) -> Iterator[Remedy]:
-    """What ranks could do about the time that they spend on each other."""
     if len(step.profile.ranks) < 2:
         return
     parallel = _axis_value(step, "parallel")
@@ -32,7 +30,7 @@ def rank_communication(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def describe_slowest_rank(step: ProfiledStep) -> str:
-    """A sentence on what the slowest rank does longer than any other; empty where there is no such thing."""
+    """Returns a sentence on the phase in which the slowest rank takes longer than any other; else empty."""
     found = _slowest_rank(step)
     if found is None:
         return ""
@@ -41,7 +39,7 @@ def describe_slowest_rank(step: ProfiledStep) -> str:
 
 
 def _gradient_sums(step: ProfiledStep, parallel: str) -> Iterator[Remedy]:
-    """Sums of all gradients at each step; with a plan that averages weights now and then there are none."""
+    """All gradients are summed in each step; local SGD averages weights instead."""
     sent = step.phase("communication")
     axes: dict[str, str | int | bool] = {} if parallel == "local" else {"parallel": "local"}
     then = "" if parallel == "local" else ", or average weights now and then in place of gradients: another result"
@@ -56,7 +54,6 @@ def _gradient_sums(step: ProfiledStep, parallel: str) -> Iterator[Remedy]:
 
 
 def _uneven_ranks(step: ProfiledStep) -> Iterator[Remedy]:
-    """A rank that the others wait for."""
     ranks, slowest = step.profile.ranks, step.profile.slowest
     if slowest is None:
         return
@@ -66,7 +63,7 @@ def _uneven_ranks(step: ProfiledStep) -> Iterator[Remedy]:
     yield Remedy(
         cause=f"waiting: rank {slowest} is slower than the others",
         where="",
-        remedy="look at what it does longer, and what else runs on its cores or its machine",
+        remedy="check what takes longer on this rank, and which other programs run on its cores or its machine",
         gain=step.share(lost),
         evidence=f"others wait {format_milliseconds(lost)} of each step of {format_milliseconds(step.ms)} for it"
         + f". {why}".rstrip(". "),
@@ -74,7 +71,6 @@ def _uneven_ranks(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _needless_ranks(step: ProfiledStep) -> Iterator[Remedy]:
-    """Ranks that spend more on each other than they spare."""
     ranks = step.profile.ranks
     count = len(ranks)
     computed = max(sum(one.phases.get(name, 0.0) for name in _SHARED_PHASES) for one in ranks)
@@ -92,7 +88,7 @@ def _needless_ranks(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _idle_stages(step: ProfiledStep) -> Iterator[Remedy]:
-    """Stages that have nothing to do until others are done."""
+    """Pipeline stages wait for each other."""
     pieces = int(_axis_value(step, "microbatches") or 4 * len(step.profile.ranks))
     idle = min(one.phases.get("waiting", 0.0) for one in step.profile.ranks)
     yield Remedy(
@@ -106,7 +102,7 @@ def _idle_stages(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _slowest_rank(step: ProfiledStep) -> tuple[int, Phase, float] | None:
-    """The slowest rank, the phase in which it takes longest beyond the quickest of the others, and how much; ms."""
+    """Returns the slowest rank, the phase of its largest excess over the quickest other rank, and that excess (ms)."""
     ranks, slowest = step.profile.ranks, step.profile.slowest
     if slowest is None:
         return None
@@ -120,6 +116,6 @@ def _slowest_rank(step: ProfiledStep) -> tuple[int, Phase, float] | None:
 
 
 def _axis_value(step: ProfiledStep, axis: str) -> str:
-    """What the plan has for an axis; empty if it is the baseline's."""
+    """Returns the plan's value of an axis; empty for the default."""
     set_ones = dict(part.split("=", 1) for part in step.profile.plan.split() if "=" in part)
     return set_ones.get(axis, "")

@@ -1,4 +1,4 @@
-"""Too small a batch: a step that is the same work however few samples are in it."""
+"""Small batches, numbers of threads, and memory that is returned to the OS after each step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,17 @@ from hotloop.core.records.profile import Remedy
 from hotloop.profiler.detectors.data_loading import loading_wait_ms
 from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep
 
-_MIN_SHARE = 0.2
-"""Share of the step that calling must take: as much as what bounds a step, and more than what is known of it may be wrong by."""
-
-_ENOUGH_SAMPLES = 32
-"""Samples whose work takes longer than all that calling costs are enough: a larger batch wins less with each."""
-
-_TINY_BATCH = 4
-"""So few samples are too few whatever else there is."""
-
-_PROPOSED_FACTOR = 2
-"""Times as many samples are proposed, and at least `_ENOUGH_SAMPLES`."""
+_MIN_SHARE = 0.2  # least share of calls in the step; larger than the error of what is measured
+_ENOUGH_SAMPLES = 32  # batch size above which a larger batch gains little per sample
+_TINY_BATCH = 4  # batch size up to which a larger batch is a remedy beside others
+_PROPOSED_FACTOR = 2  # least factor of the proposed batch size, which is at least `_ENOUGH_SAMPLES`
 
 
 def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
-    """Steps that are made of calls: a larger batch shares them among more samples.
+    """Yields a larger batch as a remedy if calls take most of the step.
 
-    What counts is the time of the calls, as it was measured, beside that of the samples' own work: a few long sequences are
-    few samples, but much work in each call. Calls that something else is said of, such as a loop, aren't the batch's fault,
-    and the loop's own Python may take longer for more samples. Of a line that hands the training over, nothing is said
-    as a whole.
+    Times of calls are compared with the time of the samples' work: few long sequences may be much work per call. Calls
+    with another remedy, such as those of a loop, aren't counted. Lines that start a trainer are.
     """
     samples = step.profile.samples_per_step
     if not samples:
@@ -49,7 +40,7 @@ def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
     yield Remedy(
         cause=f"too small a batch: {samples:.0f} samples in a step",
         where=loader or step.profile.step_where,
-        remedy=f"a batch of {many} samples (which changes the training: try the learning rate anew)",
+        remedy=f"a batch of {many} samples (which changes the training: tune the learning rate again)",
         gain=step.share((1 - 1 / factor) * calling),
         evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
         "which hardly takes longer for more of them",
@@ -57,18 +48,18 @@ def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def can_stay(step: ProfiledStep) -> bool:
-    """Whether there are so many samples that nothing is said of them beside anything else that is to be mended."""
+    """Returns whether the batch is large enough to omit the note beside other remedies."""
     return (step.profile.samples_per_step or 0.0) >= _ENOUGH_SAMPLES
 
 
 def as_note_beside(step: ProfiledStep, small: Remedy, others: Sequence[Remedy]) -> Remedy:
-    """A note beside what is to be mended and leaves the training as it is, unless the batch is tiny."""
+    """Makes the remedy a note if others keep the training as it is, unless the batch is tiny."""
     samples = step.profile.samples_per_step or 0.0
     return small.model_copy(update={"note": bool(others) and samples > _TINY_BATCH})
 
 
 def _max_factor(step: ProfiledStep, samples: float) -> float:
-    """So many times as many samples there are: what is trained on all of them at a time can't get more."""
+    """Returns the largest factor of the batch size that the data set allows."""
     if step.profile.one_batch:
         return 1.0
     known = [(use.samples, use.batch_size) for use in step.profile.loaders if use.samples]
@@ -76,10 +67,9 @@ def _max_factor(step: ProfiledStep, samples: float) -> float:
 
 
 def _batch_fetch_ms(step: ProfiledStep, samples: float) -> float:
-    """What a batch costs to fetch beside its samples, which more of them would cost as well; ms.
+    """Returns the milliseconds that a batch costs to fetch beside its samples.
 
-    Of data sets that make a whole batch at once nobody knows how its time grows, so it counts as the samples'. And of many
-    samples, it's mostly for each of them that a loader does what it does.
+    Returns 0 for data sets that make whole batches, whose time per sample is unknown, and for many samples.
     """
     loaders = step.profile.loaders
     if samples >= _ENOUGH_SAMPLES or any(use.sample_ms is None for use in loaders):
@@ -89,7 +79,7 @@ def _batch_fetch_ms(step: ProfiledStep, samples: float) -> float:
 
 
 def too_many_threads(step: ProfiledStep) -> Iterator[Remedy]:
-    """Operations cut into more threads than can run at once: each waits for those that have no core."""
+    """Yields a remedy if operations use more threads than cores."""
     threads = step.profile.threads
     if threads is None or threads.slower is None or not step.on_cpu:
         return
@@ -107,7 +97,7 @@ def too_many_threads(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def idle_cores(step: ProfiledStep) -> Iterator[Remedy]:
-    """Cores that nobody uses; whether operations are large enough to be cut, only a race tells, so Tasks alone ask."""
+    """Yields a remedy for idle cores, for Tasks only: a race must measure whether more threads help."""
     threads = step.profile.threads
     if threads is None or not step.profile.plan or not step.on_cpu:
         return
@@ -126,18 +116,17 @@ def idle_cores(step: ProfiledStep) -> Iterator[Remedy]:
     )
 
 
-_PAGE_US = 2.0
-"""The most that zeroing and mapping a page takes; 1 to 2 us on servers of today. Other work of the system is not won."""
+_PAGE_US = 2.0  # most time to zero and map a page, in us; servers take 1 to 2 us
 
 
 def memory_returned_to_os(step: ProfiledStep) -> Iterator[Remedy]:
-    """Blocks that the C library gives back as soon as they are free: the system zeroes each page again for the next step."""
+    """Yields a remedy if the C library returns freed blocks: the OS zeroes their pages again in each step."""
     paging, threads = step.profile.paging, step.profile.threads
     if paging is None or not step.on_cpu:
         return
     took = min(paging.system_ms, paging.pages * _PAGE_US / 1e3)
     yield Remedy(
-        cause="memory is given back after each step, and comes anew in the next",
+        cause="memory is given back to the system after each step, and requested again in the next",
         where=step.profile.step_where or step.profile.source,
         remedy="keep it: start the script with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 in the environment",
         gain=step.share(took / max(1.0, threads.busy if threads else 1.0)),

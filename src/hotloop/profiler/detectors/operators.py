@@ -1,4 +1,4 @@
-"""Products that needn't be: with a matrix of ones and zeros that looks up rows, and with a weight that is a thin product."""
+"""Slow operators: avoidable products, scatters, unsuitable dtypes, and operators far from the machine's limit."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from hotloop.profiler.detectors.step import (
 _COMPUTING_PHASES: tuple[Phase, ...] = ("forward", "loss", "batch")
 
 _LINEAR = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "mul", "mul_", "div", "neg", "t", "transpose"))
-"""What may be done with a product of two matrices so that it can still be taken apart, where numbers alone scale it."""
+"""Operators after which a product of two matrices can still be separated, if only scalars scale it."""
 
-_PRODUCT_WRAPPERS = ("aten::matmul", "aten::linear", "aten::einsum")
-"""What only calls a product."""
+_PRODUCT_WRAPPERS = ("aten::matmul", "aten::linear", "aten::einsum")  # operators that only call a product
 
 Size = tuple[int, ...]
 
 
 def one_hot_matmul(step: ProfiledStep) -> Iterator[Remedy]:
-    """One-hot matrices that are multiplied: all but one number in a row are zero."""
+    """Yields remedies for products with one-hot matrices."""
     for size, making in _one_hots(step):
         with_it = _products_with(step, size)
         if not with_it:
             continue
-        ones = _without_repeats([*making, *_other_work_on(step, making, size), *with_it])
+        related = [*making, *_other_work_on(step, making, size), *with_it]
+        ones = list({id(one): one for one in related}.values())
         spent = sum(step.cost_ms(one) for one in ones)
         yield Remedy(
             cause=f"rows are looked up by a product with a one-hot matrix of {_format_size(size)}, of which all but 1 in "
@@ -53,9 +53,9 @@ def one_hot_matmul(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _products_with(step: ProfiledStep, size: Size) -> list[OperatorTime]:
-    """The products with a matrix of that size, and those of their backward; none of lines where it has a gradient of its own.
+    """Returns the products with a matrix of that size, and their backward.
 
-    What has one isn't made of ones and zeros alone, but lets gradients through; and logits have the size of their targets.
+    Lines where the matrix has a gradient are left out: it isn't one-hot. Logits have the size of their targets.
     """
     products = step.operators(lambda one: is_product(one) and one.name not in _PRODUCT_WRAPPERS)
     forward = [one for one in products if one.phase in _COMPUTING_PHASES and _has_input_of(one, size)]
@@ -75,7 +75,7 @@ def _has_result_of(one: OperatorTime, size: Size) -> bool:
 
 
 def _one_hots(step: ProfiledStep) -> list[tuple[Size, list[OperatorTime]]]:
-    """The sizes of one-hot matrices, and what makes each."""
+    """Returns the sizes of one-hot matrices, and the operators that make each."""
     found: dict[Size, list[OperatorTime]] = {}
     for one in step.operators(lambda one: one.phase in _COMPUTING_PHASES):
         for size in {*_scattered_sizes(one), *_compared_sizes(one), *_identity_rows(step, one)}:
@@ -84,7 +84,7 @@ def _one_hots(step: ProfiledStep) -> list[tuple[Size, list[OperatorTime]]]:
 
 
 def _scattered_sizes(one: OperatorTime) -> Iterator[Size]:
-    """What ones are written into, a single one in each row."""
+    """Yields the size of a tensor into which one value per row is scattered."""
     sizes = [_size(shape) for shape in one.shapes[:2]]
     if one.name.startswith("aten::scatter") and len(sizes) > 1:
         whole, index = sizes
@@ -93,7 +93,7 @@ def _scattered_sizes(one: OperatorTime) -> Iterator[Size]:
 
 
 def _compared_sizes(one: OperatorTime) -> Iterator[Size]:
-    """What tells of each index which of a row of numbers it is; two columns of the same may be any pairs."""
+    """Yields the size of a comparison of indices with a range; equal columns may be any pairs."""
     sizes = [_size(shape) for shape in one.shapes[:2]]
     if one.name != "aten::eq" or len(sizes) < 2:
         return
@@ -103,7 +103,7 @@ def _compared_sizes(one: OperatorTime) -> Iterator[Size]:
 
 
 def _identity_rows(step: ProfiledStep, one: OperatorTime) -> Iterator[Size]:
-    """What is multiplied of the rows that are taken out of an identity matrix; their number isn't known."""
+    """Yields the sizes of products with rows of an identity matrix, whose number is unknown."""
     if one.name not in TAKE_ROWS or one.shapes[:1] not in [[shape] for shape in step.profile.identities]:
         return
     whole, function = _size(one.shapes[0]), function_of(one)
@@ -113,7 +113,7 @@ def _identity_rows(step: ProfiledStep, one: OperatorTime) -> Iterator[Size]:
 
 
 def _other_work_on(step: ProfiledStep, making: Sequence[OperatorTime], size: Size) -> list[OperatorTime]:
-    """What the same functions do with the whole matrix, such as making it zero, and casting it."""
+    """Returns other work of the same functions on the whole matrix, such as zero fills and casts."""
     functions = {function_of(one) for one in making}
     return step.operators(lambda one: _format_size(size) in one.shapes and function_of(one) in functions)
 
@@ -123,14 +123,14 @@ def _format_size(size: Size) -> str:
 
 
 def _is_flattened(size: Size, whole: Size) -> bool:
-    """Whether a product's operand is that tensor, its rows in one dimension or turned over."""
+    """Returns whether a product's operand is the tensor with flattened rows, possibly transposed."""
     return prod(size) == prod(whole) and whole[-1] in (size[-1], size[-2] if len(size) > 1 else 0)
 
 
 def expanded_low_rank(step: ProfiledStep) -> Iterator[Remedy]:
-    """Weights that are made anew from two thin factors, where fewer rows are multiplied with them than they have.
+    """Yields a remedy for weights multiplied from two thin factors, if fewer rows use them than they have.
 
-    As a layer does with adapters of low rank (Hu et al., LoRA, 2021, section 4.1) that adds them to its weight at each step.
+    An adapter of low rank (Hu et al., LoRA, 2021, section 4.1) does so if it is added to the weight at each step.
     """
     found: list[tuple[OperatorTime, float]] = []
     for ones in group_by(step.operators(lambda one: True), lambda one: one.module).values():
@@ -155,7 +155,7 @@ def expanded_low_rank(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _product_size(one: OperatorTime) -> Size:
-    """The size of what two thin matrices give; empty for anything else."""
+    """Returns the size of the product of two thin matrices; empty for other operators."""
     sizes = _sizes(one)
     if one.name != "aten::mm" or one.phase != "forward" or [len(size) for size in sizes] != [2, 2]:
         return ()
@@ -164,7 +164,7 @@ def _product_size(one: OperatorTime) -> Size:
 
 
 def _is_linear(ones: Sequence[OperatorTime], full: Size) -> bool:
-    """Whether what a module does with it, beside the products, only scales and adds."""
+    """Returns whether a module, beside products, only scales and adds the weight."""
     on_it = [one for one in ones if one.phase == "forward" and full in _sizes(one) and not _is_multiplication(one)]
     moving = [one for one in on_it if one.bytes or one.bytes is None]
     scaling = ("aten::mul", "aten::mul_", "aten::div")
@@ -176,14 +176,14 @@ def _is_multiplication(one: OperatorTime) -> bool:
 
 
 def _multiplied_rows(ones: Sequence[OperatorTime], full: Size, thin: OperatorTime) -> int:
-    """How many rows a module multiplies with it; 0 where it is no factor of a product."""
+    """Returns how many rows a module multiplies with the weight; 0 if it is no factor."""
     forward = [one for one in ones if one is not thin and one.phase == "forward" and is_product(one)]
     sizes = [_sizes(one)[-2:] for one in forward if one.name not in _PRODUCT_WRAPPERS]
     return max((prod(rows[:-1]) for rows, *by in sizes if by and sorted(by[0]) == sorted(full)), default=0)
 
 
 def _is_making(one: OperatorTime, full: Size, thin: OperatorTime) -> bool:
-    """Whether an operator makes the weight, or takes its gradient apart."""
+    """Returns whether an operator makes the weight, or separates its gradient."""
     sizes = _sizes(one)
     if _is_multiplication(one):
         factors = [sorted(size) for size in _sizes(thin)]
@@ -199,17 +199,13 @@ def _sizes(one: OperatorTime) -> list[Size]:
 
 
 def _size(shape: str) -> Size:
-    """Of a tensor; empty for numbers, and for lists of tensors."""
+    """Returns a tensor's size; empty for scalars and lists of tensors."""
     parts = shape.split("x")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
-def _without_repeats(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
-    return list({id(one): one for one in ones}.values())
-
-
 TAKES_MUCH = "takes much of the"
-"""Said of operators that take longer than what they read and write; so do those whose memory comes anew each time."""
+"""Part of the cause for operators far slower than their memory traffic; page faults are another reason."""
 
 _INDEX_OPS = ("index_put", "scatter", "index_add", "index_copy", "put_", "index_reduce", "masked_scatter")
 
@@ -220,21 +216,17 @@ _ZEROING = ("aten::zero_", "aten::fill_")
 _MAIN_SHARE, _MIN_SHARE = 1 / 3, 0.1
 """Least share of scatters in a line's floating-point time, and in its whole time, to be reported as its cause."""
 
-_FAR = 0.25
-"""Of the machine's limit: an operator that reaches less is worth a look."""
+_FAR = 0.25  # share of the machine's limit below which an operator is slow
 
 _COMMON_OPS = ("conv", "mm", "linear", "pool", "norm", "softmax", "relu", "attention", "lstm", "gru", "loss")
-"""Parts of the names of operators that networks are made of: how near they come to a limit is for the modules to say."""
+"""Name parts of networks' operators; the modules have their shares of the limit."""
 
-_LARGE = 0.2
-"""Share of the step that such an operator must take."""
-
-_PRACTICAL_LIMIT = 0.5
-"""Of the limit is what a well-made operator reaches in practice."""
+_LARGE = 0.2  # least share of the step for a slow operator
+_PRACTICAL_LIMIT = 0.5  # share of the limit that a good operator reaches in practice
 
 
 def index_scatter(step: ProfiledStep) -> Iterator[Remedy]:
-    """Scatters: numbers put one by one to where an index says; what the line does with whole numbers, it does for the index."""
+    """Yields remedies for scatters. Work of the line on integers counts as work for the index."""
     for where, ones in step.operators_by_line.items():
         for phase, same in group_by(ones, lambda one: one.phase).items():
             scatters = [one for one in same if any(part in one.name for part in _INDEX_OPS)]
@@ -258,7 +250,7 @@ def index_scatter(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _zero_fills(step: ProfiledStep, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
-    """What makes the tensors zero that are scattered into, at other lines of the same function."""
+    """Returns the zero fills of the scatters' targets, at other lines of the same function."""
     into = {(function_of(one), one.phase, *one.shapes[:1]) for one in scatters if one.shapes}
     lines = {one.where for one in scatters}
     return step.operators(
@@ -269,11 +261,11 @@ def _zero_fills(step: ProfiledStep, scatters: Sequence[OperatorTime]) -> list[Op
 
 
 def _index_operators(step: ProfiledStep, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
-    """What works out the index, at other lines of the same function: operators on as many whole numbers."""
+    """Returns operators on as many integers as the index has, at other lines of the same function."""
     indexed = {
         (function_of(one), one.phase, count_elements(shape))
         for one in scatters
-        for shape in one.shapes[1:]  # the first is scattered into
+        for shape in one.shapes[1:]  # the first is the target
         if count_elements(shape) > 1
     }
     lines = {one.where for one in scatters}
@@ -288,7 +280,6 @@ def _index_operators(step: ProfiledStep, scatters: Sequence[OperatorTime]) -> li
 
 
 def _scatter_advice(name: str) -> str:
-    """What does the work of a scatter."""
     if any(part in name for part in _SUMMING_OPS):
         return (
             "for sums over edges or groups torch.sparse.mm with a matrix of who adds to whom, or torch.segment_reduce over "
@@ -301,7 +292,6 @@ def _scatter_advice(name: str) -> str:
 
 
 def double_precision(step: ProfiledStep) -> Iterator[Remedy]:
-    """float64 in the network."""
     ones = step.operators(lambda one: one.dtype == "float64")
     if not ones:
         return
@@ -320,15 +310,15 @@ def double_precision(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _float64_extra_ms(step: ProfiledStep, one: OperatorTime, factor: float) -> float:
-    """Milliseconds that an operation on float64 takes more than on float32, which calculates in `factor` of the time.
+    """Returns the milliseconds beyond float32, which computes products in `factor` of the time.
 
-    What is no product moves numbers, of half the bytes; and a call costs the same.
+    Other operators move half the bytes; calls cost the same.
     """
     return (step.cost_ms(one) - step.calling_ms(one)) * (1 - (factor if is_product(one) else max(factor, 0.5)))
 
 
 def unsupported_precision(step: ProfiledStep) -> Iterator[Remedy]:
-    """Half precision on a processor that has no instructions for it."""
+    """Yields remedies for half precision on a CPU without instructions for it."""
     for dtype, precision in (("bfloat16", "bf16"), ("float16", "fp16")):
         ones = [one for one in step.operators(lambda one: True) if one.dtype == dtype]
         rates = step.profile.limits.flop_per_s
@@ -348,7 +338,7 @@ def unsupported_precision(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def slow_operators(step: ProfiledStep) -> Iterator[Remedy]:
-    """Large operators that networks aren't made of, and that take much longer than what they read and write."""
+    """Yields remedies for large, uncommon operators that take much longer than their memory traffic."""
     told = {id(one) for one in chain_operators(step)}
     ones = step.operators(
         lambda one: (
@@ -358,7 +348,7 @@ def slow_operators(step: ProfiledStep) -> Iterator[Remedy]:
             and not is_random(one)
             and not any(part in one.name for part in _COMMON_OPS)
         )
-    )  # what moves no bytes only looks at them, and was held up
+    )  # views move no bytes: their time is a delay
     for (where, name), same in group_by(ones, lambda one: (one.where or one.module, one.name)).items():
         least = sum(operator_least_ms(one, step.profile) for one in same)
         spent = sum(step.cost_ms(one) for one in same)
@@ -378,7 +368,7 @@ def slow_operators(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def slow_layouts(step: ProfiledStep) -> Iterator[Remedy]:
-    """Convolutions far from the limit: whether another layout brings them nearer, only a race tells, so Tasks alone ask."""
+    """Yields a remedy for convolutions far from the limit, for Tasks only: a race must measure the layout."""
     ones = step.operators(lambda one: "convolution" in one.name)
     spent = sum(step.cost_ms(one) for one in ones)
     least = sum(operator_least_ms(one, step.profile) for one in ones)

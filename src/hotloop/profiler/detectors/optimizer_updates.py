@@ -1,4 +1,4 @@
-"""The update: optimizers that go from parameter to parameter."""
+"""Updates that process parameters one by one, and other costs of optimizers."""
 
 from __future__ import annotations
 
@@ -9,43 +9,38 @@ from typing import Any
 from hotloop.core.records.profile import COUNTS, OperatorTime, OptimizerUse, Remedy
 from hotloop.profiler.detectors.step import BY_HAND, OFTEN, ProfiledStep, group_by, percent
 
-_FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")
-"""Those that torch has a single kernel for, on the CPU and on CUDA."""
+_FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")  # optimizers with `fused=True` on the CPU and on CUDA
 
 _TRAFFIC = {"SGD": 4, "Adagrad": 5, "Adam": 7, "AdamW": 7}
-"""How often an update moves as many bytes as there are parameters: parameter, gradient and state, read or written."""
+"""Passes of an update over memory of the parameters' size: parameter, gradient and state, read or written."""
 
 _MAX_TRAFFIC = 7
 
 _PER_TENSOR = {"SGD": 1.0, "Adagrad": 2.5, "Adam": 3.2, "AdamW": 3.2}
-"""Time of a fused optimizer's Python code per tensor, in launches of an operation, measured in trainings on a CPU (torch 2.13)."""
+"""Python time of a fused optimizer per tensor, in launches, measured in trainings on a CPU (torch 2.13)."""
 
 _PER_UPDATE = {"SGD": 40.0, "Adagrad": 40.0, "Adam": 40.0, "AdamW": 40.0}
-"""Time of `step()` beside the tensors, in launches of an operation, measured likewise."""
+"""Time of `step()` beside the tensors, in launches, measured likewise."""
 
-_SPARSE_OPTIMIZERS = ("SGD", "Adagrad")
-"""Of these, those that take sparse gradients, too, but not in their single kernel."""
+_SPARSE_OPTIMIZERS = ("SGD", "Adagrad")  # fused optimizers that also accept sparse gradients, but not with `fused=True`
 
 _SLOW_FOREACH = ("ASGD", "Rprop")
-"""On a CPU foreach took 0.9 to 2 times as long as their loop, as measured with 40 and 200 tensors."""
+"""Optimizers whose foreach took 0.9 to 2 times as long as the loop on a CPU, with 40 and 200 tensors."""
 
 _LIST_OPS = ("aten::_foreach", "aten::_fused")
-"""Operators over lists of tensors."""
 
-_SINGLE_IMPLEMENTATION = ("LBFGS", "Muon", "SparseAdam")
-"""Those of torch's that have no other implementation."""
+_SINGLE_IMPLEMENTATION = ("LBFGS", "Muon", "SparseAdam")  # torch's optimizers without another implementation
 
 _STATE_MAKING_OPS = frozenset(
     {"aten::empty_like", "aten::zeros_like", "aten::empty", "aten::zeros", "aten::zero_", "aten::fill_"}
 )
-"""By what an optimizer makes its state."""
+"""Operators that create optimizer state."""
 
-_MIN_LOOP_TENSORS = 8
-"""So many tensors at least make a loop over them."""
+_MIN_LOOP_TENSORS = 8  # least number of tensors of a loop
 
 
 def per_parameter_update(step: ProfiledStep) -> Iterator[Remedy]:
-    """Updates in a loop over parameters, and what goes from group to group, or from optimizer to optimizer."""
+    """Yields remedies for loops over parameters, groups or optimizers."""
     for use in merge_alike_optimizers(step.profile.optimizers):
         if use.implementation == "forloop":
             yield from _implementation_remedy(step, use)
@@ -56,7 +51,7 @@ def per_parameter_update(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def recreated_optimizer(step: ProfiledStep) -> Iterator[Remedy]:
-    """Optimizers that another one takes the place of in each step: their state is made anew, and tells of no step before."""
+    """Yields remedies for optimizers that the script creates at each step, without the state of earlier steps."""
     for use in merge_alike_optimizers(step.profile.optimizers):
         if use.made < OFTEN:
             continue
@@ -69,7 +64,7 @@ def recreated_optimizer(step: ProfiledStep) -> Iterator[Remedy]:
         won = min(step.phase("update"), sum(map(step.cost_ms, making)) + paged)
         gain = step.share(won)
         yield Remedy(
-            cause=f"an optimizer is made anew at each step: {use.kind} begins without what it knew",
+            cause=f"an optimizer is made anew at each step: {use.kind} loses its state",
             where=use.where,
             remedy="make it once, before the loop; for another learning rate set group['lr'] of its param_groups, or take a "
             "scheduler of torch.optim.lr_scheduler",
@@ -80,7 +75,7 @@ def recreated_optimizer(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def merge_alike_optimizers(uses: Sequence[OptimizerUse]) -> list[OptimizerUse]:
-    """Optimizers that are alike and step at one line, as one whose `steps` are those of each."""
+    """Merges equal optimizers that step at one line."""
     alike = group_by(uses, lambda one: (one.kind, one.where, one.implementation))
     return [_merge_uses(ones) if len(ones) > 1 else ones[0] for ones in alike.values()]
 
@@ -95,10 +90,7 @@ def _merge_uses(uses: Sequence[OptimizerUse]) -> OptimizerUse:
 
 
 def _group_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
-    """A kernel for each group or optimizer: what is won is the Python between them, as far as it isn't asked for each tensor.
-
-    Groups of different settings, such as the learning rates of layers, stay apart.
-    """
+    """Groups of different settings stay. The gain is the Python between groups that isn't per tensor."""
     groups, tensors, spared = len(use.groups), sum(group.tensors for group in use.groups), _spare_groups(use)
     if spared < _MIN_LOOP_TENSORS:
         return
@@ -116,12 +108,11 @@ def _group_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
 
 
 def _spare_groups(use: OptimizerUse) -> int:
-    """Groups that are there beside others of the same settings."""
+    """Returns the number of groups beyond one per distinct settings."""
     return len(use.groups) - len({group.settings for group in use.groups})
 
 
 def _implementation_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
-    """An update that torch has other ways for: a single kernel, or one call for a list of parameters."""
     cause = _cause(use)
     if use.kind not in _FUSED_OPTIMIZERS:
         remedy, axes = f"give {use.kind} foreach=True", {"optimizer": "foreach"}
@@ -129,7 +120,9 @@ def _implementation_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Re
             yield _per_parameter_remedy(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
         elif use.kind not in _SLOW_FOREACH:
             yield _foreach_remedy(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
-    elif use.kind in _SPARSE_OPTIMIZERS and step.operators(_gives_sparse_gradient):
+    elif use.kind in _SPARSE_OPTIMIZERS and step.operators(
+        lambda one: "embedding" in one.name and one.name.endswith("sparse_backward")
+    ):
         remedy = f"fused=True for {use.kind} of what has dense gradients, and an optimizer of its own for what has sparse ones"
         yield _per_parameter_remedy(step, use, cause=cause, where=use.where, remedy=remedy)
     else:
@@ -147,12 +140,8 @@ def _cause(use: OptimizerUse) -> str:
     return f"a for-loop optimizer: {use.kind} updates {tensors} parameters one by one"
 
 
-def _gives_sparse_gradient(one: OperatorTime) -> bool:
-    return "embedding" in one.name and one.name.endswith("sparse_backward")
-
-
 def _foreach_remedy(step: ProfiledStep, use: OptimizerUse, **fields: Any) -> Remedy:
-    """On a CPU torch goes through a list from tensor to tensor too: what is won is the Python between the operations."""
+    """On a CPU torch computes lists tensor by tensor; the gain is the Python between operators."""
     spent, whole = min(use.ms, step.phase("update")), step.phase("update")
     ones = step.operators(lambda one: one.phase == "update")
     part = spent / whole if whole else 0.0
@@ -167,9 +156,9 @@ def _foreach_remedy(step: ProfiledStep, use: OptimizerUse, **fields: Any) -> Rem
 
 
 def _custom_optimizer_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
-    """An update that nobody knows may calculate much: only what calling its operators for each tensor costs is won.
+    """Only the calls of operators per tensor are a gain: the work of an unknown update may be large.
 
-    Of one by hand it isn't known how many tensors there are: what runs as often as a loop does is one.
+    The number of tensors of a manual update is unknown; a line that runs as often as a loop counts.
     """
     by_hand = use.kind == BY_HAND
     tensors = _MIN_LOOP_TENSORS if by_hand else sum(group.tensors for group in use.groups)
@@ -196,16 +185,13 @@ def _custom_optimizer_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[
 
 
 def _time_share(step: ProfiledStep, use: OptimizerUse) -> float:
-    """Of several optimizers of one kind, which run the same lines, what one takes of their time together."""
+    """Optimizers of one kind share their lines."""
     together = sum(one.ms for one in step.profile.optimizers if one.kind == use.kind)
     return use.ms / together if together else 1.0
 
 
 def _tensor_loops(step: ProfiledStep, tensors: float) -> dict[str, list[OperatorTime]]:
-    """Lines from which an update goes from tensor to tensor, with their operators.
-
-    Either Python runs the line for each of them, or it calls something of a library's that runs an operation for each.
-    """
+    """Returns lines that run an operator per tensor, themselves or through a library, with these operators."""
     return {
         where: ones
         for where, there in step.operators_by_line.items()
@@ -227,7 +213,7 @@ def _per_tensor_operators(there: Sequence[OperatorTime], tensors: float) -> list
 
 
 def _per_parameter_remedy(step: ProfiledStep, use: OptimizerUse, **fields: Any) -> Remedy:
-    """What is won is what the update takes beyond its memory traffic."""
+    """The gain is the time beyond the memory traffic."""
     spent, least = min(use.ms, step.phase("update")), _least_ms(step, use)
     return Remedy(
         gain=step.share(spent - least),
@@ -238,7 +224,7 @@ def _per_parameter_remedy(step: ProfiledStep, use: OptimizerUse, **fields: Any) 
 
 
 def _least_ms(step: ProfiledStep, use: OptimizerUse) -> float:
-    """The update as one kernel: its memory traffic and the optimizer's Python code."""
+    """Returns the milliseconds of a fused update: memory traffic and the optimizer's Python code."""
     numbers = sum(group.numbers for group in use.groups)
     rate = step.profile.limits.bytes_per_s
     moved = 4.0 * numbers * _TRAFFIC.get(use.kind, _MAX_TRAFFIC)
@@ -247,15 +233,11 @@ def _least_ms(step: ProfiledStep, use: OptimizerUse) -> float:
 
 
 def _per_tensor_ms(step: ProfiledStep, use: OptimizerUse) -> float:
-    """Time of a fused optimizer's Python code for the tensors of an update."""
     return _PER_TENSOR.get(use.kind, 0.5) * sum(group.tensors for group in use.groups) * step.launch_ms
 
 
 def manual_update(step: ProfiledStep) -> Iterator[Remedy]:
-    """What goes from tensor to tensor in the update, outside of any optimizer, as averages of weights do; clipping is torch's own.
-
-    Nothing is said where it isn't known what lies in an optimizer's step.
-    """
+    """Yields remedies for tensor-by-tensor work in the update outside of optimizers; clipping is torch's own."""
     if not step.operators(lambda one: one.within == "step"):
         return
     others = step.operators(lambda one: one.phase == "update" and not one.within and bool(one.where))
@@ -275,21 +257,21 @@ def manual_update(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def zero_fill_gradients(step: ProfiledStep) -> Iterator[Remedy]:
-    """Gradients that are filled with zeros, and added to."""
+    """Yields remedies for gradients that are zeroed in place."""
     ones = step.operators(lambda one: one.within == "zero_grad" and one.name.endswith("zero_"))
     for where, there in group_by(ones, lambda one: one.where).items():
         spent = sum(step.cost_ms(one) for one in there)
         yield Remedy(
             cause="gradients are zeroed in place",
             where=where or step.profile.step_where,
-            remedy="zero_grad(set_to_none=True), torch's default: the backward makes new ones, in place of adding to zeros",
+            remedy="zero_grad(set_to_none=True), torch's default: the backward then writes new gradients instead of adding to zeros",
             gain=step.share(spent),
             evidence=f"filling them with zeros takes {spent:.2f} ms of each step of {step.ms:.2f} ms, adding to them not counted",
         )
 
 
 def dense_embedding_update(step: ProfiledStep) -> Iterator[Remedy]:
-    """Embeddings of which a batch uses few rows, while the update goes over all of them."""
+    """Yields remedies for embeddings of which a batch uses few rows."""
     numbers = sum(group.numbers for use in step.profile.optimizers for group in use.groups)
     for one in step.operators(lambda one: one.name == "aten::embedding" and len(one.shapes) > 1):
         rows, _, width = one.shapes[0].partition("x")
@@ -312,7 +294,7 @@ def dense_embedding_update(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _has_dense_gradient(step: ProfiledStep, one: OperatorTime) -> bool:
-    """Whether a gradient of all of a table's rows is made: one that is frozen has none, and a sparse one is of its rows alone."""
+    """Returns whether a gradient of all rows is made; frozen tables have none, sparse ones have few rows."""
     place = one.where, one.module
     return any(
         other.name == "aten::embedding_dense_backward" and (other.where, other.module) == place
@@ -321,7 +303,7 @@ def _has_dense_gradient(step: ProfiledStep, one: OperatorTime) -> bool:
 
 
 def _is_tied(step: ProfiledStep, rows: str, width: str) -> bool:
-    """Whether something else uses a table, too, as an output layer of the same weights does: then all rows have a gradient."""
+    """Returns whether another operator uses the table, as a tied output layer: then all rows have gradients."""
     tables = {f"{rows}x{width}", f"{width}x{rows}"}
     return any(
         one.phase not in ("backward", "update") and one.name != "aten::embedding" and not tables.isdisjoint(one.shapes)

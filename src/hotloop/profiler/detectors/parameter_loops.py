@@ -1,4 +1,4 @@
-"""Loops over parameters outside of the optimizer: averages of weights, penalties on them, norms of gradients."""
+"""Loops over parameters outside of the optimizer: averages of weights, penalties, norms of gradients."""
 
 from __future__ import annotations
 
@@ -9,39 +9,29 @@ from hotloop.core.records.profile import OperatorTime, Remedy
 from hotloop.profiler.detectors.code_regions import function_of, is_view, place_of, runs_per_step
 from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep, count_elements, group_by, heaviest
 
-_BUFFERS_FACTOR = 2.0
-"""So many times as many tensors as parameters has a network at most, with what its batch norms keep."""
-
-_TOLERANCE = 0.1
-"""Part of the optimizer's numbers that may be missing, as biases may, or too many, as what is frozen may be in."""
-
-_MAX_PASSES = 64
-"""So often a step goes over all parameters at most: once for each thing that is asked, and for each backward that adds up."""
-
-_MIN_TENSOR_SHARE = 1 / 3
-"""Of an optimizer's tensors, so that it goes over them several times; biases and norms may be left out."""
-
-_NEIGHBOUR_LINES = 2
-"""Lines from one to the next that stand side by side."""
+_BUFFERS_FACTOR = 2.0  # most tensors per parameter, with the buffers of batch norms
+_TOLERANCE = 0.1  # relative difference from the optimizer's number of elements, for skipped biases or frozen parameters
+_MAX_PASSES = 64  # most passes over all parameters per step: one per quantity and backward
+_MIN_TENSOR_SHARE = 1 / 3  # least share of an optimizer's tensors in several passes; biases and norms may be left out
+_NEIGHBOUR_LINES = 2  # largest line distance within one statement
 
 _SELECTING = frozenset({"aten::index", "aten::index_select", "aten::masked_select", "aten::gather", "aten::take"})
-"""Operators that choose rows or elements, as of a network's outputs: no loop over parameters needs these."""
+"""Operators that select rows or elements, which no loop over parameters needs."""
 
 _READ_OPS = ("aten::item", "aten::_local_scalar_dense")
 
-_LOOP_PHASES = ("loss", "python", "batch")
-"""Phases in which the loop itself calculates."""
+_LOOP_PHASES = ("loss", "python", "batch")  # phases of the loop's own computation
 
 _SQUARING_OPS = frozenset({"aten::pow", "aten::square", "aten::sum"})
-"""What a sum of squares is made of, beside products of tensors with themselves."""
+"""Operators of a sum of squares, beside products of tensors with themselves."""
 
 FOREACH_ADVICE = "torch._foreach_ operations over the list of parameters; what only measures: every hundred steps"
 
 
 def describe_parameter_loop(step: ProfiledStep, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
-    """In words, and what to do, if a line changes parameter by parameter outside of the optimizer, as averages of weights do.
+    """Returns cause and advice if a line changes parameters one by one, as an average of weights does.
 
-    It changes tensors of several shapes in place, and about as many of them, and numbers, as an optimizer has.
+    The line changes tensors of several shapes in place, with about as many tensors and elements as an optimizer has.
     """
     changing = _in_place_operators(ones)
     numbers = max((_total_numbers(same) for same in group_by(changing, lambda one: one.name).values()), default=0)
@@ -60,7 +50,7 @@ def describe_parameter_loop(step: ProfiledStep, ones: Sequence[OperatorTime], ro
 
 
 def _optimizer_sizes(step: ProfiledStep) -> list[tuple[int, int]]:
-    """Tensors and numbers of each optimizer, and of all together."""
+    """Returns the tensors and elements of each optimizer, and of all together."""
     each = [use.groups for use in step.profile.optimizers]
     return [
         (sum(group.tensors for group in groups), sum(group.numbers for group in groups))
@@ -69,26 +59,26 @@ def _optimizer_sizes(step: ProfiledStep) -> list[tuple[int, int]]:
 
 
 def _in_place_operators(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
-    """What changes a tensor in place; what a cast is copied to is new."""
+    """Returns operators that change a tensor in place; the target of a cast is new."""
     changing = (one for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None))
-    return [one for one in changing if not (one.name == "aten::copy_" and _is_cast(one))]
+    return [
+        one
+        for one in changing
+        if not (one.name == "aten::copy_" and one.outer.startswith(("aten::to", "aten::_to_copy")))
+    ]
 
 
 def _shapes(ones: Sequence[OperatorTime]) -> set[tuple[str, ...]]:
     return {tuple(one.shapes[:1]) for one in ones}
 
 
-def _is_cast(one: OperatorTime) -> bool:
-    """Whether a copy is made by a conversion, such as `float()`."""
-    return one.outer.startswith(("aten::to", "aten::_to_copy"))
-
-
 def parameter_reads(step: ProfiledStep) -> Iterator[Remedy]:
-    """Loops that only read parameters or their gradients, however few tensors these are: large ones take their traffic."""
+    """Yields remedies for loops that only read parameters or gradients."""
     for lines in _adjacent_loops(step, parameter_read_loops(step)):
         ones = [one for where in lines for one in step.operators_by_line[where]]
         seldom = _are_squares(ones) or _is_only_measuring(step, lines)
-        remedy, won = _already_known(step, lines) if seldom else _foreach_gain(step, lines)
+        foreach = FOREACH_ADVICE, sum(_between_ms(step, where) for where in lines)  # the work itself stays
+        remedy, won = _already_known(step, lines) if seldom else foreach
         tensors = max(_count_read_tensors(step, step.operators_by_line[where]) for where in lines)
         yield Remedy(
             cause=f"a Python loop over parameters, outside of the optimizer: {tensors:.0f} tensors are read one by one",
@@ -101,7 +91,7 @@ def parameter_reads(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _adjacent_loops(step: ProfiledStep, loops: Sequence[list[str]]) -> list[list[str]]:
-    """The lines of each loop, with those of others that stand beside them in one function, as the parts of one statement do."""
+    """Merges loops on adjacent lines of a function, as parts of one statement."""
     found: list[list[str]] = []
     for lines in sorted(loops, key=lambda lines: place_of(lines[0])):
         file, number = place_of(lines[0])
@@ -117,7 +107,7 @@ def _adjacent_loops(step: ProfiledStep, loops: Sequence[list[str]]) -> list[list
 
 
 def gradient_hooks(step: ProfiledStep) -> Iterator[Remedy]:
-    """Hooks that are called with each parameter's gradient while the backward is under way."""
+    """Yields remedies for hooks on each parameter's gradient."""
     lines = group_by(step.lines("backward"), lambda line: line.where)
     for where, tensors in hook_lines(step).items():
         ones, own = step.operators_by_line[where], sum(line.own_ms for line in lines.get(where, []))
@@ -135,7 +125,7 @@ def gradient_hooks(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def hook_lines(step: ProfiledStep) -> dict[str, float]:
-    """Lines of hooks, which run within the backward alone, and how many tensors each goes over."""
+    """Returns lines of hooks, which only run in the backward, with their number of tensors."""
     found = {
         where: _count_tensors(step, [one for one in ones if one.hooked and not one.within and not is_view(one)])
         for where, ones in step.operators_by_line.items()
@@ -145,7 +135,7 @@ def hook_lines(step: ProfiledStep) -> dict[str, float]:
 
 
 def _are_squares(ones: Sequence[OperatorTime]) -> bool:
-    """Whether all that is done with tensors on the way to the backward is to add up their squares."""
+    """Returns whether all work before the backward is a sum of squares."""
     working = [one for one in ones if one.phase in _LOOP_PHASES and not is_view(one) and _numbers(one) > 1]
     return all(
         one.name in _SQUARING_OPS
@@ -156,14 +146,14 @@ def _are_squares(ones: Sequence[OperatorTime]) -> bool:
 
 
 def _is_only_measuring(step: ProfiledStep, lines: Sequence[str]) -> bool:
-    """Whether each line reads a number on the host of every tensor, and no backward comes by: the training needs none of it."""
+    """Returns whether each line reads a value of every tensor on the host, without a backward."""
     each = [step.operators_by_line[where] for where in lines]
     read = (sum(one.calls for one in ones if one.name in _READ_OPS) >= _count_read_tensors(step, ones) for ones in each)
     return all(read) and not any(one.phase == "backward" for ones in each for one in ones)
 
 
 def _already_known(step: ProfiledStep, lines: Sequence[str]) -> tuple[str, float]:
-    """What to do, and milliseconds of all that the loop takes, traffic and backward included."""
+    """Returns the advice, and the milliseconds of the whole loop with its backward."""
     won = sum(
         max(sum(step.cost_ms(one) for one in step.operators_by_line[where]), step.aside_ms.get(where, 0.0))
         for where in lines
@@ -175,13 +165,8 @@ def _already_known(step: ProfiledStep, lines: Sequence[str]) -> tuple[str, float
     )
 
 
-def _foreach_gain(step: ProfiledStep, lines: Sequence[str]) -> tuple[str, float]:
-    """What to do, and milliseconds that it wins: the work itself stays."""
-    return FOREACH_ADVICE, sum(_between_ms(step, where) for where in lines)
-
-
 def _between_ms(step: ProfiledStep, where: str) -> float:
-    """Milliseconds that a line takes for going from tensor to tensor; a CPU does so in lists of tensors, too."""
+    """Returns the milliseconds between tensors; a CPU also computes `_foreach_` lists tensor by tensor."""
     ones = step.operators_by_line[where]
     worked = sum(step.cost_ms(one) for one in ones if one.phase not in COMPUTING_PHASES)
     called = sum(step.python_around_ms(one) if step.on_cpu else step.reclaimable_ms(one) for one in ones)
@@ -189,7 +174,7 @@ def _between_ms(step: ProfiledStep, where: str) -> float:
 
 
 def parameter_read_loops(step: ProfiledStep) -> list[list[str]]:
-    """The lines of each such loop: what a function does as often as it reads a tensor belongs to that."""
+    """Returns the lines of each loop that reads parameters, with lines of the function that run as often."""
     found = []
     for where, ones in step.operators_by_line.items():
         if where and _count_read_tensors(step, ones):
@@ -207,16 +192,13 @@ def _is_same_loop(step: ProfiledStep, where: str, other: str, rounds: float) -> 
     here, there = step.operators_by_line[where], step.operators_by_line[other]
     if function_of(here[0]) != function_of(there[0]):
         return False
-    return not _count_read_tensors(step, there) and abs(runs_per_step(there) - rounds) < 1 and not _is_large(there)
-
-
-def _is_large(ones: Sequence[OperatorTime]) -> bool:
-    """Whether more than single numbers is worked on."""
-    return any(_numbers(one) > 1 for one in ones if not is_view(one))
+    if _count_read_tensors(step, there) or abs(runs_per_step(there) - rounds) >= 1:
+        return False
+    return not any(_numbers(one) > 1 for one in there if not is_view(one))
 
 
 def _count_read_tensors(step: ProfiledStep, ones: Sequence[OperatorTime]) -> float:
-    """How many tensors a line reads one by one, if they are of several shapes and hold what an optimizer updates; else 0."""
+    """Returns the number of tensors that a line reads one by one, if they match an optimizer's; else 0."""
     runs = max((one.line_runs for one in ones if one.line_runs is not None), default=None)
     if (
         any(one.phase not in (*_LOOP_PHASES, "backward", "synchronisation") for one in ones)
@@ -227,10 +209,7 @@ def _count_read_tensors(step: ProfiledStep, ones: Sequence[OperatorTime]) -> flo
 
 
 def _count_tensors(step: ProfiledStep, ones: Sequence[OperatorTime], runs: float | None = None) -> float:
-    """How many tensors of several shapes one of these goes over, if they hold what an optimizer updates; else 0.
-
-    A line that ran less often has a library do it, such as a gradient clipping.
-    """
+    """Returns the number of tensors of several shapes that match an optimizer's; else 0. Library loops don't count."""
     for name, same in group_by(ones, lambda one: one.name).items():
         if name in _SELECTING:
             continue
@@ -243,7 +222,7 @@ def _count_tensors(step: ProfiledStep, ones: Sequence[OperatorTime], runs: float
 
 
 def _count_passes(step: ProfiledStep, same: Sequence[OperatorTime]) -> int:
-    """How often an operator goes over all that an optimizer updates, or all of them do; 0 if it goes over something else."""
+    """Returns the number of passes over the tensors of one optimizer, or of all; 0 for other tensors."""
     groups = [use.groups for use in step.profile.optimizers]
     numbers, calls = _total_numbers(same), sum(one.calls for one in same)
     for updated in (*groups, list(chain.from_iterable(groups))):
@@ -259,10 +238,9 @@ def _count_passes(step: ProfiledStep, same: Sequence[OperatorTime]) -> int:
 
 
 def _total_numbers(ones: Iterable[OperatorTime]) -> float:
-    """All that these go over in a step."""
     return sum(one.calls * _numbers(one) for one in ones)
 
 
 def _numbers(one: OperatorTime) -> int:
-    """In the first of an operator's inputs."""
+    """Returns the number of elements of an operator's first input."""
     return count_elements(one.shapes[0]) if one.shapes else 0

@@ -1,4 +1,4 @@
-"""Python: lines of the user's own that take time and are no part of the network."""
+"""Lines of the user's Python code that take time outside of the network's operators."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from hotloop.profiler.detectors.step import (
     named_function,
 )
 
-_REDUCE_ADVICE = "look what it is asked for at each step (callbacks, logging, checks), and leave out what isn't needed"
+_REDUCE_ADVICE = (
+    "check what the script requests at each step (callbacks, logging, checks), and leave out what isn't needed"
+)
 
 _TENSOR_ADVICE = "write it with operations on whole tensors, or do it once before the loop"
 
 _COMPARING_OPS = frozenset({"aten::eq", "aten::ne"})
 _CHOOSING_OPS = frozenset({"aten::argmax", "aten::topk", "aten::max"})
-_COUNTING_OPS = frozenset({"aten::sum", "aten::mean"})
-"""What the share of right answers is made of, on one line or on several."""
+_COUNTING_OPS = frozenset({"aten::sum", "aten::mean"})  # operators of an accuracy, on one line or several
 
 _CUTTING_OPS = frozenset({"aten::index", "aten::index_select"})
 _NUMBERING_OPS = frozenset(
     f"aten::{name}"
     for name in ("randint", "random_", "randperm", "arange", "empty", "resize_", "reshape", "add", "scalar_tensor")
 )
-"""How a batch is cut out of tensors with one index, and what the index is made by."""
+"""Operators that cut a batch out of tensors with an index, and that make the index."""
 
 _COMPUTED_PHASES: tuple[Phase, ...] = ("python", "batch")
-"""Phases that a forward is in that is called directly."""
+"""Phases of a network's forward function that is called directly."""
 
-_TALLYING_OPS = frozenset({"aten::bincount", "aten::histc"})
-"""What a confusion matrix is made by."""
+_TALLYING_OPS = frozenset({"aten::bincount", "aten::histc"})  # operators of a confusion matrix
 
 _METRIC_OPS = _COMPARING_OPS | _CHOOSING_OPS | _COUNTING_OPS | _TALLYING_OPS
 
@@ -66,7 +66,7 @@ _ARRAY_LIBRARIES = ("numpy", "scipy", "cupy", "pandas")
 
 
 def python_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
-    """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
+    """Yields remedies for the loop's work beside training: logging, plots, NumPy, plain Python."""
     small: Counter[str] = Counter()
     is_training, acting = training_line_test(step), _action_functions(step)
     lines = (
@@ -94,9 +94,9 @@ def python_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def step_metrics(step: ProfiledStep) -> Iterator[Remedy]:
-    """Metrics between forward and backward: answers are chosen and counted at lines that no backward comes back to.
+    """Yields remedies for metrics between forward and backward, at lines without a backward.
 
-    A loss compares and counts as well, for its masks, but it seldom chooses an answer for that.
+    A loss may compare and count for its masks, but seldom chooses an answer.
     """
     for lines in metric_operators(step):
         spent = sum(step.cost_ms(one) for one in lines)
@@ -111,7 +111,7 @@ def step_metrics(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def metric_operators(step: ProfiledStep) -> Iterator[list[OperatorTime]]:
-    """Of each file, what runs at lines of metrics between forward and backward."""
+    """Yields, per file, the operators at lines of metrics between forward and backward."""
     used = {one.where for one in step.operators(lambda one: one.phase == "backward" or one.used is True)}
     aside = step.operators(lambda one: one.phase == "loss" and bool(one.where) and one.where not in used)
     for ones in group_by(aside, lambda one: one.where.rpartition(":")[0]).values():
@@ -120,12 +120,12 @@ def metric_operators(step: ProfiledStep) -> Iterator[list[OperatorTime]]:
 
 
 def counting_lines(ones: Sequence[OperatorTime]) -> set[str]:
-    """Lines at which answers are chosen and counted; none where it isn't counted which are right."""
+    """Returns lines that choose and count answers; empty if no right answers are counted."""
     return {one.where for one in ones if one.name in _METRIC_OPS} if is_counting_answers(ones) else set()
 
 
 def is_counting_answers(ones: Sequence[OperatorTime]) -> bool:
-    """Whether answers are chosen, and it's counted which are right, by operations on what is no float."""
+    """Returns whether answers are chosen and right ones counted, by operators on integers or booleans."""
     names = {one.name for one in ones}
     whole = {one.name for one in ones if not one.dtype}
     counts = bool(whole & _COUNTING_OPS) or ("aten::_to_copy" in whole and bool(names & _COUNTING_OPS))
@@ -133,7 +133,7 @@ def is_counting_answers(ones: Sequence[OperatorTime]) -> bool:
 
 
 def python_in_forward(step: ProfiledStep) -> Iterator[Remedy]:
-    """Plain Python within the network's forward, a loss or the update: what operators don't explain of a line's time."""
+    """Yields remedies for Python in forward, loss or update: the part of a line's time without operators."""
     lines, small = _plain_python_lines(step), Counter[str]()
     for ones in group_lines(step, lines, lambda line: line.own_ms):
         plain = sum(line.own_ms for line in ones) if has_enough_samples(step, ones) else 0.0
@@ -153,10 +153,7 @@ def python_in_forward(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _plain_python_lines(step: ProfiledStep) -> list[LineTime]:
-    """Lines that take over twice as long as their operators, each with what it takes beside these.
-
-    Less says nothing: how a phase's time is divided is known from samples.
-    """
+    """Returns lines well above their operators' time, with the rest; smaller rests are sampling errors."""
     is_training = training_line_test(step)
     beside = [line for line in step.lines(*_COMPUTED_PHASES) if is_training(line)]
     lines = [line for line in [*step.lines(*COMPUTING_PHASES), *beside] if line.library != "torch"]
@@ -169,12 +166,11 @@ def _plain_python_lines(step: ProfiledStep) -> list[LineTime]:
 
 
 def _ms_by_line(ones: Sequence[LineTime]) -> dict[str, float]:
-    """Milliseconds of each line."""
     return {where: sum(one.own_ms for one in at) for where, at in group_by(ones, lambda line: line.where).items()}
 
 
 def _describe_within(step: ProfiledStep, ones: Sequence[LineTime], hottest: LineTime) -> tuple[str, str]:
-    """In words, and what to do. Between forward and backward the loop does what it likes, and the loss is a part of that."""
+    """Returns cause and advice. Between forward and backward, Python may also belong to the loop."""
     if _is_trainer_call(step, hottest):
         return f"{hottest.library}'s own work in each step", _REDUCE_ADVICE
     if hottest.phase != "loss":
@@ -201,16 +197,13 @@ def _merged_remedies(step: ProfiledStep, found: Iterable[SpreadWork], cause: str
 
 
 def _is_trainer_call(step: ProfiledStep, line: LineTime) -> bool:
-    """Whether a line hands the training itself to a library, which then calls backward and update."""
+    """Returns whether a line calls a library that runs the training."""
     trains = {one.where for one in step.profile.lines if one.phase == "backward" and one.library == "torch"}
     return line.library not in ("", "torch", *_ARRAY_LIBRARIES) and line.where in trains | {step.profile.step_where}
 
 
 def _is_batch_indexing(step: ProfiledStep, line: LineTime) -> bool:
-    """Whether a line only cuts the batch out with one index, or makes that: without a loader no way is faster.
-
-    What has whole numbers alone counts as an index.
-    """
+    """Returns whether a line only indexes the batch, or makes the index of integers: no faster way without a loader."""
     there = [one for one in step.operators_by_line.get(line.where, []) if one.phase == line.phase and not is_view(one)]
     known = all(one.name in _CUTTING_OPS or (one.name in _NUMBERING_OPS and not one.dtype) for one in there)
     once = all(one.calls < MIN_LOOP_CALLS and (one.line_runs or 0) < MIN_LOOP_CALLS for one in there)
@@ -218,25 +211,25 @@ def _is_batch_indexing(step: ProfiledStep, line: LineTime) -> bool:
 
 
 def _is_network_call(step: ProfiledStep, line: LineTime) -> bool:
-    """Whether a line calls a network, for example to choose an action. The call is no plain Python; habits name needless calls."""
+    """Returns whether a line calls a network, for example to choose an action; `habits` have needless calls."""
     called = {one.where for one in step.profile.lines if one.within == line.where} | {line.where}
     return any(one.module not in PLAIN for where in called for one in step.operators_by_line.get(where, []))
 
 
 def _action_functions(step: ProfiledStep) -> set[tuple[str, str]]:
-    """Functions that choose an action: each call asks a network, and draws a number or reads one on the host."""
+    """Returns functions that choose an action: they call a network, and draw a number or read one on the host."""
     asking = {function_of(line) for line in step.profile.lines if _is_network_call(step, line)} - loop_functions(step)
     chosen = step.operators(lambda one: bool(one.where) and (is_random(one) or one.name == "aten::item"))
     return asking & {function_of(one) for one in chosen}
 
 
 def _is_of_torch(step: ProfiledStep, line: LineTime) -> bool:
-    """Whether a line's time goes into torch. Each action needs this work."""
+    """Returns whether a line's time is spent in torch, which each action needs."""
     return line.library == "torch" or line.own_ms <= PYTHON_FACTOR * step.operators_ms_at(line.where, line.phase)
 
 
 def _user_lines(step: ProfiledStep, lines: list[LineTime]) -> Iterator[LineTime]:
-    """Without the edges of what torch does: lines that call it for the training itself."""
+    """Yields lines without those that call torch for the training itself."""
     training = {line.where for line in step.lines(*COMPUTING_PHASES) if line.library == "torch"} | {
         step.profile.step_where
     }
@@ -244,7 +237,7 @@ def _user_lines(step: ProfiledStep, lines: list[LineTime]) -> Iterator[LineTime]
 
 
 def _describe_lines(step: ProfiledStep, ones: list[LineTime], hottest: LineTime, spent: float) -> tuple[str, str]:
-    """What it is that takes so many milliseconds, in words, and what to do."""
+    """Returns cause and advice."""
     library = _main_library(ones)
     if _is_saving(step, ones):
         return (
@@ -273,15 +266,12 @@ def _describe_lines(step: ProfiledStep, ones: list[LineTime], hottest: LineTime,
     if any(hottest.where in loop for loop in parameter_read_loops(step)):
         return "a Python loop over parameters, outside of the optimizer: they are read one by one", FOREACH_ADVICE
     if library in ("", "torch") and _is_metric(step, ones):
-        return (
-            f"metrics at each step: {_called_name(hottest)}",
-            _LESS_OFTEN_ADVICE,
-        )
+        return (f"metrics at each step: {_called_name(hottest)}", _LESS_OFTEN_ADVICE)
     if library in ("", "torch") and _operator_ms(step, ones) > 0.5 * spent:
         if _operator_ms(step, ones, is_random) > 0.5 * _operator_ms(step, ones):
             return (
                 "random numbers are drawn in the loop, outside of the network",
-                "many small draws: with one call, or for many steps at once; what needn't be new in each step: before the loop",
+                "draw them with one call, or for many steps at once; draw before the loop what can stay the same in each step",
             )
         return (
             "tensors made or turned over in the loop, outside of the network",
@@ -294,14 +284,10 @@ def _describe_lines(step: ProfiledStep, ones: list[LineTime], hottest: LineTime,
         )
     if library:
         return _describe_library(step, ones)
-    return (
-        f"plain Python in the loop, on numbers, lists or arrays: {_called_name(hottest)}",
-        _TENSOR_ADVICE,
-    )
+    return (f"plain Python in the loop, on numbers, lists or arrays: {_called_name(hottest)}", _TENSOR_ADVICE)
 
 
 def _is_saving(step: ProfiledStep, ones: Sequence[LineTime]) -> bool:
-    """Whether one of the lines writes a checkpoint at each step."""
     saving = {habit.where for habit in step.profile.habits if habit.what == "checkpoint"}
     return any(line.where in saving for line in ones)
 
@@ -309,7 +295,6 @@ def _is_saving(step: ProfiledStep, ones: Sequence[LineTime]) -> bool:
 def _operator_ms(
     step: ProfiledStep, ones: Sequence[LineTime], wanted: Callable[[OperatorTime], bool] = lambda one: True
 ) -> float:
-    """Milliseconds of the wanted ones among the operators that lines call."""
     places = {(line.where, line.phase) for line in ones}
     return sum(map(step.cost_ms, step.operators(lambda one: (one.where, one.phase) in places and wanted(one))))
 
@@ -324,7 +309,6 @@ def _describe_wait(step: ProfiledStep, line: LineTime) -> tuple[str, str] | None
 
 
 def _describe_library(step: ProfiledStep, ones: Sequence[LineTime]) -> tuple[str, str]:
-    """What a library other than torch does."""
     library = _main_library(ones)
     if library in _ARRAY_LIBRARIES and _is_moved_to_host(step, ones):
         return (
@@ -335,15 +319,15 @@ def _describe_library(step: ProfiledStep, ones: Sequence[LineTime]) -> tuple[str
 
 
 def _main_library(ones: Sequence[LineTime]) -> str:
-    """That most of the time is spent in; empty for none."""
+    """Returns the library with most of the time; empty for none."""
     shares = group_by(ones, lambda line: line.library)
     return max(shares, key=lambda name: sum(line.own_ms for line in shares[name]))
 
 
 def _is_moved_to_host(step: ProfiledStep, ones: Sequence[LineTime]) -> bool:
-    """Whether a whole tensor is brought to the host in the lines' part of the script, or where their function is called.
+    """Returns whether the lines' region, or a caller of it, moves a whole tensor to the host.
 
-    The line that does so takes next to nothing, so that it may be none of those that were seen.
+    The line with the move takes little time, so it may have no samples.
     """
     part = region_key(step)
     own = {part(line) for line in ones}
@@ -357,7 +341,7 @@ def _parameter_loop(step: ProfiledStep, line: LineTime) -> tuple[str, str] | Non
 
 
 def _is_metric(step: ProfiledStep, lines: Sequence[LineTime]) -> bool:
-    """Whether lines choose or compare answers, in a file that counts which are right; what makes a batch may look like it."""
+    """Returns whether lines choose or compare answers, in a file that counts right ones; batches may look alike."""
     places = {line.where for line in lines}
     files = {place.rpartition(":")[0] for place in places}
     ones = step.operators(lambda one: one.phase in ASIDE_PHASES and one.phase != "batch")

@@ -1,4 +1,4 @@
-"""Overhead: many small operations where few large ones would do."""
+"""Many small operations: Python loops, and chains of elementwise operations."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _RECURRENT_CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
 @dataclass(frozen=True)
 class Loop:
-    """What a Python loop goes over in one function, so many times in a step.
+    """A Python loop in one function.
 
     Attributes:
-        lines: operators of each line of the user's, by `file:line`.
+        lines: operators of each of the user's lines, by `file:line`.
+        rounds: iterations per step.
     """
 
     lines: dict[str, list[OperatorTime]]
@@ -43,16 +44,16 @@ class Loop:
         return [one for ones in self.lines.values() for one in ones]
 
     def saved_ms(self, step: ProfiledStep) -> float:
-        """Milliseconds that go if one round does the work of all: of what operators take, and of the Python between them."""
+        """Returns the milliseconds saved if one iteration does all work, including the Python between operators."""
         between = 0.0 if self.is_plain(step) else max(0.0, self._python_ms(step) - self._operators_ms(step))
         return (1 - 1 / self.rounds) * (sum(step.reclaimable_ms(one) for one in self.operators) + between)
 
     def is_plain(self, step: ProfiledStep) -> bool:
-        """Whether it goes over numbers or lists first of all, between the parts of training."""
+        """Returns whether Python takes most of the loop's time between the parts of training."""
         return self._python_ms(step) > PYTHON_FACTOR * self._operators_ms(step)
 
     def _python_ms(self, step: ProfiledStep) -> float:
-        """Milliseconds of its lines between the parts of training, where nobody else says what calling operators takes."""
+        """Returns the milliseconds of its lines between the parts of training."""
         return sum(step.aside_ms.get(where, 0.0) for where in self.lines)
 
     def _operators_ms(self, step: ProfiledStep) -> float:
@@ -60,11 +61,11 @@ class Loop:
 
 
 def find_loops(step: ProfiledStep) -> list[Loop]:
-    """All lines that a Python loop goes over; those of one function that run as often are one loop's."""
+    """Returns all loops. Lines of one function with equal counts are one loop."""
     elsewhere = {use.where for use in step.profile.loaders}.union(hook_lines(step), *parameter_read_loops(step))
     found: dict[tuple[Any, ...], dict[str, list[OperatorTime]]] = {}
     for where, there in step.operators_by_line.items():
-        ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
+        ones = [one for one in there if one.phase != "data"]  # a loader's samples are a remedy of the loader
         rounds = runs_per_step(ones) / step.evaluations
         if where and where not in elsewhere and rounds >= MIN_LOOP_CALLS:
             function = named_function(ones[0].function)
@@ -77,17 +78,17 @@ def find_loops(step: ProfiledStep) -> list[Loop]:
 
 
 def lines_in_loops(step: ProfiledStep, *, plain: bool = True) -> frozenset[str]:
-    """All lines of the loops that are worth a remedy, which names but one of them.
+    """Returns all lines of loops with a remedy; the remedy names one of them.
 
     Args:
-        plain: those of loops that are plain Python first of all, too, of which more is to be said.
+        plain: whether lines of plain Python loops are included.
     """
     worth = (loop for loop in find_loops(step) if step.share(loop.saved_ms(step)) >= COUNTS)
     return frozenset().union(*(loop.lines for loop in worth if plain or not loop.is_plain(step)))
 
 
 def python_loops(step: ProfiledStep) -> Iterator[Remedy]:
-    """Python loops: over time steps, samples, columns, heads, and over small batches whose gradients add up."""
+    """Yields remedies for loops over time steps, samples, columns or heads, and for gradient accumulation."""
     where, backwards = _most_frequent_backward(step)
     pieces = group_by(find_loops(step), lambda loop: backwards >= MIN_LOOP_CALLS and abs(loop.rounds - backwards) < 0.5)
     if True in pieces:
@@ -114,7 +115,7 @@ def python_loops(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _is_action_loop(step: ProfiledStep, loop: Loop) -> bool:
-    """Whether each round draws or chooses a number and reads it on the host, as an action: the next round depends on it."""
+    """Returns whether each iteration chooses a number and reads it on the host, as an action does."""
     functions = {function_of(one) for one in loop.operators}
     names = step.operators(lambda one: bool(one.where) and function_of(one) in functions)
     reads = sum(one.calls for one in names if one.name == "aten::item" and not one.outer)
@@ -123,13 +124,13 @@ def _is_action_loop(step: ProfiledStep, loop: Loop) -> bool:
 
 
 def _is_in_action_loop(loop: Loop, acting: Sequence[float]) -> bool:
-    """Whether it asks a network for actions, or does what else belongs to each of them."""
+    """Returns whether a loop calls a network for actions, or does what belongs to each of them."""
     asks = any(one.module not in PLAIN or is_random(one) or one.name == "aten::item" for one in loop.operators)
     return asks and any(abs(loop.rounds - rounds) <= 0.1 * rounds for rounds in acting)
 
 
 def _most_frequent_backward(step: ProfiledStep) -> tuple[str, float]:
-    """The line of the backward that runs most often in a step, and how often."""
+    """Returns the line of the most frequent backward, and its count per step."""
     lines = {line.where for line in step.profile.lines if line.phase == "backward" and line.library == "torch"}
     runs = {
         where: max(one.line_runs or 0.0 for one in step.operators_by_line[where])
@@ -139,7 +140,6 @@ def _most_frequent_backward(step: ProfiledStep) -> tuple[str, float]:
 
 
 def _accumulation_remedy(step: ProfiledStep, pieces: Sequence[Loop], where: str, backwards: float) -> Remedy:
-    """All that is gone through once for each of an update's backwards."""
     ones = [one for loop in pieces for one in loop.operators]
     calls, spent = sum(one.calls for one in ones), sum(map(step.cost_ms, ones))
     return Remedy(
@@ -164,7 +164,9 @@ def _describe_loop(step: ProfiledStep, ones: Sequence[OperatorTime], rounds: flo
         )
     if parameters := describe_parameter_loop(step, ones, rounds):
         return parameters
-    samples = step.profile.samples_per_step if step.profile.loaders else None  # else rows, which may be time steps
+    samples = (
+        step.profile.samples_per_step if step.profile.loaders else None
+    )  # without a loader, these are rows, which may be time steps
     if (
         samples
         and samples >= MIN_LOOP_CALLS
@@ -183,7 +185,7 @@ def _describe_loop(step: ProfiledStep, ones: Sequence[OperatorTime], rounds: flo
 
 
 def _is_whole_batch(ones: Sequence[OperatorTime], rounds: float, samples: float) -> bool:
-    """Whether what a loop repeats has the rows of all samples, as in one over as many time steps as there are samples."""
+    """Returns whether repeated operators have the rows of all samples, as in a loop over time steps."""
     repeated = [
         one for one in ones if one.phase != "backward" and one.shapes and 2 * one.calls >= rounds and not is_view(one)
     ]
@@ -193,97 +195,22 @@ def _is_whole_batch(ones: Sequence[OperatorTime], rounds: float, samples: float)
 
 _CHAIN_PHASES: tuple[Phase, ...] = ("forward", "loss", "backward")
 
-_MIN_PASSES = 3
-"""Passes over memory in a forward that are worth a word."""
+_MIN_PASSES = 3  # least memory passes of a chain in the forward
 
 _TORCH_LAYERS = ("MultiheadAttention", "Transformer", "Dropout", "AlphaDropout", "FeatureAlphaDropout")
-"""How the classes of torch's own layers begin that need as many."""
+"""Class name prefixes of torch's layers that need as many passes."""
 
-_ELEMENTWISE_OPS = frozenset(
-    {
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "neg",
-        "abs",
-        "sign",
-        "reciprocal",
-        "pow",
-        "square",
-        "sqrt",
-        "rsqrt",
-        "exp",
-        "exp2",
-    }
-    | {
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "sigmoid",
-        "erf",
-        "erfc",
-        "floor",
-        "round",
-    }
-    | {
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "maximum",
-        "minimum",
-        "where",
-        "masked_fill",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "atan",
-    }
-    | {
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "_to_copy",
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-    }
-    | {"sigmoid_backward", "tanh_backward"}
+_ELEMENTWISE_NAMES = (
+    "add sub rsub mul div neg abs sign reciprocal pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh"
+    " sigmoid erf erfc floor round clamp clamp_min clamp_max maximum minimum where masked_fill lerp addcmul addcdiv atan eq"
+    " ne lt le gt ge logical_and logical_or logical_not _to_copy sum mean amax amin sigmoid_backward tanh_backward"
 )
-
-_ARRANGING_OPS = frozenset(
-    {
-        "copy",
-        "clone",
-        "cat",
-        "stack",
-        "constant_pad_nd",
-        "slice_backward",
-        "select_backward",
-        "zero",
-        "fill",
-        "roll",
-        "flip",
-    }
-)
+_ARRANGING_NAMES = "copy clone cat stack constant_pad_nd slice_backward select_backward zero fill roll flip"
+_MEMORY_PASS_OPS = frozenset(f"{_ELEMENTWISE_NAMES} {_ARRANGING_NAMES}".split())
 
 
 def unfused_chain(step: ProfiledStep) -> Iterator[Remedy]:
-    """What a function writes out in many operations; the longest of them, forward and backward, is taken to stay."""
+    """Yields remedies for functions of many elementwise operations; the longest call stays."""
     for chains in group_by(_chains(step), lambda chain: (function_of(chain[0]), step.kind_at(chain[0]))).values():
         ones = [one for chain in chains for one in chain]
         spent, stays = _chain_ms(step, ones), sum(_longest_call_ms(step, chain) for chain in chains)
@@ -301,7 +228,7 @@ def unfused_chain(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def chain_operators(step: ProfiledStep) -> list[OperatorTime]:
-    """The operators of such chains as are named, unless it's one of them that takes most of the time."""
+    """Returns the operators of chains with a remedy, except chains dominated by one call."""
     found = []
     for chain in _chains(step):
         spent, stays = _chain_ms(step, chain), _longest_call_ms(step, chain)
@@ -311,7 +238,7 @@ def chain_operators(step: ProfiledStep) -> list[OperatorTime]:
 
 
 def _chains(step: ProfiledStep) -> list[list[OperatorTime]]:
-    """Of each function and module, what goes through memory, if there is enough of it in the forward."""
+    """Returns the memory passes of each function and module with enough of them in the forward."""
     own = {one.name for one in step.profile.modules if one.kind.startswith(_TORCH_LAYERS)}
     passing = step.operators(
         lambda one: (
@@ -323,9 +250,9 @@ def _chains(step: ProfiledStep) -> list[list[OperatorTime]]:
 
 
 def _is_memory_pass(step: ProfiledStep, one: OperatorTime) -> bool:
-    """Whether it does little with each number, and has many."""
+    """Returns whether an operator does little per element, and has many elements."""
     name = one.name.removeprefix("aten::").rstrip("_")
-    return name in _ELEMENTWISE_OPS | _ARRANGING_OPS and step.cost_ms(one) >= step.small_ms * one.calls
+    return name in _MEMORY_PASS_OPS and step.cost_ms(one) >= step.small_ms * one.calls
 
 
 def _chain_ms(step: ProfiledStep, ones: Sequence[OperatorTime]) -> float:
@@ -333,7 +260,7 @@ def _chain_ms(step: ProfiledStep, ones: Sequence[OperatorTime]) -> float:
 
 
 def _longest_call_ms(step: ProfiledStep, chain: Sequence[OperatorTime]) -> float:
-    """Milliseconds of the longest call in the forward, and in the backward."""
+    """Returns the milliseconds of the longest call in the forward plus the longest in the backward."""
     each = [(one.phase == "backward", step.cost_ms(one) / max(one.calls, 1.0)) for one in chain]
     return sum(max((ms for of, ms in each if of is backward), default=0.0) for backward in (False, True))
 

@@ -1,4 +1,4 @@
-"""What the diagnosis asks of a Profile: shares of the step, what a call costs beside its work, what stands at a line."""
+"""Queries on a profiled step: shares of its time, costs of calls, operators and lines by place."""
 
 from __future__ import annotations
 
@@ -18,47 +18,46 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 COMPUTING_PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
-"""Phases that are made of operators."""
+"""Phases that consist of operators."""
 
 ASIDE_PHASES: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
-"""Phases whose lines are the user's own work between the parts of training."""
+"""Phases of the user's own lines between the parts of training."""
 
 OFTEN = 0.5
-"""Times in a step from which on something is a habit of the step."""
+"""Least count per step of a recurring pattern."""
 
 DEDUCED_PHASES: tuple[Phase, ...] = ("python", "batch", "loss")
-"""Phases that a step is in where nothing else is seen; while the thread doesn't run in them, time is unattributed."""
+"""Default phases of a running thread; time in which the thread doesn't run is unattributed."""
 
 PLAIN = ("", "(loss)")
-"""Modules of operators that are in none."""
+"""Module names of operators outside of any module."""
 
 PYTHON_FACTOR = 2.0
-"""A line that takes so many times as long as its operators is about Python rather than about these."""
+"""Ratio of a line's time to its operators' time above which the line counts as Python work."""
 
 BY_HAND = "by hand"
-"""What an update is called that no optimizer makes."""
+"""Kind of an update without an optimizer."""
 
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 _RANDOM_OPS = ("rand", "normal", "bernoulli", "uniform", "multinomial", "exponential", "poisson")
-"""How the names of operators begin that draw numbers."""
+"""Name prefixes of random operators."""
 
 _WRAPPER_OPS = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 _SMALL_LAUNCHES = {"cpu": 10.0, "accelerator": 2.0}
-"""So many times what a launch takes: operators below it take their time for being called, not for what they do."""
+"""Time of a small operator, in launches: below it the call costs more than the work."""
 
-_LAUNCH_US = 4.0
-"""Where the machine wasn't measured: 3 to 8 us on processors of today."""
+_LAUNCH_US = 4.0  # launch time of an operator on an unmeasured machine, in us; measured values are 3 to 8 us
 
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """A profile as the detectors read it; made only where steps were told apart.
+    """A profile with distinguished steps, as the detectors read it.
 
     Attributes:
-        ms: of a clean step.
-        named: places that something is said of already.
+        ms: time of a clean step.
+        named: places that already have a remedy.
     """
 
     profile: Profile
@@ -75,55 +74,55 @@ class ProfiledStep:
 
     @property
     def small_ms(self) -> float:
-        """Operators that take less are small."""
+        """Time below which an operator counts as small."""
         return self.launch_ms * _SMALL_LAUNCHES["cpu" if self.on_cpu else "accelerator"]
 
     @property
     def core_share(self) -> float:
-        """Part of the time in which the thread that calculates had a core, where other programs took the rest."""
+        """Share of time in which the computing thread has a core, if other programs use the rest."""
         threads = self.profile.threads
         if threads is None or threads.busy + threads.others < threads.cores - 0.5:
             return 1.0
         return min(1.0, threads.busy / max(1, min(threads.torch, threads.cores)))
 
     def share(self, ms: float) -> float:
-        """Of the step, 0 to 1."""
+        """Returns the share of the step, 0 to 1."""
         return min(1.0, max(0.0, ms / self.ms))
 
     def phase(self, *names: Phase) -> float:
-        """Milliseconds of these phases together."""
+        """Returns the milliseconds of these phases together."""
         return sum(self.profile.phases.get(name, 0.0) for name in names)
 
     @cached_property
     def _operators(self) -> list[OperatorTime]:
-        """Without what only stands around others, such as an optimizer's whole step, whose time is known otherwise."""
+        """Operators without wrappers, such as an optimizer's whole step, whose time is known from elsewhere."""
         return [one for one in self.profile.operators if not one.name.startswith(_WRAPPER_OPS)]
 
     @property
     def evaluations(self) -> float:
-        """How often an update has the loss computed, as a line search calls its closure; at least 1."""
+        """Evaluations of the loss per update, as in a line search with a closure; at least 1."""
         return max([1.0, *(use.evaluations for use in self.profile.optimizers)])
 
     def operators(self, wanted: Callable[[OperatorTime], bool]) -> list[OperatorTime]:
         return [one for one in self._operators if wanted(one)]
 
     def cost_ms(self, one: OperatorTime) -> float:
-        """Milliseconds of the step that go if an operator goes: its own, and its part of what lies between operators."""
+        """Returns an operator's own milliseconds and its part of the time between operators."""
         return one.ms * self._scales.get(one.phase, 1.0) + one.calls * self.between_ms(one.phase)
 
     def calling_ms(self, one: OperatorTime) -> float:
-        """Milliseconds of its cost that go to calling it: Python, and starting it, whatever it then does."""
+        """Returns the milliseconds of calls: Python and launches."""
         return min(self.cost_ms(one), one.calls * (self.between_ms(one.phase) + self.launch_ms))
 
     def between_ms(self, phase: Phase) -> float:
-        """What a call costs beside the operator's own time: Python, and starting it."""
+        """Returns the milliseconds per call between operators: Python and launches."""
         return self._between_ms.get(phase, 0.0)
 
     def reclaimable_ms(self, one: OperatorTime) -> float:
-        """Milliseconds that would go if all calls of an operator were one: what calling costs, and what small ones waste.
+        """Returns the milliseconds saved if all calls of an operator were one call.
 
-        Below what this machine's limits allow for the work itself nothing is counted, and of large operators little more
-        than their start. What lies between calls is no more than a small operator, or something else was in between.
+        The least time of the work itself stays, and of large operators little more than the launch is saved. The time
+        between calls counts only up to that of a small operator: a longer time has another cause.
         """
         calls = max(one.calls, 1e-9)
         each = one.ms * self._scales.get(one.phase, 1.0) / calls
@@ -133,11 +132,11 @@ class ProfiledStep:
         return self.python_around_ms(one) + one.calls * inside
 
     def python_around_ms(self, one: OperatorTime) -> float:
-        """Milliseconds of Python between an operator's calls, as far as that is no more than a small operator takes."""
+        """Returns the Python time between calls, per call at most that of a small operator."""
         return one.calls * min(self.between_ms(one.phase), self.small_ms) * self.core_share
 
     def lines(self, *phases: Phase) -> list[LineTime]:
-        """Lines in these phases, as parts of what these take: the samples say of each phase how it is divided."""
+        """Returns lines with times scaled to their phases: samples only divide the time of a phase."""
         found = []
         for phase in phases:
             lines = [line for line in self.profile.lines if line.phase == phase]
@@ -148,7 +147,7 @@ class ProfiledStep:
         return found
 
     def _beside_work(self, lines: list[LineTime], phase: Phase) -> list[LineTime]:
-        """What operators take is known better than from samples, which divide the rest alone: of short steps they are few."""
+        """Takes operator times from the trace, and divides the rest by samples, which are few in short steps."""
         at = {
             where: sum(line.own_ms for line in ones) for where, ones in group_by(lines, lambda line: line.where).items()
         }
@@ -163,7 +162,7 @@ class ProfiledStep:
 
     @cached_property
     def aside_ms(self) -> dict[str, float]:
-        """Milliseconds that lines take by themselves between the parts of training."""
+        """Own milliseconds of lines between the parts of training."""
         lines = group_by(self.lines(*ASIDE_PHASES), lambda line: line.where)
         return {where: sum(line.own_ms for line in there) for where, there in lines.items()}
 
@@ -171,7 +170,7 @@ class ProfiledStep:
         return sum(line.own_ms for line in self.profile.lines if line.phase in phases)
 
     def _waited_ms(self, phase: Phase) -> float:
-        """Milliseconds in which the thread didn't run in lines of a phase that is deduced: unattributed in the phases."""
+        """Returns the unattributed milliseconds in which the thread didn't run in lines of a deduced phase."""
         sampled = self._sampled_ms(*DEDUCED_PHASES)
         if phase not in DEDUCED_PHASES or not sampled or self._sampled_ms("unattributed"):
             return 0.0
@@ -179,7 +178,7 @@ class ProfiledStep:
 
     @cached_property
     def evaluation_loaders(self) -> list[LoaderUse]:
-        """Loaders that feed an evaluation which is a habit of the step, beside one that feeds the training."""
+        """Loaders of an evaluation in most steps, if another loader feeds the training."""
         if not any(habit.what == "evaluation" and habit.per_step >= OFTEN for habit in self.profile.habits):
             return []
         found = [use for use in self.profile.loaders if use.evaluating_ms]
@@ -187,53 +186,47 @@ class ProfiledStep:
 
     @cached_property
     def evaluating_ms(self) -> float:
-        """Milliseconds of a step in which an evaluation that is a habit waits for its own loaders."""
+        """Milliseconds per step in which such an evaluation waits for its loaders."""
         return sum(self.loading_ms(use, use.evaluating_ms) for use in self.evaluation_loaders)
 
     def loading_ms(self, loader: LoaderUse, ms: float) -> float:
-        """Milliseconds of the step's wait for data that go with so many of a loader's own, as it was seen to take."""
+        """Returns the part of the wait for data that belongs to `ms` of a loader's measured time."""
         waited = self.phase("data")
         seen = sum(use.share * (use.drawing_ms or 0.0) for use in self.profile.loaders)
         ms *= loader.share
         return waited * ms / seen if seen >= ms and seen else min(waited, ms)
 
     def operators_ms_at(self, where: str, phase: Phase) -> float:
-        """Milliseconds of the operators that a line calls in a phase."""
         return sum(self.cost_ms(one) for one in self.operators_by_line.get(where, []) if one.phase == phase)
 
     @cached_property
     def operators_by_line(self) -> dict[str, list[OperatorTime]]:
-        """Operators by the user's line that they belong to."""
         return group_by(self._operators, lambda one: one.where)
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Classes of modules by name."""
         return {one.name: one.kind for one in self.profile.modules}
 
     @cached_property
     def ambiguous_lines(self) -> frozenset[str]:
-        """Lines behind which modules of several classes compute, as where a line calls a library: it says little about the place."""
+        """Lines at which modules of several classes run, such as a call of a library."""
         at = group_by(self._operators, lambda one: one.where)
         kinds = {where: {self.kinds.get(one.module) for one in ones} - {None} for where, ones in at.items()}
         return frozenset(where for where, found in kinds.items() if len(found) > 1)
 
     def kind_at(self, one: OperatorTime) -> str:
-        """The class of the module that an operator runs in, where its line says little about the place; else empty."""
+        """Returns the class of an operator's module if its line is ambiguous; else empty."""
         return self.kinds.get(one.module, "") if one.where in self.ambiguous_lines else ""
 
     @cached_property
     def trainer_lines(self) -> frozenset[str]:
-        """Lines that hand the training to a library, as `trainer.fit(...)` does: many things share each of them.
-
-        A backward and an optimizer's step are both called from there.
-        """
+        """Lines such as `trainer.fit(...)`, which call both backward and the optimizer's step."""
         goes_back = {line.where for line in self.profile.lines if line.phase == "backward"}
         return frozenset(use.where for use in self.profile.optimizers if use.kind != BY_HAND and use.where in goes_back)
 
     @cached_property
     def _operators_ms(self) -> dict[Phase, float]:
-        """Milliseconds of operators in each phase, as the tracer says, which makes them longer."""
+        """Traced milliseconds of operators in each phase; the tracer lengthens them."""
         return {phase: sum(one.ms for one in ones) for phase, ones in self._by_phase.items()}
 
     @cached_property
@@ -242,7 +235,7 @@ class ProfiledStep:
 
     @cached_property
     def _scales(self) -> dict[Phase, float]:
-        """What operators' times must be multiplied with to fit into their phases."""
+        """Factors that fit the operators' times into their phases."""
         taken = {phase: self.phase(phase) for phase in self._operators_ms}
         return {phase: min(1.0, taken[phase] / ms) for phase, ms in self._operators_ms.items() if ms and taken[phase]}
 
@@ -258,17 +251,17 @@ class ProfiledStep:
 
 
 def named_function(function: str) -> str:
-    """A function's name; what comprehensions in it do, it does itself. Up to Python 3.11 they are functions of their own."""
+    """Returns a function's name without comprehensions, which are functions of their own up to Python 3.11."""
     return "<module>" if function in _COMPREHENSIONS else function.partition(".<locals>.<")[0]
 
 
 def is_random(one: OperatorTime) -> bool:
-    """Whether an operator draws random numbers: whatever holds these is wanted anew at each step."""
+    """Returns whether an operator draws random numbers."""
     return one.name.removeprefix("aten::").startswith(_RANDOM_OPS)
 
 
 def group_by(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
-    """The values by key, in the order of their first."""
+    """Groups values by key, in the order of first occurrence."""
     found: dict[Key, list[Value]] = {}
     for value in values:
         found.setdefault(key(value), []).append(value)
@@ -276,25 +269,25 @@ def group_by(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, 
 
 
 def operator_least_ms(one: OperatorTime, profile: Profile) -> float:
-    """Shortest time, in milliseconds, in which this machine can do an operator's work; 0 if unknown or measured under load."""
+    """Returns the least milliseconds of an operator's work on this machine; 0 if unknown or measured under load."""
     if (one.flops is None and one.bytes is None) or profile.limits.busy:
         return 0.0
     return least_ms(OpCost(one.flops or 0.0, one.bytes), profile.limits, precision_in(one, profile.reduced)) or 0.0
 
 
 def count_elements(shape: str) -> int:
-    """Numbers in a tensor of a shape such as `8x3x28x28`; 0 for lists of tensors, of which nobody says how many there are."""
+    """Returns the number of elements of a shape such as `8x3x28x28`; 0 for lists of tensors."""
     sizes = shape.split("x")
     return prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
 
 
 def is_product(one: OperatorTime) -> bool:
-    """Whether an operator calculates rather than moves numbers, by its name."""
+    """Returns whether an operator is dominated by arithmetic, by its name."""
     return any(part in one.name for part in ("mm", "conv", "linear", "attention", "lstm", "gru"))
 
 
 def heaviest(operators: Iterable[OperatorTime], step: ProfiledStep) -> str:
-    """The line that most of their time belongs to, else the module; empty if neither is known."""
+    """Returns the line with most of the operators' time, else the module; empty if unknown."""
     for place in (lambda one: one.where, lambda one: one.module):
         costs: dict[str, float] = {}
         for one in operators:
@@ -306,7 +299,7 @@ def heaviest(operators: Iterable[OperatorTime], step: ProfiledStep) -> str:
 
 
 def module_text(operators: Sequence[OperatorTime], step: ProfiledStep) -> str:
-    """` in h.0.act (NewGELU) and 11 more`: the module that most of their time belongs to; empty where their line says it."""
+    """Returns text such as ` in h.0.act (NewGELU) and 11 more`; empty if the lines aren't ambiguous."""
     costs: dict[str, float] = {}
     for one in operators:
         if step.kind_at(one):
@@ -319,9 +312,9 @@ def module_text(operators: Sequence[OperatorTime], step: ProfiledStep) -> str:
 
 
 def percent(share: float) -> str:
-    """`12 %`, with a digit more where it's small."""
+    """Formats a share as `12 %`, small ones with a decimal."""
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
 
 
 Detector = Callable[[ProfiledStep], Iterator[Remedy]]
-"""Looks for one family of causes; its remedies' gains are shares of the step that it can win, at most."""
+"""Yields remedies of one family of causes, with upper bounds of their gains as shares of the step."""

@@ -1,4 +1,4 @@
-"""Forward and loss: work that no gradient comes back to, such as statistics, checks, and masks that are made anew."""
+"""Work without benefit: operators without a backward in forward and loss, and slow patterns of autograd."""
 
 from __future__ import annotations
 
@@ -34,53 +34,47 @@ _STATISTIC_OPS = _aten(
     *("mean", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "histc", "quantile", "median"),
     *("isnan", "isinf", "isfinite"),
 )
-"""Of floating-point numbers; sums and maxima, a loss often needs as they are, as the number of what a mask leaves."""
+"""Statistics of floating-point numbers. A loss often needs sums and maxima themselves."""
 
 _SCALING = _aten("sub", "sub_", "mul", "mul_")
 
-_DIVIDING = _aten("div", "div_")
-"""What is normalised is summed up for."""
+_DIVIDING = _aten("div", "div_")  # operators that normalize, for which a loss needs sums
 
 _MAKING = _aten("arange", "linspace", "ones", "full", "zeros", "eye", "tril", "triu", "tril_indices", "triu_indices")
 
 _KEEPING_OPS = _aten("cat", "detach")
 
 _CHOOSING_OPS = _aten("argmax", "argmin", "topk", "multinomial")
-"""What is chosen, the network goes on with by its place, to which no gradient comes back either."""
+"""Operators whose result is an index, through which no gradient passes."""
 
 CauseAndAdvice = tuple[str, str]
-"""What it is, in words, and what to do instead."""
 
-_ScaledShape = tuple[tuple[str, str], str]
-"""A function by file and name, or a module, and the shape of a tensor there."""
+_ScaledShape = tuple[tuple[str, str], str]  # A function by file and name, or a module, and the shape of a tensor there
 
 _UNUSED = (
     "a part of the network whose graph is thrown away",
-    "leave it out if nobody uses what it gives; else call it within torch.no_grad()",
+    "leave it out if its output isn't used; else call it within torch.no_grad()",
 )
 
 _MEASURED = (
     "statistics or checks at each step",
-    "if they only measure or check, every hundred steps; leave out hooks and assertions when all is well",
+    "if they only measure or check, every hundred steps; leave out hooks and assertions after debugging",
 )
 
 _MADE = (
-    "masks, positions or the like, made anew at each step",
-    "what doesn't depend on the batch is made once, as a buffer of the module; what depends on samples alone, with the data",
+    "masks, positions or the like, created again at each step",
+    "create once, as a buffer of the module, what doesn't depend on the batch; create with the data what depends on samples alone",
 )
 
-_KEPT = (
-    "what is kept is copied at each step",
-    "a tensor of fixed size, into which each step writes its part in place",
-)
+_KEPT = ("what is kept is copied at each step", "a tensor of fixed size, into which each step writes its part in place")
 
 
 def no_grad_work(step: ProfiledStep) -> Iterator[Remedy]:
-    """Functions, and stretches of the loop, that calculate at lines which no backward goes through.
+    """Yields remedies for functions, and regions of the loop, at lines without a backward.
 
-    Whether their results are needed isn't seen, so what only passes the batch on, or chooses from it, isn't named; nor is
-    what sums it up, but in functions that do nothing else, or beside numbers that are read. Only such functions count as a
-    whole, unless they draw numbers, which are wanted anew.
+    The profile doesn't show whether results are needed, so lines that only pass on the batch or choose from it are left
+    out. Lines that sum it up count only in functions that do nothing else, or beside values read on the host. Only such
+    functions count as a whole, unless they draw random numbers.
     """
     without, scaled = _operators_without_backward(step), _scaled_shapes(step)
     mixed = _mixed_functions(step, {one.where for one in without})
@@ -109,10 +103,10 @@ def _remedy(step: ProfiledStep, what: CauseAndAdvice, ones: Sequence[OperatorTim
 
 
 def _operators_without_backward(step: ProfiledStep) -> list[OperatorTime]:
-    """Operators at lines that no backward goes through; not those of networks that are asked without training them."""
+    """Returns operators at lines without a backward, except those of networks in inference."""
     ones = step.operators(lambda one: bool(one.where) and one.phase in _COMPUTING_PHASES)
     if not any(one.used for one in ones):
-        return []  # as within compiled graphs, of which nobody knows
+        return []  # unknown, as in compiled graphs
     walked = {one.where for one in step.operators(lambda one: one.used is True or one.phase == "backward")}
     told = walked | small_ops.lines_in_loops(step) | {one.where for same in metric_operators(step) for one in same}
     aside = [one for one in ones if one.where not in told and one.name.startswith("aten::")]
@@ -127,7 +121,7 @@ def _mixed_functions(step: ProfiledStep, without: Set[str]) -> set[tuple[str, st
 
 
 def _inference_lines(step: ProfiledStep, ones: Sequence[OperatorTime]) -> set[str]:
-    """Lines where a network is asked for what no gradient is needed of, as teachers are; habits tell of graphs in vain."""
+    """Returns lines that call a network without gradients, as teachers; `habits` have unused graphs."""
     graphs = any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits)
     products = group_by((one for one in ones if is_product(one) and one.module not in PLAIN), lambda one: one.where)
     return {where for where, same in products.items() if graphs or all(one.used is None for one in same)}
@@ -139,7 +133,7 @@ def _learning_modules(step: ProfiledStep) -> set[str]:
 
 
 def _is_in_learning_module(one: OperatorTime, learning: set[str]) -> bool:
-    """Whether an operator is none of a module's that doesn't learn, unless its graph is thrown away."""
+    """Returns whether an operator's module is trained, or its graph is unused."""
     if one.module in PLAIN or one.module in learning:
         return True
     return one.used is False and not learning.isdisjoint(_upwards(one.module))
@@ -151,26 +145,24 @@ def _upwards(module: str) -> list[str]:
 
 
 def _classify(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_ScaledShape]) -> tuple[CauseAndAdvice, set[str]]:
-    """What such operators do, and at which lines; at none where the rest of the step may need it.
+    """Returns what operators do and at which lines; no lines if the step may need them.
 
     Args:
-        whole: whether they are all that their function does.
-        scaled: what is normalised.
+        whole: whether the operators are all that their function does.
+        scaled: inputs of normalization.
     """
     if {one.name for one in ones} & _CHOOSING_OPS and not is_counting_answers(ones):
         return _MEASURED, set()
-    kinds = (_UNUSED, _unused(ones)), (_MEASURED, _measured(ones, whole, scaled)), (_MADE, _made(ones))
+    unused = {one.where for one in ones if one.used is False and is_product(one)}
+    kinds = (_UNUSED, unused), (_MEASURED, _measured(ones, whole, scaled)), (_MADE, _made(ones))
     return next(((what, lines) for what, lines in kinds if lines), (_KEPT, _kept(ones)))
-
-
-def _unused(ones: Sequence[OperatorTime]) -> set[str]:
-    return {one.where for one in ones if one.used is False and is_product(one)}
 
 
 def _measured(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_ScaledShape]) -> set[str]:
     counted = counting_lines(ones)
     read = {one.where for one in ones if one.name in _READ_OPS and not one.outer}
-    summed = {one.where for one in ones if _is_statistic(one) and scaled.isdisjoint(_scaled_inputs(one))}
+    statistics = [one for one in ones if one.name in _STATISTIC_OPS and one.dtype and not one.outer]
+    summed = {one.where for one in statistics if scaled.isdisjoint(_scaled_inputs(one))}
     found = read | (summed if whole or read or counted else set())
     return found | counted if found else set()
 
@@ -185,12 +177,8 @@ def _kept(ones: Sequence[OperatorTime]) -> set[str]:
     return {one.where for one in kept} if {one.name for one in kept} == _KEEPING_OPS else set()
 
 
-def _is_statistic(one: OperatorTime) -> bool:
-    return one.name in _STATISTIC_OPS and bool(one.dtype) and not one.outer
-
-
 def _scaled_shapes(step: ProfiledStep) -> set[_ScaledShape]:
-    """What is moved or scaled by something of another shape, as what is normalised, and whatever is divided."""
+    """Returns what is divided, or scaled by a tensor of another shape, as in normalization."""
     ones = step.operators(lambda one: one.phase in _COMPUTING_PHASES and not one.outer)
     scaling = [
         one for one in ones if one.name in _DIVIDING or (one.name in _SCALING and len({*one.shapes}) == len(one.shapes))
@@ -205,105 +193,96 @@ def _scaled_inputs(one: OperatorTime) -> set[_ScaledShape]:
 
 _PATTERN_TEXTS = {
     "kept graph": (
-        "a growing list of losses with graphs: what led to each loss stays in memory",
+        "a growing list of losses with graphs: the graph of each loss stays in memory",
         "keep the number: loss.item() or loss.detach()",
     ),
     "carried graph": (
-        "a graph that is carried over steps: each backward goes through those of earlier steps again",
-        "detach what one step hands to the next: state.detach(), loss.detach()",
+        "a graph that is carried over steps: each backward runs through the graphs of earlier steps again",
+        "detach what one step passes to the next: state.detach(), loss.detach()",
     ),
     "retained graph": (
         "an unneeded retain_graph: the graph is kept for a backward that never comes",
         "leave out retain_graph=True",
     ),
     "created graph": (
-        "an unneeded create_graph: the backward builds a graph of itself that nobody goes through",
+        "an unneeded create_graph: the backward builds a graph of itself that no second backward uses",
         "leave out create_graph=True",
     ),
     "wasted forward": (
         "double evaluation: a forward whose result no backward uses",
-        "use the outputs and the loss that the step has already; without need for gradients: torch.no_grad()",
+        "use the outputs and the loss that the step has already; if no gradients are needed: torch.no_grad()",
     ),
     "evaluation": (
         "evaluation at each step: a forward without gradients beside the training's own",
-        "if it only tells how good the network is: reuse the outputs of the training's forward, and validate once in an epoch "
+        "if it only measures the network: reuse the outputs of the training's forward, and validate once in an epoch "
         "or every few hundred steps",
     ),
     "unused graph": (
         "a graph is built for a forward that no backward comes back to",
-        "call it within torch.no_grad(); if it only tells how good the network is, every few hundred steps",
+        "call it within torch.no_grad(); if it only measures the network, every few hundred steps",
     ),
     "autograd in evaluation": (
-        "evaluation builds graphs that nobody uses",
+        "evaluation builds graphs that no backward uses",
         "evaluate within torch.no_grad() or torch.inference_mode()",
     ),
     "repeated forward": (
-        "a repeated forward: the network is asked twice about the same inputs, and gives the same",
-        "keep the outputs of the first: out = net(x), and use them in all terms of the loss",
+        "a repeated forward: the network runs twice on the same inputs, with the same result",
+        "reuse the outputs of the first call: out = net(x), and use them in all terms of the loss",
     ),
     "recomputed forward": (
-        "forwards are computed again within the backward, as checkpointing of activations asks for",
+        "forwards are computed again within the backward, because of activation checkpointing",
         "leave out torch.utils.checkpoint where memory allows, or checkpoint fewer and larger parts",
     ),
     "shared graph": (
-        "two backwards go through one graph: what their losses share is gone through by each",
-        "one backward of the sum, (a + b).backward(), which adds up the same gradients",
+        "two backwards run through one graph: each of them runs through the part that their losses share",
+        "one backward of the sum, (a + b).backward(), which gives the same gradients",
     ),
     "unused gradients": (
         "gradients that nobody uses: no optimizer updates these parameters",
         "requires_grad_(False) for what isn't trained, before the loop; or call it within torch.no_grad()",
     ),
     "cleared gradients": (
-        "gradients that are cleared before anybody uses them: a loss goes back through a network that isn't updated by it, as a "
-        "discriminator's through the generator",
-        "detach what comes from that network: net(fake.detach()); then retain_graph=True isn't needed either",
+        "gradients that are cleared before they are used: the backward of a loss runs through a network that the loss doesn't train, "
+        "such as the generator under a discriminator's loss",
+        "detach the output of that network: net(fake.detach()); retain_graph=True is then unneeded as well",
     ),
     "unread gradients": (
-        "gradients of weights that are cleared before any optimizer reads them: a loss goes back through a network that it doesn't "
-        "train, as a generator's through the discriminator",
+        "gradients of weights that are cleared before any optimizer reads them: the backward of a loss computes weight gradients of a "
+        "network that the loss doesn't train, such as the discriminator under a generator's loss",
         "requires_grad_(False) for that network's parameters around this loss and its backward, or "
         "loss.backward(inputs=list(of the trained parameters))",
     ),
     "argument validation": (
-        "argument validation of torch.distributions: each distribution and each log_prob checks its numbers",
+        "argument validation of torch.distributions: each distribution and each log_prob checks its arguments",
         "validate_args=False for the distributions, or torch.distributions.Distribution.set_default_validate_args(False) "
-        "once at the start, when all is well",
+        "once at the start, after debugging",
     ),
     "input gradients": (
-        "gradients of the inputs are computed, as requires_grad on them asks for",
-        "leave out requires_grad if nobody looks at their .grad",
+        "gradients of the inputs are computed, because they have requires_grad",
+        "leave out requires_grad if their .grad isn't used",
     ),
     "profiler": (
         "a profiler of the script's own is on",
-        "profile a few steps alone, with torch.profiler.schedule, and leave it out when all is well",
+        "profile a few steps alone, with torch.profiler.schedule, and leave it out otherwise",
     ),
     "garbage collection": (
         "Python's garbage collection at each step",
-        "leave out gc.collect() in the loop; gc.freeze() after setting up spares collections what is there to stay",
+        "leave out gc.collect() in the loop; gc.freeze() after the setup excludes permanent objects from collections",
     ),
-    "hook": (
-        "torch's anomaly detection is on",
-        "leave out torch.autograd.set_detect_anomaly(True) when all is well",
-    ),
+    "hook": ("torch's anomaly detection is on", "leave out torch.autograd.set_detect_anomaly(True) after debugging"),
 }
 
-_LINE_PATTERNS = ("checkpoint",)
-"""What is told with all that goes on in the function that does it."""
-
-_SINGLE_SWITCH_PATTERNS = ("argument validation",)
-"""Habits that one call removes at all lines."""
+_LINE_PATTERNS = ("checkpoint",)  # patterns that the detector of the function's lines reports
+_SINGLE_SWITCH_PATTERNS = ("argument validation",)  # patterns that one call removes at all lines
 
 _RARE_PATTERNS = ("autograd in evaluation", "evaluation")
-"""What is told though it's in less than half of the steps: an evaluation then comes from times of all of them."""
+"""Patterns that are reported below half of the steps: their times cover all steps."""
 
-_INTENDED_PATTERNS = ("input gradients",)
-"""What may well be a part of the method, and stays a note."""
-
-_IF_IT_COUNTS = ("garbage collection",)
-"""What any loop has a little of."""
+_INTENDED_PATTERNS = ("input gradients",)  # patterns that may be part of the method; always a note
+_IF_IT_COUNTS = ("garbage collection",)  # patterns that any loop has to a small degree
 
 _NAN_CHECK_OPS = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero", "aten::item"})
-"""By what anomaly detection looks for NaN, with an operator or two less in a newer torch."""
+"""Operators of the NaN check of anomaly detection; torch versions differ by one or two."""
 
 
 def slow_patterns(step: ProfiledStep) -> Iterator[Remedy]:
@@ -325,7 +304,7 @@ def slow_patterns(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _merge_single_switch(habits: Sequence[SlowPattern]) -> Iterator[SlowPattern]:
-    """Sums the habits of all lines where one switch removes them together; the line is that of the largest."""
+    """Sums patterns of all lines if one switch removes them; the line is that of the largest."""
     for what, same in group_by(habits, lambda one: one.what).items():
         if what not in _SINGLE_SWITCH_PATTERNS or len(same) == 1:
             yield from same
@@ -337,29 +316,26 @@ def _merge_single_switch(habits: Sequence[SlowPattern]) -> Iterator[SlowPattern]
 
 
 def _recomputed_line(step: ProfiledStep) -> str:
-    """The line of the forwards that run again: most of what a backward does as a forward did, as far as operators tell."""
+    """Returns the line of forwards that run again: most of the backward's operators that equal a forward's."""
     forward = {(one.module, one.name, *one.shapes) for one in step.operators(lambda one: one.phase == "forward")}
     backward = step.operators(lambda one: one.phase == "backward" and one.module not in PLAIN)
     return heaviest([one for one in backward if (one.module, one.name, *one.shapes) in forward and one.where], step)
 
 
 def _won_ms(step: ProfiledStep, habit: SlowPattern) -> float:
-    if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph costs memory first
+    if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph mainly costs memory
         return 0.0
-    if habit.what == "hook":  # it remembers who made each node, and looks at what each gives
+    if habit.what == "hook":  # the mode stores the stack of each node, and checks each output
         checks = step.operators(lambda one: one.phase == "backward" and one.name in _NAN_CHECK_OPS)
         return (habit.ms or 0.0) + sum(step.cost_ms(one) for one in checks)
     if habit.what == "profiler":
         each_ms = (habit.call_us or 0.0) / 1e3 - step.launch_ms
         return max(0.0, (habit.calls or 0.0) * each_ms)
-    if habit.what == "evaluation" and habit == _longest_evaluation(step, "evaluation"):
-        return (habit.ms or 0.0) + step.evaluating_ms
+    if habit.what == "evaluation":  # the longest evaluation is taken as the one with the loader's batches
+        evaluations = [one for one in step.profile.habits if one.what == "evaluation"]
+        if habit == max(evaluations, key=lambda one: one.ms or 0.0):
+            return (habit.ms or 0.0) + step.evaluating_ms
     return habit.ms or 0.0
-
-
-def _longest_evaluation(step: ProfiledStep, what: str) -> SlowPattern:
-    """Of several evaluations nobody knows whose batches a loader gave."""
-    return max((one for one in step.profile.habits if one.what == what), key=lambda one: one.ms or 0.0)
 
 
 def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
@@ -370,16 +346,16 @@ def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
     elif habit.what == "unused graph" and step.share(habit.ms or 0.0) >= COUNTS:
         parts.append(f"the forward takes {habit.ms:.2f} ms, {percent(step.share(habit.ms or 0.0))} of it")
     else:
-        parts.append("it takes next to no time here")
+        parts.append("it takes almost no time here")
     if habit.bytes and habit.bytes > 0.05 * 2**20:
         parts.append(f"memory grows by {habit.bytes / 2**20:.1f} MiB each time")
     return "; ".join(parts)
 
 
 def unused_functions(step: ProfiledStep) -> Iterator[Remedy]:
-    """Functions over tensors whose operations no backward uses, while it uses others of the same lines.
+    """Yields a remedy for functions on tensors that run again without a backward, at lines that also have one.
 
-    Of networks that are modules the habits tell: a teacher may well go through the same lines as the one that learns.
+    Networks that are modules are left to `habits`: a teacher may run the same lines as the trained network.
     """
     if any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits):
         return
@@ -391,9 +367,9 @@ def unused_functions(step: ProfiledStep) -> Iterator[Remedy]:
     if gain < COUNTS:
         return
     yield Remedy(
-        cause="double evaluation: a function is called once more, and no backward uses what it gives",
+        cause="double evaluation: a function is called again, and no backward uses the result",
         where=heaviest(unused, step),
-        remedy="use what the step has computed already; without need for gradients: torch.no_grad()",
+        remedy="use what the step has computed already; if no gradients are needed: torch.no_grad()",
         gain=gain,
         evidence=f"{sum(one.calls for one in unused):.0f} operations at lines that the backward goes through for others, "
         f"{percent(gain)} of the step of {step.ms:.2f} ms",

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from hotloop.profiler.detectors.step import ProfiledStep, percent
 
-_LARGE_SHARE = 0.2
-"""Share of the time from which on gains of a step say too little about the whole run."""
+_LARGE_SHARE = 0.2  # share of the time from which on gains of a step say too little about the whole run
 
 
 def irregular_work_note(step: ProfiledStep) -> Iterator[str]:

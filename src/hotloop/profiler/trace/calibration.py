@@ -1,4 +1,4 @@
-"""Puts what a profiler saw beside what clocks measured, since under a profiler all takes longer."""
+"""Corrects traced times with clock times: a profiler lengthens all operations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hotloop.core.records.profile import LineTime, ModuleTime, OperatorTime
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.timers.module_names import ModuleName, OwnTime, enclosing_names, format_name
 
-_MIN_COUNTED_SHARE = 0.8
-"""FLOPs of a module are given if operators that take so much of its time are counted."""
+_MIN_COUNTED_SHARE = 0.8  # least share of a module's operator time with known counts, for the module's FLOPs and bytes
 
 
 def remove_profiler_overhead(
@@ -20,17 +19,16 @@ def remove_profiler_overhead(
     phases: Mapping[Phase, float],
     traced: Mapping[Phase, float] | None = None,
 ) -> list[OperatorTime]:
-    """Operators with the times that they would have without the profiler, the longest first.
+    """Returns operators with times corrected for the profiler's overhead, the longest first.
 
-    Those of a module shrink by what it takes by the clock over what it took while traced, others so far that they fit into
-    their phase. A phase that took less time while traced, though a profiler only adds to it, was held up by other programs
-    in the steps that the clocks measured, and so were its operators: they grow as it did. Times of a device's kernels stay
-    as they are.
+    An operator shrinks by the ratio of its module's clock time to its traced time; without a module, until the
+    operators fit into their phase. A phase with a smaller traced time than clock time was delayed by other programs
+    while the clock ran, so its operators grow in proportion. Times of device kernels stay.
 
     Args:
-        walls: own ms of each module and phase while traced, by name and phase; `""` outside of modules.
-        modules, phases: as the clocks measured them.
-        traced: ms of each phase while traced, with all that lies between its operators.
+        walls: traced own ms of each module and phase; the name is `""` outside of modules.
+        modules, phases: clock times.
+        traced: traced ms of each phase, with the time between operators.
     """
     clocked = {(one.name, phase): own for one in modules for phase, own in _own_times(one)}
     factors = {key: _overhead_ratio(clocked[key], wall) for key, wall in walls.items() if clocked.get(key)}
@@ -62,7 +60,7 @@ def remove_profiler_overhead(
 
 
 def clamp_lines_to_phases(lines: Sequence[LineTime], phases: Mapping[Phase, float]) -> list[LineTime]:
-    """Lines with times that fit into their phases: looking at the stack holds a step up. Nothing grows."""
+    """Returns lines shrunk to fit into their phases: stack sampling delays a step."""
     total: dict[Phase, float] = defaultdict(float)
     for line in lines:
         total[line.phase] += line.own_ms
@@ -74,7 +72,7 @@ def clamp_lines_to_phases(lines: Sequence[LineTime], phases: Mapping[Phase, floa
 
 
 def clamp_ops_to_phases(operators: Sequence[OperatorTime], phases: Mapping[Phase, float]) -> list[OperatorTime]:
-    """Operators of the process with times that fit into their phases. Nothing grows."""
+    """Returns the host's operators shrunk to fit into their phases."""
     total: dict[Phase, float] = defaultdict(float)
     for one in operators:
         total[one.phase] += one.ms if one.device == "cpu" else 0.0
@@ -89,7 +87,7 @@ def _overhead_ratio(clocked: float, traced: float) -> float:
 
 
 def _enclosing_names(name: str) -> Iterator[str]:
-    """A module's name, and those of the modules around it; the model itself, where it has no name, comes last."""
+    """Yields a module's name and those of its parents, the unnamed model last."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -99,11 +97,11 @@ def _enclosing_names(name: str) -> Iterator[str]:
 def with_device_times(
     own: Mapping[ModuleName, OwnTime], operators: Sequence[OperatorTime], *, alone: bool
 ) -> dict[ModuleName, OwnTime]:
-    """Modules with the times of their kernels: the clock of the process sees when these were launched.
+    """Returns modules with the times of their kernels; host clocks only see the launches.
 
     Args:
-        own: times of the process's clock.
-        alone: whether there is but one model, so that operators give its modules without its name.
+        own: host clock times.
+        alone: whether there is one model, whose name operators leave out.
     """
     taken: dict[tuple[str, bool], float] = defaultdict(float)
     for one in operators:
@@ -116,11 +114,11 @@ def with_device_times(
 def with_compiled(
     own: Mapping[ModuleName, OwnTime], operators: Sequence[OperatorTime], inside: Mapping[str, ModuleName]
 ) -> dict[ModuleName, OwnTime]:
-    """Adds the modules inside of compiled ones, which no clock sees: they take what their kernels take.
+    """Adds modules inside of compiled ones, with the times of their kernels; no clock sees them.
 
     Args:
-        own: times of those that the clock saw; what is inside of one of them is taken from its own time.
-        inside: modules that compiled kernels compute for, by the name that operators give.
+        own: clock times; the time of an added module is subtracted from that of the module around it.
+        inside: modules of compiled kernels, by the name that operators use.
     """
     found = dict(own)
     for told, name in inside.items():
@@ -142,7 +140,7 @@ def with_compiled(
 
 
 def with_shares(phases: Mapping[Phase, float], shares: Mapping[Phase, float]) -> dict[Phase, float]:
-    """Phases of a step with what was `unattributed` given to the phases that have shares in it; they add up as before."""
+    """Returns phases with `unattributed` time moved to the phases that have shares of it."""
     found = dict(phases)
     unknown = found.get("unattributed", 0.0)
     for phase, share in shares.items():
@@ -164,7 +162,7 @@ def _own_times(module: ModuleTime) -> Iterable[tuple[Phase, float]]:
 
 
 def with_counts(modules: Sequence[ModuleTime], operators: Sequence[OperatorTime]) -> list[ModuleTime]:
-    """Modules with the FLOPs and bytes of their operators, forward and backward and with all inside."""
+    """Returns modules with the FLOPs and bytes of their operators, forward and backward, with submodules."""
     return [_count_module(module, [one for one in operators if _is_inside(one, module.name)]) for module in modules]
 
 

@@ -1,4 +1,4 @@
-"""A small file of a few traced steps for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Writes a small trace of a few steps for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from hotloop.profiler.timers.markers import MARK
 from hotloop.profiler.trace.events import TraceEvent, TraceReader
 
 MAX_SPANS = 40_000
-"""The longest are kept."""
-_COMPRESSED_FROM_CHARS = 1_000_000
-"""From so many characters on the file is compressed, which both viewers read."""
+"""Most spans in a file; the longest are written."""
+_COMPRESSED_FROM_CHARS = 1_000_000  # characters above which the file is compressed; both viewers read compressed files
 
 
 _NEAR_NS = 20_000
 
 
 class Span(NamedTuple):
-    """Something that lasts, in ns, in a row of the picture."""
+    """A span of time, in ns, in a row of the trace."""
 
     row: str
     name: str
@@ -32,7 +31,7 @@ class Span(NamedTuple):
 
 
 def spans_of(reader: TraceReader, events: Iterable[TraceEvent], place: Callable[[str, int], str]) -> list[Span]:
-    """A step as rows: its phases, modules and the user's lines, the operators, and what ran on devices."""
+    """Returns the spans of a step: phases, modules, the user's lines, operators and device kernels."""
     spans: list[Span] = []
     for mark, start, end in reader.segments():
         module = "" if mark.module is None else (mark.module.path or mark.module.model)
@@ -52,7 +51,7 @@ def spans_of(reader: TraceReader, events: Iterable[TraceEvent], place: Callable[
 
 
 def _append_span(spans: list[Span], span: Span) -> None:
-    """Adds a span, to the one before in its row if that goes by the same name and is near."""
+    """Appends a span, or extends the last span of its row with the same name if it is near."""
     if not span.name:
         return
     for at in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
@@ -64,10 +63,7 @@ def _append_span(spans: list[Span], span: Span) -> None:
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> Path:
-    """Writes the longest of the spans, in rows in the order in which these first come; returns the file's path.
-
-    A large file is compressed, and its name gets `.gz` at its end.
-    """
+    """Writes the longest spans and returns the path, which gets `.gz` if the file is compressed."""
     first = min((span.start for span in spans), default=0)
     rows = {row: number for number, row in enumerate(dict.fromkeys(span.row for span in spans))}
     kept = sorted(spans, key=lambda span: span.start - span.end)[:MAX_SPANS]

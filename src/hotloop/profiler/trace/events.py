@@ -1,10 +1,8 @@
-"""A profiler's record of a step, read: which operator ran where, for whom, and for how long by itself.
+"""Reads a profiler's record of a step: operators with their modules, lines and own times.
 
-Events on a thread lie inside one another by their times. What an operator does is counted once: those inside of one that
-`counting` knows belong to it, so that `aten::linear` holds what its `aten::addmm` took.
-
-Backward events carry the number of the node that they run, and so find the module and the line whose forward made it.
-Kernels on a device carry the number of the operator that launched them.
+Events on a thread are nested by their times. Operators inside of one with known counts belong to it, so `aten::linear`
+includes the time of its `aten::addmm`. Backward events have the number of their node, which gives the module and line
+of the forward. Device kernels have the number of the operator that launched them.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ ENGINE_PREFIX = "autograd::engine::evaluate_function: "
 _OPTIMIZER_RANGES: dict[str, OptimizerPart] = {"Optimizer.step#": "step", "Optimizer.zero_grad#": "zero_grad"}
 _OPTIMIZER_NAMES = tuple(_OPTIMIZER_RANGES)
 _ACCUMULATE_NODE = "AccumulateGrad"
-"""The node inside of which hooks run once a gradient is there; all others run before or after their node."""
+"""The node that runs hooks on its finished gradient; other hooks run before or after their node."""
 _LOADING_PREFIX = "enumerate(DataLoader)#"
 _WAITING_OPS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 _HIDDEN_NAMES = (
@@ -44,12 +42,12 @@ _HIDDEN_NAMES = (
 
 @dataclass
 class TraceEvent:
-    """An event as the profiler gives it; times in ns.
+    """An event of the profiler; times in ns.
 
     Attributes:
-        number: of the node that an operator makes next, or that backward runs; -1 for none.
-        maker: thread that made the node, for backward; 0 otherwise.
-        id: that kernels refer to by `launched_by`.
+        number: number of the next node that the operator makes, or that the backward runs; -1 for none.
+        maker: for backward, the thread that made the node; else 0.
+        id: number to which `launched_by` of kernels refers.
         device: `cpu`, or that of a kernel, such as `cuda:0`.
     """
 
@@ -72,16 +70,16 @@ class OperatorCall:
     """One call of an operator.
 
     Attributes:
-        ns: by itself and what is counted with it.
-        mark: that says for whom it ran; None where nobody knows.
-        line: of the user's.
-        counts: with all that is inside it; None where they aren't known.
-        launch: what a compiled graph says of it; None outside of compiled graphs.
-        kernels: on a device, with their ns.
-        made: numbers of the nodes that it made, first and one past the last.
-        outer: the operator inside of which it ran.
-        within: what of an optimizer's it lies in.
-        hooked: whether `line` called it while a backward ran, and not as a part of what a node computes.
+        ns: own time, with operators that belong to the call.
+        mark: the mark of its module and phase; None if unknown.
+        line: the user's line.
+        counts: cost with all operators inside; None if unknown.
+        launch: the kernel of a compiled graph; None outside of such graphs.
+        kernels: device kernels.
+        created_nodes: numbers of the nodes that it made: first, and last + 1.
+        outer: the enclosing operator.
+        within: the part of an optimizer that contains the call.
+        is_in_hook: whether `line` called it during a backward, outside of a node's own computation.
     """
 
     event: TraceEvent
@@ -99,7 +97,7 @@ class OperatorCall:
 
     @property
     def outermost(self) -> str:
-        """The name of the outermost of torch's own operators inside of which it ran; empty for none."""
+        """The name of the outermost enclosing `aten` operator; empty for none."""
         around = self.outer
         if around is None:
             return ""
@@ -110,13 +108,12 @@ class TraceReader:
     """Reads the events of one step.
 
     Args:
-        marks: of the step's trail.
-        counts: of an operator, None where they aren't known; one with counts is counted with all that is inside it.
-
-        graphs: kernels of the compiled graphs, by number.
+        marks: marks of the step.
+        counts: returns an operator's cost, None if unknown; an operator with a cost includes all operators inside.
+        graphs: kernels of compiled graphs, by number.
 
     Attributes:
-        thread: that was marked.
+        thread: the marked thread.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class TraceReader:
         self._node: TraceEvent | None = None
 
     def operators(self, events: Iterable[TraceEvent]) -> list[OperatorCall]:
-        """Operators on the thread that was marked, and backward on any other, with their kernels."""
+        """Returns operators of the marked thread, and of the backward on any thread, with their kernels."""
         ordered = sorted(events, key=lambda event: (event.start, -event.end))
         found_marks = [event for event in ordered if event.name.startswith(MARK)]
         self._starts = [event.start for event in found_marks]
@@ -149,13 +146,13 @@ class TraceReader:
         return found
 
     def segments(self) -> Iterator[tuple[TraceMark, int, int]]:
-        """What held from when to when, in ns, as the marks say."""
+        """Yields each mark with its start and end, in ns."""
         for number, (start, end) in enumerate(pairwise(self._starts)):
             if number < len(self._marks):
                 yield self._marks[number], start, end
 
     def nodes(self, events: Iterable[TraceEvent]) -> Iterator[tuple[TraceMark | None, TraceEvent]]:
-        """The nodes that ran backward, with the mark under which each was made."""
+        """Yields the backward nodes, each with the mark under which it was made."""
         last: TraceMark | None = None
         for event in sorted(events, key=lambda event: event.start):
             if event.name.startswith(ENGINE_PREFIX):
@@ -185,7 +182,7 @@ class TraceReader:
         return found
 
     def _operator(self, event: TraceEvent, outer: OperatorCall | None, context: _Context) -> OperatorCall | None:
-        """The operator that an event is, or is counted with; None for what is no operator."""
+        """Returns the operator of an event, or to which the event belongs; None for other events."""
         if outer is not None and outer.counts is not None:
             return outer
         if event.name.startswith(_HIDDEN_NAMES):
@@ -212,7 +209,7 @@ class TraceReader:
         return outer
 
     def _owner_of(self, event: TraceEvent, context: _Context) -> tuple[TraceMark | None, Line | None, bool]:
-        """The mark that an event belongs to, the user's line, and whether that called it while a backward ran."""
+        """Returns the mark and line of an event, and whether the line ran during a backward."""
         now = self._mark_at(event.start) if event.thread == self.thread else None
         if context.node is None:
             return now, now.line if now is not None else None, False
@@ -227,12 +224,12 @@ class TraceReader:
         return self._marks[at] if 0 <= at < len(self._marks) else None
 
     def _mark_after(self, node: TraceEvent, event: TraceEvent) -> TraceMark | None:
-        """The last mark before an event, if it was left since the node began to run."""
+        """Returns the last mark before an event, if it is later than the node's start."""
         at = bisect_right(self._starts, event.start) - 1
         return self._marks[at] if 0 <= at < len(self._marks) and self._starts[at] >= node.start else None
 
     def _maker_of(self, node: TraceEvent) -> TraceMark | None:
-        """The mark under which a node was made, unless that was before the step or on another thread."""
+        """Returns the mark under which a node was made; None if before the step or on another thread."""
         if node.number < 0 or (node.maker and self.thread >= 0 and node.maker != self.thread):
             return None
         at = bisect_right(self._numbers, node.number) - 1
@@ -250,9 +247,9 @@ class TraceReader:
         return mark.executed_phase
 
     def _updates(self, mark: TraceMark | None, began: int) -> bool:
-        """Whether what a mark holds for is an optimizer's own; the closure that it calls has marks of its own.
+        """Returns whether a mark belongs to the optimizer's own work; its closure has other marks.
 
-        Where one returns to the optimizer, the line is the one that called that, and the phase may be the closure's yet.
+        After the closure, the line is that of the optimizer's caller, and the phase may still be the closure's.
         """
         before = self._mark_at(began)
         if mark is None or mark.executed_phase == "update" or mark is before:
@@ -261,7 +258,7 @@ class TraceReader:
         return returned and mark.place is None and not mark.is_in_backward
 
     def _exclude_closures(self, found: Iterable[OperatorCall]) -> None:
-        """What an optimizer's closure takes, with all that lies between its operators, is no time of the optimizer's."""
+        """Subtracts an optimizer's closure, with the time between its operators, from the optimizer's time."""
         for one in found:
             if one.event.thread == self.thread and _is_update(one.event):
                 inside = (s for s in self.segments() if s[1] >= one.event.start and s[2] <= one.event.end)
@@ -269,14 +266,14 @@ class TraceReader:
                 one.ns = max(0, one.ns - sum(others))
 
     def _note_created_nodes(self, found: list[OperatorCall]) -> None:
-        """Which nodes each operator made: from its number up to that of the next one."""
+        """Sets the nodes of each operator: from its number up to that of the next operator."""
         forward = [o for o in found if o.event.number >= 0 and o.event.thread == self.thread and o.phase != "backward"]
         forward.sort(key=lambda operator: operator.event.start)
         last = self._numbers[-1] if self._numbers else 0
         after = [operator.event.number for operator in forward[1:]] + [last]
         for operator, following in zip(forward, after, strict=True):
             operator.created_nodes = (operator.event.number, max(following, operator.event.number))
-        for operator in found:  # outer ones first: within a function of the user's own, autograd sees that alone
+        for operator in found:  # outer ones first: autograd only sees a custom function, not its operators
             if (
                 operator.outer is not None
                 and operator.event.number < 0
@@ -287,9 +284,7 @@ class TraceReader:
 
 @dataclass(frozen=True)
 class _Context:
-    """What an event lies in: a node that runs backward, an optimizer's update by when it began, a compiled graph with what it
-    has yet to run.
-    """
+    """What contains an event: backward node, an optimizer's update by its start, a compiled graph's pending kernels."""
 
     node: TraceEvent | None = None
     update: int | None = None
@@ -297,7 +292,7 @@ class _Context:
     within: OptimizerPart = ""
 
     def launch(self, name: str) -> KernelLaunch | None:
-        """The next kernel of that name that the graph runs."""
+        """Removes and returns the graph's next kernel of that name."""
         for at, launch in enumerate(self.launches):
             if launch.name == name:
                 return self.launches.pop(at)
@@ -309,7 +304,6 @@ def _is_update(event: TraceEvent) -> bool:
 
 
 def backward_nodes(events: Iterable[TraceEvent]) -> set[int]:
-    """Numbers of the nodes that ran backward."""
     return {event.number for event in events if event.name.startswith(ENGINE_PREFIX)}
 
 
@@ -317,7 +311,7 @@ _COPY_NAME = re.compile(r"Memcpy (\w)to(\w)")
 
 
 def copy_direction(kernel: TraceEvent) -> str:
-    """From and to which device a kernel copies, such as `cpu>cuda:0`; empty if it doesn't copy between devices."""
+    """Returns the devices of a copy, such as `cpu>cuda:0`; empty if the kernel copies within a device."""
     found = _COPY_NAME.match(kernel.name)
     if found is None or found[1] == found[2]:
         return ""

@@ -1,9 +1,8 @@
-"""Which modules a compiled kernel computes for: noted when Inductor makes it, found again when it runs.
+"""Records the modules of compiled kernels when Inductor generates them, and finds the kernels when they run.
 
-Inductor makes a kernel of nodes of a graph, and each node knows the module whose forward it is of, or whose forward made
-it, for backward. So a kernel of several modules has parts, as large as the arithmetic of their nodes. The caches of
-whole graphs are switched off meanwhile, since nothing is made where a graph comes out of one; compiled kernels still
-come out of theirs. How a graph is compiled, and so what it computes, stays as it is.
+Each graph node has the module of its forward, or of the forward of its backward. A kernel of several modules is divided
+by the arithmetic of their nodes. Caches of whole graphs are off while recording, since a cached graph isn't generated;
+caches of compiled kernels stay on. The compiled code is the same.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from hotloop.profiler.costs.operator_cost import count_operator
 
 GRAPH_PREFIX = "hotloop-graph#"
 PHASE_KEY = "hotloop_phase"
-"""Key by which a node may say its phase."""
+"""Key of a node's metadata for its phase."""
 _KERNEL_PREFIXES = ("cpp_fused", "cpp_")
 _LINE_PATTERN = re.compile(r'File "(.+)", line (\d+)')
 
 
 @dataclass(frozen=True)
 class KernelPart:
-    """What a kernel does for one module.
+    """The part of a kernel for one module.
 
     Attributes:
-        module: its id; 0 for none.
-        phase: where the graph says so itself; None where the time of its running tells.
-        line: of the user's, from which most of it comes.
-        share: of the kernel's arithmetic.
-        flops: None where not all are known.
+        module: id of the module; 0 for none.
+        phase: phase from the graph; None if the time of the run decides.
+        line: the user's line of most of the part.
+        share: share of the kernel's arithmetic.
+        flops: None if some are unknown.
     """
 
     module: int
@@ -54,7 +53,7 @@ class KernelPart:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A kernel that a compiled graph runs, by the name that a profiler gives it."""
+    """A kernel of a compiled graph, by its name in the profiler."""
 
     name: str
     parts: tuple[KernelPart, ...]
@@ -62,11 +61,11 @@ class KernelLaunch:
 
 @hide_from_compiler
 class CompilationRecorder:
-    """Notes what is compiled between `install()` and `remove()`, and marks what runs between `begin()` and `end()`.
+    """Records compilations between `install()` and `remove()`, and marks runs between `begin()` and `end()`.
 
     Attributes:
-        graphs: the kernels of each graph, in the order in which it runs them.
-        model: whose modules are meant, where none is ever called because the whole step is compiled; None otherwise.
+        graphs: the kernels of each graph, in order of execution.
+        model: the model if the whole step is compiled, so that no module is called; else None.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class CompilationRecorder:
         self._caches: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
-        """Listens to Inductor, which is imported by now."""
+        """Patches Inductor, which must be imported already."""
         import torch._functorch.config
         from torch._inductor import config
         from torch._inductor.codegen.cpp import CppScheduling
@@ -98,14 +97,14 @@ class CompilationRecorder:
         self._current_kernels.patch(CompiledFxGraph, "__init__", self._compiled)
 
     def remove(self) -> None:
-        """Stops noting; what was noted stays."""
+        """Removes the patches; records stay."""
         self._current_kernels.undo()
         for owner, name, before in self._caches:
             setattr(owner, name, before)
         self._caches = []
 
     def begin(self) -> None:
-        """A traced step starts: graphs and kernels show in the profiler's record."""
+        """Starts a traced step: graphs and kernels appear in the profiler's record."""
         if not self.graphs:
             return
         from torch._inductor.codecache import PyCodeCache
@@ -175,7 +174,7 @@ def _record_kernel(name: str, kernel: Any) -> Any:
 
 
 def operator_of(kernel: str) -> str:
-    """The operator that generated code calls, as a profiler names it: `extern_kernels.addmm` is `aten::addmm`."""
+    """Returns the profiler's name of an operator in generated code: `extern_kernels.addmm` is `aten::addmm`."""
     steps = kernel.removeprefix("torch.ops.").split(".")
     if len(steps) < 2:
         return kernel
@@ -184,7 +183,7 @@ def operator_of(kernel: str) -> str:
 
 
 def kernel_parts(nodes: Iterable[Any]) -> tuple[KernelPart, ...]:
-    """What some nodes of a graph compute for which module, the largest part first; a node counts once."""
+    """Returns the parts of some graph nodes by module, the largest first; repeated nodes count once."""
     found: dict[tuple[int | None, Phase | None], list[tuple[float, float | None, Any]]] = {}
     for node in dict.fromkeys(nodes):
         size = _node_numbers(node)
@@ -205,7 +204,7 @@ def kernel_parts(nodes: Iterable[Any]) -> tuple[KernelPart, ...]:
 
 
 def _assign_unowned_nodes(found: dict[tuple[int | None, Phase | None], list[tuple[float, float | None, Any]]]) -> None:
-    """A node that the compiler itself wrote in place of others knows no module: it goes to the largest that has one."""
+    """Assigns nodes that the compiler inserted, without a module, to the largest part with one."""
     for key in [key for key in found if key[0] is None]:
         others = [other for other in found if other[0] is not None]
         if others:
@@ -213,7 +212,7 @@ def _assign_unowned_nodes(found: dict[tuple[int | None, Phase | None], list[tupl
 
 
 def _node_numbers(node: Any) -> float:
-    """Numbers that a node makes, as far as they are known."""
+    """Returns the number of elements that a node makes, as far as known."""
     shapes = [_shape(one) for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
     return float(sum(math.prod(shape) for shape in shapes if shape is not None))
 
@@ -224,7 +223,7 @@ def _shape(tensor: Tensor) -> list[int] | None:
 
 
 def _size_hint(size: Any) -> Any:
-    """Of a size that may change the one that it has now, if that is known; to ask for an int would compile for it alone."""
+    """Returns the current value of a symbolic size; `int()` would specialize the graph to it."""
     return size.node.hint if isinstance(size, SymInt | SymFloat | SymBool) else size
 
 
@@ -253,7 +252,7 @@ def _flops(node: Any) -> float | None:
 
 
 def _module_of(meta: dict[str, Any]) -> int | None:
-    """Of the innermost module: torch keeps their ids as text, from the outermost on. None where nothing is known."""
+    """Returns the id of the innermost module; torch's stack has ids as text, outermost first. None if unknown."""
     if "seq_nr" not in meta and "nn_module_stack" not in meta:
         return None
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}

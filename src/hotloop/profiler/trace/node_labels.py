@@ -1,7 +1,7 @@
-"""Labels each node of a captured step with the module that it is of and its phase, as torch's own compiler does.
+"""Labels each node of a captured step with its module and phase, as torch's compiler does.
 
-hotloop captures a compiled step by running it once under torch's tracer (`lowering/compile/capture.py`), which keeps no note of
-modules. In that run the tracer is told of each module that is called, and autograd numbers its nodes as in any step.
+hotloop captures a compiled step in one run under torch's tracer (`lowering/compile/capture.py`), which doesn't record
+modules. This module observes the calls of modules in that run; autograd numbers nodes as in any step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hotloop.profiler.trace.inductor_kernels import PHASE_KEY
 
 
 class NodeLabels:
-    """Labels the nodes of the steps that are captured while `on()`."""
+    """Labels the nodes of steps that are captured inside of `on()`."""
 
     def __init__(self) -> None:
         self._inside: list[nn.Module | None] = [None]
@@ -42,7 +42,7 @@ class NodeLabels:
             patches.undo()
 
     def _tracing(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """In the tracer's own run alone: graphs are copied later, with their labels."""
+        """Patches only the tracer's own run: later copies of graphs have the labels."""
 
         @wraps(make)
         def make_labelled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ class NodeLabels:
         return created
 
     def _now(self) -> tuple[nn.Module | None, Phase]:
-        """Whose node is made now, and in which phase."""
+        """Returns the module and phase of a node that is made now."""
         running: Any = torch._C._current_autograd_node()
         if running is not None:
             self._labelled_nodes = True

@@ -1,4 +1,4 @@
-"""What traced steps came to, each by itself and several together."""
+"""Totals of traced steps, single and merged."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from hotloop.profiler.timers.line_tracer import Line
 from hotloop.profiler.timers.module_names import ModuleName
 
 OptimizerPart = Literal["", "step", "zero_grad"]
-"""What of an optimizer's an operator lies in."""
+"""Part of an optimizer that contains an operator."""
 
-_MIN_STEPS = 3
-"""Steps from which on it can be told what is usual."""
+_MIN_STEPS = 3  # least number of steps for a typical time
 
 
 class OperatorKey(NamedTuple):
-    """What makes calls of operators one record."""
+    """Key under which calls of operators are summed."""
 
     name: str
     phase: Phase
@@ -38,8 +37,6 @@ class OperatorKey(NamedTuple):
 
 
 class OperatorTotal:
-    """What the calls of one record come to."""
-
     def __init__(self) -> None:
         self.calls, self.ns = 0, 0.0
         self.flops: float | None = 0.0
@@ -54,19 +51,18 @@ class OperatorTotal:
 
 @dataclass
 class TracedSteps:
-    """One step, or several.
+    """Totals of one step, or several.
 
     Attributes:
-        ms: that it took.
-        sums: of its operators.
-        walls: nanoseconds of each module forward and backward, and of each phase without.
-        phases: nanoseconds of each, with all that lies between operators.
-        grounds: of each step, nanoseconds of each phase of the timeline in each that the lines say.
-        line_runs: how often Python ran each line.
-        alike: of how many modules that got the same input each was one.
-        fused, around: modules that kernels were compiled for: those that share one with them, and what was compiled.
-        compiled_ns: of compiled kernels, by phase.
-        steps: how many.
+        ms: time of the steps.
+        sums: totals of operators.
+        walls: own ns of each module, forward and backward, and of each phase outside of modules.
+        phases: ns of each phase, with the time between operators.
+        grounds: per step, ns of each pair of timeline phase and phase by lines.
+        line_runs: runs of each line by Python.
+        alike: number of equal modules with the same input as each.
+        fused, around: modules of compiled kernels: those that share a kernel, and the compiled module.
+        compiled_ns: ns of compiled kernels, by phase.
     """
 
     ms: float = 0.0
@@ -100,9 +96,9 @@ class TracedSteps:
 
 
 def merge_typical_steps(steps: Sequence[TracedSteps]) -> TracedSteps:
-    """All that were like the others: what a loop does now and then, such as sampling or a plot, makes a step longer.
+    """Merges the typical steps. Occasional work, such as sampling or a plot, makes a step longer.
 
-    What an operator took longer in one of them because another program had its core is none of its time.
+    Delays of an operator in a single step, when another program has the core, are subtracted.
     """
     found = TracedSteps()
     limit = DELAYED * median_low(step.ms for step in steps) if steps else 0.0
@@ -124,7 +120,7 @@ def _subtract_time(times: Counter[Any], of: Any, ns: float) -> None:
 
 
 def _delay_ns(sums: Sequence[OperatorTotal]) -> float:
-    """Nanoseconds that calls took beyond the usual in steps in which they took several times as long; of two, nobody knows."""
+    """Returns the ns beyond the median in steps in which calls took several times as long; 0 for few steps."""
     if len(sums) < _MIN_STEPS:
         return 0.0
     usual = median_low(one.ns / one.calls for one in sums)

@@ -1,4 +1,4 @@
-"""Runs a few steps under torch's profiler: which operators ran, for which module, from which line of the user's."""
+"""Runs a few steps under torch's profiler: operators with their modules and the user's lines."""
 
 from __future__ import annotations
 
@@ -30,17 +30,15 @@ from hotloop.profiler.trace.events import OperatorCall, TraceEvent, TraceReader,
 from hotloop.profiler.trace.inductor_kernels import CompilationRecorder, KernelLaunch
 from hotloop.profiler.trace.totals import OperatorKey, TracedSteps, merge_typical_steps
 
-_MAX_SHAPES = 8
-"""Of so many inputs at most are shapes given."""
-_MAX_RECORDS = 1000
-"""Records that are given at most, those that take longest."""
+_MAX_SHAPES = 8  # most input shapes per record
+_MAX_RECORDS = 1000  # most records; the longest are returned
 
 
 class Tracer:
-    """Traces the steps between `begin()` and `end()`; in between it only hears of a profiler of the script's own.
+    """Traces steps between `begin()` and `end()`; the script's own profiler has priority.
 
     Attributes:
-        notes: what it couldn't see, in sentences.
+        notes: sentences on what couldn't be traced.
     """
 
     def __init__(
@@ -54,12 +52,12 @@ class Tracer:
     ) -> None:
         """
         Args:
-            is_own: whether code is the user's, and not a library's.
-            place: `file:line`, as records give it.
-            current_phase: of the step.
-            compilations: what was compiled since the script began.
-            namer: that the module clock uses too, so that both give the same names.
-            turn: says the phase by the lines that run, too.
+            is_own: returns whether code is the user's, not a library's.
+            place: returns `file:line` for records.
+            current_phase: returns the phase of the step.
+            compilations: compilations since the script began.
+            namer: names of modules, shared with the module clock.
+            turn: returns the phase, given the running lines.
         """
         self.notes: list[str] = []
         self._place, self._namer = place, namer or ModuleNames()
@@ -76,7 +74,7 @@ class Tracer:
             self._others.patch(torch.autograd.profiler, name, self._yield_to_script_profiler)
 
     def begin(self) -> None:
-        """A step starts, on this thread; none is traced once the script has a profiler of its own."""
+        """Starts a step on this thread, unless the script has a profiler of its own."""
         running = torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
         if self._script_profiler or running:
             self._note("The script runs a profiler of its own, so no operators were traced under it.")
@@ -91,7 +89,7 @@ class Tracer:
             self._note("A debugger or a coverage tool traces the script, so operators have no lines.")
 
     def end(self) -> None:
-        """The step has ended: its operators are read, and everything is taken away again."""
+        """Ends a step: stops the profiler and reads the operators."""
         if not self._on:
             return
         ms = (time.perf_counter() - self._began) * 1e3
@@ -113,12 +111,12 @@ class Tracer:
         self._steps.append(step)
 
     def drop(self) -> None:
-        """The step has ended, and wasn't like the others: it's forgotten, and everything is taken away again."""
+        """Ends an untypical step without reading it."""
         if self._on:
             self._stop()
 
     def close(self) -> None:
-        """Stops for good; what was traced stays."""
+        """Stops for good; totals stay."""
         self.end()
         self._others.undo()
 
@@ -129,7 +127,7 @@ class Tracer:
         return torch.autograd._disable_profiler()
 
     def _yield_to_script_profiler(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        """There can be but one profiler, and the script's own comes first."""
+        """Drops the step if the script starts a profiler: there can be only one."""
 
         @wraps(start)
         def started(*args: Any, **kwargs: Any) -> Any:
@@ -142,15 +140,14 @@ class Tracer:
 
     @property
     def _typical_steps(self) -> TracedSteps:
-        """All steps so far that were like the others."""
         if self._joined is None or self._joined[0] != len(self._steps):
             self._joined = len(self._steps), merge_typical_steps(self._steps)
         return self._joined[1]
 
     def operators(self) -> list[OperatorTime]:
-        """Per step of those traced, the longest first. Their times are as the profiler saw them: see `matching`."""
+        """Returns operators per traced step, the longest first, with uncorrected times: see `calibration`."""
         many = len(self._steps)
-        if self._given is None or self._given[0] != many:  # it is asked for again and again while the script runs
+        if self._given is None or self._given[0] != many:  # called often while the script runs
             self._given = many, self._records()
         return self._given[1]
 
@@ -184,7 +181,6 @@ class Tracer:
         return sorted(found, key=lambda operator: -operator.ms)[:_MAX_RECORDS]
 
     def _runs_of(self, line: Line | None) -> float | None:
-        """Per step."""
         seen = self._typical_steps
         return seen.line_runs[line] / max(1, seen.steps) if line is not None and line in seen.line_runs else None
 
@@ -196,7 +192,7 @@ class Tracer:
         )
 
     def walls(self) -> dict[tuple[str, Phase], float]:
-        """Milliseconds that each module took forward and backward in a traced step by itself, and each phase without."""
+        """Returns the own ms of each module, forward and backward, and of each phase outside of modules, per step."""
         steps = max(1, self._typical_steps.steps)
         return {
             ("" if module is None else format_name(module, alone=self.alone), phase): ns / steps / 1e6
@@ -204,16 +200,16 @@ class Tracer:
         }
 
     def phases(self) -> dict[Phase, float]:
-        """Milliseconds that each phase took in a traced step, with all that lies between its operators."""
+        """Returns the ms of each phase per traced step, with the time between operators."""
         return {phase: ns / max(1, self._typical_steps.steps) / 1e6 for phase, ns in self._typical_steps.phases.items()}
 
     @property
     def grounds(self) -> list[Counter[tuple[Phase, Phase]]]:
-        """Of each step that was traced to its end: nanoseconds of each phase of the timeline in each that the lines say."""
+        """Per completely traced step, ns of each pair of timeline phase and phase by lines."""
         return self._typical_steps.grounds
 
     def fused(self) -> dict[str, list[str]]:
-        """Modules that compiled kernels compute for, with those that share a kernel with them."""
+        """Returns the modules of compiled kernels, each with those that share a kernel with it."""
         return {
             format_name(name, alone=self.alone): sorted(
                 format_name(other, alone=self.alone) for other in others if other
@@ -222,7 +218,7 @@ class Tracer:
         }
 
     def compiled_modules(self) -> dict[str, ModuleName]:
-        """Those of them that lie inside of a compiled module, or step, by the name that operators give."""
+        """Returns those inside of a compiled module or step, by the name that operators use."""
         return {
             format_name(name, alone=self.alone): name
             for name, around in self._typical_steps.around.items()
@@ -230,18 +226,18 @@ class Tracer:
         }
 
     def compiled_shares(self) -> dict[Phase, float]:
-        """Of the time outside of all modules and phases in which a compiled step ran, the shares of its kernels' phases."""
+        """Returns the shares of phases in unattributed time outside of modules, from compiled kernels."""
         wall = self._typical_steps.walls.get((None, "unattributed"), 0)
         total = max(wall, sum(self._typical_steps.compiled_ns.values()))
         return {phase: ns / total for phase, ns in self._typical_steps.compiled_ns.items()} if wall else {}
 
     def write(self, path: Path) -> Path | None:
-        """Writes what was traced as a Chrome trace; returns its path, None if nothing was traced."""
+        """Writes a Chrome trace and returns its path; None if nothing was traced."""
         return write_trace(path, self._spans) if self._spans else None
 
     @property
     def alone(self) -> bool:
-        """Whether there is but one model."""
+        """Whether there is only one model."""
         return len({key.module.model for key in self._typical_steps.sums if key.module and not key.module.is_part}) <= 1
 
     def _add(self, step: TracedSteps, operator: OperatorCall, backward: set[int]) -> None:
@@ -274,7 +270,7 @@ class Tracer:
             self._add_parts(step, key, operator.launch, ns)
 
     def _add_parts(self, step: TracedSteps, key: OperatorKey, launch: KernelLaunch, ns: float) -> None:
-        """A compiled kernel counts for each of its modules by its share of the arithmetic."""
+        """Adds a compiled kernel to each of its modules, by their shares of the arithmetic."""
         names = [self._namer.name_of(part.module) or key.module for part in launch.parts]
         for part, name in zip(launch.parts, names, strict=True):
             mine = key._replace(module=name, phase=part.phase or key.phase, line=part.line or key.line)
@@ -297,7 +293,7 @@ _FLOAT_NAMES = {
     "c10::complex<float>": "complex64",
     "c10::complex<double>": "complex128",
 }
-"""The profiler's words for floating-point dtypes."""
+"""The profiler's names of floating-point dtypes."""
 
 
 def _note_walls(step: TracedSteps, reader: TraceReader, events: list[TraceEvent], *, whole: bool) -> None:
@@ -318,17 +314,16 @@ def _event_cost(event: TraceEvent) -> OpCost | None:
 
 
 def _operator_name(event: TraceEvent) -> str:
-    """The operator's; what asks for another dtype alone has a name of its own beside what asks for a device."""
+    """Returns the operator's name; a dtype conversion without a device gets a name of its own."""
     dtype_alone = event.name == "aten::to" and len(event.arguments) == _ARGUMENTS_OF_DTYPE
     return "aten::to.dtype" if dtype_alone else event.name
 
 
-_ARGUMENTS_OF_DTYPE = 5
-"""Of `aten::to.dtype`: the tensor, the dtype, and three that every `aten::to` has."""
+_ARGUMENTS_OF_DTYPE = 5  # arguments of `aten::to.dtype`: tensor, dtype, and three that every `aten::to` has
 
 
 def _format_shape(shape: Any) -> str:
-    """`8x10x28x28`; of a list of tensors, how many, and the first one's."""
+    """Formats a shape as `8x10x28x28`; for a list of tensors, their number and the first shape."""
     if isinstance(shape[0], int):
         return "x".join(map(str, shape))
     return f"{len(shape)} of {'x'.join(map(str, shape[0]))}"
@@ -363,7 +358,7 @@ def _config() -> ProfilerConfig:
 
 @contextmanager
 def _silence_kineto() -> Iterator[None]:
-    """The profiler's library would write a line to the script's stderr; it asks for this when it is first used."""
+    """Stops Kineto from writing a line to stderr; it reads the variable at its first use."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ[_LOG_LEVEL] = "9"
     try:
