@@ -140,7 +140,7 @@ class Watchdog:
 
     @contextmanager
     def _receive_signals(self) -> Iterator[None]:
-        """Receives signal numbers at once; Python's handlers run only in the main thread, after a call of C++ returns."""
+        """Receives signal numbers at once; Python's handlers wait until the main thread returns from C++."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -314,7 +314,7 @@ def ended_key(launch: str) -> str:
 
 
 def record_collectives() -> None:
-    """Makes torch's flight recorder store the newest collective operations; call this before the process group exists."""
+    """Makes torch's flight recorder store the newest collective operations, if called before the process group exists."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
 
 
