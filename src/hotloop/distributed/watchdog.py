@@ -314,7 +314,7 @@ def ended_key(launch: str) -> str:
 
 
 def record_collectives() -> None:
-    """Makes torch's flight recorder store the newest collective operations, if called before the process group exists."""
+    """Makes torch's flight recorder store collective operations; to be called before the process group exists."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
 
 
