@@ -66,7 +66,7 @@ class ArrayFactory:
         """Returns numbers with mean 0 and variance 1."""
         return self._from_host(self.generator.standard_normal(shape))
 
-    def to_array(self, shape: Shape, share: float) -> Array:
+    def bernoulli(self, shape: Shape, share: float) -> Array:
         """Returns ones with the probability `share`, and zeros elsewhere."""
         return self._from_host(self.generator.random(shape) < share)
 

@@ -112,7 +112,7 @@ class Dropout(Layer):
         self.p = p
 
     def build(self, shape: Shape, make: ArrayFactory) -> None:
-        self.draw = make.to_array
+        self.draw = make.bernoulli
 
     def forward(self, x: Array, training: bool = False) -> Array:
         if not training or self.p == 0:

@@ -290,7 +290,6 @@ class Network:
         return x, (self.xp.astype(y, self._dtype) if floats else y)
 
     def _inputs(self, x: Array, name: str) -> Array:
-        """Checks inputs; builds the weights for the first."""
         x = to_namespace(name, x, self.xp, None if self._sample is None else device(self._sample))
         floats = self.xp.isdtype(x.dtype, "real floating")
         if self._embedding and not self.xp.isdtype(x.dtype, "integral"):

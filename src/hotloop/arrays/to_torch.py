@@ -130,7 +130,6 @@ _MODULE_MAKERS: dict[type[Layer], Callable[[Any, Any, Shape], nn.Module]] = {
 
 
 def _trace_module(name: str, parts: dict[str, nn.Module], build: Build) -> nn.Module:
-    """Returns a module that torch.fx makes of other modules and of operations on their results."""
     from torch import fx, nn
 
     graph = fx.Graph()

@@ -202,7 +202,6 @@ def _local_folder(spec: IdxSet, folder: Path) -> Path:
 
 
 def _find_folder(spec: IdxSet, download: bool) -> Path:
-    """Returns the folder of all four files, after a download if needed."""
     cache = cache_folder() / spec.key
     for place in (spec.system, cache):
         if not _missing_files(spec, place):

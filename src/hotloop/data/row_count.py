@@ -62,7 +62,6 @@ def _has_rows(asked: int) -> Any:
 
 
 def _columns(item: Any, outermost: bool = True) -> Iterator[_Column]:
-    """Yields the parts of a batch whose rows can be counted."""
     if isinstance(item, PackedSequence):
         yield _Column(frozenset({int(item.batch_sizes[0])}))
     elif isinstance(item, Tensor):
@@ -97,7 +96,6 @@ def _common_sizes(columns: list[_Column]) -> frozenset[int]:
 
 
 def _agreed_count(columns: list[_Column], common: frozenset[int], asked: int | None) -> RowCount:
-    """Counts rows if all columns share a size of their first dimension."""
     if asked in common:
         return RowCount(asked)
     wide = [column for column in columns if len(column.shape) > 1]
@@ -116,7 +114,6 @@ def _agreed_count(columns: list[_Column], common: frozenset[int], asked: int | N
 
 
 def _disagreed_count(columns: list[_Column], batch: Any, asked: int | None) -> RowCount:
-    """Counts rows if the columns differ in the size of their first dimension."""
     possible = reduce(frozenset.intersection, (column.either for column in columns))
     if len(possible) == 1 and (asked is None or min(possible) <= asked):
         return RowCount(min(possible))  # (time, rows, ...) beside (rows, ...)

@@ -276,7 +276,6 @@ _DTYPE_WORDS = {"U": "text", "S": "bytes", "O": "Python objects", "M": "dates", 
 
 
 def _check_rows(inputs: Any) -> None:
-    """Refuses a `prepare` that doesn't return one row for one sample."""
     for tensor in tree_tensors(inputs):
         if tensor.ndim == 0 or len(tensor) != 1:
             raise DataError(

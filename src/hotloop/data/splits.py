@@ -77,8 +77,8 @@ class DataSplits:
         classes: names of the classes, if known.
         note: a remark on the data for the user.
         collate: turns a list of samples into a batch, if the Task sets it.
-        make_test: the test data before `prepare`.
-        read_names: by role, the table that was read into memory, or the reason against.
+        raw_test: the test data before `prepare`.
+        read_results: by role, the table that was read into memory, or the reason against.
         reading_s: by role, the seconds of reading, and the `time.perf_counter()` of its end.
         moved: by role and device, tables on that device, while in use.
     """
@@ -92,8 +92,8 @@ class DataSplits:
     classes: tuple[str, ...]
     note: str
     collate: Callable | None = None
-    make_test: Source | None = None
-    read_names: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    raw_test: Source | None = None
+    read_results: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     reading_s: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
     moved: WeakValueDictionary[tuple[str, str], Table] = field(
         default_factory=WeakValueDictionary, compare=False, repr=False
@@ -102,11 +102,11 @@ class DataSplits:
     @cached_property
     def test(self) -> Source | None:
         """The test data, prepared at the first use."""
-        return None if self.make_test is None else prepare_source(self.make_test, "test", self.prepare, self.seed)
+        return None if self.raw_test is None else prepare_source(self.raw_test, "test", self.prepare, self.seed)
 
     @property
     def has_test(self) -> bool:
-        return self.make_test is not None
+        return self.raw_test is not None
 
     @property
     def batches(self) -> int | None:
@@ -114,7 +114,7 @@ class DataSplits:
         return self.train.batches if isinstance(self.train, Stream) else self.order.batches if self.order else None
 
     @property
-    def is_held_out(self) -> int | None:
+    def validation_samples(self) -> int | None:
         """Samples of the validation data; None without, or for a stream."""
         return None if self.validation is None or isinstance(self.validation, Stream) else len(self.validation)
 
@@ -123,7 +123,7 @@ class DataSplits:
         """Hash of the order of the data and the number of validation samples; empty for a stream."""
         if self.order is None:
             return ""
-        return hashlib.sha256(repr((self.order, self.is_held_out)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.order, self.validation_samples)).encode()).hexdigest()
 
     @property
     def is_exact(self) -> bool:
@@ -175,7 +175,7 @@ def split_data(
         classes=classes,
         note=note,
         collate=collate,
-        make_test=raw_test,
+        raw_test=raw_test,
     )
 
 

@@ -70,7 +70,7 @@ class CommMeter:
             return
         began, self._waiting = time.perf_counter(), True
         try:
-            with self._read_events("waiting"):
+            with self._report_phase("waiting"):
                 yield
         finally:
             self._waiting = False
@@ -81,7 +81,7 @@ class CommMeter:
     def measure_communication(self) -> Iterator[None]:
         self.begin()
         try:
-            with self._read_events("communication"):
+            with self._report_phase("communication"):
                 yield
         finally:
             self.end()
@@ -147,7 +147,7 @@ class CommMeter:
         return spent
 
     @contextmanager
-    def _read_events(self, phase: Phase) -> Iterator[None]:
+    def _report_phase(self, phase: Phase) -> Iterator[None]:
         if (ear := self.ear) is None:
             yield
             return
@@ -170,7 +170,7 @@ class CommReport:
         self._world, self._log, self._say = world, log, say
         self._spent, self._train_s, self._steps = CommTime(), 0.0, 0
 
-    def add_step(self, epoch: int, spent: CommTime, train_s: float, steps: int) -> None:
+    def add_epoch(self, epoch: int, spent: CommTime, train_s: float, steps: int) -> None:
         """Adds an epoch; the journal gets each rank's time in a step.
 
         A line names the slowest rank, which waits least, if other ranks waited long for that rank.
@@ -181,7 +181,7 @@ class CommReport:
             train_s: duration of the epoch's steps in seconds.
             steps: number of steps in the epoch.
         """
-        of_ranks = self._add_counts(spent, spent, train_s, steps)
+        of_ranks = self._add_times(spent, spent, train_s, steps)
         if not of_ranks or not steps:
             return
         waited = _waiting_ms(of_ranks)
@@ -196,7 +196,7 @@ class CommReport:
 
         A single process, or one without measured times, writes nothing.
         """
-        of_ranks = self._add_counts(self._spent + spent, spent, train_s, steps)
+        of_ranks = self._add_times(self._spent + spent, spent, train_s, steps)
         if not of_ranks or not self._steps:
             return
         shares = {
@@ -209,7 +209,7 @@ class CommReport:
         self._log("ranks", **shares)
         self._say(describe_shares(shares))
 
-    def _add_counts(self, asked: CommTime, spent: CommTime, train_s: float, steps: int) -> list[CommTime]:
+    def _add_times(self, asked: CommTime, spent: CommTime, train_s: float, steps: int) -> list[CommTime]:
         """Adds the times; returns `asked` of each rank, or nothing for a single rank or without measured times."""
         if self._world.is_single:
             return []

@@ -58,9 +58,9 @@ class Heartbeat:
             while not self._over.wait(_EVERY_S):
                 count += 1
                 self._store.set(self._key(self._rank), str(count))
-                self.silent_ranks(time.monotonic())
+                self.check(time.monotonic())
 
-    def silent_ranks(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Reads all heartbeats and reports changes; `now` in seconds."""
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
@@ -114,11 +114,11 @@ class LaunchWatch:
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):
-            self.is_silent(time.monotonic())
+            self.check(time.monotonic())
             if self._store.check([self._ended_key]) and not self._over.wait(_EVERY_S):
                 self._kill()
 
-    def is_silent(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Reads the heartbeat and reports a change; `now` in seconds. A rank 0 that still starts isn't silent."""
         beat = _read_beat(self._store, self._key)
         if beat != self._beat:

@@ -297,11 +297,7 @@ _OWN_EXIT_CODES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 
 
 def _describe_kill(rank: int, failure: ProcessFailure, logs: str) -> str:
-    """Returns the message about a rank that was killed by a signal.
-
-    Raises:
-        HotloopError: the rank failed by itself.
-    """
+    """Returns the message about a rank that a signal killed; raises the HotloopError of other failed ranks."""
     name, words = _recorded_error(failure)
     if name == RankLostError.__name__ or failure.exitcode < 0:
         sort = failure.signal_name() if failure.exitcode < 0 else "lost its connection to the others"

@@ -117,7 +117,7 @@ class RankSession:
 
     Attributes:
         restarts: number of restarts by this machine's agent after a loss, without those after machines came or went.
-        is_started: start of this machine's torchrun and of this process, in seconds since 1970; None without torchrun.
+        started: start of this machine's torchrun and of this process, in seconds since 1970; None without torchrun.
         without_history: see `RankEnv.without_restarts`.
         limit_s: the user's limit on the wait of processes for each other, in seconds; None without such a limit.
     """
@@ -125,7 +125,7 @@ class RankSession:
     world: World = SINGLE_RANK
     store: dist.Store | None = None
     restarts: int = 0
-    is_started: tuple[float, float] | None = None
+    started: tuple[float, float] | None = None
     without_history: bool = False
     limit_s: float | None = None
 
@@ -133,7 +133,7 @@ class RankSession:
         """Returns the run that earlier ranks began and left unfinished; None for the first ranks."""
         return run_in(self.store) if self.store is not None else None
 
-    def is_cut_short(self, named: Path, theirs: bool = False) -> float | None:
+    def cut_short_at(self, named: Path, theirs: bool = False) -> float | None:
         """Returns the start of the first torchrun if its earlier ranks began the run `named`; else None.
 
         A torchrun without a shared store loses the run's name with its ranks: start times replace the name.
@@ -144,9 +144,9 @@ class RankSession:
         Returns:
             Seconds since 1970, or None.
         """
-        if self.is_started is None:
+        if self.started is None:
             return None
-        agent, own = self.is_started
+        agent, own = self.started
         again, before_ms, last_ms = self.world.all_reduce_max([self.restarts, -int(1e3 * agent), int(1e3 * own)])
         before, last = -before_ms / 1e3, last_ms / 1e3
 
@@ -239,7 +239,6 @@ def _exit_process(env: RankEnv, error: TrainingError, code: int) -> None:
 
 @contextmanager
 def _name_lost_ranks(env: RankEnv, store: dist.Store) -> Iterator[None]:
-    """Names the lost ranks if no agent of hotloop does."""
     try:
         yield
     except Exception as error:

@@ -61,7 +61,7 @@ class RankPlace:
         operation: the collective operation that the rank waits for, such as `all_gather, operation 57`; empty if none.
         newest: the number of the collective operation that began last; -1 if none began.
         line: the innermost running line of the user's code, such as `task.py:33`; empty if none runs.
-        is_signalled: the number of the received stop signal; 0 without a signal.
+        signalled: the number of the received stop signal; 0 without a signal.
     """
 
     phase: str
@@ -71,7 +71,7 @@ class RankPlace:
     operation: str
     newest: int
     line: str
-    is_signalled: int
+    signalled: int
 
     def __str__(self) -> str:
         where = self.operation or "no collective operation"
@@ -263,7 +263,7 @@ class Watchdog:
 
     def _stop_number(self, others: dict[int, RankPlace | None]) -> int:
         """Returns the number of the signal that any rank received; 0 without a signal."""
-        return max([self._signalled, *(place.is_signalled for place in others.values() if place is not None)])
+        return max([self._signalled, *(place.signalled for place in others.values() if place is not None)])
 
     def _give_up(self, waited_s: float, others: dict[int, RankPlace | None]) -> None:
         number = self._stop_number(others)

@@ -73,7 +73,7 @@ def fingerprint(
 def _batching_facts(roles: DataSplits) -> Any:
     """What decides how batches are cut, whatever the seed makes of it."""
     order = None if roles.order is None else {**asdict(roles.order), "seed": 0}
-    return [order, roles.is_held_out]
+    return [order, roles.validation_samples]
 
 
 def _tensor_facts(name: str, value: Tensor) -> list[Any]:

@@ -34,7 +34,6 @@ def explanation_page(explanation: Explanation) -> RenderableType:
 
 
 def _numpy_code(explanation: Explanation) -> Iterator[RenderableType]:
-    """Yields the NumPy code of the same layers."""
     if not explanation.written:
         return
     yield Text("What hotloop.arrays has for these, to be read and run (docs/arrays.md):", style="bold")

@@ -125,7 +125,6 @@ def _fp32(device: Device) -> float:
 
 
 def _compare_with_cpu(best: Device, cpu: Device | None) -> str:
-    """Compares measured speeds of the accelerator and the CPU."""
     if cpu is None or not _fp32(cpu) or not _fp32(best):
         return f"Train with --device {best.name}; very small networks may train as fast on the CPU."
     ratio = _fp32(best) / _fp32(cpu)

@@ -42,7 +42,6 @@ def curves_figure(epochs: Sequence[dict[str, Any]]) -> go.Figure:
 
 
 def _metrics(epochs: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the names of all metrics, `loss` first."""
     names = {
         key.split("_", 1)[1]
         for row in epochs

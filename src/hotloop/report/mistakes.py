@@ -60,7 +60,6 @@ def _caption(mistake: Mistake, names: list[str]) -> str:
 
 
 def _png(picture: Picture) -> str:
-    """Returns the image as a data URI."""
     shape = (picture.height, picture.width, picture.channels)
     pixels = np.frombuffer(picture.pixels, np.uint8).reshape(shape)
     grey = picture.channels == 1

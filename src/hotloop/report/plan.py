@@ -42,7 +42,6 @@ def plan_page(forecast: PlanForecast) -> RenderableType:
 
 
 def _with_new_reasons(choices: Sequence[RankedPlan]) -> Iterator[str]:
-    """Yields each plan, with those reasons that no plan before has."""
     reasons = set[str]()
     for choice in choices:
         yield f"    {choice.plan.brief()}"

@@ -146,7 +146,6 @@ def ranks_table(profile: Profile) -> Table:
 
 
 def _irregular_time(profile: Profile) -> Iterator[str]:
-    """Yields time outside of ordinary steps."""
     apart = profile.apart
     named = (
         ("warm-up", apart.warm_up_s),
@@ -332,7 +331,6 @@ def _alternate_causes(notes: list[Remedy]) -> list[Remedy]:
 
 
 def _format_place(where: str) -> str:
-    """Returns text for a line, a file or a module."""
     if where.rpartition(":")[2].isdigit() and ":" in where:
         return f"at {relative_place(where)}"
     return f"in {relative_place(where)}" if where.endswith(".py") else f"in the module {where or '(the model)'}"

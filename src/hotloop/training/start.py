@@ -82,7 +82,7 @@ def start_run(
         options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
         if ranks.world.is_rank_zero:
             options |= dict(callbacks=callbacks, say=say, during=during)
-        begun = ranks.begun() or (run if run is not None and ranks.is_cut_short(run) is not None else None)
+        begun = ranks.begun() or (run if run is not None and ranks.cut_short_at(run) is not None else None)
         if run is None and ranks.without_history:
             raise RunError(
                 "the run has no name, and torchrun has no store that outlives its ranks",
@@ -212,7 +212,7 @@ def _resume_in_rank(
     handle = Run.open(path) if ranks.world.is_rank_zero else FollowerRun.open(path)
     for damage in handle.damages() if ranks.world.is_rank_zero else ():
         say(damage)
-    passed_s = ranks.begin(str(path.absolute()), ranks.is_cut_short(path, theirs=True))
+    passed_s = ranks.begin(str(path.absolute()), ranks.cut_short_at(path, theirs=True))
     wanted = wanted.with_split(handle.plan, ranks.world.ranks)
     if checkpoint_every is not None:
         CheckpointCadence.parse(checkpoint_every)

@@ -87,12 +87,15 @@ def _failure_reason(error: Exception) -> str:
 def _quiet_pooch() -> Iterator[None]:
     """Hides pooch's messages, which repeat the progress bar."""
     logger = pooch.get_logger()
-    before = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.addFilter(_is_warning)  # a level would persist in the cache of this logger, which has no manager
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(_is_warning)
+
+
+def _is_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
 
 
 def _progress_bar() -> Progress:

@@ -172,7 +172,6 @@ class SamplesFeed:
             yield self._load(), index, number
 
     def _has_changed(self) -> bool:
-        """Whether the data set differs from the workers' copies."""
         return self._uses_workers and self._summary != dataset_summary(self.samples.dataset)
 
     @property

@@ -139,7 +139,6 @@ class _SampleRequests(Dataset):
         return SeededDataset(self.samples, self.seed)
 
     def _states(self) -> dict[str, Any]:
-        """Returns the states of all generators, by their names in messages."""
         common = {f"{library} random generator": state for library, state in generator_states().items()}
         return common | {
             f"the random generator {path}": state for path, state in self._seeded.owned_generators.states().items()

@@ -99,11 +99,7 @@ def _device_kind(ray: Any, plan: Plan) -> str:
 
 
 def _rank_count(ray: Any, plan: Plan, kind: str) -> int:
-    """Returns the number of ranks.
-
-    Raises:
-        PlanError: the cluster has too few cores or GPUs, or a plan on CPUs gives no number.
-    """
+    """Raises PlanError if the cluster has too few cores or GPUs, or a plan on CPUs gives no number."""
     have = int(ray.cluster_resources().get("GPU" if kind == "cuda" else "CPU", 0))
     what = "GPUs" if kind == "cuda" else "cores"
     ranks = plan.ranks or (have if kind == "cuda" else None)
@@ -163,11 +159,7 @@ class _RankGroup:
         self._actors = [remote.options(scheduling_strategy=placing(group, bundle)).remote() for bundle in order]
 
     def start(self, command: list[str], name: str, store: dist.TCPStore) -> None:
-        """Starts the command as ranks of the launch `name`.
-
-        Raises:
-            PlanError: a machine can't start a rank.
-        """
+        """Starts the command as ranks of the launch `name`; raises PlanError if a machine can't."""
         devices = self._answers([actor.devices.remote() for actor in self._actors])
         shared = {
             "MASTER_ADDR": store.host,

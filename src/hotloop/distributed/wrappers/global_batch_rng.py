@@ -100,7 +100,7 @@ class DrawPattern:
     def has_draws(self) -> bool:
         return bool(self.batchwise or self.single)
 
-    def is_whole(
+    def whole_shape(
         self, shape: tuple[int, ...], rows: int, samples: int, number: int
     ) -> tuple[tuple[int, ...], BatchDimension | None]:
         """Returns the shape of a draw for `samples` samples, and its batch dimension; None if the shape is fixed.
@@ -202,7 +202,7 @@ class GlobalBatchRng(TorchDispatchMode):
         return drawing.finish(args, self._cut(drawing))
 
     def _cut(self, drawing: RandomOp) -> Tensor:
-        shape, batch = self.pattern.is_whole(drawing.shape, self.rows, self.samples, self._drawn)
+        shape, batch = self.pattern.whole_shape(drawing.shape, self.rows, self.samples, self._drawn)
         self._drawn += 1
         drawn = drawing.draw(shape, batch and batch.order)
         return drawn if batch is None else drawn.narrow(batch.dim, self.first * batch.each, self.rows * batch.each)

@@ -71,7 +71,7 @@ class ParameterHost(RankRowsModule):
                 own.copy_(value.view(own.shape))
 
     @torch.no_grad()
-    def zero_gradients(self) -> None:
+    def load_replica(self) -> None:
         """Copies the replica's parameters to the updated model, after a State was restored."""
         for own, held in zip(self._replica.parameters(), self.held.parameters(), strict=True):
             held.copy_(own)
