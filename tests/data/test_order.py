@@ -72,7 +72,7 @@ def test_every_place_is_equally_likely_for_every_sample() -> None:
 
 
 def test_it_is_the_same_in_another_process() -> None:
-    shown = "Order(50, 7, 12).epoch(3).tolist(), split(50, 0.2, 12)[1].tolist()"
+    shown = "Order(50, 7, 12).epoch(3).tolist(), split_positions(50, 0.2, 12)[1].tolist()"
     code = f"from hotloop.data.order import Order, split_positions; print({shown})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{Order(50, 7, 12).epoch(3).tolist()} {split_positions(50, 0.2, 12)[1].tolist()}"
