@@ -42,18 +42,18 @@ class Told:
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     told = Told()
     others = CommTime(0.5, 0.2), CommTime(2.5, 0.2)
-    told.waits(others).add_step(1, CommTime(3.0, 0.1), 10.0, 100)
+    told.waits(others).add_epoch(1, CommTime(3.0, 0.1), 10.0, 100)
     assert told.lines == ["rank 1 is the slowest: others waited 24% of the epoch for it"]
     per_step = {"waiting_ms": [30.0, 5.0, 25.0], "communication_ms": [1.0, 2.0, 2.0]}
     assert told.events == [("waiting", {"epoch": 1, **per_step, "slowest": 1})]
-    told.waits(others).add_step(1, CommTime(3.0), 13.0, 100)
+    told.waits(others).add_epoch(1, CommTime(3.0), 13.0, 100)
     assert len(told.lines) == 1 and len(told.events) == 2
 
 
 def test_what_ranks_cost_each_other_is_of_all_steps() -> None:
     told = Told()
     waits = told.waits((CommTime(), CommTime()), (CommTime(1.0, 6.0), CommTime(5.0, 6.0)))
-    waits.add_step(1, CommTime(2.0, 1.0), 10.0, 40)
+    waits.add_epoch(1, CommTime(2.0, 1.0), 10.0, 40)
     waits.report(CommTime(4.0, 5.0), 10.0, 60)
     assert told.events[-1] == (
         "ranks",
@@ -87,7 +87,7 @@ def test_what_cannot_be_told_apart_is_told_as_one(column: str, other: str, spent
 def test_of_one_process_and_of_what_nobody_counts_nothing_is_told() -> None:
     told = Told()
     alone = CommReport(SINGLE_RANK, lambda event, **fields: told.events.append((event, fields)), told.lines.append)
-    alone.add_step(1, CommTime(3.0), 1.0, 10)
+    alone.add_epoch(1, CommTime(3.0), 1.0, 10)
     alone.report(CommTime(3.0), 1.0, 10)
     told.waits((CommTime(), CommTime())).report(CommTime(), 1.0, 10)
     told.waits((CommTime(1.0), CommTime())).report(CommTime(), 0.0, 0)
@@ -140,7 +140,7 @@ def test_a_silent_rank_is_told_once_and_its_return_too() -> None:
         sign(2, second)
         if second < 2 or second > 7:
             sign(1, second)
-        beats.silent_ranks(float(second))
+        beats.check(float(second))
     assert told == ["waiting for rank 1: no sign of life for 5s", "rank 1 goes on"]
 
 
@@ -150,10 +150,10 @@ def test_only_the_first_that_is_well_speaks() -> None:
     beats = Heartbeat(store, "launch", 1, 3, told.append)
     for second in range(9):  # rank 2 is silent, and rank 0 would say so
         store.set("hotloop/beat/launch/0", str(second))
-        beats.silent_ranks(float(second))
+        beats.check(float(second))
     assert told == []
     for second in range(9, 16):  # now both are
-        beats.silent_ranks(float(second))
+        beats.check(float(second))
     assert told == ["waiting for rank 0: no sign of life for 5s"]
 
 
@@ -162,17 +162,17 @@ def test_a_silent_first_rank_is_told_from_outside() -> None:
     told: list[str] = []
     outside = LaunchWatch(store, "launch", told.append)
     for second in range(6):  # it hasn't joined yet
-        outside.is_silent(float(second))
+        outside.check(float(second))
     assert told == []
     for second in range(6, 16):
         if second < 8 or second > 13:
             store.set("hotloop/beat/launch/0", str(second))
-        outside.is_silent(float(second))
+        outside.check(float(second))
     assert told == ["waiting for rank 0: no sign of life for 5s", "rank 0 goes on"]
     with Heartbeat(store, "launch", 0, 1, told.append).beat():
         pass
     for second in range(16, 30):  # it has left, and owes nobody a sign
-        outside.is_silent(float(second))
+        outside.check(float(second))
     assert len(told) == 2
 
 

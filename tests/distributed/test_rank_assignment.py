@@ -227,14 +227,14 @@ def test_a_run_is_gone_on_with_if_ranks_that_torchrun_started_before_have_begun_
 ) -> None:
     """Not one that was there before, nor this process' own; that machines came or went, torchrun doesn't count."""
     agent = time.time() - 100
-    ranks = RankSession(restarts=restarts, is_started=(agent, time.time() - 5))
-    assert ranks.is_cut_short(tmp_path) is None
+    ranks = RankSession(restarts=restarts, started=(agent, time.time() - 5))
+    assert ranks.cut_short_at(tmp_path) is None
     (tmp_path / "run.json").touch()
     made = time.time() - age_s
     os.utime(tmp_path / "run.json", (made, made))
-    assert ranks.is_cut_short(tmp_path) == (pytest.approx(agent, abs=0.01) if theirs else None)
-    assert (ranks.is_cut_short(tmp_path, theirs=True) is not None) is (theirs or restarts > 0)
-    assert RankSession(restarts=restarts).is_cut_short(tmp_path) is None
+    assert ranks.cut_short_at(tmp_path) == (pytest.approx(agent, abs=0.01) if theirs else None)
+    assert (ranks.cut_short_at(tmp_path, theirs=True) is not None) is (theirs or restarts > 0)
+    assert RankSession(restarts=restarts).cut_short_at(tmp_path) is None
 
 
 def test_ranks_without_a_plan_for_them_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,7 @@ from hotloop.core.processes.signals import signal_handlers
 from hotloop.distributed.watchdog import LONGEST_WAIT_S, RankPlace, Watchdog, last_place
 from hotloop.errors import TrainingError
 
-WAITING = RankPlace(
-    "training", 3, 4, 0, operation="all_reduce, operation 5", newest=5, line="task.py:7", is_signalled=0
-)
+WAITING = RankPlace("training", 3, 4, 0, operation="all_reduce, operation 5", newest=5, line="task.py:7", signalled=0)
 STARTING = replace(WAITING, phase="start", step=0, steps=0, operation="", newest=-1)
 
 
@@ -97,9 +95,9 @@ def test_a_signal_to_a_fork_is_none_to_the_rank(send: Callable[[], None], number
     with signal_handlers(lambda *_: None, signal.SIGTERM, signal.SIGINT), watchdog.watch():
         send()
         os.kill(os.getpid(), signal.SIGINT)
-        while place is None or not place.is_signalled:
+        while place is None or not place.signalled:
             assert time.monotonic() < deadline
             time.sleep(0.05)
             place = last_place(store, "launch", 0)
-    assert place.is_signalled == number
+    assert place.signalled == number
     assert errors == []

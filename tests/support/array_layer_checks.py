@@ -249,7 +249,7 @@ def _dropout(x: Tensor, w: Weights, s: dict[str, Any]) -> Tensor:
     if s["p"] == 1:
         return F.dropout(x, 1.0)
     mask = s["layer"].draw.__self__  # the maker, whose numbers begin anew
-    drawn = ArrayFactory(mask.xp, mask.xp.zeros((1,), dtype=mask.xp.float64), 0).to_array(tuple(x.shape), 1 - s["p"])
+    drawn = ArrayFactory(mask.xp, mask.xp.zeros((1,), dtype=mask.xp.float64), 0).bernoulli(tuple(x.shape), 1 - s["p"])
     return x * torch.tensor(host(drawn)) / (1 - s["p"])
 
 

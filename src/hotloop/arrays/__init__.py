@@ -1,11 +1,10 @@
-"""Neural networks written out in array operations, without autograd and without torch.
+"""Neural networks in array operations, without autograd and without torch.
 
-One copy of each layer runs on NumPy, CuPy, PyTorch, or any library that follows the array API standard.
+Each layer runs on NumPy, CuPy, PyTorch, or any other library of the array API standard.
 
-Read it in this order: `layer.py` (what a layer is, the chain rule), `dense.py` (dense and its kin), `activations.py`,
-`losses.py`, `optimizers.py`, `conv.py` (convolution, pooling), `reshape.py`, `recurrent.py`, `graph.py` (what is no chain),
-and `network.py`, which trains.
-docs/arrays.md tells the same with the matrices.
+To be read in this order: `layer.py` (the chain rule), `dense.py`, `activations.py`, `losses.py`, `optimizers.py`,
+`conv.py` (convolution, pooling), `reshape.py`, `recurrent.py`, `graph.py`, and `network.py`, which trains.
+docs/arrays.md explains the matrices.
 """
 
 from hotloop.arrays.activations import (

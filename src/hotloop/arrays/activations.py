@@ -1,6 +1,6 @@
 """Activations: y = f(x) for each number x, so that backward is dX = f'(X) ∘ dY; all shapes are (n, ...).
 
-Each docstring gives f and f'. What forward has computed anyway is used again: the derivative of tanh is 1 - y².
+Each docstring gives f and f', with y where f' can use the output: the derivative of tanh is 1 - y².
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hotloop.arrays.layer import Layer, ShapeMismatch
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + e⁻ˣ), by way of the tanh, which doesn't overflow."""
+    """Returns 1 / (1 + e⁻ˣ), by a tanh, which doesn't overflow."""
     return 0.5 * (1 + array_namespace(x).tanh(0.5 * x))
 
 
 class Activation(Layer):
-    """A function of each number; `forward` keeps x and y, and a subclass gives f as `value` and f' as `slope`."""
+    """A function of each number; a subclass defines f as `value` and f' as `slope`."""
 
     def value(self, x: Array) -> Array:
-        """f(x)."""
+        """Returns f(x)."""
         raise NotImplementedError
 
     def slope(self, x: Array, y: Array) -> Array:
-        """f'(x), where y = f(x)."""
+        """Returns f'(x), for y = f(x)."""
         raise NotImplementedError
 
     def forward(self, x: Array, training: bool = False) -> Array:
@@ -41,7 +41,7 @@ class Activation(Layer):
 
 
 class Step(Activation):
-    """f = 1 where x > 0, else 0; f' = 0, so that nothing before it can learn (McCulloch, Pitts, 1943)."""
+    """f = 1 where x > 0, else 0; f' = 0, so that no layer before can learn (McCulloch, Pitts, 1943)."""
 
     def value(self, x: Array) -> Array:
         return array_namespace(x).astype(x > 0, x.dtype)
@@ -125,7 +125,7 @@ class ELU(Activation):
 class Softplus(Activation):
     """f = ln(1 + eˣ); f' = 1 / (1 + e⁻ˣ) (Dugas et al.: Second-Order Functional Knowledge, NIPS 2000).
 
-    torch takes f = x above 20, which is off by up to 2e-9.
+    torch computes f = x above 20, with an error of up to 2e-9.
     """
 
     def value(self, x: Array) -> Array:
@@ -166,10 +166,10 @@ def _normal_cdf(x: Array) -> Array:
 
 
 def erf(x: Array) -> Array:
-    """The error function, which the array API standard doesn't have; the error is below 1e-14.
+    """Returns the error function, which the array API standard lacks, with an error below 1e-14.
 
-    erf(|x|) = 1 - e^(-x²) w(|x|), where w is smooth: a polynomial of t = (|x| - 2) / (|x| + 2), which is between -1 and 1.
-    Clenshaw's recurrence adds up its Chebyshev series.
+    erf(|x|) = 1 - e^(-x²) w(|x|), where the smooth w is a polynomial of t = (|x| - 2) / (|x| + 2) in [-1, 1]: a Chebyshev
+    series, summed by Clenshaw's recurrence.
     """
     xp = array_namespace(x)
     size = xp.abs(x)
@@ -183,8 +183,8 @@ def erf(x: Array) -> Array:
 
 @cache
 def _coefficients() -> list[float]:
-    """Of w(x) = e^(x²) (1 - erf x), as a Chebyshev series in t."""
-    from scipy.special import erfcx  # takes a while to import, and only GELU needs it
+    """Returns the Chebyshev series in t of w(x) = e^(x²) (1 - erf x)."""
+    from scipy.special import erfcx  # a slow import that only GELU needs
 
     def w(t: Any) -> Any:
         return erfcx(2 * (1 + t) / (1 - t))
@@ -193,12 +193,12 @@ def _coefficients() -> list[float]:
 
 
 class Softmax(Layer):
-    """Numbers as probabilities: positive, with the sum 1, along one dimension.
+    """Turns numbers along one dimension into probabilities: positive, with the sum 1.
 
         forward   Y  = eˣ / Σ eˣ                   X, Y (n, ..., c, ...), sums over c
         backward  dX = Y ∘ (dY - Σ (dY ∘ Y))       since each y depends on all x
 
-    The loss `CrossEntropy` takes the numbers before a softmax, so a network that ends in one would have two.
+    The loss `CrossEntropy` contains a softmax, so its networks must not end in another.
 
     Args:
         axis: the dimension of c, counted with the batch's.
@@ -223,7 +223,7 @@ class Softmax(Layer):
 
 
 def softmax(x: Array, axis: int) -> Array:
-    """eˣ / Σ eˣ along one dimension; the largest x is taken off first, so that nothing overflows."""
+    """Returns eˣ / Σ eˣ along one dimension; subtracts the largest x first, against overflow."""
     xp = array_namespace(x)
     powers = xp.exp(x - xp.max(x, axis=axis, keepdims=True))
     return powers / xp.sum(powers, axis=axis, keepdims=True)

@@ -1,8 +1,7 @@
-"""Which library computes: the one that the arrays are of. There is one copy of each layer, over the array API standard.
+"""Array namespaces of the array API standard.
 
-The standard (https://data-apis.org/array-api, 2024.12) names the operations that NumPy, CuPy, PyTorch and others share;
-`array-api-compat` gives their namespaces under those names. A layer asks for the namespace of the array that it got,
-so there is no switch to set, and nothing that knows of a device.
+The standard (https://data-apis.org/array-api, 2024.12) names the operations of NumPy, CuPy, PyTorch and others;
+`array-api-compat` provides their namespaces. A layer uses the namespace of its input, so no global setting exists.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from array_api_compat import array_namespace, device, is_array_api_obj
 from hotloop.errors import DataError, DeviceError, PlanError, type_name
 
 Array = Any
-"""An array of any namespace; shapes are in the docstrings, n is the number of samples in a batch."""
+"""An array of any namespace; docstrings give shapes, in which n is the number of samples in a batch."""
 
 Shape = tuple[int, ...]
-"""Of one sample, without the batch's dimension."""
+"""Shape of one sample, without the batch dimension."""
 
 _WRAPPED = ("numpy", "cupy", "torch")
 _INSTALL = {"cupy": "install it with: pip install 'hotloop[cupy]'", "torch": "install it with: pip install torch"}
 
 
 def namespace(xp: str | ModuleType) -> Any:
-    """The namespace of a name (`numpy`, `cupy`, `torch`, or any library that follows the standard) or of a module.
+    """Returns the namespace of a name (`numpy`, `cupy`, `torch`, or any library of the standard) or of a module.
 
     Raises:
-        PlanError: there is no such library here, or it isn't one of arrays.
+        PlanError: the library isn't installed, or has no arrays.
     """
     name = xp if isinstance(xp, str) else getattr(xp, "__name__", "")
     name = name.removeprefix("array_api_compat.")
@@ -49,7 +48,7 @@ def namespace(xp: str | ModuleType) -> Any:
 class ArrayFactory:
     """Makes new arrays in one namespace, dtype and device, and draws random numbers.
 
-    The numbers are drawn by NumPy on the host, since the standard has no generators: a seed means the same everywhere.
+    NumPy draws the numbers on the host: the standard has no generators, and a seed gives the same numbers everywhere.
     """
 
     def __init__(self, xp: Any, like: Array, seed: int) -> None:
@@ -60,19 +59,19 @@ class ArrayFactory:
         return self.xp.full(shape, value, dtype=self.dtype, device=self.device)
 
     def uniform(self, shape: Shape, bound: float) -> Array:
-        """Between -bound and bound."""
+        """Returns numbers between -bound and bound."""
         return self._from_host(self.generator.uniform(-bound, bound, shape))
 
     def normal(self, shape: Shape) -> Array:
-        """Of mean 0 and variance 1."""
+        """Returns numbers with mean 0 and variance 1."""
         return self._from_host(self.generator.standard_normal(shape))
 
-    def to_array(self, shape: Shape, share: float) -> Array:
-        """1 where something is kept, which happens with this probability, and 0 elsewhere."""
+    def bernoulli(self, shape: Shape, share: float) -> Array:
+        """Returns ones with the probability `share`, and zeros elsewhere."""
         return self._from_host(self.generator.random(shape) < share)
 
     def count(self) -> Array:
-        """A whole number that counts from 0, 0-dim."""
+        """Returns a counter, 0, 0-dim int64."""
         return self.xp.zeros((), dtype=self.xp.int64, device=self.device)
 
     def _from_host(self, drawn: Any) -> Array:
@@ -80,14 +79,14 @@ class ArrayFactory:
 
 
 def to_namespace(name: str, given: Any, xp: Any, where: Any = None) -> Array:
-    """What the user gave as an array of `xp`: NumPy's are brought there, those of another library are refused.
+    """Returns the user's array as an array of `xp`; converts NumPy's arrays, and refuses those of other libraries.
 
     Args:
-        where: the device that it has to be on; None if any will do.
+        where: the required device; None for any.
 
     Raises:
-        DataError: it is no array, of another namespace, or has no samples.
-        DeviceError: it lies on another device.
+        DataError: no array, an array of another namespace, or no samples.
+        DeviceError: the array is on another device.
     """
     if not is_array_api_obj(given):
         raise DataError(f"{name} is {type_name(given)}", expected="an array", fix=f"use numpy.asarray({name})")

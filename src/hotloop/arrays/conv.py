@@ -1,8 +1,7 @@
-"""Layers that look at an image through a window: convolution and pooling, both over the same two operations.
+"""Convolution and pooling, both over windows of an image.
 
-`unfold` (im2col) writes down what each window sees, and `fold` (col2im) is its transpose: it adds up what belongs to each
-pixel. Written as a matrix that takes the pixels of an image to those of its windows, one is U and the other Uᵀ. Both
-walk over the k_h·k_w places of a window, and for each move all windows at once.
+`unfold` (im2col) copies the pixels of each window, and its transpose `fold` (col2im) sums them up by pixel. As matrices
+on the pixels of an image they are U and Uᵀ. Both loop over the k_h·k_w places of a window and move all windows at once.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ Pair = int | tuple[int, int]
 
 
 def pair(name: str, value: Any, least: int) -> tuple[int, int]:
-    """Rows and columns; one number is both.
+    """Returns rows and columns; one number stands for both.
 
     Raises:
-        TaskError: it is neither one whole number nor two.
+        TaskError: the value is neither one whole number nor two.
     """
     both = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(both) != 2:
@@ -34,11 +33,11 @@ def pair(name: str, value: Any, least: int) -> tuple[int, int]:
 
 
 class Window:
-    """How a window of (k_h, k_w) places goes over an image (h, w), with (oh, ow) positions.
+    """A window of (k_h, k_w) places over an image (h, w), with (oh, ow) positions.
 
     Args:
         size, stride, pad, dilation: rows and columns; `pad` is added on each side, and with a dilation of d the places
-            of the window lie d pixels apart.
+            of the window are d pixels apart.
     """
 
     def __init__(self, size: Pair, stride: Pair, pad: Pair = 0, dilation: Pair = 1) -> None:
@@ -50,7 +49,7 @@ class Window:
         return math.prod(self.size)
 
     def positions(self, image: Shape) -> tuple[int, int]:
-        """(oh, ow); zero or less where the window doesn't fit."""
+        """Returns (oh, ow); zero or less if the window doesn't fit."""
         rows, columns = (
             (image[axis] + 2 * self.pad[axis] - self.dilation[axis] * (self.size[axis] - 1) - 1) // self.stride[axis]
             + 1
@@ -59,7 +58,7 @@ class Window:
         return rows, columns
 
     def shape(self, shape: Shape, channels: int) -> Shape:
-        """Shape of what a layer gives that has so many channels and a number for each position."""
+        """Returns the output shape of a layer with `channels` channels and a number for each position."""
         if len(shape) != 3 or min(self.positions(shape[1:])) < 1:
             raise ShapeMismatch(f"images (channels, height, width) that hold a window of {self._extent()}")
         return (channels, *self.positions(shape[1:]))
@@ -69,26 +68,26 @@ class Window:
         return " x ".join(str(max(1, number)) for number in reach)
 
     def unfold(self, x: Array, fill: float = 0.0) -> Array:
-        """(n, c, h, w) -> (n, c, k_h·k_w, oh, ow): what each window sees; `fill` is what lies outside of the image."""
+        """(n, c, h, w) -> (n, c, k_h·k_w, oh, ow): the pixels of each window; `fill` outside of the image."""
         xp, (n, c) = array_namespace(x), x.shape[:2]
         oh, ow = self.positions(x.shape[2:])
         x = self._padded(x, fill)
-        seen = xp.empty((n, c, self.places, oh, ow), dtype=x.dtype, device=x.device)
+        windows = xp.empty((n, c, self.places, oh, ow), dtype=x.dtype, device=x.device)
         for place, (rows, columns) in enumerate(self._slices(oh, ow)):
-            seen[:, :, place, :, :] = x[:, :, rows, columns]
-        return seen
+            windows[:, :, place, :, :] = x[:, :, rows, columns]
+        return windows
 
-    def fold(self, seen: Array, image: Shape) -> Array:
+    def fold(self, windows: Array, image: Shape) -> Array:
         """(n, c, k_h·k_w, oh, ow) -> (n, c, h, w), the transpose of `unfold`: sums over the windows at each pixel."""
-        xp, (n, c, _, oh, ow) = array_namespace(seen), seen.shape
+        xp, (n, c, _, oh, ow) = array_namespace(windows), windows.shape
         (h, w), (above, left) = image, self.pad
-        x = xp.zeros((n, c, h + 2 * above, w + 2 * left), dtype=seen.dtype, device=seen.device)
+        x = xp.zeros((n, c, h + 2 * above, w + 2 * left), dtype=windows.dtype, device=windows.device)
         for place, (rows, columns) in enumerate(self._slices(oh, ow)):
-            x[:, :, rows, columns] += seen[:, :, place, :, :]
+            x[:, :, rows, columns] += windows[:, :, place, :, :]
         return x[:, :, above : above + h, left : left + w]
 
     def _slices(self, oh: int, ow: int) -> list[tuple[slice, slice]]:
-        """For each place of the window, the pixels that it lies on at all positions."""
+        """For each place of the window, its pixels at all positions."""
         (kh, kw), (sh, sw), (dh, dw) = self.size, self.stride, self.dilation
         return [
             (slice(i * dh, i * dh + sh * (oh - 1) + 1, sh), slice(j * dw, j * dw + sw * (ow - 1) + 1, sw))
@@ -113,23 +112,23 @@ class Conv(Layer):
     """A convolution, as one product of matrices for each sample (Chellapilla et al.: High Performance Convolutional
     Neural Networks for Document Processing, 2006).
 
-        forward   P  = U X              unfold: (c, h, w) -> (c·k_h·k_w, oh·ow), a column for each position of the window
-                  Y  = W P + b          W (o, c·k_h·k_w)   b (o, 1)   Y (o, oh·ow), read as (o, oh, ow)
+        forward   P  = U X              unfold: (c, h, w) -> (c·k_h·k_w, oh·ow), a column for each position
+                  Y  = W P + b          W (o, c·k_h·k_w)   b (o, 1)   Y (o, oh·ow), as (o, oh, ow)
         backward  dW = Σ_n dY Pᵀ        (o, oh·ow) (oh·ow, c·k_h·k_w)
                   db = Σ_n Σ dY         (o), over the positions
                   dX = Uᵀ (Wᵀ dY)       fold: (c·k_h·k_w, oh·ow) -> (c, h, w)
 
-    With g groups, the first c/g channels are seen by the first o/g outputs, and so on: W is (g, o/g, c/g·k_h·k_w), P is
-    (g, c/g·k_h·k_w, oh·ow), and all products are g products side by side.
+    With g groups, the first o/g outputs use the first c/g channels, and so on: W is (g, o/g, c/g·k_h·k_w), P is
+    (g, c/g·k_h·k_w, oh·ow), and each product becomes g products.
 
     Weights start uniformly in ±1/√(c/g·k_h·k_w), as torch's do.
 
     Args:
         channels: o.
-        size: k_h and k_w; like the others one number, or two.
+        size: k_h and k_w; one number, or two.
         stride, pad, dilation: see `Window`.
         groups: g.
-        bias: whether there is a b.
+        bias: whether the layer has b.
     """
 
     def __init__(
@@ -159,18 +158,18 @@ class Conv(Layer):
         return after
 
     def build(self, shape: Shape, make: ArrayFactory) -> None:
-        seen = shape[0] // self.groups
-        bound = (seen * self.window.places) ** -0.5
-        self.weights = {"weight": make.uniform((self.channels, seen, *self.window.size), bound)}
+        inputs = shape[0] // self.groups
+        bound = (inputs * self.window.places) ** -0.5
+        self.weights = {"weight": make.uniform((self.channels, inputs, *self.window.size), bound)}
         if self.bias:
             self.weights["bias"] = make.uniform((self.channels,), bound)
 
     def forward(self, x: Array, training: bool = False) -> Array:
         xp, n = array_namespace(x), x.shape[0]
         self._image = x.shape[2:]
-        seen = self.window.unfold(x)
-        self._p = xp.reshape(seen, (n, self.groups, -1, math.prod(seen.shape[3:])))
-        y = xp.reshape(self._weight_matrix() @ self._p, (n, self.channels, *seen.shape[3:]))
+        windows = self.window.unfold(x)
+        self._p = xp.reshape(windows, (n, self.groups, -1, math.prod(windows.shape[3:])))
+        y = xp.reshape(self._weight_matrix() @ self._p, (n, self.channels, *windows.shape[3:]))
         return y + xp.reshape(self.weights["bias"], (-1, 1, 1)) if self.bias else y
 
     def backward(self, dy: Array) -> Array:
@@ -184,7 +183,7 @@ class Conv(Layer):
         return self.window.fold(xp.reshape(dp, (n, -1, self.window.places, oh, ow)), self._image)
 
     def _weight_matrix(self) -> Array:
-        """W as (g, o/g, c/g·k_h·k_w)."""
+        """Returns W as (g, o/g, c/g·k_h·k_w)."""
         weight = self.weights["weight"]
         return array_namespace(weight).reshape(weight, (self.groups, self.channels // self.groups, -1))
 
@@ -210,31 +209,28 @@ class _Pooling(Layer):
 
 
 class MaxPool(_Pooling):
-    """The largest number in each window, channel by channel.
+    """The largest number in each window, by channel.
 
         forward   P  = U X              unfold: (n, c, h, w) -> (n, c, k_h·k_w, oh, ow)
                   Y  = max P            over the places of the window: (n, c, oh, ow)
-                  M  = (P = Y) / count  a mask: 1 where the largest number was, 0 elsewhere, as large as P
-        backward  dX = Uᵀ (M ∘ dY)      each derivative goes back to where its number came from
+                  M  = (P = Y) / count  a mask of P's shape: 1 at the largest number, 0 elsewhere
+        backward  dX = Uᵀ (M ∘ dY)      each derivative returns to the place of its number
 
-    Where several numbers of a window are the largest, each gets the same share, and `count` is how many there are. torch
-    gives all to the first of them. Both are right: there the function has no derivative, but only directions in which
-    it grows. Equal numbers come from zeros after a ReLU, where it makes no difference, since the ReLU passes nothing
-    on, and from flat areas of an image.
-
-    A mask that is multiplied needs no list of places; docs/arrays.md shows what the way with such a list costs.
+    If several numbers of a window are the largest, each of these `count` numbers gets the same share; torch gives all
+    to the first. Both are subgradients. Equal numbers come from zeros after a ReLU, whose derivative is 0 anyway, and
+    from flat areas of an image. docs/arrays.md compares the mask with a list of places.
 
     Args:
-        size, stride, pad, dilation: see `Window`; the stride is the size unless given.
+        size, stride, pad, dilation: see `Window`; the stride is the size by default.
     """
 
     def forward(self, x: Array, training: bool = False) -> Array:
         xp = array_namespace(x)
         self._image = x.shape[2:]
-        seen = self.window.unfold(x, fill=-math.inf)
-        y = xp.max(seen, axis=2, keepdims=True)
+        windows = self.window.unfold(x, fill=-math.inf)
+        y = xp.max(windows, axis=2, keepdims=True)
         if training:
-            largest = xp.astype(seen == y, x.dtype)
+            largest = xp.astype(windows == y, x.dtype)
             self._mask = largest / xp.sum(largest, axis=2, keepdims=True)
         return y[:, :, 0, :, :]
 
@@ -243,13 +239,13 @@ class MaxPool(_Pooling):
 
 
 class AveragePool(_Pooling):
-    """The mean of each window, channel by channel; the padding counts as zeros.
+    """The mean of each window, by channel; the padding counts as zeros.
 
         forward   Y  = mean of U X      over the places of the window: (n, c, k_h·k_w, oh, ow) -> (n, c, oh, ow)
         backward  dX = Uᵀ (dY / (k_h·k_w)), the same share for each place
 
     Args:
-        size, stride, pad: see `Window`; the stride is the size unless given. Without a size the window is the image.
+        size, stride, pad: see `Window`; the stride is the size by default. Without a size the window is the image.
     """
 
     def __init__(self, size: Pair | None = None, stride: Pair | None = None, pad: Pair = 0) -> None:

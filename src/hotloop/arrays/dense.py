@@ -1,4 +1,4 @@
-"""Layers that look at a sample as a vector, or normalise: dense, flatten, dropout, embedding, normalisations."""
+"""Dense layers and normalisations: dense, flatten, dropout, embedding, batch and layer normalisation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Dense(Layer):
 
     Args:
         units: o.
-        bias: whether there is a b.
-        each: False: a sample of any shape is one vector of i numbers. True: the vectors lie along a sample's last
-            dimension, and each is multiplied by itself, as in torch's Linear; then n counts all of them.
+        bias: whether the layer has b.
+        each: False: a sample of any shape is one vector of i numbers. True: the layer acts on the last dimension, as
+            torch's Linear; n then counts all vectors.
     """
 
     def __init__(self, units: int, bias: bool = True, each: bool = False) -> None:
@@ -76,7 +76,7 @@ class Dense(Layer):
 class Flatten(Layer):
     """Each sample as one vector.
 
-    forward   Y (n, a·b·c)   is X (n, a, b, c), read row by row
+    forward   Y (n, a·b·c)   is X (n, a, b, c), in C order
     backward  dX (n, a, b, c) is dY (n, a·b·c)
     """
 
@@ -92,15 +92,15 @@ class Flatten(Layer):
 
 
 class Dropout(Layer):
-    """Leaves out each number with a probability while training (Srivastava et al.: Dropout, JMLR 2014, section 4).
+    """Zeroes each number with probability p in training (Srivastava et al.: Dropout, JMLR 2014, section 4).
 
-        forward   Y  = M ∘ X / (1 - p)     M (n, ...) of zeros and ones, drawn anew each time; ∘ is element by element
+        forward   Y  = M ∘ X / (1 - p)     M (n, ...) of random zeros and ones; ∘ is element by element
         backward  dX = M ∘ dY / (1 - p)
 
-    Dividing by 1 - p while training keeps the mean, so that nothing happens otherwise: Y = X.
+    The division by 1 - p keeps the mean, so that Y = X outside of training.
 
     Attributes:
-        draw: `draw(shape, share)` gives M, where ones have the probability `share`.
+        draw: `draw(shape, share)` returns M, with ones of probability `share`.
     """
 
     draw: Callable[[Shape, float], Array]
@@ -112,7 +112,7 @@ class Dropout(Layer):
         self.p = p
 
     def build(self, shape: Shape, make: ArrayFactory) -> None:
-        self.draw = make.to_array
+        self.draw = make.bernoulli
 
     def forward(self, x: Array, training: bool = False) -> Array:
         if not training or self.p == 0:
@@ -129,12 +129,12 @@ class Dropout(Layer):
 
 
 class Embedding(Layer):
-    """A vector for each whole number, such as a word's. It is a dense layer over one-hot vectors.
+    """A vector for each whole number, such as a word's: a dense layer over one-hot vectors.
 
-        forward   Y  = E W        E (n·t, v), one 1 in each row, at the number's place   W (v, d)   Y (n, t, d)
-                                  that is, rows of W: no product is needed
-        backward  dW = Eᵀ dY      (v, n·t) (n·t, d) -> (v, d): rows of dY added up by number
-                  there is no dX: a whole number has no derivative, so the layer is the first
+        forward   Y  = E W        E (n·t, v), with a 1 in each row at the number's place   W (v, d)   Y (n, t, d)
+                                  Y consists of rows of W, without a product
+        backward  dW = Eᵀ dY      (v, n·t) (n·t, d) -> (v, d): sums of dY's rows by number
+                  no dX: a whole number has no derivative, so the layer must be the first
 
     Args:
         numbers: v; the numbers are 0 to v - 1.
@@ -153,10 +153,10 @@ class Embedding(Layer):
         self.weights = {"weight": make.normal((self.numbers, self.size))}
 
     def check(self, x: Array, name: str) -> None:
-        """Refuses numbers that have no vector.
+        """Checks that all numbers of the data `name` have a vector.
 
         Raises:
-            DataError: one is below 0, or too large; `name` is what the data is called.
+            DataError: a number is below 0, or too large.
         """
         xp = array_namespace(x)
         low, high = int(xp.min(x)), int(xp.max(x))
@@ -192,11 +192,11 @@ class BatchNorm(Layer):
         backward  dγ = Σ dY ∘ X̂,  dβ = Σ dY           (c), over all but the channels
                   dX = γ/σ ∘ (dY - mean(dY) - X̂ ∘ mean(dY ∘ X̂)),  since μ and σ depend on X too
 
-    σ² is the variance plus `eps`. Otherwise than in training, μ and σ are running means over the batches of the past,
-    where the newest counts `momentum`, and its variance is the unbiased one, as in torch.
+    σ² is the variance plus `eps`. Outside of training, μ and σ are running means over past batches, with the weight
+    `momentum` for the newest and the unbiased variance, as in torch.
 
     Args:
-        affine: whether there are γ (`weight`) and β (`bias`).
+        affine: whether the layer has γ (`weight`) and β (`bias`).
     """
 
     def __init__(self, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True) -> None:
@@ -226,7 +226,7 @@ class BatchNorm(Layer):
             mean = xp.mean(x, axis=self._axes, keepdims=True)
             centred = x - mean
             variance = xp.mean(centred * centred, axis=self._axes, keepdims=True)
-            self._remember(mean, variance, x)
+            self._update_running(mean, variance, x)
         else:
             centred = x - self._wide(self.buffers["running_mean"], x)
             variance = self._wide(self.buffers["running_var"], x)
@@ -236,7 +236,7 @@ class BatchNorm(Layer):
             return self._normal
         return self._wide(self.weights["weight"], x) * self._normal + self._wide(self.weights["bias"], x)
 
-    def _remember(self, mean: Array, variance: Array, x: Array) -> None:
+    def _update_running(self, mean: Array, variance: Array, x: Array) -> None:
         count = math.prod(x.shape) // x.shape[1]
         if count < 2:
             raise DataError(
@@ -247,7 +247,7 @@ class BatchNorm(Layer):
         unbiased = variance * (count / (count - 1))
         for name, value in (("running_mean", mean), ("running_var", unbiased)):
             running = self.buffers[name]
-            running += self.momentum * (_flat(value) - running)
+            running += self.momentum * (array_namespace(value).reshape(value, (-1,)) - running)
         counted = self.buffers["num_batches_tracked"]
         counted += 1
 
@@ -262,12 +262,8 @@ class BatchNorm(Layer):
         return (dy - mean - normal * along) / self._sigma
 
     def _wide(self, channels: Array, x: Array) -> Array:
-        """(c) as (1, c, 1, ...), to go with x."""
+        """Returns (c) as (1, c, 1, ...), to broadcast against x."""
         return array_namespace(channels).reshape(channels, (1, -1, *(1,) * (x.ndim - 2)))
-
-
-def _flat(channels: Array) -> Array:
-    return array_namespace(channels).reshape(channels, (-1,))
 
 
 class LayerNorm(Layer):
@@ -279,12 +275,12 @@ class LayerNorm(Layer):
                   dX = 1/σ ∘ (dX̂ - mean(dX̂) - X̂ ∘ mean(dX̂ ∘ X̂)),  dX̂ = γ ∘ dY, means over d
 
     Args:
-        dims: how many of the last dimensions d stands for.
-        affine: whether there are γ (`weight`) and β (`bias`).
-        bias: whether there is a β.
+        dims: number of the last dimensions that d stands for.
+        affine: whether the layer has γ (`weight`) and β (`bias`).
+        bias: whether the layer has β.
 
     Attributes:
-        last: d, once it is known.
+        last: d, once known.
     """
 
     def __init__(self, dims: int = 1, eps: float = 1e-5, affine: bool = True, bias: bool = True) -> None:

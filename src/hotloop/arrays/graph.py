@@ -1,4 +1,4 @@
-"""Layers that are no chain: a value may go to several of them, and a layer may get several values."""
+"""A graph of layers: several layers may use a value, and a layer may sum several values."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from hotloop.arrays.layer import Layer, ShapeMismatch, check_layers
 from hotloop.errors import TaskError, type_name
 
 INPUT = "x"
-"""What the graph itself gets."""
+"""Name of the graph's input."""
 
 
 class Graph(Layer):
-    """Layers by name, each with the names of those whose results it gets; several of them are added up.
+    """Layers by name, each with the names of its inputs, which are summed.
 
-        forward   Y_k  = f_k(Σ Y_j)      over the j whose results layer k gets
-        backward  dY_j = Σ f_k'(dY_k)    over the k that got Y_j
+        forward   Y_k  = f_k(Σ Y_j)      over the inputs j of layer k
+        backward  dY_j = Σ f_k'(dY_k)    over the layers k with the input j
 
-    So where forward adds up, backward gives the same to each, and where forward gives the same to several, backward adds
-    up. The last layer's result is the graph's. A residual sum, for one:
+    The last layer's result is the graph's. A residual sum:
 
         Graph({"conv": (Conv(8, 3, pad=1), "x"), "relu": (ReLU(), "conv"), "sum": (Identity(), "relu", "x")})
 
     Args:
-        nodes: (layer, name, ...) by name, where `x` is what the graph gets; each stands behind those that it names.
+        nodes: (layer, input, ...) by name, where `x` is the graph's input; each node follows its inputs.
     """
 
     def __init__(self, nodes: Mapping[str, tuple[Any, ...]]) -> None:
@@ -41,40 +40,40 @@ class Graph(Layer):
         return self.shapes(shape)[next(reversed(self.nodes))]
 
     def shapes(self, shape: Shape, make: ArrayFactory | None = None) -> dict[str, Shape]:
-        """Shape of a sample of each value; with a maker, the weights of each layer are made on the way."""
-        found = {INPUT: tuple(shape)}
-        for name, (layer, given) in self.nodes.items():
-            coming = found[given[0]]
+        """Returns the shape of a sample of each value; builds each layer's weights if `make` is given."""
+        shapes = {INPUT: tuple(shape)}
+        for name, (layer, inputs) in self.nodes.items():
+            summed = shapes[inputs[0]]
             try:
-                if any(found[one] != coming for one in given):
+                if any(shapes[source] != summed for source in inputs):
                     raise ShapeMismatch(
-                        f"samples of one shape to add up, not {', '.join(str(found[one]) for one in given)}"
+                        f"samples of one shape to add up, not {', '.join(str(shapes[s]) for s in inputs)}"
                     )
-                after = tuple(layer.shape(coming))
+                after = tuple(layer.shape(summed))
             except ShapeMismatch as error:
-                error.at_layer(name, layer, coming)
+                error.at_layer(name, layer, summed)
                 raise
             if make is not None:
-                layer.build(coming, make)
-            found[name] = after
-        return found
+                layer.build(summed, make)
+            shapes[name] = after
+        return shapes
 
     def build(self, shape: Shape, make: ArrayFactory) -> None:
         self.shapes(shape, make)
 
     def forward(self, x: Array, training: bool = False) -> Array:
         values = {INPUT: x}
-        for name, (layer, given) in self.nodes.items():
-            values[name] = layer.forward(reduce(add, [values[one] for one in given]), training)
+        for name, (layer, inputs) in self.nodes.items():
+            values[name] = layer.forward(reduce(add, [values[source] for source in inputs]), training)
         return values[name]
 
     def backward(self, dy: Array) -> Array:
-        coming = {next(reversed(self.nodes)): dy}
-        for name, (layer, given) in reversed(self.nodes.items()):
-            dx = layer.backward(coming.pop(name))
-            for one in given if dx is not None else ():  # nothing comes back from an embedding
-                coming[one] = coming[one] + dx if one in coming else dx
-        return coming.get(INPUT)
+        gradients = {next(reversed(self.nodes)): dy}
+        for name, (layer, inputs) in reversed(self.nodes.items()):
+            dx = layer.backward(gradients.pop(name))
+            for source in inputs if dx is not None else ():  # an embedding has no dX
+                gradients[source] = gradients[source] + dx if source in gradients else dx
+        return gradients.get(INPUT)
 
     def leaves(self, name: str = "") -> Iterator[tuple[str, Layer]]:
         for place, (layer, _) in self.nodes.items():

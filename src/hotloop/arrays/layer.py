@@ -1,4 +1,4 @@
-"""What a layer is, and how layers are put together."""
+"""The interface of a layer, and combinations of layers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hotloop.errors import TaskError, type_name
 
 
 class Layer:
-    """A function y = f(x, weights) and its derivative, written out.
+    """A function y = f(x, weights) and its derivative.
 
-    A docstring of a layer gives its matrices. There, n is the number of samples in a batch; X and Y are what the layer
-    gets and gives; dX stands for the derivative of the loss with respect to X, and has the shape of X.
+    A layer's docstring gives its matrices: n is the number of samples in a batch; X and Y are input and output; dX is
+    the derivative of the loss with respect to X, of the shape of X.
 
     Attributes:
-        weights: what is trained, by name; each changes in place.
+        weights: trained arrays by name; each changes in place.
         gradients: derivatives of the loss, by the weights' names, after `backward`.
-        buffers: what training changes otherwise, such as running means.
+        buffers: other arrays that training changes, such as running means.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Layer:
         self.buffers: dict[str, Array] = {}
 
     def shape(self, shape: Shape) -> Shape:
-        """Shape of a sample that comes out, for one that goes in.
+        """Returns the shape of an output sample for the shape of an input sample.
 
         Raises:
-            Unfit: no such sample can go in.
+            ShapeMismatch: the layer doesn't accept the shape.
         """
         return shape
 
@@ -38,15 +38,15 @@ class Layer:
         """Makes weights and buffers for samples of this shape."""
 
     def forward(self, x: Array, training: bool = False) -> Array:
-        """Y of X, both (n, ...); in training, what `backward` needs is kept."""
+        """Returns Y of X, both (n, ...); stores the inputs of `backward` in training."""
         raise NotImplementedError
 
     def backward(self, dy: Array) -> Array:
-        """dX of dY; fills `gradients`. Comes after `forward` in training, with the dY of its Y."""
+        """Returns dX of dY and fills `gradients`; requires a `forward` in training."""
         raise NotImplementedError
 
     def leaves(self, name: str = "") -> Iterator[tuple[str, Layer]]:
-        """Name and layer of each layer that is not made of others."""
+        """Yields name and layer of each layer without inner layers."""
         yield name, self
 
     def __repr__(self) -> str:
@@ -54,11 +54,11 @@ class Layer:
 
 
 class ShapeMismatch(Exception):
-    """A layer can't take samples of the shape that it gets.
+    """A layer doesn't accept the shape of its input.
 
     Attributes:
-        needs: what it could take.
-        place, layer, shape: which layer got which shape; the chains that it is in fill that in.
+        needs: the accepted shapes.
+        place, layer, shape: the layer and the shape of its input; the outer chains set these.
     """
 
     def __init__(self, needs: str) -> None:
@@ -75,9 +75,9 @@ class ShapeMismatch(Exception):
 
 
 class Chain(Layer):
-    """Layers one after the other: Y = f_k(... f_2(f_1(X))).
+    """Layers in sequence: Y = f_k(... f_2(f_1(X))).
 
-    Backward is the chain rule: each layer turns the derivative of what it gave into that of what it got, last to first.
+    Backward is the chain rule: each layer turns the derivative of its output into that of its input, last to first.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -122,10 +122,10 @@ class Chain(Layer):
 
 
 def check_integers(of: str, least: int, **values: Any) -> None:
-    """Refuses what isn't a whole number of at least so much; `of` is whose numbers they are.
+    """Checks that the values are whole numbers of at least `least`; `of` names their owner.
 
     Raises:
-        TaskError: naming the first.
+        TaskError: with the first other value.
     """
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -133,10 +133,10 @@ def check_integers(of: str, least: int, **values: Any) -> None:
 
 
 def check_layers(given: Any) -> None:
-    """Refuses what isn't a list of layers.
+    """Checks for a list of layers.
 
     Raises:
-        TaskError: naming what stands there instead.
+        TaskError: with the first other value.
     """
     if not isinstance(given, Sequence):
         raise TaskError(
@@ -171,10 +171,10 @@ class Residual(Chain):
 
 
 def shape_after(layers: Layer, shape: Shape) -> Shape:
-    """Shape of a sample that comes out of the layers.
+    """Returns the shape of an output sample of the layers.
 
     Raises:
-        TaskError: a layer can't take what the one before it gives.
+        TaskError: a layer doesn't accept its input's shape.
     """
     try:
         return tuple(layers.shape(shape))

@@ -1,4 +1,4 @@
-"""Losses: one number for what the network says and what is right, and its derivative, where backward begins."""
+"""Losses: a number from outputs and targets, and its derivative, with which backward begins."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from hotloop.errors import DataError, PlanError, TaskError, type_name
 
 
 class Loss:
-    """A mean over the batch, L; `backward` gives dY, its derivative with respect to what the network said."""
+    """A mean over the batch, L; `backward` returns dY, its derivative with respect to the outputs."""
 
     final: type[Layer] | None = None
-    """The activation that belongs to the loss, and so not into the network."""
+    """The activation that the loss contains, so that the network must not end in it."""
 
     def forward(self, y: Array, target: Array) -> Array:
-        """L, 0-dim."""
+        """Returns L, 0-dim."""
         raise NotImplementedError
 
     def backward(self) -> Array:
-        """dY, of the shape of Y."""
+        """Returns dY, of the shape of Y."""
         raise NotImplementedError
 
     def error(self, y: Array, target: Array) -> Array:
-        """What people look at, 0-dim: the share of wrong answers, or the loss where there is no right and wrong."""
+        """Returns the share of wrong answers, 0-dim; the loss if answers aren't right or wrong."""
         raise NotImplementedError
 
     def check(self, target: Array, output: Shape, name: str) -> None:
-        """Refuses targets that don't go with outputs of shape (n, *output).
+        """Checks the targets of the data `name` for outputs of shape (n, *output).
 
         Raises:
-            DataError: dtype, shape or values are wrong; `name` is what the data is called.
+            DataError: dtype, shape or values are wrong.
         """
         _check_shape(target, output, name)
         if not array_namespace(target).isdtype(target.dtype, "real floating"):
@@ -53,18 +53,18 @@ class SquaredError(Loss):
     """
 
     def forward(self, y: Array, target: Array) -> Array:
-        self._off = y - target
-        return array_namespace(y).mean(self._off * self._off)
+        self._difference = y - target
+        return array_namespace(y).mean(self._difference * self._difference)
 
     def backward(self) -> Array:
-        return 2 * self._off / math.prod(self._off.shape)
+        return 2 * self._difference / math.prod(self._difference.shape)
 
     def error(self, y: Array, target: Array) -> Array:
         return array_namespace(y).mean((y - target) ** 2)
 
 
 class BinaryCrossEntropy(Loss):
-    """The cross entropy of yes and no: Y are scores, and σ(Y) = 1 / (1 + e⁻ʸ) the probabilities of yes.
+    """The cross entropy of two classes: Y are scores, and σ(Y) = 1 / (1 + e⁻ʸ) the probabilities of yes.
 
     forward   L  = Σ (ln(1 + eʸ) - T Y) / N     = -Σ (T ln σ(Y) + (1 - T) ln(1 - σ(Y))) / N; Y, T (n, ...) of N numbers
     backward  dY = (σ(Y) - T) / N               T between 0 and 1
@@ -92,13 +92,13 @@ class BinaryCrossEntropy(Loss):
 
 
 class CrossEntropy(Loss):
-    """The cross entropy of one class out of c: Y are scores, and P = softmax Y the probabilities of the classes.
+    """The cross entropy of c classes: Y are scores, and P = softmax Y the probabilities of the classes.
 
-        forward   L  = -Σ H ∘ ln P / N      Y, P, H (n, c) or (n, c, ...)   H one-hot: 1 at the class that is right
+        forward   L  = -Σ H ∘ ln P / N      Y, P, H (n, c) or (n, c, ...)   H one-hot: 1 at the right class
         backward  dY = (P - H) / N          N counts the labels, (n) or (n, ...), that are not `ignored`
 
     Args:
-        ignored: a label whose positions don't count; None if all do.
+        ignored: label of positions that don't count, or None.
     """
 
     final = Softmax
@@ -171,10 +171,10 @@ LOSSES: dict[str, type[Loss]] = {
 
 
 def loss_of(given: str | Loss) -> Loss:
-    """A loss by its name, or as it is.
+    """Returns a loss by its name, or a given Loss.
 
     Raises:
-        PlanError: there is no such loss.
+        PlanError: the name is unknown.
     """
     if isinstance(given, Loss):
         return given

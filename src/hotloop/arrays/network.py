@@ -1,4 +1,4 @@
-"""Network: layers, a loss and an optimizer, trained on arrays in memory."""
+"""A network: layers, a loss and an optimizer, trained on arrays in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Where the time of a training step goes: milliseconds of a layer, each the median of several steps."""
+    """Times of a layer in a training step, in milliseconds, each the median of several steps."""
 
     layer: str
     forward_ms: float
@@ -41,24 +41,24 @@ class LayerTime:
 
 class Network:
     """Layers, trained by backpropagation (Rumelhart, Hinton, Williams: Learning representations by back-propagating
-    errors, Nature 1986): forward from the first layer to the last, the loss, and the chain rule back from the last.
+    errors, Nature 1986): forward, the loss, and the chain rule from the last layer to the first.
 
-    Weights are made for the first batch: in its dtype, on its device, for its shape.
+    The first batch sets dtype, device and shape of the weights.
 
     Args:
-        layers: from the input on. For a cross entropy the last gives scores, without a softmax.
-        optimizer: a name, such as `adam` or `sgd`, or an `Optimizer` with a rate of your own.
+        layers: from the input on. For a cross entropy the last layer gives scores, without a softmax.
+        optimizer: a name, such as `adam` or `sgd`, or an `Optimizer`, such as with another rate.
         loss: `cross_entropy`, `binary_cross_entropy`, `squared_error`, or a `Loss`.
-        xp: whose arrays compute: `numpy`, `cupy`, `torch`, or another namespace of the array API standard. NumPy's
-            arrays are taken there; those of any other are refused.
-        seed: weights, dropout and the order of the samples follow from it.
+        xp: the array library: `numpy`, `cupy`, `torch`, or another namespace of the array API standard. NumPy's arrays
+            are converted; those of other libraries are refused.
+        seed: seed of weights, dropout and the order of the samples.
 
     Attributes:
-        steps, epochs: done so far.
+        steps, epochs: numbers of completed steps and epochs.
 
     Raises:
-        PlanError: no such optimizer, loss or namespace.
-        TaskError: something among the layers is none.
+        PlanError: unknown optimizer, loss or namespace.
+        TaskError: `layers` contains other objects.
     """
 
     def __init__(
@@ -79,8 +79,6 @@ class Network:
         self._outputs: Shape = ()
         self._check_layers()
 
-    # --- training
-
     def fit(
         self,
         x: Array,
@@ -93,22 +91,22 @@ class Network:
         stop_below: float | None = None,
         progress: bool = True,
     ) -> list[Epoch]:
-        """Trains, and says what each epoch came to.
+        """Trains, and returns the results of each epoch.
 
         Args:
             x, y: (samples, ...) each; classes as whole numbers from 0 for a cross entropy, else floats.
-            x_test, y_test: looked at after each epoch, without training on them.
-            epochs: times to go over the data, each time in another order.
-            batch_size: samples in a step; the last batch of an epoch takes what is left.
-            stop_below: stop when the test error (without test data: the training error) falls below this. It is the
-                share of wrong answers; for `squared_error`, the loss.
-            progress: show a bar where there is a terminal, and a line for each epoch.
+            x_test, y_test: evaluated after each epoch.
+            epochs: number of passes over the data, each in another order.
+            batch_size: samples in a step; the last batch of an epoch may be smaller.
+            stop_below: stops when the test error (without test data: the training error) is lower. The error is the share
+                of wrong answers; for `squared_error`, the loss.
+            progress: whether to show a bar on a terminal, and a line for each epoch.
 
         Raises:
-            DataError: what x or y can't be: no array, of another namespace, dtype or length, labels out of range.
-            DeviceError: an array is on another device than the others.
-            TaskError: a layer can't take what the one before it gives; the message names it.
-            NonFiniteError: the loss became infinite or no number.
+            DataError: x or y is no array, or has a wrong namespace, dtype, length or label.
+            DeviceError: an array is on another device.
+            TaskError: a layer doesn't accept its input's shape.
+            NonFiniteError: the loss is infinite or NaN.
         """
         check_integers("fit", 1, epochs=epochs, batch_size=batch_size)
         if stop_below is not None and not isinstance(stop_below, int | float):
@@ -117,22 +115,20 @@ class Network:
         tests = x_test is not None or y_test is not None
         test = self._data(x_test, y_test, "x_test", "y_test") if tests else None
         history: list[Epoch] = []
-        with show_progress(epochs, math.ceil(x.shape[0] / batch_size), progress) as show:
+        with show_progress(epochs, math.ceil(x.shape[0] / batch_size), progress) as display:
             for epoch in range(epochs):
                 began = time.perf_counter()
-                loss, error = self._epoch(x, y, batch_size, show.step)
+                loss, error = self._epoch(x, y, batch_size, display.step)
                 tested = {} if test is None else self._evaluate(*test)
-                found = Epoch(
-                    epoch + 1, loss, error, tested.get("loss"), tested.get("error"), time.perf_counter() - began
-                )
-                history.append(found)
-                show.epoch(found)
-                if stop_below is not None and found.last_error < stop_below:
+                seconds = time.perf_counter() - began
+                history.append(Epoch(epoch + 1, loss, error, tested.get("loss"), tested.get("error"), seconds))
+                display.epoch(history[-1])
+                if stop_below is not None and history[-1].last_error < stop_below:
                     break
         return history
 
     def _epoch(self, x: Array, y: Array, batch_size: int, done: Any) -> tuple[float, float]:
-        """Mean loss and error of one pass; they are added up where they are computed, and read once."""
+        """Returns mean loss and error of one pass; sums them on the device and reads them once."""
         order = np.random.default_rng([self.seed, self.epochs]).permutation(x.shape[0])
         total = wrong = 0.0
         for first in range(0, x.shape[0], batch_size):
@@ -153,10 +149,7 @@ class Network:
         return mean, float(wrong) / x.shape[0]
 
     def step(self, x: Array, target: Array) -> tuple[Array, Array]:
-        """Forward, loss, backward and update on one batch; returns the loss, 0-dim, and what the network said.
-
-        It checks nothing: `fit` has looked at the data before.
-        """
+        """Trains on one batch without checks; returns the loss, 0-dim, and the outputs."""
         output = self.chain.forward(x, training=True)
         loss = self.loss.forward(output, target)
         self.chain.backward(self.loss.backward())
@@ -171,10 +164,8 @@ class Network:
             self._memory[id(layer), name] = memory
             self.optimizer.update(weight, layer.gradients[name], memory, self.steps)
 
-    # --- use
-
     def predict(self, x: Array, batch_size: int = 256) -> Array:
-        """What the last layer gives for each sample, (samples, ...): scores, for a cross entropy.
+        """Returns the last layer's outputs, (samples, ...): scores, for a cross entropy.
 
         Raises:
             DataError, DeviceError, TaskError: as for `fit`.
@@ -184,7 +175,7 @@ class Network:
         return self.xp.concat(parts, axis=0)
 
     def evaluate(self, x: Array, y: Array, batch_size: int = 256) -> dict[str, float]:
-        """`loss` and `error` on some data; the error is the share of wrong answers, or again the loss.
+        """Returns `loss` and `error`; the error is the share of wrong answers, or the loss.
 
         Raises:
             DataError, DeviceError, TaskError: as for `fit`.
@@ -200,29 +191,29 @@ class Network:
         return {"loss": float(loss) / x.shape[0], "error": float(error) / x.shape[0]}
 
     def time_layers(self, x: Array, y: Array, repeats: int = 10) -> list[LayerTime]:
-        """How long each layer takes, forward, backward and update, on one batch; weights are as before afterwards.
+        """Times forward, backward and update of each layer on one batch; restores the weights.
 
         Args:
             x, y: one batch, as for `fit`.
-            repeats: steps that are timed, after one that isn't.
+            repeats: number of timed steps, after an untimed step.
 
         Raises:
             DataError, DeviceError, TaskError: as for `fit`.
         """
         check_integers("time_layers", 1, repeats=repeats)
         x, y = self._data(x, y, "x", "y")
-        kept, steps, memory = self.state(), self.steps, self._memory
+        state, steps, memory = self.state(), self.steps, self._memory
         self._memory = {}
         try:
             timed = [self._timed_step(x, y) for _ in range(repeats + 1)][1:]
         finally:
             self.steps, self._memory = steps, memory
-            self.restore(kept)
+            self.restore(state)
         medians = 1e3 * np.median(np.array(timed), axis=0)
         return [LayerTime(repr(layer), *map(float, ms)) for layer, ms in zip(self.chain.layers, medians, strict=True)]
 
     def _timed_step(self, x: Array, y: Array) -> list[list[float]]:
-        """Seconds of forward, backward and update of each layer."""
+        """Returns the seconds of forward, backward and update of each layer."""
         layers = self.chain.layers
         times = [[0.0] * 3 for _ in layers]
         for seconds, layer in zip(times, layers, strict=True):
@@ -244,17 +235,15 @@ class Network:
             seconds[2] = _seconds_since(began, weights[-1]) if weights else 0.0
         return times
 
-    # --- weights
-
     def state(self) -> dict[str, Array]:
-        """A copy of all weights and buffers, by names such as `0.weight`."""
+        """Returns a copy of all weights and buffers, by names such as `0.weight`."""
         return {name: self.xp.asarray(value, copy=True) for name, value in self._layer_names()}
 
     def restore(self, state: dict[str, Array]) -> None:
-        """Puts weights and buffers back, in place.
+        """Restores weights and buffers in place.
 
         Raises:
-            TaskError: they are of another network, or this one has seen no batch yet.
+            TaskError: the state is of another network, or this network has no weights yet.
         """
         own = dict(self._layer_names())
         if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
@@ -267,13 +256,13 @@ class Network:
             own[name][...] = value
 
     def to_torch(self) -> nn.Module:
-        """The network as an `nn.Sequential` of the same layers with copies of the weights, set to evaluate.
+        """Returns an `nn.Sequential` in evaluation mode of the same layers, with copies of the weights.
 
-        A dense layer that gets more than vectors becomes two modules, `Flatten` and `Linear`; residual sums, graphs and
-        recurrent layers become modules that torch.fx makes. `hotloop.Task(model=net.to_torch, ...)` trains on from here.
+        A dense layer on more than vectors becomes `Flatten` and `Linear`; torch.fx makes the modules of residual sums,
+        graphs and recurrent layers. `hotloop.Task(model=net.to_torch, ...)` continues the training.
 
         Raises:
-            TaskError: the network has seen no batch yet, and so has no weights; or torch has nothing like a layer.
+            TaskError: the network has no weights before its first batch, or torch has no equivalent of a layer.
         """
         if self._sample is None:
             raise TaskError(
@@ -288,8 +277,6 @@ class Network:
             for name, value in (layer.weights | layer.buffers).items():
                 yield f"{place}.{name}", value
 
-    # --- what may come in
-
     def _data(self, x: Array, y: Array, name: str, target: str) -> tuple[Array, Array]:
         x = self._inputs(x, name)
         y = to_namespace(target, y, self.xp, device(x))
@@ -303,7 +290,6 @@ class Network:
         return x, (self.xp.astype(y, self._dtype) if floats else y)
 
     def _inputs(self, x: Array, name: str) -> Array:
-        """Checks inputs, and makes the weights for the first."""
         x = to_namespace(name, x, self.xp, None if self._sample is None else device(self._sample))
         floats = self.xp.isdtype(x.dtype, "real floating")
         if self._embedding and not self.xp.isdtype(x.dtype, "integral"):
@@ -330,7 +316,7 @@ class Network:
         return x
 
     def _build(self, x: Array) -> None:
-        shape_after(self.chain, x.shape[1:])  # names the layer that doesn't fit, before any is made
+        shape_after(self.chain, x.shape[1:])  # reports a mismatch before any layer is built
         self._dtype = self.xp.float32 if self._embedding else x.dtype
         like = self.xp.zeros((1,), dtype=self._dtype, device=device(x))
         self.chain.build(x.shape[1:], ArrayFactory(self.xp, like, self.seed))
@@ -357,7 +343,7 @@ class Network:
 
 
 def _seconds_since(began: float, result: Array) -> float:
-    """Seconds since then, once `result` is there: reading one number of it waits for a device that computes ahead."""
+    """Reads a number of `result`, which waits for an asynchronous device, and returns the elapsed time."""
     if result is not None:
         float(result[(0,) * result.ndim])
     return time.perf_counter() - began

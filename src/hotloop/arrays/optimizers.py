@@ -1,7 +1,7 @@
-"""Optimizers: how weights follow from gradients. W is a weight, G its gradient, all operations are element by element.
+"""Optimizers. W is a weight, G its gradient; all operations are element by element.
 
-Each keeps its memory by the names that torch's optimizer has, and gives the numbers that torch's gives. With a
-`weight_decay` of λ, G is G + λ W throughout, but for AdamW.
+The names of the arrays and the results are those of torch's optimizers. With a `weight_decay` of λ, G is G + λ W in
+all optimizers but AdamW.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Memory = dict[str, Array]
 
 
 class Optimizer:
-    """How a weight is updated.
+    """The update of a weight.
 
     Attributes:
-        remembers: names of the arrays, each of the weight's shape, that are kept from step to step.
+        remembers: names of the arrays of the weight's shape that persist from step to step.
     """
 
     remembers: ClassVar[tuple[str, ...]] = ()
@@ -34,11 +34,11 @@ class Optimizer:
                 raise PlanError(f"{name}={value!r} of {type(self).__name__}", expected=expected)
 
     def memory(self, w: Array) -> Memory:
-        """What is remembered of a weight before the first step: zeros."""
+        """Returns the arrays of a weight before the first step: zeros."""
         return {name: array_namespace(w).zeros_like(w) for name in self.remembers}
 
     def update(self, w: Array, g: Array, memory: Memory, step: int) -> None:
-        """Changes a weight and its memory in place; `step` counts from 1."""
+        """Changes a weight and its arrays in place; `step` counts from 1."""
         self._move(w, g + self.weight_decay * w if self.weight_decay else g, memory, step)
 
     def _move(self, w: Array, g: Array, memory: Memory, step: int) -> None:
@@ -82,7 +82,7 @@ class Momentum(Optimizer):
 
 
 class Nesterov(Momentum):
-    """Momentum that looks ahead (Nesterov 1983; as in Sutskever et al.: On the importance of initialization and
+    """Momentum with a gradient ahead (Nesterov 1983; as in Sutskever et al.: On the importance of initialization and
     momentum in deep learning, ICML 2013).
 
         B ← μ B + G
@@ -94,7 +94,7 @@ class Nesterov(Momentum):
 
 
 class AdaGrad(Optimizer):
-    """A rate for each weight, that falls with all it has moved (Duchi, Hazan, Singer: Adaptive Subgradient Methods,
+    """A rate for each weight that falls with its past gradients (Duchi, Hazan, Singer: Adaptive Subgradient Methods,
     JMLR 2011).
 
         S ← S + G²
@@ -114,7 +114,7 @@ class AdaGrad(Optimizer):
 
 
 class RMSProp(Optimizer):
-    """AdaGrad that forgets (Tieleman, Hinton: Neural Networks for Machine Learning, lecture 6.5, 2012).
+    """AdaGrad with a running mean (Tieleman, Hinton: Neural Networks for Machine Learning, lecture 6.5, 2012).
 
     S ← α S + (1 - α) G²
     W ← W - η G / (√S + ε)
@@ -156,7 +156,7 @@ class AdaDelta(Optimizer):
 
 
 class Adam(Optimizer):
-    """Running means of G and G², freed of their beginning at zero (Kingma, Ba: Adam, ICLR 2015, algorithm 1).
+    """Running means of G and G², corrected for their start at zero (Kingma, Ba: Adam, ICLR 2015, algorithm 1).
 
     M ← β₁ M + (1 - β₁) G
     V ← β₂ V + (1 - β₂) G²
@@ -185,10 +185,10 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam whose weights decay by themselves (Loshchilov, Hutter: Decoupled Weight Decay Regularization, ICLR 2019,
+    """Adam with decoupled weight decay (Loshchilov, Hutter: Decoupled Weight Decay Regularization, ICLR 2019,
     algorithm 2).
 
-        W ← W - η λ W, and then Adam with G alone
+        W ← W - η λ W, then Adam with G alone
     """
 
     def __init__(
@@ -225,10 +225,10 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
 
 
 def optimizer_of(given: Any) -> Optimizer:
-    """An optimizer by its name, with its default rate, or as it is.
+    """Returns an optimizer by its name, with its default rate, or a given Optimizer.
 
     Raises:
-        PlanError: there is no such optimizer.
+        PlanError: the name is unknown.
     """
     if isinstance(given, Optimizer):
         return given

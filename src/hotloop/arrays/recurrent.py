@@ -1,7 +1,7 @@
-"""Layers that walk along a sequence, with a state that goes from each step to the next.
+"""Recurrent layers: each step of a sequence passes a state to the next.
 
-Backward walks the other way, and carries what the state's derivative is so far (Werbos: Backpropagation Through Time,
-1990). Sequences are (n, t, i): n samples of t steps of i numbers.
+Backward runs from the last step and carries the state's derivative (Werbos: Backpropagation Through Time, 1990).
+Sequences are (n, t, i): n samples of t steps of i numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hotloop.arrays.layer import Layer, ShapeMismatch, check_integers
 
 
 class _Recurrent(Layer):
-    """Weights and shapes of both; `gates` is how many vectors of u numbers a step computes."""
+    """Weights and shapes of all recurrent layers; a step computes `gates` vectors of u numbers."""
 
     gates: int
 
@@ -39,35 +39,38 @@ class _Recurrent(Layer):
         }
 
     def _from_input(self, x: Array) -> Array:
-        """What all steps get from the input, (n, t, g·u), and both biases."""
+        """Returns the input's part of all activations, with both biases: (n, t, g·u)."""
         return x @ self.weights["weight_ih"].T + (self.weights["bias_ih"] + self.weights["bias_hh"])
 
-    def _state_gradient(self, states: list[Array]) -> Array:
-        """What the layer gives: the state after each step, or the last one."""
+    def _outputs(self, states: list[Array]) -> Array:
+        """Returns Y: the state after each step, or the last state."""
         return states[-1] if self.last else array_namespace(states[-1]).stack(states[1:], axis=1)
 
-    def _input_gradient(self, dy: Array, step: int) -> Array:
-        """What the loss itself says of the state after a step."""
+    def _output_gradient(self, dy: Array, step: int) -> Array:
+        """Returns the loss's derivative with respect to the state after a step."""
         if self.last:
             return dy if step == self._x.shape[1] - 1 else 0.0 * dy
         return dy[:, step, :]
 
     def _collect(self, da: Array) -> Array:
-        """dX, and the weights' derivatives, of dA (n, t, g·u): of what each step put into its activations."""
+        """Returns dX of dA (n, t, g·u), the activations' derivative, and fills `gradients`."""
         xp, rows = array_namespace(da), da.shape[-1]
         before = xp.stack(self._states[:-1], axis=1)
         flat = xp.reshape(da, (-1, rows))
         self.gradients["weight_ih"] = flat.T @ xp.reshape(self._x, (-1, self._x.shape[2]))
         self.gradients["weight_hh"] = flat.T @ xp.reshape(before, (-1, self.units))
         bias = xp.sum(flat, axis=0)
-        self.gradients["bias_ih"], self.gradients["bias_hh"] = bias, xp.asarray(bias, copy=True)  # each may be clipped
+        self.gradients["bias_ih"], self.gradients["bias_hh"] = (
+            bias,
+            xp.asarray(bias, copy=True),
+        )  # clipping changes each in place
         return da @ self.weights["weight_ih"]
 
     _x: Array
     _states: list[Array]
 
     def _begin(self, x: Array) -> Array:
-        """The state before the first step: zeros."""
+        """Stores X and returns h_0: zeros."""
         xp = array_namespace(x)
         self._x = x
         zeros = xp.zeros((x.shape[0], self.units), dtype=x.dtype, device=x.device)
@@ -83,14 +86,14 @@ class RNN(_Recurrent):
 
         forward   a_t = x_t W_ihᵀ + b_ih + h_(t-1) W_hhᵀ + b_hh     x_t (n, i)   h_t (n, u)   h_0 = 0
                   h_t = tanh a_t                                    W_ih (u, i)  W_hh (u, u)  b_ih, b_hh (u)
-        backward  dh_t = dY_t + da_(t+1) W_hh                       from the loss, and from the step that follows
+        backward  dh_t = dY_t + da_(t+1) W_hh                       from the loss, and from the next step
                   da_t = dh_t ∘ (1 - h_t²)
                   dx_t = da_t W_ih
                   dW_ih = Σ_t da_tᵀ x_t,  dW_hh = Σ_t da_tᵀ h_(t-1),  db_ih = db_hh = Σ_t Σ_n da_t
 
     Args:
         units: u.
-        last: whether the layer gives the last state alone, Y (n, u), and not all of them, Y (n, t, u).
+        last: whether Y is the last state, (n, u), instead of all states, (n, t, u).
     """
 
     gates = 1
@@ -101,7 +104,7 @@ class RNN(_Recurrent):
         for step in range(x.shape[1]):
             h = xp.tanh(given[:, step, :] + h @ self.weights["weight_hh"].T)
             self._states.append(h)
-        return self._state_gradient(self._states)
+        return self._outputs(self._states)
 
     def backward(self, dy: Array) -> Array:
         xp, steps = array_namespace(dy), self._x.shape[1]
@@ -109,27 +112,27 @@ class RNN(_Recurrent):
         das = []
         for step in reversed(range(steps)):
             h = self._states[step + 1]
-            da = (self._input_gradient(dy, step) + following) * (1 - h * h)
+            da = (self._output_gradient(dy, step) + following) * (1 - h * h)
             following = da @ self.weights["weight_hh"]
             das.append(da)
         return self._collect(xp.stack(das[::-1], axis=1))
 
 
 class LSTM(_Recurrent):
-    """Long short-term memory, with a gate to forget (Gers, Schmidhuber, Cummins: Learning to Forget, 2000).
+    """Long short-term memory with a forget gate (Gers, Schmidhuber, Cummins: Learning to Forget, 2000).
 
-        forward   a_t = x_t W_ihᵀ + b_ih + h_(t-1) W_hhᵀ + b_hh     (n, 4u), cut into four of (n, u); W_ih (4u, i) and so on
+        forward   a_t = x_t W_ihᵀ + b_ih + h_(t-1) W_hhᵀ + b_hh     (n, 4u), cut into four of (n, u); W_ih (4u, i)
                   i, f, o = sigmoid of the 1st, 2nd, 4th;  g = tanh of the 3rd
-                  c_t = f ∘ c_(t-1) + i ∘ g                         the memory, (n, u)   c_0 = h_0 = 0
-                  h_t = o ∘ tanh c_t                                what is shown of it, (n, u)
+                  c_t = f ∘ c_(t-1) + i ∘ g                         the cell state, (n, u)   c_0 = h_0 = 0
+                  h_t = o ∘ tanh c_t                                the output, (n, u)
         backward  dh_t = dY_t + da_(t+1) W_hh
                   dc_t = dh_t ∘ o ∘ (1 - tanh² c_t) + dc_(t+1) ∘ f_(t+1)
                   da_t = [dc ∘ g ∘ i(1-i),  dc ∘ c_(t-1) ∘ f(1-f),  dc ∘ i ∘ (1-g²),  dh ∘ tanh c ∘ o(1-o)]
-                  dx_t = da_t W_ih, and the weights' as in the simple network
+                  dx_t = da_t W_ih, and the weights' as in `RNN`
 
     Args:
         units: u.
-        last: whether the layer gives the last h alone, Y (n, u), and not all of them, Y (n, t, u).
+        last: whether Y is the last h, (n, u), instead of all h, (n, t, u).
     """
 
     gates = 4
@@ -144,21 +147,21 @@ class LSTM(_Recurrent):
             i, f, o = (sigmoid(a[:, gate * u : (gate + 1) * u]) for gate in (0, 1, 3))
             g = xp.tanh(a[:, 2 * u : 3 * u])
             before, c = c, f * c + i * g
-            shown = xp.tanh(c)
-            h = o * shown
-            self._steps.append((i, f, g, o, before, shown))
+            tanh_c = xp.tanh(c)
+            h = o * tanh_c
+            self._steps.append((i, f, g, o, before, tanh_c))
             self._states.append(h)
-        return self._state_gradient(self._states)
+        return self._outputs(self._states)
 
     def backward(self, dy: Array) -> Array:
         xp = array_namespace(dy)
         following = dc_following = 0.0
         das = []
         for step in reversed(range(len(self._steps))):
-            i, f, g, o, before, shown = self._steps[step]
-            dh = self._input_gradient(dy, step) + following
-            dc = dh * o * (1 - shown * shown) + dc_following
-            da = [dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g * g), dh * shown * o * (1 - o)]
+            i, f, g, o, before, tanh_c = self._steps[step]
+            dh = self._output_gradient(dy, step) + following
+            dc = dh * o * (1 - tanh_c * tanh_c) + dc_following
+            da = [dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g * g), dh * tanh_c * o * (1 - o)]
             das.append(xp.concat(da, axis=1))
             following = das[-1] @ self.weights["weight_hh"]
             dc_following = dc * f

@@ -1,4 +1,4 @@
-"""Layers that take a sample apart: in another shape, the mean over some of its dimensions, one step of a sequence."""
+"""Layers that reshape a sample, take means over its dimensions, or select a step of a sequence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hotloop.errors import TaskError
 
 
 class Reshape(Layer):
-    """Each sample in another shape, with its numbers in the same order.
+    """Changes the shape of each sample; the numbers keep their order.
 
-        forward   Y (n, sizes)    is X (n, ...), read row by row
+        forward   Y (n, sizes)    is X (n, ...), in C order
         backward  dX (n, ...)     is dY
 
     Args:
-        sizes: of a sample; one of them may be -1, which stands for what is left.
+        sizes: shape of a sample; one size may be -1, which stands for the rest.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class Mean(Layer):
         backward  dX = dY / m      the same share for each
 
     Args:
-        axes: the dimensions of X; 0 is that of the samples, which stay apart; -1 is the last.
+        axes: dimensions of X without 0, the samples; -1 is the last.
     """
 
     def __init__(self, axes: int | Sequence[int]) -> None:
@@ -68,23 +68,23 @@ class Mean(Layer):
             )
 
     def shape(self, shape: Shape) -> Shape:
-        taken = self._reduced_dims(len(shape) + 1)
-        return tuple(size for axis, size in enumerate(shape, start=1) if axis not in taken)
+        reduced = self._reduced_dims(len(shape) + 1)
+        return tuple(size for axis, size in enumerate(shape, start=1) if axis not in reduced)
 
     def _reduced_dims(self, dims: int) -> tuple[int, ...]:
-        taken = tuple(axis % dims for axis in self.axes if -dims <= axis < dims)
-        if len(set(taken) - {0}) < len(self.axes):
+        reduced = tuple(axis % dims for axis in self.axes if -dims <= axis < dims)
+        if len(set(reduced) - {0}) < len(self.axes):
             raise ShapeMismatch(f"samples that have the dimensions {self.axes}, where 0 is that of the samples")
-        return taken
+        return reduced
 
     def forward(self, x: Array, training: bool = False) -> Array:
         self._shape, self._over = x.shape, self._reduced_dims(x.ndim)
         return array_namespace(x).mean(x, axis=self._over)
 
     def backward(self, dy: Array) -> Array:
-        xp, kept = array_namespace(dy), [1 if axis in self._over else size for axis, size in enumerate(self._shape)]
+        xp, sizes = array_namespace(dy), [1 if axis in self._over else size for axis, size in enumerate(self._shape)]
         averaged = math.prod(self._shape[axis] for axis in self._over)
-        return xp.broadcast_to(xp.reshape(dy / averaged, tuple(kept)), self._shape)
+        return xp.broadcast_to(xp.reshape(dy / averaged, tuple(sizes)), self._shape)
 
     def __repr__(self) -> str:
         return f"Mean({self.axes})"
@@ -97,7 +97,7 @@ class At(Layer):
         backward  dX = dY at t, and 0 elsewhere
 
     Args:
-        step: t, from 0 on; -1 is the last.
+        step: t, from 0; -1 is the last.
     """
 
     def __init__(self, step: int = -1) -> None:

@@ -1,4 +1,4 @@
-"""A network's layers as modules of torch, with the same weights. torch is imported only where that is asked for."""
+"""Converts a network's layers to torch modules with the same weights; torch is imported on demand."""
 
 from __future__ import annotations
 
@@ -21,41 +21,34 @@ if TYPE_CHECKING:
     from torch import fx, nn
 
 Build = Callable[["fx.Graph", "fx.Node"], "fx.Node"]
-"""Writes into a graph what is done with a value, and returns the result."""
+"""Adds operations on a value to a graph, and returns the result."""
 
 
 def to_sequential(chain: Chain, sample: Shape) -> nn.Sequential:
-    """Modules that do what the layers do, with copies of their weights.
+    """Returns modules that compute what the layers compute, with copies of their weights.
 
-    What torch has no module for, such as a residual sum, becomes one that torch.fx makes.
+    torch.fx makes a module where torch has none, such as for a residual sum.
 
     Args:
-        sample: shape of a sample that goes in.
+        sample: shape of an input sample.
 
     Raises:
-        TaskError: a layer has nothing like it in torch.
+        TaskError: torch has no equivalent of a layer.
     """
     from torch import nn
 
-    made: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for layer in chain.layers:
-        made += _torch_modules(layer, sample)
+        if isinstance(layer, Dense) and not layer.each and len(sample) > 1:
+            modules.append(nn.Flatten())
+        modules.append(_torch_module(layer, sample))
         sample = tuple(layer.shape(sample))
-    return nn.Sequential(*made)
+    return nn.Sequential(*modules)
 
 
-def _torch_modules(layer: Layer, sample: Shape) -> list[nn.Module]:
-    """What does the same as one layer, one after the other."""
-    from torch import nn
-
-    if isinstance(layer, Dense) and not layer.each and len(sample) > 1:
-        return [nn.Flatten(), *_modules_of_layer(layer, sample)]
-    return _modules_of_layer(layer, sample)
-
-
-def _modules_of_layer(layer: Layer, sample: Shape) -> list[nn.Module]:
+def _torch_module(layer: Layer, sample: Shape) -> nn.Module:
     if type(layer) in _CONTAINER_MAKERS:
-        return [_CONTAINER_MAKERS[type(layer)](layer, sample)]
+        return _CONTAINER_MAKERS[type(layer)](layer, sample)
     make = _MODULE_MAKERS.get(type(layer))
     if make is None:
         raise TaskError(
@@ -65,16 +58,16 @@ def _modules_of_layer(layer: Layer, sample: Shape) -> list[nn.Module]:
         )
     from torch import nn
 
-    made = _copy_weights(make(nn, layer, sample), layer)
-    return [_OUTPUT_SELECTORS[type(layer)](made, layer) if type(layer) in _OUTPUT_SELECTORS else made]
+    module = _copy_weights(make(nn, layer, sample), layer)
+    return _OUTPUT_SELECTORS[type(layer)](module, layer) if type(layer) in _OUTPUT_SELECTORS else module
 
 
 def _copy_weights(module: nn.Module, layer: Layer) -> nn.Module:
     import torch
 
     suffix = "_l0" if isinstance(layer, LSTM | RNN) else ""
-    given = {f"{name}{suffix}": value for name, value in layer.weights.items()} | layer.buffers
-    state = {name: torch.from_dlpack(value) for name, value in given.items()}
+    arrays = {f"{name}{suffix}": value for name, value in layer.weights.items()} | layer.buffers
+    state = {name: torch.from_dlpack(value) for name, value in arrays.items()}
     for value in state.values():
         if value.is_floating_point():
             module.to(value.device, value.dtype)
@@ -83,8 +76,8 @@ def _copy_weights(module: nn.Module, layer: Layer) -> nn.Module:
 
 
 def _convolution(nn: Any, layer: Conv, sample: Shape) -> nn.Module:
-    seen = layer.window
-    sizes = (seen.size, seen.stride, seen.pad, seen.dilation)
+    window = layer.window
+    sizes = (window.size, window.stride, window.pad, window.dilation)
     return nn.Conv2d(sample[0], layer.channels, *sizes, layer.groups, bias=layer.bias)
 
 
@@ -98,8 +91,8 @@ def _layer_norm(nn: Any, layer: LayerNorm, sample: Shape) -> nn.Module:
 
 
 def _average_pool(nn: Any, layer: AveragePool, sample: Shape) -> nn.Module:
-    seen = layer.window
-    return nn.AdaptiveAvgPool2d(1) if layer.whole else nn.AvgPool2d(seen.size, seen.stride, seen.pad)
+    window = layer.window
+    return nn.AdaptiveAvgPool2d(1) if layer.whole else nn.AvgPool2d(window.size, window.stride, window.pad)
 
 
 def _dense(nn: Any, layer: Dense, sample: Shape) -> nn.Module:
@@ -107,8 +100,8 @@ def _dense(nn: Any, layer: Dense, sample: Shape) -> nn.Module:
 
 
 def _max_pool(nn: Any, layer: MaxPool, sample: Shape) -> nn.Module:
-    seen = layer.window
-    return nn.MaxPool2d(seen.size, seen.stride, seen.pad, seen.dilation)
+    window = layer.window
+    return nn.MaxPool2d(window.size, window.stride, window.pad, window.dilation)
 
 
 _MODULE_MAKERS: dict[type[Layer], Callable[[Any, Any, Shape], nn.Module]] = {
@@ -136,11 +129,7 @@ _MODULE_MAKERS: dict[type[Layer], Callable[[Any, Any, Shape], nn.Module]] = {
 }
 
 
-# --- what is more than one module of torch's
-
-
 def _trace_module(name: str, parts: dict[str, nn.Module], build: Build) -> nn.Module:
-    """A module that torch.fx makes, of other modules and what is done with what they give."""
     from torch import fx, nn
 
     graph = fx.Graph()
@@ -149,7 +138,7 @@ def _trace_module(name: str, parts: dict[str, nn.Module], build: Build) -> nn.Mo
 
 
 def _recurrent(module: nn.Module, layer: RNN | LSTM) -> nn.Module:
-    """Without the states, which a recurrent module of torch's gives too."""
+    """Wraps a recurrent module of torch so that it returns no states."""
 
     def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
         every = graph.call_function(operator.getitem, (graph.call_module("recurrent", (x,)), 0))
@@ -175,15 +164,15 @@ def _residual(layer: Residual, sample: Shape) -> nn.Module:
 def _graph(layer: Graph, sample: Shape) -> nn.Module:
     shapes = layer.shapes(sample)
     modules: dict[str, nn.Module] = {
-        f"layer{place}": to_sequential(Chain([one]), shapes[given[0]])
-        for place, (one, given) in enumerate(layer.nodes.values())
+        f"layer{place}": to_sequential(Chain([node]), shapes[sources[0]])
+        for place, (node, sources) in enumerate(layer.nodes.values())
     }
 
     def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
         values = {INPUT: x}
         for place, name in enumerate(layer.nodes):
-            coming = [values[one] for one in layer.nodes[name][1]]
-            total = reduce(lambda one, other: graph.call_function(operator.add, (one, other)), coming)
+            inputs = [values[source] for source in layer.nodes[name][1]]
+            total = reduce(lambda one, other: graph.call_function(operator.add, (one, other)), inputs)
             values[name] = graph.call_module(f"layer{place}", (total,))
         return values[name]
 
@@ -197,19 +186,11 @@ def _reshape(layer: Reshape, sample: Shape) -> nn.Module:
     return _trace_module("Reshape", {}, build)
 
 
-def _mean(layer: Mean, sample: Shape) -> nn.Module:
-    return _trace_module("Mean", {}, lambda graph, x: graph.call_method("mean", (x, layer.axes)))
-
-
-def _at(layer: At, sample: Shape) -> nn.Module:
-    return _trace_module("At", {}, lambda graph, x: _select(graph, x, layer.step))
-
-
 _CONTAINER_MAKERS: dict[type[Layer], Callable[[Any, Shape], nn.Module]] = {
-    At: _at,
+    At: lambda layer, sample: _trace_module("At", {}, lambda graph, x: _select(graph, x, layer.step)),
     Chain: to_sequential,
     Graph: _graph,
-    Mean: _mean,
+    Mean: lambda layer, sample: _trace_module("Mean", {}, lambda graph, x: graph.call_method("mean", (x, layer.axes))),
     Residual: _residual,
     Reshape: _reshape,
 }

@@ -1,12 +1,8 @@
-"""Random augmentation whose numbers belong to the samples, not to the batch.
+"""Random augmentation with random numbers for each sample, independent of the batch.
 
-`augment(x, draws)` is written in tensors and runs on each training batch, after `prepare`. Its random numbers
-come from `Draws`, which computes them from (seed, epoch, sample, number of the call) by an integer hash: no
-state passes from batch to batch, so the batch a sample falls into, its place there, the device and the number
-of workers change nothing.
-
-The hash is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), its
-64-bit words held in int64, whose sums and products wrap around.
+`augment(x, draws)` runs on each training batch, after `prepare`. `Draws` computes random numbers from (seed, epoch,
+sample, number of the call) by an integer hash, so that batches, devices and workers change nothing. The hash is
+SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) on wrapping int64.
 """
 
 from __future__ import annotations
@@ -24,12 +20,12 @@ from hotloop.errors import DataError
 
 
 def _to_int64(word: int) -> int:
-    """The int64 that has the lowest 64 bits of a number."""
+    """Returns the int64 with the lowest 64 bits of a number."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
-# Odd, so that steps of them don't come back to where they were within 2**64.
+# Odd, so that their multiples don't repeat within 2**64.
 _BY_SAMPLE = _to_int64(0xD1342543DE82EF95)
 _BY_CALL = _to_int64(0xDA942042E4DD58B5)
 _BY_ELEMENT = _to_int64(0x9E3779B97F4A7C15)
@@ -39,18 +35,17 @@ _FIRST, _SECOND = _to_int64(0xBF58476D1CE4E5B9), _to_int64(0x94D049BB133111EB)
 class Draws:
     """Random numbers for the samples of one batch.
 
-    Each method gives every sample numbers of its own, shape (B, *shape). They follow from the seed, the
-    epoch, the sample, and how many calls came before on this object; so an augmentation must make the same
-    calls whatever is in the batch. The numbers are the same bits on every device; those of `normal` may
-    differ in the last one, less than once in a million.
+    Each method returns numbers of shape (B, *shape), which depend on the seed, the epoch, the sample, and the number of
+    earlier calls; so an augmentation must make the same calls for every batch. All devices give the same bits; only
+    `normal` may differ in the last bit, less than once in a million.
 
     Args:
         seed: the Task's seed.
         epoch: number of the epoch.
-        samples: int64 (B,): the samples' positions in the training set, on the device to draw on.
+        samples: int64 (B,): the samples' positions in the training set, on the device of the random numbers.
 
     Raises:
-        DataError: `samples` isn't a row of int64.
+        DataError: `samples` has another dtype or shape.
     """
 
     def __init__(self, seed: int, epoch: int, samples: Tensor) -> None:
@@ -64,14 +59,13 @@ class Draws:
         self._calls = 0
 
     def uniform(self, *shape: int) -> Tensor:
-        """float32 (B, *shape), uniform on the multiples of 2**-24 in [0, 1)."""
+        """Returns float32 (B, *shape), uniform on the multiples of 2**-24 in [0, 1)."""
         return self._bits(24, shape).to(torch.float32).mul_(2.0**-24)
 
     def normal(self, *shape: int) -> Tensor:
-        """float32 (B, *shape), normal with mean 0 and standard deviation 1; never beyond 6.7.
+        """Returns float32 (B, *shape), normal with mean 0 and standard deviation 1; at most 6.7.
 
-        By Box and Muller (1958), in float64 and then rounded: devices differ in the last bits of a logarithm
-        or cosine, and in float32 that would show.
+        Box and Muller (1958), in float64: devices differ in the last bits of logarithms and cosines.
         """
         words = self._bits(64, shape)
         distance = _shift_right(words, 32).add_(1).to(torch.float64).mul_(2.0**-32)
@@ -79,23 +73,23 @@ class Draws:
         return distance.log_().mul_(-2).sqrt_().mul_(angle.cos_()).to(torch.float32)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """int64 (B, *shape), uniform on low, ..., high - 1. Raises DataError if there is no such number."""
+        """Returns int64 (B, *shape), uniform on low, ..., high - 1. Raises DataError for an empty range."""
         if not 0 < high - low < 1 << 62:
             raise DataError(
                 f"integers from {low} to below {high}",
                 expected="a range of at least one number and fewer than 2**62",
                 fix="Correct low or high",
             )
-        # 2**63 words don't divide evenly: some numbers get one more, a bias of (high - low) / 2**63 at most.
+        # Of 2**63 words some numbers get one more: a bias of at most (high - low) / 2**63.
         return self._bits(63, shape).remainder_(high - low).add_(low)
 
     def bernoulli(self, p: float, *shape: int) -> Tensor:
-        """bool (B, *shape), True with probability p (to 2**-24). Raises DataError if p isn't within 0..1."""
+        """Returns bool (B, *shape), True with probability p (to 2**-24). Raises DataError if p isn't within 0..1."""
         _check_probability(p)
         return self._bits(24, shape) < round(p * 2**24)
 
     def _bits(self, count: int, shape: tuple[int, ...]) -> Tensor:
-        """int64 (B, *shape): `count` random bits each, with zeros above; a fresh tensor at each call."""
+        """Returns int64 (B, *shape): `count` random low bits each; a new tensor at each call."""
         self._calls += 1
         elements = torch.arange(math.prod(shape), device=self._streams.device)
         streams = self._streams + _to_int64(self._calls * _BY_CALL)
@@ -122,14 +116,13 @@ class random_flip:
 
 @dataclass(frozen=True)
 class random_crop:
-    """Shifts each image by up to `padding` pixels down or up, and right or left, each shift equally likely.
+    """Shifts each image by up to `padding` pixels vertically and horizontally, each shift equally likely.
 
     The same as padding all sides and cropping to the old size at random. Images are (B, ..., height, width).
 
     Args:
         padding: the largest shift, in pixels.
-        fill: what comes in from outside; None repeats the outermost pixels. As images come after `prepare`, 0
-            is their mean rather than black.
+        fill: value of new pixels, of which 0 is the mean after `prepare`; None repeats the outermost pixels.
     """
 
     padding: int
@@ -158,15 +151,14 @@ class random_crop:
 class random_erase:
     """Overwrites a random rectangle of each image with probability p. Images are (B, ..., height, width).
 
-    After Zhong and others: Random erasing data augmentation, arXiv:1708.04896; but the sides are drawn in
-    whole pixels, each of `smallest` to `largest` equally likely and then no longer than the image's, so that
-    no rounding decides about a pixel. The rectangle lies within the image, each place equally likely.
+    As in Zhong and others: Random erasing data augmentation, arXiv:1708.04896, but with sides in whole pixels, uniform
+    from `smallest` to `largest` and at most the image's, so that no rounding decides a pixel. The rectangle lies within
+    the image, each place equally likely.
 
     Args:
-        smallest: the shortest side, in pixels.
-        largest: the longest side, in pixels.
+        smallest, largest: the shortest and the longest side, in pixels.
         p: the probability.
-        fill: what is written; after `prepare`, 0 is the mean.
+        fill: value of the rectangle; after `prepare`, 0 is the mean.
     """
 
     smallest: int
@@ -191,7 +183,7 @@ class random_erase:
 
     @staticmethod
     def _covered(length: int, side: Tensor, place: Tensor) -> Tensor:
-        """bool (B, length): which rows (or columns) the rectangle takes."""
+        """Returns bool (B, length): the rows (or columns) of the rectangle."""
         side = side.clamp(max=length)
         start = place % (length - side + 1)
         position = torch.arange(length, device=side.device)
@@ -200,7 +192,7 @@ class random_erase:
 
 @dataclass(frozen=True, init=False)
 class compose:
-    """Several augmentations one after another, the first first. Each draws numbers of its own."""
+    """Applies several augmentations in turn, each with its own random numbers."""
 
     parts: tuple[Augmentation, ...]
 
@@ -212,7 +204,7 @@ class compose:
 
 
 def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Words moved to the right with zeros coming in, as int64's own shift repeats the sign."""
+    """Shifts words to the right, with zeros: int64's own shift repeats the sign."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1) if bits else words
 
 
@@ -224,7 +216,7 @@ def _mix_words(words: Tensor) -> Tensor:
 
 
 def _per_sample(values: Tensor, x: Tensor) -> Tensor:
-    """Values (B, ...) with ones put in after the batch, to broadcast against x (B, ..., ...)."""
+    """Reshapes values (B, ...) to broadcast against x (B, ..., ...)."""
     return values.view(len(values), *[1] * (x.ndim - values.ndim), *values.shape[1:])
 
 

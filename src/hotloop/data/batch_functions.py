@@ -1,4 +1,4 @@
-"""Calls of the Task's functions on the inputs of batches, each with seeded random generators."""
+"""Calls the Task's functions on the inputs of batches, with seeded random generators."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from hotloop.errors import call_user_code
 
 
 class BatchFunction:
-    """A function of the Task that receives the inputs of batches.
-
-    Args:
-        name: the function's name in errors.
-    """
+    """A function of the Task on the inputs of batches; errors contain its `name`."""
 
     def __init__(self, name: str, function: Any) -> None:
         self._name, self._function = name, function
@@ -33,7 +29,7 @@ class BatchFunction:
         """
         spare = map_tensors(torch.clone, batch) if self._is_first else None
         result = self._apply(batch, seed, further)
-        if self._is_first and self._owned.has_late_finds():  # the first call of the function may create its generators
+        if self._is_first and self._owned.has_late_finds():  # the first call may create generators
             result = self._apply(spare, seed, further)
         self._is_first = False
         return result

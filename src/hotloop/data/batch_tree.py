@@ -1,4 +1,4 @@
-"""Batches are trees: a tensor, or tuples, lists and dicts of them. Leaves that are not tensors pass through."""
+"""Functions on batches as trees: a tensor, or tuples, lists and dicts of tensors; other leaves stay."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 def map_tensors(
     function: Callable[[Tensor], Tensor], tree: Any, others: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """`tree` with `function` applied to each tensor, and `others` to each other leaf; containers keep their types."""
+    """Returns `tree` with `function` applied to tensors and `others` to other leaves; keeps container types."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, PackedSequence):  # a tuple whose tensors don't all belong on one device
+    if isinstance(tree, PackedSequence):  # a tuple with some tensors that must stay on the CPU
         return others(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, item, others) for item in tree))
@@ -28,7 +28,7 @@ def map_tensors(
 
 
 def _rebuild_mapping(original: Mapping, items: dict) -> Any:
-    """A mapping of the original's class (tokenizers return their own, with attribute access), or a plain dict."""
+    """Returns a mapping of the original's class, such as a tokenizer's, or a plain dict."""
     try:
         return type(original)(items)  # type: ignore[call-arg]
     except TypeError:
@@ -36,19 +36,19 @@ def _rebuild_mapping(original: Mapping, items: dict) -> Any:
 
 
 def tree_tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree, in order."""
+    """Yields the tensors of a tree, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
             yield from tree_tensors(item)
-    elif isinstance(tree, Mapping):  # asked last: that takes longest
+    elif isinstance(tree, Mapping):  # last, as the slowest check
         for item in tree.values():
             yield from tree_tensors(item)
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """The leaves of a tree, in order, and a function that makes the same tree of other leaves."""
+    """Returns the leaves of a tree, in order, and a function that builds the same tree of other leaves."""
     leaves: list[Any] = []
 
     def note(leaf: Any) -> Any:
@@ -64,7 +64,7 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
 
 
 def copy_tree(tree: Any) -> Any:
-    """`tree` with tensors of their own memory, laid out as they were: `torch.clone` closes the gaps of a slice."""
+    """Returns `tree` with copied tensors of the same strides: `torch.clone` closes the gaps of a slice."""
     return map_tensors(_copy_tensor, tree)
 
 
@@ -77,7 +77,7 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def named_columns(columns: Any, name: str) -> list[tuple[str, Tensor]]:
-    """The columns of a table, each with what to call it in an error: `data[0]`, `data['x']`, or `data` if alone."""
+    """Returns a table's columns with their names in errors: `data[0]`, `data['x']`, or `data` for one column."""
     if isinstance(columns, Mapping):
         return [(f"{name}[{key!r}]", column) for key, column in columns.items()]
     if isinstance(columns, tuple | list):
@@ -86,19 +86,19 @@ def named_columns(columns: Any, name: str) -> list[tuple[str, Tensor]]:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """`tree` on `device`; what is already there is not copied. Leaves of other kinds move by their own `to`, if any."""
-    without_waiting = device.type != "cpu"  # what comes back must be there when it is read
+    """Returns `tree` on `device`; other leaves move by their own `to`, if any."""
+    non_blocking = device.type != "cpu"  # a copy to the CPU must have ended before its first read
     if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=without_waiting)
+        return tree.to(device, non_blocking=non_blocking)
     return map_tensors(
-        lambda tensor: tensor.to(device, non_blocking=without_waiting),
+        lambda tensor: tensor.to(device, non_blocking=non_blocking),
         tree,
         lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf,
     )
 
 
 def batch_length(tree: Any) -> int:
-    """Samples in a batch: the length of its first tensor, else of its first sized item."""
+    """Returns the number of samples: the length of the first tensor, else of the first sized item."""
     for tensor in tree_tensors(tree):
         return tensor.shape[0] if tensor.ndim else 1
     first = next(iter(tree.values())) if isinstance(tree, Mapping) else tree
@@ -106,19 +106,19 @@ def batch_length(tree: Any) -> int:
 
 
 def batch_inputs(batch: Any) -> Any:
-    """What the model sees of an `(inputs..., target)` batch: one input alone, or a tuple of several."""
+    """Returns the model's inputs of an `(inputs..., target)` batch: one input, or a tuple of several."""
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         return batch[0] if len(batch) == 2 else tuple(batch[:-1])
     return batch
 
 
 def replace_inputs(batch: Any, inputs: Any) -> Any:
-    """`batch` with its inputs replaced; the inverse of `batch_inputs`."""
+    """Returns `batch` with other inputs; the inverse of `batch_inputs`."""
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         return (inputs, batch[-1]) if len(batch) == 2 else (*inputs, batch[-1])
     return inputs
 
 
 def apply_to_inputs(function: Callable[[Any], Any], batch: Any) -> Any:
-    """`batch` with `function` applied to its inputs."""
+    """Returns `batch` with `function` applied to its inputs."""
     return replace_inputs(batch, function(batch_inputs(batch)))

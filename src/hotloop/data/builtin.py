@@ -1,11 +1,8 @@
-"""The data sets that need no code: Fashion-MNIST, MNIST, and scikit-learn's digits.
+"""Built-in data sets: Fashion-MNIST, MNIST, and scikit-learn's digits.
 
-The first two are looked for in the folder given, else in the system's folder, else in the user's cache;
-failing that they are downloaded into the cache, each file checked by its SHA-256. The digits come with
-scikit-learn.
-
-The validation set is split off the training set by the seed alone: the same samples on every machine and with
-every version of every library.
+The first two are read from the given folder, else from the system's folder or the user's cache, else downloaded into
+the cache with a check of SHA-256. The digits are part of scikit-learn. The seed alone decides the validation set: the
+same samples on every machine and with every version of every library.
 """
 
 from __future__ import annotations
@@ -31,17 +28,17 @@ DIGITS_VALIDATION = 200
 
 @dataclass(frozen=True)
 class IdxSet:
-    """One published data set of four IDX files.
+    """A published data set of four IDX files.
 
     Args:
-        name: what it is called.
-        key: its folder's name in the cache.
-        system: where the system's package puts it.
-        package: the Debian package that has it, or "".
-        urls: folders on the web that hold the four files, tried in turn; each ends in "/".
+        name: the data set's name.
+        key: name of its folder in the cache.
+        system: folder of the system's package.
+        package: name of the Debian package, or "".
+        urls: addresses of folders with the four files, tried in turn; each ends in "/".
         sha256: file name -> hex digest, in the order training images, labels, test images, labels.
-        pixel_sum: sum of all pixels of the training images, which tells it from other data in the same form.
-        classes: the name of each label.
+        pixel_sum: sum of all pixels of the training images, to detect other images.
+        classes: name of each label.
     """
 
     name: str
@@ -106,23 +103,23 @@ def fashion_mnist(
     download: bool = True,
     otherwise: Literal["digits"] | None = None,
 ) -> Bundle:
-    """Fashion-MNIST: 28x28 grey pictures of clothes in 10 classes.
+    """Fashion-MNIST: 28x28 grey images of clothes in 10 classes.
 
-    By default 55,000 to train, 5,000 to validate and 10,000 to test.
+    By default 55,000 for training, 5,000 for validation and 10,000 for testing.
 
     Args:
-        folder: where the four IDX files lie, packed by gzip or not; only this folder is looked in.
-        validation: how many training samples to hold back for validation; 0 for none.
-        seed: decides which samples are held back, and nothing else.
-        download: whether to download what is nowhere on this machine.
-        otherwise: "digits" to get the small digits, with a note that says so, where the data can't be had.
+        folder: folder of the four IDX files, compressed by gzip or not; no other folder is searched then.
+        validation: number of training samples for validation; 0 for none.
+        seed: decides only which samples are for validation.
+        download: whether to download files that this machine lacks.
+        otherwise: "digits" to get the small digits, with a note, if the data can't be had.
 
     Returns:
-        Images uint8 (N, 28, 28) and labels int64 (N,), in the files' order. `prepare` standardises by the
-        mean and std of all images of the training file, those held back among them.
+        Images uint8 (N, 28, 28) and labels int64 (N,), in the files' order. `prepare` standardises by mean and std of
+        all images of the training file, with those for validation.
 
     Raises:
-        DataError: the data isn't there and can't be downloaded, or a file isn't what it should be.
+        DataError: the data is missing and can't be downloaded, or a file has other content.
         DiskError: the disk is full.
     """
     return load_builtin(FASHION_MNIST, folder, validation, seed, download, otherwise)
@@ -136,29 +133,28 @@ def mnist(
     download: bool = True,
     otherwise: Literal["digits"] | None = None,
 ) -> Bundle:
-    """MNIST: 28x28 grey pictures of handwritten digits; all else is as with `fashion_mnist`."""
+    """MNIST: 28x28 grey images of handwritten digits; arguments as for `fashion_mnist`."""
     return load_builtin(MNIST, folder, validation, seed, download, otherwise)
 
 
 def digits(*, validation: int = DIGITS_VALIDATION, seed: int = 0) -> Bundle:
     """scikit-learn's handwritten digits, which need no download.
 
-    By default 1,300 to train, 200 to validate and 297 to test. The 8x8 pixels of 0..16 become uint8 of
-    0..255, each a block of 3x3, within a border of 2: 28x28, so that the same models run as on MNIST. All of
-    it is integer arithmetic, hence the same everywhere.
+    By default 1,300 for training, 200 for validation and 297 for testing. The 8x8 pixels of 0..16 become uint8 of
+    0..255, each a block of 3x3, within a border of 2: 28x28, as in MNIST, by integer arithmetic.
 
     Args:
-        validation: how many samples to hold back for validation; 0 for none. The test set stays.
-        seed: decides which samples are held back for test and validation, and nothing else.
+        validation: number of samples for validation; 0 for none. The test set has a fixed size.
+        seed: decides only which samples are for test and validation.
 
     Returns:
-        Images uint8 (N, 28, 28) and labels int64 (N,). `prepare` standardises by the mean and std of all
-        images but those of the test set.
+        Images uint8 (N, 28, 28) and labels int64 (N,). `prepare` standardises by mean and std of all images without the
+        test set.
 
     Raises:
         DataError: `validation` or `seed` is out of range.
     """
-    from sklearn.datasets import load_digits  # here, as it takes a second to import
+    from sklearn.datasets import load_digits  # takes a second
 
     raw = load_digits()
     small = torch.from_numpy(raw.images.astype(np.int64)) * 255 // 16
@@ -166,21 +162,21 @@ def digits(*, validation: int = DIGITS_VALIDATION, seed: int = 0) -> Bundle:
     x = torch.nn.functional.pad(blocks, [2] * 4)
     y = torch.from_numpy(raw.target.astype(np.int64))
     _check_request(validation, seed, len(y) - DIGITS_TEST)
-    tested, held, rest = _split_positions(len(y), (DIGITS_TEST, validation), seed)
+    tested, validated, rest = _split_positions(len(y), (DIGITS_TEST, validation), seed)
     return Bundle(
         name="digits",
         train=(x[rest], y[rest]),
-        validation=(x[held], y[held]) if validation else None,
+        validation=(x[validated], y[validated]) if validation else None,
         test=(x[tested], y[tested]),
         classes=tuple("0123456789"),
-        prepare=_standardize(x[torch.cat([held, rest])]),
+        prepare=_standardize(x[torch.cat([validated, rest])]),
     )
 
 
 def load_builtin(
     spec: IdxSet, folder: str | Path | None, validation: int, seed: int, download: bool, otherwise: str | None
 ) -> Bundle:
-    """The data set of `spec`, as told by `fashion_mnist`."""
+    """Returns the data set of `spec`; see `fashion_mnist`."""
     if otherwise not in (None, "digits"):
         raise DataError(f"otherwise={otherwise!r}", expected="None or 'digits'", fix="Pass otherwise='digits'")
     if folder is not None:
@@ -206,21 +202,19 @@ def _local_folder(spec: IdxSet, folder: Path) -> Path:
 
 
 def _find_folder(spec: IdxSet, download: bool) -> Path:
-    """The folder that holds all four files, after downloading them if need be."""
     cache = cache_folder() / spec.key
     for place in (spec.system, cache):
         if not _missing_files(spec, place):
             return place
-    sought = f"{spec.name} is neither in {spec.system} nor in {cache}"
+    missing = f"{spec.name} is neither in {spec.system} nor in {cache}"
     install = f"install the Debian package {spec.package}, " if spec.package else ""
     remedy = f"{install}give folder= with the four IDX files, or pass otherwise='digits' to use small digits"
     if not download:
-        raise DataError(f"{sought}, and downloading is off", fix=f"Pass download=True, {remedy}")
-    # What talks to the web takes time to import.
-    from hotloop.data.downloads.download import download_files
+        raise DataError(f"{missing}, and downloading is off", fix=f"Pass download=True, {remedy}")
+    from hotloop.data.downloads.download import download_files  # slow imports of web clients
 
     if failure := download_files(spec.urls, spec.sha256, cache):
-        raise DataError(f"{sought}, and {failure}", fix=f"Check the network, {remedy}")
+        raise DataError(f"{missing}, and {failure}", fix=f"Check the network, {remedy}")
     return cache
 
 
@@ -237,13 +231,13 @@ def _read_bundle(spec: IdxSet, folder: Path, validation: int, seed: int) -> Bund
     images, labels, test_images, test_labels = (_find_file(folder, name) for name in spec.sha256)
     x, y = _read_pair(spec, images, labels)
     _check_request(validation, seed, len(y))
-    held, rest = _split_positions(len(y), (validation,), seed)
+    validated, rest = _split_positions(len(y), (validation,), seed)
     prepare = _standardize(x)
     published = prepare.mean == spec.pixel_sum / x.numel() / 255
     return Bundle(
         name=spec.name,
         train=(x[rest], y[rest]),
-        validation=(x[held], y[held]) if validation else None,
+        validation=(x[validated], y[validated]) if validation else None,
         test=_read_pair(spec, test_images, test_labels),
         classes=spec.classes,
         prepare=prepare,
@@ -285,14 +279,14 @@ def _check_request(validation: int, seed: int, available: int) -> None:
 
 
 def _split_positions(samples: int, counts: tuple[int, ...], seed: int) -> list[Tensor]:
-    """Random disjoint sets of `counts` positions, then the rest; each in ascending order."""
-    # NumPy promises to keep RandomState's numbers for ever, which its newer generators and torch's don't.
+    """Returns random disjoint sets of `counts` positions, then the rest; each in ascending order."""
+    # NumPy guarantees RandomState's numbers for all versions, unlike its newer generators and torch's.
     order = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed))).permutation(samples)
     return [torch.from_numpy(np.sort(part)) for part in np.split(order, np.cumsum(counts))]
 
 
 def _standardize(images: Tensor) -> Standardize:
-    """By mean and std of these uint8 images, exact: from a histogram, in integers."""
+    """Standardises by the exact mean and std of uint8 images, from a histogram in integers."""
     values, counts = range(256), torch.bincount(images.flatten(), minlength=256).tolist()
     total = sum(value * count for value, count in zip(values, counts, strict=True))
     squares = sum(value**2 * count for value, count in zip(values, counts, strict=True))

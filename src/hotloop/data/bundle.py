@@ -1,4 +1,4 @@
-"""What a built-in data set hands over: its parts, its classes, and how a raw batch becomes model input."""
+"""A built-in data set: its parts, classes and preprocessing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bundle:
-    """A data set in memory, raw, on the CPU.
+    """A raw data set in memory, on the CPU.
 
     Args:
-        name: what it is called, such as "Fashion-MNIST".
+        name: the data set's name, such as "Fashion-MNIST".
         train: `(x, y)`: raw inputs of shape (N, ...) and labels of shape (N,).
-        validation: the same for the samples held back to choose by, or None.
-        test: the same for the final figure, or None.
+        validation: the same for early stopping and model choice, or None.
+        test: the same for the final metrics, or None.
         classes: the name of each label, in order.
         prepare: turns a batch of raw inputs into float32 model input, sample by sample, on its device.
-        note: what the user should know of this data, such as "these are the digits, because ..."; mostly "".
+        note: a remark for the user, such as "these are the digits, because ..."; mostly "".
     """
 
     name: str
@@ -46,15 +46,13 @@ class Bundle:
 class Standardize:
     """The usual `prepare` of grey images: scaled to 0..1, then `(value - mean) / std`, with one channel.
 
-    Integers are taken as 0..255 and divided by 255, floats as 0..1. A value outside its range would give a
-    wrong answer without a word, so it is refused where looking costs nothing to speak of: on the CPU, for any
-    dtype but uint8, outside compiled code. Subtraction and product are two operations of one rounding each,
-    so that all devices give the same bits.
+    Integers count as 0..255, floats as 0..1. Values outside are refused where the check is cheap: on the CPU, for all
+    dtypes but uint8, outside compiled code. Subtraction and product round once each, so all devices give the same bits.
 
     Args:
         mean: mean of the pixels, on the scale 0..1.
         std: standard deviation of the pixels, on the scale 0..1.
-        size: height and width that images must have, or None for any.
+        size: required height and width of images, or None.
     """
 
     mean: float
@@ -70,7 +68,7 @@ class Standardize:
             )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Images (B, H, W) or (B, 1, H, W), integer or float -> float32 (B, 1, H, W). Raises DataError."""
+        """Returns float32 (B, 1, H, W) of images (B, H, W) or (B, 1, H, W), integer or float. Raises DataError."""
         self._check_shape(x)
         if x.dtype == torch.bool or x.is_complex():
             raise DataError(
@@ -100,7 +98,7 @@ def _check_range(x: Tensor, top: float) -> None:
     if not x.numel():
         return
     low, high = (float(value) for value in torch.aminmax(x))
-    # Resizing may overshoot a little, so floats get a hundredth of slack; NaN is for others to find.
+    # Resizing may overshoot, so floats get a slack of 0.01. Other checks find NaN.
     slack = 0.01 if x.is_floating_point() else 0.0
     if low < -slack or high > top + slack:
         raise DataError(

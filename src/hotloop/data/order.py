@@ -1,4 +1,4 @@
-"""Which samples make up which batch: a function of (seed, epoch) alone."""
+"""Assigns samples to batches, by (seed, epoch) alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hotloop.errors import DataError
 
 @dataclass(frozen=True)
 class Order:
-    """The Task's order of samples, the same whatever the plan, the device or the number of workers.
+    """The Task's order of samples, independent of plan, device and number of workers.
 
     Attributes:
-        samples: how many there are.
-        batch_size: samples in a batch; the last one of an epoch may be smaller.
-        seed: the Task's.
-        shuffle: a new permutation each epoch, or the order of the data.
-        drop_last: leave an incomplete last batch out.
+        samples: number of samples.
+        batch_size: samples in a batch; the last batch of an epoch may be smaller.
+        seed: the Task's seed.
+        shuffle: whether each epoch has a new permutation; else the order of the data.
+        drop_last: whether an incomplete last batch is left out.
     """
 
     samples: int
@@ -45,38 +45,33 @@ class Order:
         return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
 
     def size(self, number: int) -> int:
-        """Samples in batch `number` of an epoch."""
+        """Returns the samples in batch `number` of an epoch."""
         return min(self.batch_size, self.samples - number * self.batch_size)
 
     def epoch(self, epoch: int) -> Tensor:
-        """Sample numbers of one epoch in their order: int64 (samples,)."""
+        """Returns the sample numbers of one epoch in their order: int64 (samples,)."""
         if not self.shuffle:
             return torch.arange(self.samples)
         return torch.randperm(self.samples, generator=generator_for(self.seed, "order", epoch))
 
     def batch(self, permutation: Tensor, number: int) -> Tensor:
-        """Sample numbers of batch `number` of an epoch's `permutation`: int64 (batch,)."""
+        """Returns the sample numbers of batch `number` of an epoch's `permutation`: int64 (batch,)."""
         return permutation[number * self.batch_size : (number + 1) * self.batch_size]
 
 
 def rank_bounds(samples: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where a rank's rows of a batch begin and end: in turn, nearly as many for each; none where there are too few."""
+    """Returns begin and end of a rank's rows of a batch: consecutive, sizes differ by at most 1."""
     return samples * rank // ranks, samples * (rank + 1) // ranks
 
 
 @dataclass(frozen=True)
 class RankRows(Order):
-    """The same order, of whose batches each rank takes its rows; one without any takes the first, which counts nothing.
-
-    Attributes:
-        rank, ranks: whose, of how many.
-    """
+    """The rows of each batch for rank `rank` of `ranks`; a rank without rows takes the first, which doesn't count."""
 
     rank: int = 0
     ranks: int = 1
 
     def batch(self, permutation: Tensor, number: int) -> Tensor:
-        """Sample numbers of the rank's rows of batch `number`: int64 (rows,)."""
         whole = super().batch(permutation, number)
         first, last = rank_bounds(len(whole), self.rank, self.ranks)
         return whole[first:last] if first < last else whole[:1]
@@ -84,11 +79,7 @@ class RankRows(Order):
 
 @dataclass(frozen=True)
 class DealtBatches(Order):
-    """The same order, of whose batches each rank gets whole ones, in turn.
-
-    Attributes:
-        rank, ranks: whose, of how many.
-    """
+    """The whole batches that rank `rank` of `ranks` takes, in turn."""
 
     rank: int = 0
     ranks: int = 1
@@ -102,22 +93,19 @@ class DealtBatches(Order):
 
 
 def split_positions(samples: int, share: float | int, seed: int) -> tuple[Tensor, Tensor]:
-    """Sample numbers for training and for validation, drawn by seed.
+    """Returns sorted int64 sample numbers for training and for validation, drawn by seed.
 
     Args:
-        samples: how many there are.
-        share: a fraction in (0, 1), or a number of samples.
-        seed: the Task's.
-
-    Returns:
-        Two sorted int64 tensors, (training,) and (validation,), that share no number.
+        samples: number of samples.
+        share: share of validation in (0, 1), or a number of samples.
+        seed: the Task's seed.
     """
-    held_out = round(samples * share) if isinstance(share, float) else share
-    if not 0 < held_out < samples:
+    validation = round(samples * share) if isinstance(share, float) else share
+    if not 0 < validation < samples:
         raise DataError(
             f"validation={share!r} of {samples} samples",
             expected=f"a share such as 0.1, or a number from 1 to {samples - 1}, that leaves some for both",
             fix="choose another share",
         )
     permutation = torch.randperm(samples, generator=generator_for(seed, "validation"))
-    return permutation[held_out:].sort().values, permutation[:held_out].sort().values
+    return permutation[validation:].sort().values, permutation[:validation].sort().values

@@ -1,4 +1,4 @@
-"""Counting the rows of a batch: `collate` may drop samples, and another dimension than the first may count the rows."""
+"""Counts the rows of a batch: `collate` may drop samples, and another dimension than the first may count the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RowCount(NamedTuple):
     """The rows of a batch.
 
     Attributes:
-        number: the number of rows; the number of requested samples if the rows can't be counted.
+        number: number of rows; the number of requested samples if the rows can't be counted.
         doubt: why the rows can't be counted; empty if the count is certain.
     """
 
@@ -26,8 +26,8 @@ def count_rows(batch: Any, asked: int | None = None) -> RowCount:
     """Counts the rows of a batch.
 
     Args:
-        batch: tensors, sequences, mappings and objects in any nesting; `(inputs..., target)` in the common case.
-        asked: the number of samples that `collate` received; None if the number is unknown.
+        batch: tensors, sequences, mappings and objects in any nesting, mostly `(inputs..., target)`.
+        asked: number of samples that `collate` received; None if unknown.
     """
     if type(batch) in (tuple, list) and asked is not None and all(map(_has_rows(asked), batch)):
         return RowCount(asked)  # a fast path, because this function runs at each step
@@ -43,9 +43,9 @@ class _Column(NamedTuple):
     """The possible numbers of rows of one part of a batch.
 
     Attributes:
-        firsts: the possible numbers of rows; for a tensor, the size of its first dimension.
-        seconds: the number of rows if the first dimension is the time, (time, rows, ...).
-        shape: the tensor's shape for messages; empty for parts that are no tensors.
+        firsts: possible numbers of rows; for a tensor, the size of its first dimension.
+        seconds: number of rows if the first dimension is the time, (time, rows, ...).
+        shape: a tensor's shape for messages; else empty.
     """
 
     firsts: frozenset[int]
@@ -62,7 +62,6 @@ def _has_rows(asked: int) -> Any:
 
 
 def _columns(item: Any, outermost: bool = True) -> Iterator[_Column]:
-    """Yields the parts of a batch from which its rows can be counted."""
     if isinstance(item, PackedSequence):
         yield _Column(frozenset({int(item.batch_sizes[0])}))
     elif isinstance(item, Tensor):
@@ -80,7 +79,7 @@ def _columns(item: Any, outermost: bool = True) -> Iterator[_Column]:
 
 
 def _sequence_columns(items: tuple | list, outermost: bool) -> Iterator[_Column]:
-    """Yields the columns of a sequence: of columns such as `(inputs, target)`, or of samples such as images of several sizes."""
+    """Yields the columns of a sequence of columns, or of samples such as images of several sizes."""
     inner = [column for item in items for column in _columns(item, outermost=False)]
     same = len({column.firsts for column in inner}) == 1
     mixed = any(isinstance(item, Tensor | PackedSequence) for item in items) or len(set(map(type, items))) > 1
@@ -97,7 +96,6 @@ def _common_sizes(columns: list[_Column]) -> frozenset[int]:
 
 
 def _agreed_count(columns: list[_Column], common: frozenset[int], asked: int | None) -> RowCount:
-    """Counts rows if all columns have the same size in their first dimension."""
     if asked in common:
         return RowCount(asked)
     wide = [column for column in columns if len(column.shape) > 1]
@@ -116,7 +114,6 @@ def _agreed_count(columns: list[_Column], common: frozenset[int], asked: int | N
 
 
 def _disagreed_count(columns: list[_Column], batch: Any, asked: int | None) -> RowCount:
-    """Counts rows if the columns have different sizes in their first dimension."""
     possible = reduce(frozenset.intersection, (column.either for column in columns))
     if len(possible) == 1 and (asked is None or min(possible) <= asked):
         return RowCount(min(possible))  # (time, rows, ...) beside (rows, ...)
@@ -140,7 +137,7 @@ def _shapes(columns: list[_Column]) -> str:
 class SecondDimension:
     """Compares batches with an unknown number of samples whose tensors agree in their first two dimensions.
 
-    If only the second dimension varies, the second dimension may count the samples: (time, rows, ...).
+    If only the second dimension varies, it may count the samples: (time, rows, ...).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A data set whose random numbers depend on (seed, epoch, sample) alone, independent of the process that loads the sample."""
+"""A data set whose random numbers depend on (seed, epoch, sample) alone, not on the loading process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotloop.core.random.rng import RandomStreams, seed_for
 from hotloop.data.sources import Samples, Source, Stream
 
 SAMPLE_NOTE = "in sample "
-"""The start of an error's note that names the sample."""
+"""Start of an error's note that names the sample."""
 
 
 def get_sample(dataset: Any, sample: int) -> Any:
@@ -28,16 +28,16 @@ def get_sample(dataset: Any, sample: int) -> Any:
 
 
 def generator_owners(source: Source | None, name: str = "data") -> dict[str, Any]:
-    """Returns the objects of a source that may contain random generators, by their names in messages."""
+    """Returns the objects of a source that may contain random generators, by name in messages."""
     if isinstance(source, Samples):
         return {name: source.dataset, "collate": source.collate}
     return {name: source.loader} if isinstance(source, Stream) else {}
 
 
 class SeededDataset(torch.utils.data.Dataset):
-    """The user's data set with keys `(epoch, sample)`, which seeds all random generators for each sample.
+    """The user's data set with keys `(epoch, sample)`; seeds all random generators for each sample.
 
-    All generators are the global ones and those of the data set and of `collate`, of which each process has copies.
+    These are the global generators and those of the data set and of `collate`, of which each process has copies.
     """
 
     def __init__(self, samples: Samples, seed: int) -> None:
@@ -68,7 +68,6 @@ class SeededDataset(torch.utils.data.Dataset):
         return item
 
     def begin(self, name: str, epoch: int, sample: int) -> None:
-        """Seeds all generators for one sample."""
         if epoch != self._epoch:
             self.owned_generators.refresh()
             self._epoch = epoch
@@ -76,22 +75,22 @@ class SeededDataset(torch.utils.data.Dataset):
 
 
 def show_dataset() -> None:
-    """In a worker process, makes `torch.utils.data.get_worker_info()` return the user's data set instead of its wrapper."""
+    """In a worker, makes `torch.utils.data.get_worker_info()` return the user's data set instead of its wrapper."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, SeededDataset):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch declares it read-only
 
 
 def iterate_loader(loader: Any, seed: int) -> Iterator[Any]:
-    """Returns `iter(loader)`; each torch worker that it starts seeds the generators of its copy of the data set."""
+    """Returns `iter(loader)`; each started torch worker seeds the generators of its copy of the data set."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
-    own = loader.worker_init_fn
-    loader.worker_init_fn = _SeededWorker(seed, loader.collate_fn, own)
+    before = loader.worker_init_fn
+    loader.worker_init_fn = _SeededWorker(seed, loader.collate_fn, before)
     try:
         return iter(loader)
     finally:
-        loader.worker_init_fn = own
+        loader.worker_init_fn = before
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What a user gives as data, brought into one of three forms.
+"""Brings a user's data into one of three forms.
 
 `Table`: arrays in memory, cut into batches by indexing. `Samples`: a map-style data set, loaded sample by sample in
-the Task's order. `Stream`: an iterable, or a loader with a sampler of its own, run as it is.
+the Task's order. `Stream`: an iterable, or a loader with its own sampler.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ DEFAULT_BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class Batching:
-    """How a DataLoader for evaluation cuts its data into batches.
+    """How a DataLoader for evaluation forms batches.
 
     Attributes:
-        batch_size: samples in a batch; None where no DataLoader says how many.
+        batch_size: samples in a batch; None without a DataLoader.
         drop_last: whether an incomplete last batch is left out.
     """
 
@@ -56,10 +56,10 @@ class Table:
     """Arrays in memory: a tree of tensors whose first dimension counts the samples.
 
     Attributes:
-        prepared: whether `prepare` was applied already.
-        read: whether they were read from a data set, in whose stead they stand.
-        device: where all of them lie.
-        batching: how they are cut into batches for evaluation.
+        is_prepared: whether `prepare` was applied already.
+        is_read: whether the arrays were read from a data set, which they replace.
+        device: device of all columns.
+        batching: batches of an evaluation.
     """
 
     columns: Any
@@ -72,10 +72,10 @@ class Table:
         return next(tree_tensors(self.columns)).shape[0]
 
     def take(self, index: Tensor) -> Any:
-        """The samples of an int64 (batch,) index, as a batch, where the table lies."""
+        """Returns the samples of an int64 (batch,) index as a batch on the table's device."""
         if self.device.type != "cpu":
             index = index.to(self.device)
-        if type(self.columns) is tuple:  # the usual case, at each step
+        if type(self.columns) is tuple:  # the common case of each step
             return tuple([column.index_select(0, index) for column in self.columns])
         return map_tensors(lambda column: column.index_select(0, index), self.columns)
 
@@ -89,7 +89,7 @@ class Table:
         return sum(column.nbytes for column in tree_tensors(self.columns))
 
     def apply(self, prepare: Callable[[Any], Any] | None, seed: int = 0, *, chunk: int = 4096) -> Table:
-        """The table with `prepare` applied once to all inputs, where the result fits in half of the free memory."""
+        """Returns the table with `prepare` applied to all inputs, if the result fits in half of the free memory."""
         if prepare is None or self.is_prepared:
             return replace(self, is_prepared=True)
         prepared = BatchFunction("prepare", prepare)
@@ -108,11 +108,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Samples:
-    """A map-style data set (`__getitem__` and `__len__`) and how its samples become a batch.
-
-    Attributes:
-        batching: how it is cut into batches for evaluation.
-    """
+    """A map-style data set (`__getitem__` and `__len__`), and how its samples become batches."""
 
     dataset: Any
     collate: Callable[[list], Any] = default_collate
@@ -129,13 +125,13 @@ class Samples:
 
 @dataclass(frozen=True)
 class Stream:
-    """A loader run as it is: its order is its own, and a resumed run skips what was already seen."""
+    """A loader with its own order; a resumed run skips earlier batches."""
 
     loader: Any
 
     @property
     def batches(self) -> int | None:
-        """Batches in an epoch; None where only running it tells."""
+        """Batches in an epoch; None if only iteration shows the number."""
         try:
             return len(self.loader)
         except TypeError:
@@ -144,7 +140,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class TableRows:
-    """Columns of one length as a map-style data set, for a `collate` that wants samples."""
+    """Columns of one length as a map-style data set, for a `collate` of samples."""
 
     columns: Any
 
@@ -162,7 +158,7 @@ Source = Table | Samples | Stream
 
 @dataclass(frozen=True)
 class DataInput:
-    """A source together with what the user's DataLoader says of batches; None where it says nothing."""
+    """A source, with the user's DataLoader's settings of batches; None without such settings."""
 
     source: Source
     batch_size: int | None = None
@@ -173,8 +169,8 @@ class DataInput:
 def evaluation_source(data: Any, name: str, *, collate: Callable | None, batch_size: int | None = None) -> Source:
     """Brings a user's data for evaluation into one form; see `as_source`.
 
-    A DataLoader's own `batch_size`, `drop_last` and `collate_fn` count for its data; its order is that of the data, without
-    its `shuffle`, unless it has a sampler of its own.
+    A DataLoader's `batch_size`, `drop_last` and `collate_fn` count for its data; its `shuffle` doesn't, unless the
+    DataLoader has its own sampler.
     """
     has_own = isinstance(data, DataLoader) and data.collate_fn is not default_collate
     given = as_source(data, name, collate=None if has_own else collate, batch_size=batch_size)
@@ -196,15 +192,14 @@ def as_source(
     """Brings a user's data into one form.
 
     Args:
-        data: arrays or tensors `(x, y)`, a dict of them, one alone, a list of samples, a map-style or iterable data
-            set, a DataLoader, or another iterable of batches that can be run through again and again.
-        name: what to call it in an error: `data`, `validation` or `test`.
+        data: arrays or tensors `(x, y)`, a dict of them, a single array, a list of samples, a map-style or iterable
+            data set, a DataLoader, or another iterable of batches that supports several iterations.
+        name: the data's name in errors: `data`, `validation` or `test`.
         collate: turns a list of samples into a batch; None for a loader's own, else torch's default.
-        batch_size, drop_last: for iterable data sets, which torch cuts into batches itself.
+        batch_size, drop_last: for iterable data sets, whose batches torch forms.
 
     Raises:
-        DataError: it is none of these, is empty, its arrays have unequal lengths, or it cuts its batches itself and
-            `drop_last` asks for others.
+        DataError: other data, empty data, arrays of unequal lengths, or a `drop_last` that differs from the data's.
     """
     if isinstance(data, IterableDataset):
         size = batch_size or DEFAULT_BATCH_SIZE
@@ -227,7 +222,7 @@ def _recognise_source(data: Any, name: str, collate: Callable | None) -> DataInp
     if isinstance(data, TensorDataset) and collate is None:
         return DataInput(_make_table(data.tensors if len(data.tensors) > 1 else data.tensors[0], name))
     if isinstance(data, list) and data and (collate or isinstance(data[0], tuple | Mapping)):
-        return DataInput(Samples(data, collate or default_collate))  # a list of samples, not of columns
+        return DataInput(Samples(data, collate or default_collate))  # a list of samples instead of columns
     if isinstance(data, tuple | Mapping) and data and collate:
         columns = data.items() if isinstance(data, Mapping) else enumerate(data)
         check_lengths([(f"{name}[{key!r}]", column) for key, column in columns])
@@ -263,26 +258,24 @@ def _from_loader(loader: DataLoader, name: str, collate: Callable | None) -> Dat
     plain = plain and type(loader.batch_sampler) is BatchSampler and type(loader).__iter__ is DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset) or not plain:
         return DataInput(Stream(loader), loader.batch_size)
-    said: dict[str, Any] = dict(
-        batch_size=loader.batch_size, shuffle=type(sampler) is RandomSampler, drop_last=loader.drop_last
-    )
+    shuffle = type(sampler) is RandomSampler
+    settings: dict[str, Any] = dict(batch_size=loader.batch_size, shuffle=shuffle, drop_last=loader.drop_last)
     collate = collate or loader.collate_fn
     if isinstance(loader.dataset, TensorDataset) and collate is default_collate and not loader.num_workers:
-        return DataInput(_recognise_source(loader.dataset, name, None).source, **said)
+        return DataInput(_recognise_source(loader.dataset, name, None).source, **settings)
     options = {
         key: getattr(loader, key)
         for key in ("pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
         if getattr(loader, key, None)
     }
-    return DataInput(Samples(loader.dataset, collate, loader.num_workers, options), **said)
+    return DataInput(Samples(loader.dataset, collate, loader.num_workers, options), **settings)
 
 
 _DTYPE_WORDS = {"U": "text", "S": "bytes", "O": "Python objects", "M": "dates", "m": "time spans"}
-"""What arrays that aren't of numbers hold, by NumPy's kind of dtype."""
+"""Contents of arrays without numbers, by NumPy's kind of dtype."""
 
 
 def _check_rows(inputs: Any) -> None:
-    """Refuses a `prepare` that doesn't give one row for one sample."""
     for tensor in tree_tensors(inputs):
         if tensor.ndim == 0 or len(tensor) != 1:
             raise DataError(
@@ -293,7 +286,7 @@ def _check_rows(inputs: Any) -> None:
 
 
 def _as_tensors(data: Any) -> Any:
-    """A data set of Hugging Face without a format gives Python lists, which don't make batches: as tensors they do."""
+    """Makes a data set of Hugging Face without a format return tensors: its lists don't make batches."""
     unformatted = hasattr(data, "with_format") and getattr(data, "format", {}).get("type", "") is None
     return data.with_format("torch") if unformatted else data
 
@@ -334,7 +327,7 @@ def check_lengths(columns: Sequence[tuple[str, Any]]) -> None:
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """A CPU tensor of an array; NumPy's float64 becomes torch's default float, a torch tensor keeps its dtype."""
+    """Returns a CPU tensor; NumPy's float64 becomes torch's default dtype, a torch tensor keeps its dtype."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     try:
@@ -354,15 +347,15 @@ def as_tensor(value: Any, name: str) -> Tensor:
     if array.dtype.byteorder not in "=|" or any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")  # nothing here writes to it
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # the tensor is only read
         tensor = torch.from_numpy(array) if array.ndim else torch.tensor(array)
     return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
 def _as_target(target: Tensor) -> Tensor:
-    """Integer targets as int64, which torch's losses ask for."""
-    integer = not target.is_floating_point() and not target.is_complex() and target.dtype != torch.bool
-    return target.long() if integer else target
+    """Returns integer targets as int64, which torch's losses need."""
+    is_integer = not target.is_floating_point() and not target.is_complex() and target.dtype != torch.bool
+    return target.long() if is_integer else target
 
 
 def _concatenate(pieces: list[Any]) -> Any:

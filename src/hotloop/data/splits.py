@@ -1,4 +1,4 @@
-"""Which data trains, which steers and which is read once at the end."""
+"""A Task's data by role: training, validation and test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hotloop.data.sources import DEFAULT_BATCH_SIZE, DataInput, Source, Stream, 
 from hotloop.errors import DataError
 
 _CHUNK_BYTES = 1 << 20
-"""Numbers that are summed up at once: torch makes a copy in float64 of what it sums up so."""
+"""Size of a sum's chunk: torch copies a chunk to float64."""
 
 _NONFINITE_FIX = (
     "remove those samples; or put a number in place of what is missing (nan_to_num) and a mask beside it, as data=(x, y,"
@@ -28,11 +28,11 @@ _NONFINITE_FIX = (
 
 
 def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
-    """Raises DataError naming the first sample of `columns` that holds NaN or infinity."""
+    """Raises DataError with the first sample of `columns` that contains NaN or infinity."""
     for label, column in named_columns(columns, name):
         if not column.is_floating_point() or column.numel() == 0:
             continue
-        # A sum is finite if all its terms are (float64 can't overflow here), and needs no mask as large as the data.
+        # A float64 sum of finite float32 terms is finite, and needs no mask of the data's size.
         if all(torch.isfinite(part.sum(dtype=torch.float64)) for part in column.split(_rows_per_chunk(column))):
             continue
         bad = ~torch.isfinite(column.flatten(1) if column.ndim > 1 else column[:, None]).all(dim=1)
@@ -51,15 +51,14 @@ def _rows_per_chunk(column: Tensor) -> int:
 
 
 def check_labels(target: Tensor, classes: int, name: str, *, ignore_index: int | None = None) -> None:
-    """Raises DataError naming the first label outside 0..classes-1; `ignore_index` is allowed too."""
+    """Raises DataError with the first label outside 0..classes-1 other than `ignore_index`."""
     bad = (target < 0) | (target >= classes)
     if ignore_index is not None:
         bad &= target != ignore_index
     if bad.any():
-        first = int(bad.flatten().nonzero()[0])
-        sample = int(bad.nonzero()[0][0])
+        label, sample = int(target[bad][0]), int(bad.nonzero()[0][0])
         raise DataError(
-            f"{name} has label {int(target.flatten()[first])} in sample {sample}, but the model has {classes} outputs",
+            f"{name} has label {label} in sample {sample}, but the model has {classes} outputs",
             expected=f"labels from 0 to {classes - 1}",
             fix="check the labels, or the width of the model's last layer",
         )
@@ -70,18 +69,18 @@ class DataSplits:
     """A Task's data by role.
 
     Attributes:
-        train: what the model learns from.
-        validation: what steers (early stop, best checkpoint); None if there is none.
-        order: the Task's order of the training samples; None for a stream, which has its own.
+        train: training data.
+        validation: data for early stopping and the best checkpoint; None without.
+        order: the Task's order of the training samples; None for a stream, which has its own order.
         batch_size: samples in a step.
         prepare: deterministic preprocessing of a batch's inputs.
-        classes: names of the classes, where known.
-        note: a line the user should read about the data.
-        collate: turns a list of samples into a batch, where the Task says how.
-        raw_test: the test data, not prepared yet.
-        read: by role, what was read into memory (or why it can't be), so that it is read once.
-        reading_s: by role, how many seconds that took, and the `time.perf_counter()` of its end.
-        moved: by role and device, tables that lie there, for as long as something uses them.
+        classes: names of the classes, if known.
+        note: a remark on the data for the user.
+        collate: turns a list of samples into a batch, if the Task sets it.
+        raw_test: the test data before `prepare`.
+        read_results: by role, the table that was read into memory, or the reason against.
+        reading_s: by role, the seconds of reading, and the `time.perf_counter()` of its end.
+        moved: by role and device, tables on that device, while in use.
     """
 
     train: Source
@@ -93,8 +92,8 @@ class DataSplits:
     classes: tuple[str, ...]
     note: str
     collate: Callable | None = None
-    make_test: Source | None = None
-    read_names: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    raw_test: Source | None = None
+    read_results: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     reading_s: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
     moved: WeakValueDictionary[tuple[str, str], Table] = field(
         default_factory=WeakValueDictionary, compare=False, repr=False
@@ -102,33 +101,33 @@ class DataSplits:
 
     @cached_property
     def test(self) -> Source | None:
-        """Data that is read once, at the end: prepared only when asked for."""
-        return None if self.make_test is None else prepare_source(self.make_test, "test", self.prepare, self.seed)
+        """The test data, prepared at the first use."""
+        return None if self.raw_test is None else prepare_source(self.raw_test, "test", self.prepare, self.seed)
 
     @property
     def has_test(self) -> bool:
-        return self.make_test is not None
+        return self.raw_test is not None
 
     @property
     def batches(self) -> int | None:
-        """Batches in an epoch of the training data; None for a stream that doesn't say."""
+        """Batches in an epoch of the training data; None for a stream of unknown length."""
         return self.train.batches if isinstance(self.train, Stream) else self.order.batches if self.order else None
 
     @property
-    def is_held_out(self) -> int | None:
+    def validation_samples(self) -> int | None:
         """Samples of the validation data; None without, or for a stream."""
         return None if self.validation is None or isinstance(self.validation, Stream) else len(self.validation)
 
     @property
     def digest(self) -> str:
-        """Hash of what decides the order of the data and which of it is held out; empty for a stream."""
+        """Hash of the order of the data and the number of validation samples; empty for a stream."""
         if self.order is None:
             return ""
-        return hashlib.sha256(repr((self.order, self.is_held_out)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.order, self.validation_samples)).encode()).hexdigest()
 
     @property
     def is_exact(self) -> bool:
-        """Whether order and draws follow from the seed alone; a user's own sampler or stream can't promise that."""
+        """Whether the order follows from the seed alone, unlike that of a user's sampler or stream."""
         return self.order is not None
 
 
@@ -144,10 +143,10 @@ def split_data(
     shuffle: bool | None = None,
     drop_last: bool | None = None,
 ) -> DataSplits:
-    """Brings the data of a Task in, checks it, splits off validation, and prepares what fits in memory.
+    """Brings a Task's data into its form, checks it, splits off validation, and prepares what fits in memory.
 
     Raises:
-        DataError: the data can't be used; the message says which part and why.
+        DataError: the data can't be used; names the part and the reason.
     """
     classes: tuple[str, ...] = ()
     note = ""
@@ -160,12 +159,12 @@ def split_data(
     train, held_out = _split_validation(given.source, validation, seed, collate, batch_size)
     raw_test = None if test is None else evaluation_source(test, "test", collate=collate, batch_size=batch_size)
     if isinstance(raw_test, Table):
-        check_finite(raw_test.columns, "test")  # now, rather than after hours of training
+        check_finite(raw_test.columns, "test")  # before hours of training
     size = _batch_size(batch_size, given, train)
     order = None
     if not isinstance(train, Stream):
-        shuffled = shuffle if shuffle is not None else given.shuffle is not False
-        order = Order(len(train), size, seed, shuffled, given.drop_last if drop_last is None else drop_last)
+        shuffle = shuffle if shuffle is not None else given.shuffle is not False
+        order = Order(len(train), size, seed, shuffle, given.drop_last if drop_last is None else drop_last)
     return DataSplits(
         train=prepare_source(train, "data", prepare, seed),
         validation=prepare_source(held_out, "validation", prepare, seed) if held_out is not None else None,
@@ -176,7 +175,7 @@ def split_data(
         classes=classes,
         note=note,
         collate=collate,
-        make_test=raw_test,
+        raw_test=raw_test,
     )
 
 
@@ -199,19 +198,19 @@ def _split_validation(
     return source.subset(training), source.subset(held_out)
 
 
-def _batch_size(asked: int | None, given: DataInput, train: Source) -> int:
-    if asked is not None and given.batch_size is not None and asked != given.batch_size:
+def _batch_size(requested: int | None, given: DataInput, train: Source) -> int:
+    if requested is not None and given.batch_size is not None and requested != given.batch_size:
         raise DataError(
-            f"batch_size={asked} but the DataLoader has batch_size={given.batch_size}",
+            f"batch_size={requested} but the DataLoader has batch_size={given.batch_size}",
             expected="one batch size",
             fix="leave batch_size out of the Task, or make both equal",
         )
     default = DEFAULT_BATCH_SIZE if isinstance(train, Stream) else min(DEFAULT_BATCH_SIZE, len(train))
-    return asked or given.batch_size or default
+    return requested or given.batch_size or default
 
 
 def prepare_source(source: Source, name: str, prepare: Callable[[Any], Any] | None, seed: int) -> Source:
-    """The source, checked, and prepared where that fits in memory."""
+    """Returns the source checked, and prepared if the result fits in memory."""
     if not isinstance(source, Table):
         return source
     check_finite(source.columns, name)

@@ -1,4 +1,4 @@
-"""What ranks lose to each other: time in which one waits, or sends and receives; and which rank the others wait for."""
+"""Measures how long ranks wait for each other and how long they send and receive; finds the slowest rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.distributed.world import World
 
 _MIN_SHARE = 0.2
-"""Share of the time; ranks that wait less for each other have little to win by more even work."""
+"""Share of the training time; shorter waits for the slowest rank aren't reported."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class CommTime:
     """Seconds of one rank.
 
     Attributes:
-        waited_s: until others had come to the same place, with next to nothing to send.
-        communicated_s: sending and receiving, some of it while the rank computed.
+        waited_s: waiting for other ranks, with little to send.
+        communicated_s: sending and receiving, in part while the rank computes.
     """
 
     waited_s: float = 0.0
@@ -36,23 +36,23 @@ class CommTime:
 
 
 class CommListener(Protocol):
-    """Hears what a rank does for the others at the moment that it does."""
+    """Receives the begins and ends of a rank's waiting and communication as they happen."""
 
     def enter(self, phase: Phase) -> None:
-        """It does nothing else from here on."""
+        """The rank only waits or communicates from now on."""
 
     def leave(self) -> None:
-        """It goes on with what it did before."""
+        """The rank continues with the phase before."""
 
     def turn(self, phase: Phase) -> None:
-        """Nothing but this is left of what it did."""
+        """The current phase ends; only `phase` is left to do."""
 
 
 class CommMeter:
-    """Adds up what one rank spends on the others. On a GPU, whose work is only queued, what the host sees of it.
+    """Adds up one rank's time of waiting and communication, on a GPU as the host measures them.
 
     Attributes:
-        ear: who listens; None where nobody does.
+        ear: the listener, or None.
     """
 
     def __init__(self) -> None:
@@ -60,17 +60,17 @@ class CommMeter:
         self._spent = CommTime()
         self._waiting = False
         self._open, self._since = 0, 0.0
-        self._lock = threading.Lock()  # what was begun here may end in a thread of gloo's
+        self._lock = threading.Lock()  # a transfer may end in a thread of gloo
 
     @contextmanager
     def measure_waiting(self) -> Iterator[None]:
-        """For a word to all that is too short to take time itself; what is within another wait is a part of that."""
+        """Measures a message too short to take time itself; nested calls count once."""
         if self._waiting:
             yield
             return
         began, self._waiting = time.perf_counter(), True
         try:
-            with self._read_events("waiting"):
+            with self._report_phase("waiting"):
                 yield
         finally:
             self._waiting = False
@@ -81,34 +81,34 @@ class CommMeter:
     def measure_communication(self) -> Iterator[None]:
         self.begin()
         try:
-            with self._read_events("communication"):
+            with self._report_phase("communication"):
                 yield
         finally:
             self.end()
 
     @contextmanager
     def measure_engines(self, *, relayed: bool) -> Iterator[None]:
-        """Counts what torch's own engines wait for: nothing of fully_shard, DTensor or pipelines tells of it.
+        """Measures the waits of torch's own engines: fully_shard, DTensor and pipelines have no hooks for this.
 
         Args:
-            relayed: whether ranks wait for what others compute, as stages do.
+            relayed: whether ranks wait for results of other ranks, as pipeline stages do.
         """
         import torch.distributed as dist
         from torch.distributed import _functional_collectives as functional
 
-        counted = self.measure_waiting if relayed else self._measure_sending
+        measure = self.measure_waiting if relayed else self._measure_sending
 
-        def told(original: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def wait(*args: Any, **options: Any) -> Any:
-                with counted():
+                with measure():
                     return original(*args, **options)
 
             return wait
 
         patches = Patches()
-        patches.patch(dist.Work, "wait", told)
-        patches.patch(functional, "wait_tensor", told)
+        patches.patch(dist.Work, "wait", measured)
+        patches.patch(functional, "wait_tensor", measured)
         try:
             yield
         finally:
@@ -116,7 +116,6 @@ class CommMeter:
 
     @contextmanager
     def _measure_sending(self) -> Iterator[None]:
-        """Communication, unless it is a word that is waited for."""
         if self._waiting:
             yield
         else:
@@ -124,7 +123,7 @@ class CommMeter:
                 yield
 
     def begin(self, *, last: bool = False) -> None:
-        """Something is under way; what goes on at the same time counts once.
+        """Records the begin of a transfer; simultaneous transfers count once.
 
         Args:
             last: whether nothing is left to compute meanwhile.
@@ -142,13 +141,13 @@ class CommMeter:
                 self._spent += CommTime(communicated_s=time.perf_counter() - self._since)
 
     def take(self) -> CommTime:
-        """What was spent since the last call."""
+        """Returns the time since the last call."""
         with self._lock:
             spent, self._spent = self._spent, CommTime()
         return spent
 
     @contextmanager
-    def _read_events(self, phase: Phase) -> Iterator[None]:
+    def _report_phase(self, phase: Phase) -> Iterator[None]:
         if (ear := self.ear) is None:
             yield
             return
@@ -160,7 +159,7 @@ class CommMeter:
 
 
 class CommReport:
-    """What the ranks of a training spend on each other; all of them ask at the same places.
+    """Reports the waiting and communication of a training's ranks; all ranks call its methods at the same places.
 
     Args:
         log: adds an event to the journal.
@@ -171,17 +170,18 @@ class CommReport:
         self._world, self._log, self._say = world, log, say
         self._spent, self._train_s, self._steps = CommTime(), 0.0, 0
 
-    def add_step(self, epoch: int, spent: CommTime, train_s: float, steps: int) -> None:
-        """Counts an epoch; the journal gets what a step of it cost each rank.
+    def add_epoch(self, epoch: int, spent: CommTime, train_s: float, steps: int) -> None:
+        """Adds an epoch; the journal gets each rank's time in a step.
 
-        A line names the slowest rank, the one that waits least, if others waited long for it.
+        A line names the slowest rank, which waits least, if other ranks waited long for that rank.
 
         Args:
-            epoch: from 1.
-            spent: by this rank.
-            train_s: seconds that its steps took.
+            epoch: number of the epoch, from 1.
+            spent: this rank's time in the epoch.
+            train_s: duration of the epoch's steps in seconds.
+            steps: number of steps in the epoch.
         """
-        of_ranks = self._add_counts(spent, spent, train_s, steps)
+        of_ranks = self._add_times(spent, spent, train_s, steps)
         if not of_ranks or not steps:
             return
         waited = _waiting_ms(of_ranks)
@@ -192,11 +192,11 @@ class CommReport:
             self._say(f"rank {last} is the slowest: others waited {lost / train_s:.0%} of the epoch for it")
 
     def report(self, spent: CommTime, train_s: float, steps: int) -> None:
-        """What all came to, with what was spent since the last epoch: to the journal, and in a line.
+        """Writes the whole training's times, with those since the last epoch, to the journal and a line.
 
-        Nothing of a process that trains alone, and where nothing was measured.
+        A single process, or one without measured times, writes nothing.
         """
-        of_ranks = self._add_counts(self._spent + spent, spent, train_s, steps)
+        of_ranks = self._add_times(self._spent + spent, spent, train_s, steps)
         if not of_ranks or not self._steps:
             return
         shares = {
@@ -209,17 +209,17 @@ class CommReport:
         self._log("ranks", **shares)
         self._say(describe_shares(shares))
 
-    def _add_counts(self, asked: CommTime, spent: CommTime, train_s: float, steps: int) -> list[CommTime]:
-        """Adds up, and returns what each rank says when asked; nothing of one alone, or where none has spent anything."""
+    def _add_times(self, asked: CommTime, spent: CommTime, train_s: float, steps: int) -> list[CommTime]:
+        """Adds the times; returns `asked` of each rank, or nothing for a single rank or without measured times."""
         if self._world.is_single:
             return []
         self._spent, self._train_s, self._steps = self._spent + spent, self._train_s + train_s, self._steps + steps
-        found = self._world.all_gather(asked)
-        return found if any(one != CommTime() for one in found) else []
+        of_ranks = self._world.all_gather(asked)
+        return of_ranks if any(spent != CommTime() for spent in of_ranks) else []
 
 
 def per_step(of_ranks: Sequence[CommTime], steps: int) -> dict[str, list[float]]:
-    """Milliseconds in a step, rank by rank."""
+    """Returns the milliseconds in a step, by rank."""
     return {
         "waiting_ms": [round(1e3 * one.waited_s / steps, 3) for one in of_ranks],
         "communication_ms": [round(1e3 * one.communicated_s / steps, 3) for one in of_ranks],
@@ -227,7 +227,7 @@ def per_step(of_ranks: Sequence[CommTime], steps: int) -> dict[str, list[float]]
 
 
 def describe_shares(shares: dict[str, Any]) -> str:
-    """The shares in a line; where each piece of work comes from another rank, waiting and sending are one."""
+    """Returns the line about the shares; where a rank only waits or only sends, both count as the same."""
     for column, other in (("waiting", "communication"), ("communication", "waiting")):
         if not any(shares[other]):
             each = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares[column]))
@@ -246,7 +246,7 @@ def describe_shares(shares: dict[str, Any]) -> str:
 
 
 def _waiting_ms(of_ranks: Sequence[CommTime]) -> list[float]:
-    """What tells by how much a rank was ahead: who sends to a slower one waits there, too."""
+    """A rank that is ahead waits while sending, too: both times together show the lead."""
     return [one.waited_s + one.communicated_s for one in of_ranks]
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from hotloop.errors import is_library_file
 
 FILE = "frames.txt"
-"""Name of the file with a rank's frames, beside the error file that torch's agent gives each rank."""
+"""File with a rank's frames, beside the error file of torch's agent."""
 
 
 @contextmanager
 def recording_frames() -> Iterator[None]:
-    """Within the context, a fatal signal writes the frames of all threads into the rank's folder, if an agent has made one."""
+    """Within the context, a fatal signal writes the frames of all threads into the folder of torch's agent, if any."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         yield
@@ -48,16 +48,15 @@ def read_frames(folder: Path, rank: int) -> str:
 
 
 def find_place(frames: str) -> str:
-    """Returns what the main thread executed, such as `in all_reduce (task.py:33)`; empty if that was no code of the user."""
+    """Returns the place of the main thread, such as `in all_reduce (task.py:33)`; empty outside the user's code."""
     main = re.match("main thread: (0x[0-9a-f]+)", frames)
     threads = re.split(r"^(?:Current thread|Thread) ", frames, flags=re.MULTILINE)
-    own = next((text for text in threads if main and text.startswith(main[1])), "")
-    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own, flags=re.MULTILINE)
-    operation = next((function for path, _, function in found[:3] if "/torch/distributed/" in path), "")
-    line = next((f"{Path(path).name}:{number}" for path, number, _ in found if is_user_code(path)), "")
+    main_text = next((text for text in threads if main and text.startswith(main[1])), "")
+    places = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main_text, flags=re.MULTILINE)
+    operation = next((function for path, _, function in places[:3] if "/torch/distributed/" in path), "")
+    line = next((f"{Path(path).name}:{number}" for path, number, _ in places if is_user_code(path)), "")
     return f"in {operation or 'no collective operation'} ({line})" if line else ""
 
 
 def is_user_code(path: str) -> bool:
-    """Whether a path of a frame is a file of the user's own code."""
     return path.endswith(".py") and not is_library_file(path)

@@ -1,4 +1,4 @@
-"""What a process sees to before it forks ranks: CUDA, which forks can't use, and OpenMP's threads, which they wait for."""
+"""Prepares a process for forking ranks: checks CUDA and memory, ends OpenMP's threads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hotloop.errors import PlanError, TrainingError
 from hotloop.plan import Plan
 
 _SOFT_PAUSE = 1
-"""OpenMP's `omp_pause_soft`: threads are given back, and all settings stay."""
+"""OpenMP's `omp_pause_soft`: ends threads, keeps all settings."""
 
 
 def check_cuda(plan: Plan) -> None:
-    """CUDA can't be used in a fork of a process that has used it.
+    """Checks that the plan's forks can use CUDA: a process that has used CUDA can't fork users of CUDA.
 
     Raises:
-        PlanError: this one has, and the plan's ranks would compute on it.
+        PlanError: this process has used CUDA, and the plan computes on CUDA.
     """
     if torch.cuda.is_initialized() and ("device" not in plan.model_fields_set or plan.device.startswith("cuda")):
         raise PlanError(
@@ -31,13 +31,13 @@ def check_cuda(plan: Plan) -> None:
 
 
 def end_openmp_threads() -> None:
-    """Ends the threads that GNU's OpenMP keeps between operations; this process and its forks each start new ones.
+    """Ends the idle threads of GNU's OpenMP; this process and its forks each start new ones.
 
-    Other libraries of OpenMP see a fork by themselves. GNU's doesn't (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=60035):
-    a fork's first operation of several threads would wait for ever for the parent's.
+    GNU's OpenMP doesn't detect a fork (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=60035): the fork's first parallel
+    operation would wait for the parent's threads for ever. Other OpenMP libraries detect forks.
 
     Raises:
-        TrainingError: it is too old for that, and there may be such threads.
+        TrainingError: the library is too old to end its threads, and may have threads.
     """
     for path in _libraries():
         try:
@@ -53,26 +53,26 @@ def end_openmp_threads() -> None:
 
 
 def _libraries() -> list[str]:
-    """The files of GNU's OpenMP that are loaded: torch's, and what other packages bring along."""
+    """Returns the files of all loaded GNU OpenMP libraries: torch's, and those of other packages."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.is_file() else []
     return sorted({line.split(maxsplit=5)[5] for line in lines if re.search(r"/libgomp[^/]*\.so[^/]*$", line)})
 
 
 OWN_BYTES, FORK_BYTES = 256 << 20, 50 << 20
-"""That a rank takes at least, for Python and torch alone: as a process of its own, and as a fork that shares most of it."""
+"""Least memory of a rank, for Python and torch alone: as a process, and as a fork that shares most of it."""
 
 
 def check_process_memory(processes: int, each_bytes: int, what: str = "ranks") -> None:
-    """Without memory for all of them the system would kill processes, and not only these.
+    """Checks that free memory suffices for the processes: else the OS would kill some, or others.
 
     Raises:
-        PlanError: there is none.
+        PlanError: the memory doesn't suffice.
     """
-    room = free_memory_bytes(torch.device("cpu"))
-    if processes * each_bytes > room:
+    free_bytes = free_memory_bytes(torch.device("cpu"))
+    if processes * each_bytes > free_bytes:
         raise PlanError(
-            f"{processes} {what}, with {format_binary_bytes(room)} of memory free",
-            expected=f"at most {max(1, room // each_bytes)}, since each takes {format_binary_bytes(each_bytes)} before it trains",
+            f"{processes} {what}, with {format_binary_bytes(free_bytes)} of memory free",
+            expected=f"at most {max(1, free_bytes // each_bytes)}, since each takes {format_binary_bytes(each_bytes)} before it trains",
             fix="use fewer, at most one for each core or device",
         )

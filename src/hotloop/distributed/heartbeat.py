@@ -1,4 +1,4 @@
-"""Signs of life: each rank gives one every second, and the first that is well names those which give none."""
+"""Heartbeats of the ranks: each rank counts up once a second, and the first responsive rank reports silent ranks."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from hotloop.distributed.watchdog import ended_key
 
 _EVERY_S = 1.0
 _PATIENCE_S = 4.0
-"""Without a sign for so long, a rank has stopped, or its machine is in trouble."""
+"""A rank without a heartbeat for this time is stopped, or its machine fails."""
 
 
 _OBSERVATION_S = 3 * _EVERY_S
-"""Whoever is alive gives a sign meanwhile."""
+"""Each live rank sends a heartbeat within this time."""
 
 _ENDED = "over"
-"""The last sign of a rank that leaves."""
+"""Last heartbeat of a rank that leaves."""
 
 
 class Heartbeat:
-    """Signs of life of one rank, and the watch over those of the others.
+    """Sends the heartbeat of one rank, and reads those of the others.
 
     Args:
-        store: for this thread alone.
-        launch: the name of the set of processes, so that an earlier one's signs are not taken for its own.
-        tell: is told who gives no sign, and who gives one again.
+        store: a store that only this object's thread uses.
+        launch: name of the set of processes, which keeps the heartbeats of an earlier set apart.
+        tell: reports ranks that become silent, or go on.
     """
 
     def __init__(self, store: dist.Store, launch: str, rank: int, ranks: int, tell: Callable[[str], None]) -> None:
         self._store, self._launch, self._rank, self._ranks, self._tell = store, launch, rank, ranks, tell
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._last_beats: dict[int, tuple[str, float]] = {}
         self._silent: set[int] = set()
         self._over = threading.Event()
 
     @contextmanager
     def beat(self) -> Iterator[None]:
-        """Gives signs in a thread of its own, until the end; the first at once, since a rank may be stopped before the next."""
+        """Sends heartbeats in a thread within the context; the first at once, since a rank may be stopped soon."""
         self._store.set(self._key(self._rank), "0")
         thread = threading.Thread(target=self._beat, name="hotloop-beats", daemon=True)
         thread.start()
@@ -49,32 +49,32 @@ class Heartbeat:
         finally:
             self._over.set()
             thread.join()
-            with suppress(RuntimeError):  # the store may be gone
+            with suppress(RuntimeError):  # the store may have ended
                 self._store.set(self._key(self._rank), _ENDED)
 
     def _beat(self) -> None:
         count = 0
-        with suppress(RuntimeError):  # the store is gone, and so is who would read it
+        with suppress(RuntimeError):  # the store has ended
             while not self._over.wait(_EVERY_S):
                 count += 1
                 self._store.set(self._key(self._rank), str(count))
-                self.silent_ranks(time.monotonic())
+                self.check(time.monotonic())
 
-    def silent_ranks(self, now: float) -> None:
-        """Notes who has given a sign since the last look, and tells what has changed; `now` in seconds."""
+    def check(self, now: float) -> None:
+        """Reads all heartbeats and reports changes; `now` in seconds."""
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
             beat = _read_beat(self._store, self._key(rank))
-            if rank not in self._seen or self._seen[rank][0] != beat:
-                self._seen[rank] = beat, now
-        silent = {rank for rank in others if now - self._seen[rank][1] > _PATIENCE_S}
-        if all(rank in silent for rank in range(self._rank)):  # those before it would have spoken
-            self._compare(silent, now)
+            if rank not in self._last_beats or self._last_beats[rank][0] != beat:
+                self._last_beats[rank] = beat, now
+        silent = {rank for rank in others if now - self._last_beats[rank][1] > _PATIENCE_S}
+        if all(rank in silent for rank in range(self._rank)):  # else an earlier rank reports
+            self._report_changes(silent, now)
         self._silent = silent
 
-    def _compare(self, silent: set[int], now: float) -> None:
+    def _report_changes(self, silent: set[int], now: float) -> None:
         for rank in sorted(silent - self._silent):
-            seconds = now - self._seen[rank][1]
+            seconds = now - self._last_beats[rank][1]
             self._tell(f"waiting for rank {rank}: no sign of life for {seconds:.0f}s")
         for rank in sorted(self._silent - silent):
             self._tell(f"rank {rank} goes on")
@@ -84,13 +84,13 @@ class Heartbeat:
 
 
 class LaunchWatch:
-    """The watch over the first rank by who has started it: the ranks have nobody else who could speak of that one.
+    """Watches the heartbeat of rank 0 from the launcher: no rank reports on rank 0.
 
     Args:
-        store: for this thread alone.
-        launch: the name of the set of processes.
-        tell: is told that it gives no sign, and that it gives one again.
-        kill: kills ranks that have not ended although a watchdog has ended another.
+        store: a store that only this object's thread uses.
+        launch: name of the set of processes.
+        tell: reports that rank 0 becomes silent, or goes on.
+        kill: kills ranks that still run after a watchdog has ended another rank.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LaunchWatch:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Looks each second, in a thread of its own, until the end."""
+        """Reads the heartbeat each second in a thread within the context."""
         thread = threading.Thread(target=self._watch, name="hotloop-outside", daemon=True)
         thread.start()
         try:
@@ -114,12 +114,12 @@ class LaunchWatch:
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):
-            self.is_silent(time.monotonic())
+            self.check(time.monotonic())
             if self._store.check([self._ended_key]) and not self._over.wait(_EVERY_S):
                 self._kill()
 
-    def is_silent(self, now: float) -> None:
-        """Tells what has changed since the last look; `now` in seconds. Before its first sign it may do what it likes."""
+    def check(self, now: float) -> None:
+        """Reads the heartbeat and reports a change; `now` in seconds. A rank 0 that still starts isn't silent."""
         beat = _read_beat(self._store, self._key)
         if beat != self._beat:
             self._beat, self._since = beat, now
@@ -132,7 +132,7 @@ class LaunchWatch:
 
 
 def silent_ranks(store: dist.Store, launch: str, ranks: int) -> list[int]:
-    """The ranks that give no sign of life within some seconds from now, and haven't said that they leave."""
+    """Observes the heartbeats for some seconds; returns the ranks that sent none and haven't left."""
 
     def signs() -> list[str]:
         return [_read_beat(store, _beat_key(launch, rank)) for rank in range(ranks)]

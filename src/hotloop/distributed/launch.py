@@ -50,49 +50,48 @@ Report = Callable[[str], None]
 
 
 def local_rank_count(plan: Plan) -> int:
-    """How many ranks the plan is for on this machine: those that it names, else one for each device of its kind.
+    """Returns the number of ranks of the plan on this machine: the plan's own, else one for each GPU.
 
     Raises:
-        PlanError: on a CPU, which is one device for all, it must name them.
+        PlanError: the ranks compute on the CPU, and the plan gives no number.
     """
     if plan.ranks is not None:
         return plan.ranks
     kind = resolve_device(plan).device.partition(":")[0]
-    found = [name for name in device_names() if name.partition(":")[0] == kind and kind != "cpu"]
-    if not found:
+    devices = [name for name in device_names() if name.partition(":")[0] == kind and kind != "cpu"]
+    if not devices:
         cores = psutil.cpu_count(logical=False) or 1
         raise PlanError(
             f"parallel={plan.parallel} on the CPU without a number of ranks",
             expected=f"how many, at most the cores, of which there are {cores} here",
             fix=f"use --ranks {max(2, cores)}, or ranks={max(2, cores)} in the plan",
         )
-    return len(found)
+    return len(devices)
 
 
 def own_command() -> list[str]:
-    """This command line of hotloop's, for a rank to run as it was typed."""
-    beside = sys.path[0] in ("", os.getcwd())  # `python -m hotloop` looks for modules there, `hotloop` doesn't
-    return [sys.executable, *([] if beside else ["-P"]), "-m", "hotloop", *sys.argv[1:]]
+    """Returns the running command line of hotloop, for a rank."""
+    imports_from_cwd = sys.path[0] in ("", os.getcwd())  # true of `python -m hotloop`, false of `hotloop`
+    return [sys.executable, *([] if imports_from_cwd else ["-P"]), "-m", "hotloop", *sys.argv[1:]]
 
 
 def launch(
     ranks: int, entry: Callable[..., Any] | list[str], say: Report, *, restarts: int = RESTARTS
 ) -> tuple[str, int]:
-    """Runs `entry` as so many ranks, to its end; again from the last checkpoint, a few times, if one is killed.
+    """Runs `entry` as ranks until their end; starts all again from the last checkpoint if a rank is killed.
 
     Args:
-        entry: a command; or a function without arguments, called in forks of this process, so that it may be any.
-        say: is told which rank was killed, and that the first, which speaks for all, gives no sign of life.
-        restarts: how often they start again, at most.
+        entry: a command, or a function without arguments that forks of this process call.
+        say: reports killed ranks, and a rank 0 without heartbeat.
+        restarts: the largest number of new starts.
 
     Returns:
-        The run that they trained in (empty if it never began), and the exit code: 0, or that of a training that was
-        stopped by a signal and saved.
+        The run (empty if none began), and the exit code: 0, or that of a training that saved and stopped on a signal.
 
     Raises:
-        PlanError: there is no memory for so many.
+        PlanError: the machine lacks memory for the ranks.
         HotloopError: the error of the rank that failed first.
-        TrainingError: ranks were killed, again and again if they may start again.
+        TrainingError: ranks were killed, and no restart is left.
     """
     check_process_memory(ranks, OWN_BYTES if isinstance(entry, list) else FORK_BYTES)
     signals = SignalForwarder(say)
@@ -122,13 +121,13 @@ def launch_until_done(
     heard: Callable[[], signal.Signals | None] = lambda: None,
     kill: Callable[[], None] = lambda: None,
 ) -> tuple[str, int]:
-    """Starts ranks, and again if one is killed; see `launch`.
+    """Starts ranks, and starts them again if a rank is killed; see `launch`.
 
     Args:
-        start: runs them to their end, under the name that it is given; raises ChildFailedError of torch's agent.
-        store: through which they find each other.
-        logs: a folder where what rank r writes is in `*/attempt_*/r/stderr.log`.
-        heard: the last signal that was passed on to the ranks, if any was.
+        start: runs the ranks of the given launch name to their end; raises ChildFailedError of torch's agent.
+        store: the store of the ranks' process group.
+        logs: the log folder, in which the stderr of rank r is `*/attempt_*/r/stderr.log`.
+        heard: returns the last signal that was passed on to the ranks, or None.
         kill: kills the ranks.
     """
     launched = LAUNCH_ID_PREFIX + uuid.uuid4().hex[:8]
@@ -141,9 +140,9 @@ def launch_until_done(
         except ChildFailedError as failed:
             cause = _first_failure(failed.failures)
             if (code := cause[1].exitcode) in STOP_CODES:
-                if words := _recorded_error(cause[1])[1]:  # of a watchdog
+                if words := _recorded_error(cause[1])[1]:  # recorded by a watchdog
                     say(words)
-                elif run_in(store) is None and code != 128 + signal.SIGINT:  # of Ctrl-C a rank tells by itself
+                elif run_in(store) is None and code != 128 + signal.SIGINT:  # ranks report Ctrl-C themselves
                     say(f"stopped ({STOP_CODES[code].name})")
                 return run_in(store) or "", code
             killed = _describe_kill(*cause, logs)
@@ -151,9 +150,7 @@ def launch_until_done(
                 place := _crash_place(store, f"{name}/0", cause[0], logs)
             ):
                 killed += f", last seen {place}"
-            if (
-                number := heard()
-            ) is not None:  # of which they died where they don't train yet, or were killed after it
+            if (number := heard()) is not None:  # the ranks ended before training, or were killed after the signal
                 say(f"stopped ({number.name})")
                 return run_in(store) or "", 128 + number
             if attempt == restarts:
@@ -168,12 +165,6 @@ def _launch_watch(store: dist.TCPStore, name: str, say: Report, kill: Callable[[
 
 
 def _start_ranks(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals: SignalForwarder) -> None:
-    """Runs the ranks to their end.
-
-    Args:
-        signals: whether forks leave the terminal's group, since this process passes on what it hears; and what it heard
-            before they began.
-    """
     if isinstance(entry, list):
         os.environ[LAUNCHER] = str(os.getpid())
         elastic_launch(config, entry[0])(*entry[1:])
@@ -183,26 +174,26 @@ def _start_ranks(config: LaunchConfig, entry: Callable[..., Any] | list[str], si
 
     def call() -> None:
         if signals.active:
-            os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on: a second one has a meaning
+            os.setsid()  # the terminal sends Ctrl-C to the parent alone, which passes each Ctrl-C on once
         gc.freeze()
         gc.enable()
-        # torch has SIGINT tell of the parent's death, once for each thread of it; and a second SIGINT means not to save.
+        # torch's agent requests SIGINT for the end of each parent thread, and a second SIGINT means to stop unsaved.
         multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # in place of the parent's handler
             for number in (signal.SIGTERM, *HANGUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
             if signals.heard is not None:
-                os._exit(128 + signals.heard)  # at once, since more of them may come
+                os._exit(128 + signals.heard)  # at once, before further signals
             entry()
-            if os.getppid() != launcher:  # which was killed: torch would wait for it to take note of the end
+            if os.getppid() != launcher:  # the launcher was killed, and torch would wait for its reply
                 raise SystemExit(128 + signal.SIGTERM)
-        except KeyboardInterrupt:  # torch takes it for a good end, and waits for what it never returned
+        except KeyboardInterrupt:  # torch would count this as success and wait for a result
             raise SystemExit(128 + signal.SIGINT) from None
 
     end_openmp_threads()
-    # A store that a fork inherits must not be collected there: its end waits for a thread that only the parent has.
+    # A fork must not collect an inherited store: its destructor waits for a thread that only the parent has.
     gc.collect()
     gc.disable()
     try:
@@ -215,7 +206,7 @@ def _start_ranks(config: LaunchConfig, entry: Callable[..., Any] | list[str], si
 class _ReleaseEvent:
     """An event for which ranks wait after their last line, until the launcher has their results.
 
-    `multiprocessing.Event.set`, which torch 2.13 calls here, waits without end for a process that was killed in `wait`.
+    torch 2.13 calls `multiprocessing.Event.set` here, which waits without end for a process that was killed in `wait`.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -223,7 +214,7 @@ class _ReleaseEvent:
         self._read, self._write = os.pipe()
 
     def wait(self) -> None:
-        os.close(self._write)  # so that the read ends if the launcher has ended
+        os.close(self._write)  # so that the read returns if the launcher has ended
         os.read(self._read, 1)
 
     def set(self) -> None:
@@ -236,16 +227,16 @@ class _ReleaseEvent:
 
 @contextmanager
 def _release_ranks(ranks: int) -> Iterator[None]:
-    """Torch's agent uses `_ReleaseEvent` meanwhile."""
+    """Makes torch's agent use `_ReleaseEvent` within the context."""
     with closing(_ReleaseEvent(ranks)) as release:
 
-        def start(torchs: Callable[[MultiprocessContext], None]) -> Callable[[MultiprocessContext], None]:
-            def started(context: MultiprocessContext) -> None:
-                # torch declares an Event, and calls its `wait` and `set` alone.
+        def start(original: Callable[[MultiprocessContext], None]) -> Callable[[MultiprocessContext], None]:
+            def replacement(context: MultiprocessContext) -> None:
+                # torch declares an Event, and calls only `wait` and `set`.
                 context._worker_finished_event = release  # type: ignore[assignment]
-                torchs(context)
+                original(context)
 
-            return started
+            return replacement
 
         with patch_attribute(MultiprocessContext, "_start", start):
             yield
@@ -260,16 +251,16 @@ def _config(name: str, ranks: int, port: int, logs: str) -> LaunchConfig:
         rdzv_backend="static",
         rdzv_endpoint=f"{LOOPBACK}:{port}",
         rdzv_configs={"rank": 0},
-        max_restarts=0,  # an error of the Task's would come again each time; `launch` starts again what was killed
+        max_restarts=0,  # an error of the Task would repeat; `launch` restarts killed ranks
         start_method="fork",
-        signals_to_handle="SIGQUIT",  # the others go to the ranks, which save
+        signals_to_handle="SIGQUIT",  # `SignalForwarder` passes the others on to the ranks
         logs_specs=DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
     )
 
 
 @contextmanager
 def open_store(host: str = LOOPBACK) -> Iterator[dist.TCPStore]:
-    """Through which ranks and who starts them find each other; it outlives them, and listens at this address alone."""
+    """Opens the store in which the ranks and their launcher find each other, on this address alone."""
     with socket.socket() as listening:
         listening.bind((host, 0))
         listening.listen()
@@ -285,7 +276,7 @@ def open_store(host: str = LOOPBACK) -> Iterator[dist.TCPStore]:
 
 
 def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed by itself, of all that failed; the others only lost it."""
+    """Returns the rank that failed by itself; other ranks fail because they lost that rank."""
 
     def follows(failure: ProcessFailure) -> bool:
         return _recorded_error(failure)[0] == RankLostError.__name__ or failure.exitcode == -signal.SIGTERM
@@ -294,7 +285,7 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
 
 
 def _recorded_error(failure: ProcessFailure) -> tuple[str, str]:
-    """Class and text of the error that the rank noted; empty if it noted none."""
+    """Returns class name and text of the error that the rank recorded; empty without a record."""
     message = failure.error_file_data.get("message") if failure.error_file_data else None
     text = message.get("message", "") if isinstance(message, dict) else ""
     name, _, words = text.partition(": ")
@@ -302,15 +293,11 @@ def _recorded_error(failure: ProcessFailure) -> tuple[str, str]:
 
 
 _OWN_EXIT_CODES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-"""What a process does to itself, mostly with a word of why."""
+"""Signals that a process sends to itself, mostly after a message on stderr."""
 
 
 def _describe_kill(rank: int, failure: ProcessFailure, logs: str) -> str:
-    """What to say of a rank that was killed by a signal.
-
-    Raises:
-        HotloopError: it wasn't, but failed by itself.
-    """
+    """Returns the message about a rank that a signal killed; raises the HotloopError of other failed ranks."""
     name, words = _recorded_error(failure)
     if name == RankLostError.__name__ or failure.exitcode < 0:
         sort = failure.signal_name() if failure.exitcode < 0 else "lost its connection to the others"
@@ -325,7 +312,7 @@ def _describe_kill(rank: int, failure: ProcessFailure, logs: str) -> str:
 
 
 def _crash_place(store: dist.TCPStore, launch: str, rank: int, logs: str) -> str:
-    """Returns where a rank aborted itself; without frames the place that the rank published last; empty if there is none."""
+    """Returns where a rank aborted itself, else the place that the rank published last; empty without both."""
     frames = read_frames(Path(logs), rank)
     if frames and faulthandler.is_enabled():
         sys.stderr.write(frames)  # the rank's own faulthandler wrote to the file
@@ -333,7 +320,7 @@ def _crash_place(store: dist.TCPStore, launch: str, rank: int, logs: str) -> str
 
 
 def _last_line(logs: str, rank: int) -> str:
-    """What a rank that isn't the first wrote last, which nobody saw; a list of Python's frames after it doesn't count."""
+    """Returns the last line on a rank's stderr, without the frames that Python's faulthandler writes."""
     files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda file: file.stat().st_mtime)
     text = files[-1].read_text(errors="replace") if files else ""
     lines = text.partition("Fatal Python error")[0].split("\n")

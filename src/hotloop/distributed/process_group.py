@@ -1,4 +1,4 @@
-"""How a process becomes a rank: it finds the others by what torchrun's agent says in the environment."""
+"""Makes this process a rank of the process group that torchrun's environment describes."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from hotloop.distributed.watchdog import LONGEST_WAIT_S, Watchdog, record_collec
 from hotloop.distributed.world import SINGLE_RANK, World, rank_loss_error
 from hotloop.errors import PlanError, RankLostError, TrainingError
 
-# Where these are first imported when there is a group already, as torch._dynamo does, it becomes a default argument of
-# theirs: its threads outlive its end, and one that lets go of a tensor while Python shuts down aborts the process.
+# torch 2.13: an import after the group exists, as by torch._dynamo, stores the group in default arguments. Its threads
+# then outlive it, and a thread that frees a tensor while Python shuts down aborts the process.
 if dist.is_available():
     import torch.distributed.nn.functional
 
 LAUNCH_ID_PREFIX = "hotloop-"
-"""How the name of a launch of hotloop's own begins; under the user's torchrun it is another."""
+"""Begin of the names of hotloop's own launches; the user's torchrun uses other names."""
 
 RUN, BEGAN = "hotloop/run", "hotloop/began"
-"""Under which keys the store holds the run, and when it began, in s since 1970."""
+"""Keys of the store for the run, and for its begin in seconds since 1970."""
 _EXTRA_TIMEOUT_S = 60.0
-"""torch's own timeout comes so much later than that of the watchdog, which says more."""
+"""torch's own timeout follows the watchdog's by this time, since the watchdog reports more."""
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """What the environment says of this process.
+    """The environment variables of a rank.
 
     Attributes:
-        rank, ranks: among all processes.
-        local_rank, local_ranks: among those of this machine.
-        host, port: of the store through which the ranks find each other.
-        launch: a name for this set of processes, the same for all; in a store that outlives them a restart changes it.
-        restarts: how often this machine's agent has started its processes again; it may differ between machines.
-        outlives: whether an agent holds the store, so that it outlives the ranks; else the first rank opens it.
-        elastic: whether torchrun's agent, or hotloop's own, has started it.
-        watched: whether an agent of hotloop's own tells the user what happens.
+        rank, ranks: number of this process and of processes.
+        local_rank, local_ranks: the same on this machine.
+        host, port: address of the store in which the ranks find each other.
+        launch: name of this set of processes; changes with a restart if the store outlives the ranks.
+        restarts: number of restarts by this machine's agent; may differ between machines.
+        outlives_launcher: whether an agent owns the store, so that the store outlives the ranks; else rank 0 opens it.
+        is_elastic: whether torchrun's agent, or hotloop's own, started this process.
+        is_watched: whether hotloop's own agent started this process and reports to the user.
     """
 
     rank: int
@@ -68,10 +68,10 @@ class RankEnv:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> RankEnv | None:
-        """This process' own; None if nobody has started it as a rank.
+        """Returns the environment of this process; None if the process is no rank.
 
         Raises:
-            PlanError: only a part of it is there, or it is no number.
+            PlanError: variables are missing, or are no numbers.
         """
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
@@ -103,49 +103,50 @@ class RankEnv:
 
     @property
     def serves_store(self) -> bool:
-        """Whether this process must open the store."""
         return self.rank == 0 and not self.outlives_launcher
 
     @property
     def without_restarts(self) -> bool:
-        """Whether torchrun may start the ranks again, and nothing would tell them of the run that they were in."""
+        """Whether a restart by torchrun would lose the name of the run."""
         return self.is_elastic and not self.is_watched and not self.outlives_launcher
 
 
 @dataclass(frozen=True)
 class RankSession:
-    """A rank among the others, for as long as `join_process_group` lasts; or a process that trains alone.
+    """A rank within `join_process_group`, or a process that trains alone.
 
     Attributes:
-        restarts: how often this machine's agent has started its processes again after a loss; not counted are those times
-            when machines came or went.
-        started: when this machine's torchrun began, and when this process did, in s since 1970; None without torchrun.
-        forgetful: see `RankEnv`.
+        restarts: number of restarts by this machine's agent after a loss, without those after machines came or went.
+        started: start of this machine's torchrun and of this process, in seconds since 1970; None without torchrun.
+        without_history: see `RankEnv.without_restarts`.
         limit_s: the user's limit on the wait of processes for each other, in seconds; None without such a limit.
     """
 
     world: World = SINGLE_RANK
     store: dist.Store | None = None
     restarts: int = 0
-    is_started: tuple[float, float] | None = None
+    started: tuple[float, float] | None = None
     without_history: bool = False
     limit_s: float | None = None
 
     def begun(self) -> str | None:
-        """The run of ranks that were started before, and cut short; None if these are the first."""
+        """Returns the run that earlier ranks began and left unfinished; None for the first ranks."""
         return run_in(self.store) if self.store is not None else None
 
-    def is_cut_short(self, named: Path, theirs: bool = False) -> float | None:
-        """When the first torchrun began, in s since 1970, if ranks that it started before these began the run named; or None.
+    def cut_short_at(self, named: Path, theirs: bool = False) -> float | None:
+        """Returns the start of the first torchrun if its earlier ranks began the run `named`; else None.
 
-        The store that knew of the run has ended with them, where torchrun doesn't share its own.
+        A torchrun without a shared store loses the run's name with its ranks: start times replace the name.
 
         Args:
-            theirs: they may have gone on with one that was there before.
+            theirs: whether the earlier ranks may have resumed an older run.
+
+        Returns:
+            Seconds since 1970, or None.
         """
-        if self.is_started is None:
+        if self.started is None:
             return None
-        agent, own = self.is_started
+        agent, own = self.started
         again, before_ms, last_ms = self.world.all_reduce_max([self.restarts, -int(1e3 * agent), int(1e3 * own)])
         before, last = -before_ms / 1e3, last_ms / 1e3
 
@@ -158,13 +159,13 @@ class RankSession:
         return self.world.broadcast_object(find)
 
     def begin(self, run: str, at: float | None = None) -> float:
-        """Notes the run, for ranks that may have to go on with it, and when these or ranks before them began it.
+        """Records the run for a restart, and when these or earlier ranks began the run.
 
         Args:
-            at: when that was, in s since 1970; now unless it is said, or noted already.
+            at: the begin in seconds since 1970, unless recorded already; None for now.
 
         Returns:
-            How long ago it was, in s.
+            The time since the begin, in seconds.
         """
         if self.store is None:
             return 0.0
@@ -177,82 +178,81 @@ class RankSession:
 
 
 def run_in(store: dist.Store) -> str | None:
-    """The run that ranks have noted there."""
+    """Returns the run that ranks recorded in the store."""
     return store.get(RUN).decode() if store.check([RUN]) else None
 
 
 @contextmanager
 def join_process_group(
-    seat: RankEnv, device: str, say: Callable[[str], None], limit_s: float | None = None
+    env: RankEnv, device: str, say: Callable[[str], None], limit_s: float | None = None
 ) -> Iterator[RankSession]:
-    """Makes this process a rank, until the end.
+    """Makes this process a rank within the context.
 
     Args:
-        device: the kind that the plan computes on: `cpu` or `cuda`.
-        say: is told of ranks that give no sign of life.
-        limit_s: how long ranks wait for each other in training; None for as long as follows from a step.
+        device: kind of the plan's device: `cpu` or `cuda`.
+        say: reports ranks without heartbeat.
+        limit_s: longest wait of ranks for each other in training; None derives the limit from the longest step.
 
     Raises:
         PlanError: this machine has fewer GPUs than ranks.
     """
     if device == "cuda":
-        _check_gpus(seat)
+        _check_gpus(env)
     timeout = timedelta(seconds=max(LONGEST_WAIT_S, limit_s or 0.0) + _EXTRA_TIMEOUT_S)
     record_collectives()
-    store = dist.TCPStore(seat.host, seat.port, is_master=seat.serves_store, wait_for_workers=False, timeout=timeout)
-    if seat.is_watched or seat.host in ("127.0.0.1", "localhost"):
-        _use_store_interface(seat.host, seat.port)
+    store = dist.TCPStore(env.host, env.port, is_master=env.serves_store, wait_for_workers=False, timeout=timeout)
+    if env.is_watched or env.host in ("127.0.0.1", "localhost"):
+        _use_store_interface(env.host, env.port)
     if device == "cuda":
-        torch.cuda.set_device(seat.local_rank)
+        torch.cuda.set_device(env.local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=dist.PrefixStore(f"hotloop/{seat.launch}", store),
-        rank=seat.rank,
-        world_size=seat.ranks,
+        store=dist.PrefixStore(f"hotloop/{env.launch}", store),
+        rank=env.rank,
+        world_size=env.ranks,
         timeout=timeout,
     )
-    # One for each thread, so that none waits for another.
+    # One store for each thread, so that no thread waits for another.
     own, watched = store.clone(), store.clone()  # type: ignore[attr-defined]
-    beats = Heartbeat(own, seat.launch, seat.rank, seat.ranks, say)
-    watchdog = Watchdog(watched, seat.launch, seat.rank, seat.ranks, limit_s, partial(_exit_process, seat))
+    beats = Heartbeat(own, env.launch, env.rank, env.ranks, say)
+    watchdog = Watchdog(watched, env.launch, env.rank, env.ranks, limit_s, partial(_exit_process, env))
     try:
-        with recording_frames(), beats.beat(), watchdog.watch(), _name_lost_ranks(seat, store):
-            check_sums(World(seat.rank, seat.ranks), device)
+        with recording_frames(), beats.beat(), watchdog.watch(), _name_lost_ranks(env, store):
+            check_sums(World(env.rank, env.ranks), device)
             yield RankSession(
-                World(seat.rank, seat.ranks), store, seat.restarts, _start_time(seat), seat.without_restarts, limit_s
+                World(env.rank, env.ranks), store, env.restarts, _start_time(env), env.without_restarts, limit_s
             )
             RANK_PROGRESS.phase = "end"
-            dist.barrier()  # whoever is ready first stays until the last word of the others has come through
+            dist.barrier()  # no rank ends before the last messages of the others have arrived
     finally:
         dist.destroy_process_group()
 
 
-def _exit_process(seat: RankEnv, error: TrainingError, code: int) -> None:
-    """Ends the process at once: its main thread waits where nothing can interrupt it."""
+def _exit_process(env: RankEnv, error: TrainingError, code: int) -> None:
+    """Ends the process at once: the main thread waits in C++, where no exception reaches it."""
     get_error_handler().record_exception(error)
-    if not seat.is_watched:
+    if not env.is_watched:
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
     os._exit(code)
 
 
 @contextmanager
-def _name_lost_ranks(seat: RankEnv, store: dist.Store) -> Iterator[None]:
-    """Says which ranks were lost, where no agent of hotloop's own will."""
+def _name_lost_ranks(env: RankEnv, store: dist.Store) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if seat.is_watched or (loss := rank_loss_error(error, seat.rank)) is None:
+        if env.is_watched or (loss := rank_loss_error(error, env.rank)) is None:
             raise
         try:
-            names = ", ".join(f"rank {rank}" for rank in silent_ranks(store, seat.launch, seat.ranks))
+            names = ", ".join(f"rank {rank}" for rank in silent_ranks(store, env.launch, env.ranks))
         except RuntimeError:
-            names = "the machine that holds torchrun's store" if seat.outlives_launcher else "rank 0"
+            names = "the machine that holds torchrun's store" if env.outlives_launcher else "rank 0"
         raise RankLostError(f"{loss.given}: {names} gives no sign of life" if names else loss.given) from error
 
 
-def _start_time(seat: RankEnv) -> tuple[float, float] | None:
-    if not seat.is_elastic or seat.is_watched:
+def _start_time(env: RankEnv) -> tuple[float, float] | None:
+    if not env.is_elastic or env.is_watched:
         return None
     own = psutil.Process()
     parent = own.parent()
@@ -260,10 +260,10 @@ def _start_time(seat: RankEnv) -> tuple[float, float] | None:
 
 
 def check_sums(world: World, device: str) -> None:
-    """Adds numbers up whose sum is known; torch's gloo has once averaged wrongly without a word.
+    """Checks an all_reduce with a known sum: a version of gloo averaged wrongly without an error.
 
     Raises:
-        TrainingError: the sum is another.
+        TrainingError: the sum is wrong.
     """
     number = torch.arange(1, 6, dtype=torch.float64)
     for kind in dict.fromkeys(("cpu", device)):
@@ -278,11 +278,11 @@ def check_sums(world: World, device: str) -> None:
             )
 
 
-def _check_gpus(seat: RankEnv) -> None:
+def _check_gpus(env: RankEnv) -> None:
     gpus = torch.cuda.device_count()
-    if seat.local_ranks > gpus:
+    if env.local_ranks > gpus:
         raise PlanError(
-            f"{seat.local_ranks} ranks on a machine with {gpus} CUDA device{'' if gpus == 1 else 's'}",
+            f"{env.local_ranks} ranks on a machine with {gpus} CUDA device{'' if gpus == 1 else 's'}",
             expected="one of its own for each rank",
             fix=f"use --ranks {gpus} (--nproc-per-node of torchrun)"
             if gpus > 1
@@ -291,18 +291,18 @@ def _check_gpus(seat: RankEnv) -> None:
 
 
 def _use_store_interface(host: str, port: int) -> None:
-    """Has gloo and NCCL talk by the device that leads to the store; on loopback the rest of the network can't reach them."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, port))  # which sends nothing
-        own = way.getsockname()[0]
-    names = (name for name, places in psutil.net_if_addrs().items() if any(p.address == own for p in places))
+    """Makes gloo and NCCL use the interface that leads to the store; loopback keeps other machines out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        address = probe.getsockname()[0]
+    names = (name for name, places in psutil.net_if_addrs().items() if any(p.address == address for p in places))
     for name in list(names)[:1]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def threads_per_rank(seat: RankEnv) -> int | None:
-    """Threads for each rank's operations, so that the ranks of a machine don't fight for its cores; None: as asked."""
+def threads_per_rank(env: RankEnv) -> int | None:
+    """Returns the threads of each rank, so that a machine's ranks share its cores; None if the user set a number."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, (psutil.cpu_count(logical=False) or 1) // seat.local_ranks)
+    return max(1, (psutil.cpu_count(logical=False) or 1) // env.local_ranks)

@@ -14,10 +14,10 @@ class RankProgress:
 
     Attributes:
         phase: `start`, `training`, `evaluation`, `checkpoint`, `callbacks` or `end`.
-        step: the number of the current or last step, from 0.
-        steps: the number of steps that this process has begun.
-        batches: the number of evaluation batches that this process has begun.
-        longest_s: the duration of the longest step with the wait for its batch, in seconds; 0 before the first step ends.
+        step: number of the current or last step, from 0.
+        steps: number of steps that this process has begun.
+        batches: number of evaluation batches that this process has begun.
+        longest_s: seconds of the longest step with the wait for its batch; 0 before the first step ends.
     """
 
     phase: str = "start"
@@ -28,7 +28,7 @@ class RankProgress:
     _began: float = 0.0
 
     def begin_step(self, number: int) -> None:
-        """Records the begin of a step, and the duration of the step before it."""
+        """Records the begin of a step and the duration of the step before."""
         now = time.monotonic()
         if self.phase == "training" and self.steps and number == self.step + 1:
             self.longest_s = max(self.longest_s, now - self._began)
@@ -41,7 +41,7 @@ class RankProgress:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Records a phase for the duration of the context, or of each call as a decorator."""
+        """Records a phase within the context, or within each call as a decorator."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -50,4 +50,3 @@ class RankProgress:
 
 
 RANK_PROGRESS = RankProgress()
-"""The progress of this process."""

@@ -16,21 +16,21 @@ import psutil
 from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
 
 _PATIENCE_S = 5.0
-"""What ranks have for their end after a second Ctrl-C; one that has stopped, or waits within C++, hears neither."""
+"""Time for the ranks to end after a second Ctrl-C; a stopped rank, or one that waits in C++, doesn't end by itself."""
 
 _POLL_S = 0.2
-"""How often, once a signal came, it looks for ranks that have only just begun."""
+"""Time between two searches for newly started ranks, after a signal."""
 
 
 class SignalForwarder:
-    """Gives Ctrl-C and SIGTERM to the ranks; the agent itself would end them in its own way.
+    """Passes Ctrl-C and SIGTERM on to the ranks; torch's agent itself would kill them.
 
     Args:
-        say: is told of ranks that have to be killed.
+        say: reports that ranks are killed.
 
     Attributes:
-        heard: the last signal that came. A fork that began after it sees it, too.
-        active: whether it listens: only the main thread may set handlers, and whoever runs another hears the signals.
+        heard: the last received signal; a fork that begins later inherits the value.
+        active: whether this object receives signals: only the main thread may set handlers.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -39,11 +39,13 @@ class SignalForwarder:
         self._say = say
         self._owner = os.getpid()
         self._others = {child.pid for child in psutil.Process().children()}
-        self._came: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # whose `put` a handler may call
+        self._came: queue.SimpleQueue[signal.Signals | None] = (
+            queue.SimpleQueue()
+        )  # a signal handler may call its `put`
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Passes signals on until the end, in a thread of its own: the main one may be within a wait of the agent's."""
+        """Passes signals on within the context, in a thread: the main thread may wait in torch's agent."""
         thread = threading.Thread(target=self._pass_on, name="hotloop-forwarding", daemon=True)
         thread.start()
         try:
@@ -61,7 +63,7 @@ class SignalForwarder:
 
     def _pass_on(self) -> None:
         came: list[signal.Signals] = []
-        given: dict[int, int] = {}  # how many of them each rank has
+        sent: dict[int, int] = {}  # number of signals sent to each process
         kill_at: float | None = None
         while True:
             with suppress(queue.Empty):
@@ -71,9 +73,9 @@ class SignalForwarder:
                     kill_at = time.monotonic() + _PATIENCE_S
                 came.append(number)
             for rank in self._ranks():
-                for number in came[given.get(rank.pid, 0) :]:
+                for number in came[sent.get(rank.pid, 0) :]:
                     _send_signal(rank, number)
-                given[rank.pid] = len(came)
+                sent[rank.pid] = len(came)
             if kill_at is not None and time.monotonic() > kill_at:
                 self._kill()
                 kill_at = None
@@ -84,7 +86,6 @@ class SignalForwarder:
         self.kill()
 
     def kill(self) -> None:
-        """Kills all ranks."""
         for rank in self._ranks():
             _send_signal(rank, signal.SIGKILL)
 

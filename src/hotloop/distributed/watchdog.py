@@ -1,6 +1,6 @@
 """Ends a rank that waits too long for other ranks, with one line that reports the place of each rank.
 
-The main thread may wait in C++ meanwhile. torch releases Python's lock there, so that the watchdog's threads run.
+The threads run while the main thread waits in C++: torch releases Python's lock there.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ from hotloop.distributed.rank_progress import RANK_PROGRESS
 from hotloop.errors import TrainingError
 
 LONGEST_WAIT_S = 1800.0
-"""Longest wait while another rank starts, writes a checkpoint or calls callbacks, whose duration is unknown.
-
-The same as torch's default timeout of gloo. The user's own limit counts if it is longer.
-"""
+"""Longest wait while another rank starts, writes a checkpoint or calls callbacks; torch's default timeout of gloo."""
 
 _LEAST_WAIT_S = 60.0
 _TIMED_STEPS = 20
 """Without the user's own limit, ranks wait for each other for this multiple of the longest step."""
 
 _EVERY_S = 0.5
-"""Time between two checks; each rank publishes its place at each check."""
+"""Time between two checks; each check publishes the rank's place."""
 _SIGNAL_WAIT_S = 6.0
 """Longest wait of ranks for each other after a signal; all ranks must end within 10 s."""
 _ORPHAN_S = 2.0
@@ -53,7 +50,6 @@ _JOINT_PHASES = ("training", "evaluation")
 """Phases in which all ranks compute. In other phases one rank may work while the others wait."""
 
 _RECORDED_COLLECTIVES = 64
-"""Number of collective operations that torch's flight recorder stores."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class RankPlace:
     operation: str
     newest: int
     line: str
-    is_signalled: int
+    signalled: int
 
     def __str__(self) -> str:
         where = self.operation or "no collective operation"
@@ -88,7 +84,6 @@ class RankPlace:
 
     @property
     def progress(self) -> tuple[Any, ...]:
-        """The values that change while the rank makes progress."""
         return self.phase, self.step, self.steps, self.batches, self.operation, self.newest
 
 
@@ -145,7 +140,7 @@ class Watchdog:
 
     @contextmanager
     def _receive_signals(self) -> Iterator[None]:
-        """Receives signal numbers at once; Python's handlers run only in the main thread, after a call of C++ returns."""
+        """Receives signal numbers at once; Python's handlers wait until the main thread returns from C++."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -163,7 +158,7 @@ class Watchdog:
             written.close()
 
     def _leave_signals(self) -> None:
-        """In a fork, such as a worker of a pool: signals to the fork aren't signals to the rank."""
+        """Ignores signals in a fork, such as a worker of a pool: these aren't signals to the rank."""
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
 
@@ -180,7 +175,6 @@ class Watchdog:
                 os._exit(128 + signal.SIGTERM)
 
     def _read_signals(self) -> None:
-        """Records the first signal that asks for an end."""
         if self._signals is None:
             return
         with suppress(BlockingIOError):  # no signal
@@ -236,8 +230,8 @@ class Watchdog:
     def _operation(self) -> tuple[str, int]:
         """Returns the oldest collective operation that hasn't ended, and the number of the newest operation."""
         entries = _collective_records()
-        waiting = next((one for one in entries if not one["retired"]), None)
-        newest = max((one["record_id"] for one in entries), default=-1)
+        waiting = next((entry for entry in entries if not entry["retired"]), None)
+        newest = max((entry["record_id"] for entry in entries), default=-1)
         if waiting is None:
             return "", newest
         number = waiting["p2p_seq_id"] if waiting.get("is_p2p") else waiting["collective_seq_id"]
@@ -258,9 +252,8 @@ class Watchdog:
         return places
 
     def _limit(self, others: dict[int, RankPlace | None]) -> float:
-        """Returns the longest allowed wait of this rank, in seconds."""
-        busy = [one for one in others.values() if one is not None and not one.is_waiting]
-        if any(one.phase not in _JOINT_PHASES or not one.steps for one in busy):
+        busy = [place for place in others.values() if place is not None and not place.is_waiting]
+        if any(place.phase not in _JOINT_PHASES or not place.steps for place in busy):
             return max(LONGEST_WAIT_S, self._limit_s or 0.0)
         step_s = RANK_PROGRESS.longest_s
         limit_s = self._limit_s or default_limit_s(step_s)
@@ -270,7 +263,7 @@ class Watchdog:
 
     def _stop_number(self, others: dict[int, RankPlace | None]) -> int:
         """Returns the number of the signal that any rank received; 0 without a signal."""
-        return max([self._signalled, *(one.is_signalled for one in others.values() if one is not None)])
+        return max([self._signalled, *(place.signalled for place in others.values() if place is not None)])
 
     def _give_up(self, waited_s: float, others: dict[int, RankPlace | None]) -> None:
         number = self._stop_number(others)
@@ -307,7 +300,6 @@ def default_limit_s(step_s: float) -> float:
 
 
 def last_place(store: dist.Store, launch: str, rank: int) -> RankPlace | None:
-    """Returns the last published place of a rank; None if there is none."""
     key = _place_key(launch, rank)
     return RankPlace(**json.loads(store.get(key))[1]) if store.check([key]) else None
 
@@ -322,18 +314,18 @@ def ended_key(launch: str) -> str:
 
 
 def record_collectives() -> None:
-    """Makes torch's flight recorder store the newest collective operations; call this before the process group exists."""
+    """Makes torch's flight recorder store collective operations; to be called before the process group exists."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
 
 
 def _collective_records() -> list[dict[str, Any]]:
-    """Returns the flight recorder's records, oldest first; empty if this version of torch has no flight recorder."""
+    """Returns the flight recorder's records, oldest first; empty if torch lacks the flight recorder."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
 
 
 def _waiting_function(frame: FrameType | None) -> str:
-    """Returns the function of torch.distributed that the thread executes; the flight recorder lacks sends and receives."""
+    """Returns the running function of torch.distributed; the flight recorder lacks sends and receives."""
     for _ in range(3):
         if frame is None:
             return ""

@@ -1,4 +1,4 @@
-"""The ranks that share a training, as one of them sees it: who it is, and how all come to one mind."""
+"""A rank's view of the processes that share a training: its number, collective exchanges and comparison of states."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LOST_MESSAGES = (
     "nccl communicator was aborted",
     "remote process exited",
 )
-"""What gloo, NCCL and torch's store say where another process is gone; none of them says which."""
+"""Parts of the errors that gloo, NCCL and torch's store raise after another process ended; none names the process."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the ranks; alone, all that the ranks would have to say to each other is said.
+    """The number of this process among the ranks; the exchanges of a single process return at once.
 
     Attributes:
-        rank: this process, from 0; the first writes the run and speaks to the user.
-        ranks: how many there are.
+        rank: number of this process, from 0; rank 0 writes the run and prints.
+        ranks: number of processes.
     """
 
     rank: int = 0
@@ -44,10 +44,10 @@ class World:
 
     @classmethod
     def from_group(cls, plan: Plan) -> World:
-        """The ranks that this process has joined, see `joining`; itself alone under a plan of one process.
+        """Returns the ranks of the process group, see `join_process_group`; a single rank for a plan of one process.
 
         Raises:
-            PlanError: the plan is for ranks, and this process is none.
+            PlanError: the plan needs ranks, and this process has no process group.
         """
         if not plan.ranked:
             return SINGLE_RANK
@@ -65,14 +65,11 @@ class World:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process writes and speaks."""
+        """Whether this process writes and prints."""
         return self.rank == 0
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
-        """What `make` gives on the first rank, on all of them; an error that it raises there, too.
-
-        What it gives is pickled on its way, which is between processes of one training alone.
-        """
+        """Returns on all ranks the pickled result of `make` on rank 0, or raises its HotloopError on all ranks."""
         if self.is_single:
             return make()
         made: list[Any] = [None, None]
@@ -87,23 +84,23 @@ class World:
         return made[0]
 
     def all_gather(self, value: T) -> list[T]:
-        """What each rank has, by rank, on all of them."""
+        """Returns the values of all ranks, by rank."""
         if self.is_single:
             return [value]
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
 
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        """Number by number, the largest that a rank has."""
+        """Returns the largest value over the ranks of each number."""
         if self.is_single:
             return list(numbers)
-        found = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.tolist()
+        largest = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
 
     def broadcast_int(self, number: int) -> int:
-        """A number of the first rank's, on all of them."""
+        """Returns the number of rank 0."""
         return self.all_reduce_max([number if self.is_rank_zero else -(1 << 62)])[0]
 
 
@@ -111,7 +108,7 @@ SINGLE_RANK = World()
 
 
 def is_rank_loss(error: BaseException | None) -> bool:
-    """Whether an error, or what it came of, is that another rank is gone."""
+    """Whether an error, or one of its causes, reports that another rank ended."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError) or (
@@ -123,7 +120,7 @@ def is_rank_loss(error: BaseException | None) -> bool:
 
 
 def rank_loss_error(error: Exception, rank: int) -> RankLostError | None:
-    """An error of a rank as what it says of another one that is gone; None where it says something else."""
+    """Returns the RankLostError for an error after the end of another rank; None for other errors."""
     if isinstance(error, RankLostError):
         return error
     if isinstance(error, HotloopError) or not is_rank_loss(error):
@@ -132,7 +129,7 @@ def rank_loss_error(error: Exception, rank: int) -> RankLostError | None:
 
 
 _COMPARED_PARTS = ("data", "validation", "test", "collate")
-"""Roots of attributes that differ without a report: each rank reads samples of its own."""
+"""Root attributes whose differences aren't reported: each rank reads its own samples."""
 
 
 def check_in_step(world: World, state: State) -> list[str]:
@@ -142,25 +139,28 @@ def check_in_step(world: World, state: State) -> list[str]:
         A line for each plain value in an attribute that differs: a checkpoint stores the value of rank 0 alone.
 
     Raises:
-        OutOfStepError: naming what differs first, and on which rank.
+        OutOfStepError: with the first part that differs, and its rank.
     """
     if world.is_single:
         return []
     content = vars(state) | {"position": (), "attributes": ()}
     of_ranks = world.all_gather(
-        (_part_digests(content), {place: _digest(value) for place, value in (state.attributes or {}).items()})
+        (
+            {path: _digest(value) for path, value in tree_leaves(content)},
+            {place: _digest(value) for place, value in (state.attributes or {}).items()},
+        )
     )
     first, first_attributes = of_ranks[0]
     for rank, (digests, _) in enumerate(of_ranks):
-        if odd := _differing_parts(first, digests):
-            what = odd[0].strip("/").replace("/", " ", 1)
+        if differing := _differing_parts(first, digests):
+            what = differing[0].strip("/").replace("/", " ", 1)
             raise OutOfStepError(
                 f"after step {state.position.step} rank {rank} and rank 0 differ in {what!r}"
-                + (f" and {len(odd) - 1} more" if odd[1:] else ""),
+                + (f" and {len(differing) - 1} more" if differing[1:] else ""),
                 expected="the same on all ranks",
                 fix="use parallel=none: something in the model depends on which samples a rank sees, or on chance",
             )
-    places = dict.fromkeys(place for _, own in of_ranks for place in _differing_parts(first_attributes, own))
+    places = dict.fromkeys(place for _, digests in of_ranks for place in _differing_parts(first_attributes, digests))
     return [
         f"{place.replace('/', '.')} is another value on each rank, and a checkpoint stores that of rank 0"
         for place in places
@@ -170,10 +170,6 @@ def check_in_step(world: World, state: State) -> list[str]:
 
 def _differing_parts(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
     return [path for path in {**one, **other} if one.get(path) != other.get(path)]
-
-
-def _part_digests(content: dict[str, Any]) -> dict[str, bytes]:
-    return {path: _digest(value) for path, value in tree_leaves(content)}
 
 
 def _digest(value: Any) -> bytes:

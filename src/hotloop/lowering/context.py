@@ -235,7 +235,7 @@ def _check_output(task: Task, roles: DataSplits, model: nn.Module) -> None:
             fix="reshape the targets, or check the model's last layer",
         )
     ignored = task.objective.ignore_index
-    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.make_test)):
+    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.raw_test)):
         target = _target_column(source) if isinstance(source, Table) else None
         if target is not None and not target.is_floating_point():
             check_labels(target, output.shape[1], name, ignore_index=ignored)

@@ -73,7 +73,7 @@ def fingerprint(
 def _batching_facts(roles: DataSplits) -> Any:
     """Returns the settings that decide how batches are cut; the seed has no effect."""
     order = None if roles.order is None else {**asdict(roles.order), "seed": 0}
-    return [order, roles.is_held_out]
+    return [order, roles.validation_samples]
 
 
 def _tensor_facts(name: str, value: Tensor) -> list[Any]:

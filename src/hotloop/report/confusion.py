@@ -1,4 +1,4 @@
-"""Which class is taken for which: as a picture, and in words."""
+"""Shows which class is predicted as which, as a figure and in tables."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hotloop.core.records.training import Evaluation
 from hotloop.report.html import INK, style_figure, write_page
 
 _MAX_NUMBERED_CLASSES = 20
-"""With more classes than this, cells are too small for their numbers."""
+"""With more classes the cells are too small for numbers."""
 
 _SCALE = [(0.0, "#ffffff"), (0.02, "#e3eef8"), (0.1, "#a6cde4"), (0.4, "#4a98c9"), (1.0, "#08306b")]
-"""Steep at first: the confusions, not the right answers, are to be seen."""
+"""Steep at small shares, which are the confusions."""
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """`samples` of the class `true` were taken for `predicted`: that `share` of the class."""
+    """`samples` of the class `true`, a `share` of the class, were predicted as `predicted`."""
 
     true: str
     predicted: str
@@ -32,19 +32,19 @@ class Confusion:
 
 
 def most_frequent(evaluation: Evaluation, count: int = 5) -> list[Confusion]:
-    """The most frequent confusions, most frequent first."""
+    """Returns the most frequent confusions, most frequent first."""
     names = evaluation.classes
-    found = [
+    confusions = [
         Confusion(names[true], names[predicted], samples, samples / sum(row))
         for true, row in enumerate(evaluation.confusion)
         for predicted, samples in enumerate(row)
         if samples and true != predicted
     ]
-    return sorted(found, key=lambda confusion: -confusion.samples)[:count]
+    return sorted(confusions, key=lambda confusion: -confusion.samples)[:count]
 
 
 def confusion_figure(evaluation: Evaluation) -> go.Figure:
-    """The confusion matrix: a row for each true class, coloured by the share of its samples."""
+    """Returns the confusion matrix: a row for each true class, coloured by the share of its samples."""
     names = [escape(name) for name in evaluation.classes]
     shares = [[samples / max(1, sum(row)) for samples in row] for row in evaluation.confusion]
     places = list(range(len(names)))
@@ -90,17 +90,15 @@ def _summary(evaluation: Evaluation) -> str:
 
 
 def write_confusion(evaluation: Evaluation, path: Path) -> None:
-    """Writes the matrix as a page."""
     write_page(path, f"Confusions: {evaluation.run}", confusion_figure(evaluation))
 
 
 _MAX_ROWS = 20
-
 _BAR_WIDTH = 20
 
 
 def class_tables(evaluation: Evaluation) -> RenderableType:
-    """Accuracy per class, and the most frequent confusions."""
+    """Returns tables of the accuracy per class and of the most frequent confusions."""
     return Group(_accuracies(evaluation), _confusions(evaluation))
 
 
@@ -109,8 +107,8 @@ def _accuracies(evaluation: Evaluation) -> Table:
     order = range(len(rates))
     title = "Accuracy per class"
     if len(rates) > _MAX_ROWS:
-        seen = [place for place in order if rates[place] is not None]
-        order = sorted(seen, key=lambda place: rates[place] or 0.0)[:_MAX_ROWS]  # type: ignore[assignment]
+        present = [place for place in order if rates[place] is not None]
+        order = sorted(present, key=lambda place: rates[place] or 0.0)[:_MAX_ROWS]  # type: ignore[assignment]
         title = f"Accuracy of the {_MAX_ROWS} worst of {len(rates)} classes"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("class", overflow="fold")
@@ -131,6 +129,6 @@ def _confusions(evaluation: Evaluation) -> Table:
         table.add_column(name, overflow="fold")
     table.add_column("samples", justify="right")
     table.add_column("of the class", justify="right")
-    for found in most_frequent(evaluation):
-        table.add_row(Text(found.true), Text(found.predicted), f"{found.samples:,}", f"{found.share:.1%}")
+    for one in most_frequent(evaluation):
+        table.add_row(Text(one.true), Text(one.predicted), f"{one.samples:,}", f"{one.share:.1%}")
     return table

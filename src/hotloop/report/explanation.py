@@ -1,9 +1,10 @@
-"""An Explanation in a terminal: each layer's matrices and equations, and how they compare with autograd."""
+"""Formats an Explanation for a terminal: each layer's matrices, equations and comparison with autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -17,21 +18,22 @@ _MAX_HEAVIEST = 3
 
 
 def explanation_page(explanation: Explanation) -> RenderableType:
-    """A block for each call of a module, and what all come to together."""
+    """Returns a block for each call of a module, and a summary."""
     top = Text(f"{explanation.task}: a batch of {', '.join(explanation.batch)}; {explanation.parameters:,} parameters")
     legend = Text(
         "A letter is a matrix, dW the gradient of W; * is number by number. On the right: FLOPs, bytes, and how far the"
         " equation in plain matrix operations (float64) is from torch and autograd, of its largest number.",
         style="dim",
     )
-    blocks = [part for _, layers in groupby(explanation.layers, _call) for part in _block(list(layers))]
+    blocks = [
+        part for _, layers in groupby(explanation.layers, attrgetter("module", "call")) for part in _block(list(layers))
+    ]
     return Group(
         top, legend, Text(), *blocks, *_numpy_code(explanation), *(Text(line) for line in summary(explanation))
     )
 
 
 def _numpy_code(explanation: Explanation) -> Iterator[RenderableType]:
-    """The same layers as they can be read, and run, in NumPy."""
     if not explanation.written:
         return
     yield Text("What hotloop.arrays has for these, to be read and run (docs/arrays.md):", style="bold")
@@ -41,22 +43,18 @@ def _numpy_code(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text()
 
 
-def _call(layer: LayerExplanation) -> tuple[str, int]:
-    return layer.module, layer.call
-
-
 def _block(layers: list[LayerExplanation]) -> Iterator[RenderableType]:
-    """What one call of a module does; operations that only move numbers stand together in a line."""
+    """Yields one call of a module; consecutive operations that only move numbers share a line."""
     if len(layers) == 1:
         yield from _layer_lines(layers[0], title(layers[0]))
     else:
         yield Text(_module(layers[0]), style="bold")
-        for moves, some in groupby(layers, _is_shape_op):
-            if moves:
-                yield _indented(_shape_ops_line(list(some)))
+        for is_shape_ops, group in groupby(layers, _is_shape_op):
+            if is_shape_ops:
+                yield _indented(_shape_ops_line(list(group)))
                 continue
-            for layer in some:
-                for part in _layer_lines(layer, f"{layer.operation}{_saved_tensors_text(layer)}{_where(layer)}"):
+            for layer in group:
+                for part in _layer_lines(layer, f"{layer.operation}{_parameters_text(layer)}{_where(layer)}"):
                     yield Padding(part, (0, 0, 0, 2))
     yield Text()
 
@@ -66,7 +64,6 @@ def _is_shape_op(layer: LayerExplanation) -> bool:
 
 
 def _shape_ops_line(layers: list[LayerExplanation]) -> str:
-    """What only moves numbers, in one line."""
     names = ", ".join(dict.fromkeys(layer.operation for layer in layers))
     *ins, _ = layers[0].matrices
     out = layers[-1].matrices[-1]
@@ -83,9 +80,9 @@ def _layer_lines(layer: LayerExplanation, heading: str) -> Iterator[RenderableTy
 
 
 def title(layer: LayerExplanation) -> str:
-    """The module and its class; the operation where the class doesn't say it already."""
+    """Returns the module and its class, and the operation if the class doesn't name the operation."""
     does = "" if layer.kind.lower() == layer.operation.replace("_", "") else f": {layer.operation}"
-    return f"{_module(layer)}{does}{_saved_tensors_text(layer)}{_where(layer)}"
+    return f"{_module(layer)}{does}{_parameters_text(layer)}{_where(layer)}"
 
 
 def _module(layer: LayerExplanation) -> str:
@@ -94,16 +91,13 @@ def _module(layer: LayerExplanation) -> str:
     return f"{layer.module or 'the model'}{kind}{again}"
 
 
-def _saved_tensors_text(layer: LayerExplanation) -> str:
+def _parameters_text(layer: LayerExplanation) -> str:
     return f", {layer.parameters:,} parameters" if layer.parameters else ""
 
 
 def _where(layer: LayerExplanation) -> str:
-    return f"  ({_short(layer.where)})" if layer.where else ""
-
-
-def _short(where: str) -> str:
-    return where.replace("\\", "/").rpartition("/")[2]
+    file = layer.where.replace("\\", "/").rpartition("/")[2]
+    return f"  ({file})" if file else ""
 
 
 def _matrices(matrices: list[MatrixRecord]) -> str:
@@ -121,32 +115,31 @@ def _equations(layer: LayerExplanation) -> Table:
     for width in (10, 8, 7):
         shown.add_column(justify="right", no_wrap=True, min_width=width)
     for one in layer.equations:
-        off = Text(_relative_error_text(one), style="bold red" if one.agrees is False else "")
+        error = Text(_relative_error_text(one), style="bold red" if one.agrees is False else "")
         cells = (
             f"{one.result} =",
             one.text,
             format_flops(one.flops) if one.flops else "",
             format_bytes(one.bytes) if one.bytes else "",
         )
-        shown.add_row(*(Text(cell) for cell in cells), off)
+        shown.add_row(*(Text(cell) for cell in cells), error)
     return shown
 
 
 def _relative_error_text(one: Equation) -> str:
-    """The difference over the largest number compared."""
     if one.difference is None:
         return ""
     return "0" if one.difference == 0 else f"{relative_error(one):.0e}"
 
 
 def relative_error(one: Equation) -> float:
-    """How far an equation is from autograd, of the largest number that was compared."""
+    """Returns the difference from autograd over the largest compared number."""
     assert one.difference is not None
     return one.difference / one.largest if one.largest else one.difference
 
 
 def summary(explanation: Explanation) -> list[str]:
-    """What the layers come to, whether they agree with autograd, and what isn't explained."""
+    """Returns the totals, the agreement with autograd, and the unexplained layers."""
     forward = sum(one.flops for layer in explanation.layers for one in layer.forward)
     lines = [
         f"Forward {format_flops(forward)}, backward {format_flops(explanation.flops - forward)}, {format_bytes(explanation.bytes)} read and written.",
@@ -180,12 +173,10 @@ def _agreement(explanation: Explanation) -> Iterator[str]:
     for layer, one in wrong:
         yield f"WRONG: {one.result} of {title(layer)} is off by {relative_error(one):.1e} of its largest number."
     if checked and not wrong:
-        far = (
-            ""
-            if not explanation.difference
-            else f"; furthest off is {explanation.worst}, by {explanation.difference:.0e} of its largest number"
-        )
-        yield f"All {checked} equations that can be compared agree with torch and autograd{far}."
+        worst = ""
+        if explanation.difference:
+            worst = f"; furthest off is {explanation.worst}, by {explanation.difference:.0e} of its largest number"
+        yield f"All {checked} equations that can be compared agree with torch and autograd{worst}."
     alike, total = explanation.gradients
     if alike == total:
         yield f"The network's own gradients of all {total} parameters are the sums of these equations."

@@ -1,4 +1,4 @@
-"""Hardware -> tables for a terminal, and one line of advice."""
+"""Formats a Hardware record as tables for a terminal, with one line of advice."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from rich.text import Text
 from hotloop.core.format import format_digits
 from hotloop.core.records.hardware import PRECISIONS, Device, Figure, Hardware
 
-COLUMNS = 4  # devices side by side in one table
-
+COLUMNS = 4  # devices in one table
 UNKNOWN = "unknown"
 
 
 def hardware_page(hardware: Hardware) -> RenderableType:
-    """All that is known of the machine, with notes and advice below."""
+    """Returns all tables, notes and advice."""
     groups = [hardware.devices[start : start + COLUMNS] for start in range(0, len(hardware.devices), COLUMNS)]
     words = [*(f"Note: {note}" for note in hardware.notes), advice(hardware)]
     return Group(*(device_table(group) for group in groups), machine_table(hardware), *(Text(word) for word in words))
 
 
 def device_table(devices: tuple[Device, ...]) -> Table:
-    """Devices side by side: memory, and what each achieves."""
+    """Returns the devices side by side, with memory and measured speeds."""
     table = Table(title="Devices", title_justify="left", title_style="bold")
     table.add_column("")
     for device in devices:
@@ -42,7 +41,7 @@ def device_table(devices: tuple[Device, ...]) -> Table:
         "from host memory": [
             format_figure(device.speed.host_to_device) if device.is_accelerator else "-" for device in devices
         ],
-        "measured": [_measured_bandwidth(device) for device in devices],
+        "measured": [_measured_at(device) for device in devices],
     }
     for name, cells in rows.items():
         if set(cells) != {"-"}:
@@ -56,13 +55,13 @@ def _measured_product(device: Device, precision: str) -> str:
     return format_figure(device.speed.flop_per_s.get(precision))
 
 
-def _measured_bandwidth(device: Device) -> str:
+def _measured_at(device: Device) -> str:
     times = [figure.when for figure in device.speed.flop_per_s.values()]
     return min(times).replace("T", " ").replace("+00:00", " UTC") if times else UNKNOWN
 
 
 def machine_table(hardware: Hardware) -> Table:
-    """The processor and the software."""
+    """Returns the processor and the software."""
     table = Table(title="Machine", title_justify="left", title_style="bold", show_header=False)
     table.add_column("")
     table.add_column("", overflow="fold")
@@ -95,7 +94,7 @@ SCALES = {
 
 
 def format_figure(figure: Figure | None) -> str:
-    """A figure with three digits and a unit that fits its size, such as `1.23 TFLOP/s`."""
+    """Returns a figure with three digits and a fitting unit, such as `1.23 TFLOP/s`."""
     if figure is None:
         return UNKNOWN
     scales = SCALES[figure.unit]
@@ -104,7 +103,7 @@ def format_figure(figure: Figure | None) -> str:
 
 
 def advice(hardware: Hardware) -> str:
-    """One line of plain English: what to train on here, and what is missing."""
+    """Returns a line about the device to train on, and about missing software."""
     words = _where_to_train(hardware)
     if hardware.compiler is None:
         words += f" torch.compile needs a C++ compiler for the CPU, and there is none: {hardware.compiler_remedy}."
@@ -126,7 +125,6 @@ def _fp32(device: Device) -> float:
 
 
 def _compare_with_cpu(best: Device, cpu: Device | None) -> str:
-    """How the accelerator compares with the CPU; nothing is claimed that wasn't measured."""
     if cpu is None or not _fp32(cpu) or not _fp32(best):
         return f"Train with --device {best.name}; very small networks may train as fast on the CPU."
     ratio = _fp32(best) / _fp32(cpu)

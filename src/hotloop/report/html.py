@@ -1,4 +1,4 @@
-"""One look for all pictures, and one way to write them: a page that needs nothing but itself."""
+"""A common style of all figures, and self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CONFIG = {
     "displaylogo": False,
     "responsive": True,
     "plotlyServerURL": "",
-    "showSendToCloud": False,  # plotly's own servers
+    "showSendToCloud": False,
     "modeBarButtonsToRemove": ["sendDataToCloud", "editInChartStudio"],
 }
-"""Of all pages: what a page shows goes nowhere."""
+"""Settings of all pages, which send nothing anywhere."""
 
 
 def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
-    """The figure with a title, and a line below it; both are plain text."""
+    """Sets a figure's title and a line below, both plain text; returns the figure."""
     below = f"<br><span style='font-size:13px;color:#616e7c'>{escape(note)}</span>" if note else ""
     figure.update_layout(
         template="plotly_white",
@@ -60,6 +60,6 @@ def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
 
 
 def write_page(path: Path, title: str, figure: go.Figure, option: str | None = None) -> None:
-    """Writes a figure as one page that shows it in any browser, also without a network; `option` as of `explained`."""
+    """Writes a figure as one page for any browser, also offline; errors name the command's `option`."""
     drawn = figure.to_html(full_html=False, include_plotlyjs=True, config=CONFIG)
     write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)

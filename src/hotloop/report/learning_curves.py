@@ -1,4 +1,4 @@
-"""The learning curves as a picture."""
+"""Draws the learning curves of a run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ _COLOURS = {"train": "#3566b8", "validation": "#d9622b"}
 
 
 def curves_figure(epochs: Sequence[dict[str, Any]]) -> go.Figure:
-    """Loss, and each metric, over the epochs.
-
-    Args:
-        epochs: rows of a run's `epochs`.
-    """
+    """Returns loss and metrics over the epochs, from the rows of a run's `epochs`."""
     metrics = _metrics(epochs)
     figure = make_subplots(rows=1, cols=len(metrics), subplot_titles=[escape(metric) for metric in metrics])
     for column, metric in enumerate(metrics, start=1):
@@ -46,7 +42,6 @@ def curves_figure(epochs: Sequence[dict[str, Any]]) -> go.Figure:
 
 
 def _metrics(epochs: Sequence[dict[str, Any]]) -> list[str]:
-    """What there are figures of, `loss` first."""
     names = {
         key.split("_", 1)[1]
         for row in epochs
@@ -57,11 +52,10 @@ def _metrics(epochs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def write_curves(epochs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Writes the curves as one self-contained page."""
     write_page(path, "Learning curves", curves_figure(epochs))
 
 
 def draw_curves(view: View) -> None:
-    """A callback that draws the learning curves into the run's folder when training stops."""
+    """Draws the learning curves into the run's folder when training stops; a callback."""
     if view.event == "stop" and view.history:
         write_curves([record.flat() for record in view.history], view.run / "curves.html")

@@ -1,4 +1,4 @@
-"""The most confident mistakes: a grid of pictures, or a table where inputs are none."""
+"""Shows the most confident mistakes: a grid of images, or a table for other inputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from hotloop.core.records.training import Evaluation, Mistake, Picture
 from hotloop.report.html import style_figure, write_page
 
 _COLUMNS = 6
-_CELL = 150
+_CELL = 150  # pixels
 
 
 def mistakes_figure(evaluation: Evaluation) -> go.Figure:
-    """The mistakes of an evaluation, worst first."""
+    """Returns the mistakes of an evaluation, worst first."""
     pictured = bool(evaluation.mistakes) and all(mistake.picture is not None for mistake in evaluation.mistakes)
     figure = _grid(evaluation) if pictured else _table(evaluation)
-    title = (
-        f"Most confident mistakes on {evaluation.on} data"
-        if evaluation.mistakes
-        else f"No mistakes on {evaluation.on} data"
-    )
-    style_figure(figure, title, _note(evaluation, pictured))
+    what = "Most confident mistakes" if evaluation.mistakes else "No mistakes"
+    style_figure(figure, f"{what} on {evaluation.on} data", _note(evaluation, pictured))
     return figure.update_layout(margin={"l": 18, "r": 18, "t": 130 if pictured else 90, "b": 20})
 
 
@@ -38,17 +34,17 @@ def _note(evaluation: Evaluation, pictured: bool) -> str:
 
 
 def _grid(evaluation: Evaluation) -> go.Figure:
-    found, names = evaluation.mistakes, evaluation.classes
-    columns = min(_COLUMNS, len(found))
-    rows = -(-len(found) // columns)
+    mistakes, names = evaluation.mistakes, evaluation.classes
+    columns = min(_COLUMNS, len(mistakes))
+    rows = -(-len(mistakes) // columns)
     figure = make_subplots(
         rows=rows,
         cols=columns,
-        subplot_titles=[_caption(mistake, names) for mistake in found],
+        subplot_titles=[_caption(mistake, names) for mistake in mistakes],
         horizontal_spacing=0.015,
         vertical_spacing=min(0.3 / rows, 0.45 / max(1, rows - 1)) if rows > 1 else 0,
     )
-    for place, mistake in enumerate(found):
+    for place, mistake in enumerate(mistakes):
         assert mistake.picture is not None
         trace = go.Image(source=_png(mistake.picture), hovertemplate=f"sample {mistake.index}<extra></extra>")
         figure.add_trace(trace, row=place // columns + 1, col=place % columns + 1)
@@ -64,7 +60,6 @@ def _caption(mistake: Mistake, names: list[str]) -> str:
 
 
 def _png(picture: Picture) -> str:
-    """The picture as a data URI."""
     shape = (picture.height, picture.width, picture.channels)
     pixels = np.frombuffer(picture.pixels, np.uint8).reshape(shape)
     grey = picture.channels == 1
@@ -96,5 +91,4 @@ def _table(evaluation: Evaluation) -> go.Figure:
 
 
 def write_mistakes(evaluation: Evaluation, path: Path) -> None:
-    """Writes the mistakes as a page."""
     write_page(path, f"Mistakes: {evaluation.run}", mistakes_figure(evaluation))

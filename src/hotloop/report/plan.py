@@ -1,4 +1,4 @@
-"""What `auto` would run and why, and what can't be run, as tables for a terminal or a document for programs."""
+"""Formats the choice of `auto`, its reasons and the infeasible values, for a terminal or as a document."""
 
 from __future__ import annotations
 
@@ -20,38 +20,37 @@ if TYPE_CHECKING:
 _REMEMBERED = "remembered as the fastest that is proven equal"
 
 
-def plan_page(found: PlanForecast) -> RenderableType:
-    """What runs and what speaks for it, what is tried before, passed over or left open, and what can't be run."""
-    choice, first = found.choice, "auto runs"
+def plan_page(forecast: PlanForecast) -> RenderableType:
+    """Returns the plan with its reasons, tried, skipped and open plans, and the infeasible values."""
+    choice, first = forecast.choice, "auto runs"
     lines = []
-    if found.remembered is not None:
-        lines.append(f"auto runs: {found.remembered.brief()}, {_REMEMBERED}")
+    if forecast.remembered is not None:
+        lines.append(f"auto runs: {forecast.remembered.brief()}, {_REMEMBERED}")
         first = "without that it would run"
     lines += [f"{first}: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
-    if found.compiled:
-        tries = "that" if len(found.compiled) == 1 else "one or two of these"
-        if any(one.plan.compile == "none" for one in found.compiled):
+    if forecast.compiled:
+        tries = "that" if len(forecast.compiled) == 1 else "one or two of these"
+        if any(one.plan.compile == "none" for one in forecast.compiled):
             tries += ", and one with compile=none,"
         lines.append(
             f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps say it pays:"
         )
-        lines += _with_new_reasons(found.compiled)
-    lines += [f"auto passes over {line}" for line in found.passed_over]
-    lines += [f"train finds out about {line}" for line in found.left_open]
-    return Group(*(Text(line) for line in lines), refusals_table(found.refused))
+        lines += _with_new_reasons(forecast.compiled)
+    lines += [f"auto passes over {line}" for line in forecast.passed_over]
+    lines += [f"train finds out about {line}" for line in forecast.left_open]
+    return Group(*(Text(line) for line in lines), refusals_table(forecast.refused))
 
 
 def _with_new_reasons(choices: Sequence[RankedPlan]) -> Iterator[str]:
-    """Each plan, and behind it the reasons that no plan before it has."""
-    told = set[str]()
+    reasons = set[str]()
     for choice in choices:
         yield f"    {choice.plan.brief()}"
-        yield from (f"      {reason}" for reason in choice.why if reason not in told)
-        told.update(choice.why)
+        yield from (f"      {reason}" for reason in choice.why if reason not in reasons)
+        reasons.update(choice.why)
 
 
 def refusals_table(refused: Sequence[InfeasibleValue]) -> Table:
-    """Values that can't be run here, with the reason and what to do."""
+    """Returns the infeasible values, each with the reason and the fix."""
     table = Table(title="Can't be run here", title_justify="left", title_style="bold")
     table.add_column("value", no_wrap=True)
     table.add_column("because")
@@ -61,22 +60,22 @@ def refusals_table(refused: Sequence[InfeasibleValue]) -> Table:
     return table
 
 
-def plan_document(found: PlanForecast) -> dict[str, Any]:
-    """The same for programs: `plan` is what runs, `compiled` what is raced and proven before, the rest as on the page."""
-    remembered, choice = found.remembered, found.choice
+def plan_document(forecast: PlanForecast) -> dict[str, Any]:
+    """Returns the page's content as a document: `plan` runs, and `compiled` plans are raced and proven before."""
+    remembered, choice = forecast.remembered, forecast.choice
     return {
         "plan": (remembered or choice.plan).model_dump(),
         "why": list(choice.why) if remembered is None else [_REMEMBERED],
         "remembered": remembered is not None,
-        "compiled": [one.plan.model_dump() for one in found.compiled] if remembered is None else [],
-        "compiled_why": [list(one.why) for one in found.compiled] if remembered is None else [],
-        "passed_over": found.passed_over,
-        "left_open": found.left_open,
+        "compiled": [one.plan.model_dump() for one in forecast.compiled] if remembered is None else [],
+        "compiled_why": [list(one.why) for one in forecast.compiled] if remembered is None else [],
+        "passed_over": forecast.passed_over,
+        "left_open": forecast.left_open,
         "refused": [
             {"axis": one.axis, "value": one.value, "reason": one.violation.reason, "fix": one.violation.fix}
-            for one in found.refused
+            for one in forecast.refused
         ],
-        "device": {name: value for name, value in asdict(found.device).items() if name != "speed"},
+        "device": {name: value for name, value in asdict(forecast.device).items() if name != "speed"},
     }
 
 
@@ -92,7 +91,7 @@ _MEANING = {
 
 
 def parity_page(parity: Parity) -> RenderableType:
-    """The class, why, and the tensors that are furthest off."""
+    """Returns the class, the reason, and the tensors with the largest errors."""
     lines = [f"{parity.plan}: {parity.parity} ({_MEANING[parity.parity]})", f"  {parity.reason}"]
     if parity.convergence is not None:
         lines.append(f"  {_describe_convergence(parity.convergence)}")
@@ -113,12 +112,12 @@ def _worst_tensors_table(parity: Parity) -> Table:
     return table
 
 
-def _describe_convergence(found: Convergence) -> str:
-    outcome = "they end alike" if found.equivalent else "not shown to end alike"
-    trained = f"{len(found.plan)} seeds trained for {found.epochs} epochs"
-    if found.difference is None:
+def _describe_convergence(convergence: Convergence) -> str:
+    outcome = "they end alike" if convergence.equivalent else "not shown to end alike"
+    trained = f"{len(convergence.plan)} seeds trained for {convergence.epochs} epochs"
+    if convergence.difference is None:
         return f"{trained}: {outcome}"
     return (
-        f"{trained}: {found.what.replace('_', ' ')} differs by"
-        f" {found.difference:.2g} ({found.low:.2g} to {found.high:.2g}), allowed {found.margin:.2g}: {outcome}"
+        f"{trained}: {convergence.what.replace('_', ' ')} differs by"
+        f" {convergence.difference:.2g} ({convergence.low:.2g} to {convergence.high:.2g}), allowed {convergence.margin:.2g}: {outcome}"
     )

@@ -1,4 +1,4 @@
-"""A Profile in a terminal: phases of a step, modules, operators, what bounds it, and what would help."""
+"""Formats a Profile for a terminal: phases of a step, modules, operators, the bound, and remedies."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ COLOURS: dict[str, str] = {
     "unattributed": "#9aa5b1",
 }
 _MODULES, _OPERATORS, _LINES, _REMEDIES, _NOTES, _RANKS = 24, 10, 12, 8, 5, 16
-"""Rows that are shown; all are in --json."""
+"""Numbers of shown rows; --json has all."""
 NOTHING = "Nothing was found that would win more than a few percent."
 NOTHING_IN_TASK = "Nothing was found in the Task itself that would win more than a few percent; other plans may win."
 _MARKS = ("Optimizer.step#", "Optimizer.zero_grad#")
-"""Names of what torch's profiler marks, which are no operators."""
+"""Names of marks in torch's profiler that aren't operators."""
 _MIN_MODULE_SHARE = 0.05
-"""Of what an update now and then takes, from which on a phase is named."""
+"""Least share of a rare update's time for a phase to be named."""
 _SMALL = 0.005
-"""Share of the step below which a module isn't worth a row."""
+"""Least share of the step for a module to get a row."""
 
 
 def profile_page(profile: Profile, module: str | None = None) -> RenderableType:
-    """All that was found, the most important last, where the eye is when a command ends.
+    """Returns the whole page, the most important last, at the prompt.
 
     Args:
-        module: whose operators are shown; those of all modules if None.
+        module: the module whose operators are shown; None for all.
     """
     busy = [Text(profile.busy, style="bold")] if profile.busy else []
     parts: list[RenderableType] = [*busy, Text(headline(profile), style="bold"), *map(Text, _circumstances(profile))]
@@ -80,14 +80,12 @@ def profile_page(profile: Profile, module: str | None = None) -> RenderableType:
 
 
 def headline(profile: Profile) -> str:
-    """What a step takes, or that there is none."""
     under = f" ({profile.plan})" if profile.plan else ""
     what = f"{profile.source}{under} on {profile.device}"
     if profile.step_ms is None:
         return f"{what}: no training steps could be told apart"
-    rate = (
-        "" if not profile.samples_per_step else f", {1000 * profile.samples_per_step / profile.step_ms:,.0f} samples/s"
-    )
+    samples = profile.samples_per_step
+    rate = f", {1000 * samples / profile.step_ms:,.0f} samples/s" if samples else ""
     return f"{what}: a step takes {format_time(profile.step_ms)}{rate} (median of {profile.steps:,})"
 
 
@@ -100,7 +98,7 @@ def _circumstances(profile: Profile) -> Iterator[str]:
 
 
 def relative_place(where: str) -> str:
-    """A place as seen from the current folder; a module's name stays what it is."""
+    """Returns a place relative to the current folder; other places and names of modules stay."""
     try:
         return str(Path(where).relative_to(Path.cwd()))
     except ValueError:
@@ -112,7 +110,7 @@ def _short(where: str) -> str:
 
 
 def phases_table(profile: Profile) -> Table:
-    """A bar for each phase, each beginning where the one before ended, so that together they are the step."""
+    """Returns a table with a bar for each phase; all bars together are the step."""
     shown = Table.grid(padding=(0, 1), expand=True)
     shown.add_column(no_wrap=True)
     shown.add_column(ratio=1)
@@ -131,7 +129,7 @@ def phases_table(profile: Profile) -> Table:
 
 
 def ranks_table(profile: Profile) -> Table:
-    """A row for each rank: what it spends on the others, and on its own work."""
+    """Returns a row for each rank: waiting, communication and its own work."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     shown.add_column("rank", ratio=1, no_wrap=True)
     for name in ("waiting", "communication", "own work", "most of it"):
@@ -148,7 +146,6 @@ def ranks_table(profile: Profile) -> Table:
 
 
 def _irregular_time(profile: Profile) -> Iterator[str]:
-    """Time that is no part of an ordinary step."""
     apart = profile.apart
     named = (
         ("warm-up", apart.warm_up_s),
@@ -165,7 +162,7 @@ def _irregular_time(profile: Profile) -> Iterator[str]:
 
 
 def _describe_longer_step(one: RareUpdate) -> str:
-    """How much longer a step is with an update that comes now and then, and where, the most first."""
+    """Returns by how much a rare update lengthens a step, with the phases, the largest first."""
     if one.ms is None:
         return ""
     most = sorted(one.phases.items(), key=lambda phase: -phase[1])
@@ -174,39 +171,36 @@ def _describe_longer_step(one: RareUpdate) -> str:
 
 
 def modules_table(profile: Profile) -> Table:
-    """The tree by name; modules that take next to nothing are counted together."""
+    """Returns the module tree by name; small modules are counted in one row."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     shown.add_column("module", ratio=1, no_wrap=True, overflow="ellipsis")
     updates = any(one.update_ms is not None for one in profile.modules)
     for name in ("forward", "backward", *(["update", "share"] if updates else ["share", "FLOPs", "bytes", "of limit"])):
         shown.add_column(name, justify="right", no_wrap=True)
-    kept = modules_to_show(profile.modules)
-    for one in kept:
-        counted = [
-            format_percent(one.share),
-            format_flops(one.flops),
-            format_bytes(one.bytes),
-            format_percent(one.limit_share),
-        ]
-        more = [format_time(one.update_ms), format_percent(one.share)] if updates else counted
+    rows = modules_to_show(profile.modules)
+    for one in rows:
+        share = format_percent(one.share)
+        more = [share, format_flops(one.flops), format_bytes(one.bytes), format_percent(one.limit_share)]
+        if updates:
+            more = [format_time(one.update_ms), share]
         cells = (_label(one, profile.modules), format_time(one.forward_ms), format_time(one.backward_ms), *more)
         shown.add_row(*(Text(cell) for cell in cells))
-    left = len(profile.modules) - len(kept)
+    left = len(profile.modules) - len(rows)
     if left:
-        shown.add_row(Text(f"{left} more, each below {format_percent(_min_module_ms(kept))}", style="dim"))
+        shown.add_row(Text(f"{left} more, each below {format_percent(_min_share(rows))}", style="dim"))
     return shown
 
 
 def modules_to_show(all_modules: Sequence[ModuleTime]) -> list[ModuleTime]:
-    """Those that take the most, with all that they are inside of, in the order of the network."""
+    """Returns the modules with the largest shares and the modules around them, in the network's order."""
     ranked = sorted((one for one in all_modules if one.share >= _SMALL), key=lambda one: -one.share)[:_MODULES]
     names = {one.name for one in ranked}
     names |= {other.name for one in ranked for other in all_modules if _is_inside(one.name, other.name)}
     return [one for one in all_modules if one.name in names]
 
 
-def _min_module_ms(kept: Sequence[ModuleTime]) -> float:
-    return max(_SMALL, min((one.share for one in kept), default=_SMALL) if len(kept) >= _MODULES else _SMALL)
+def _min_share(rows: Sequence[ModuleTime]) -> float:
+    return max(_SMALL, min(one.share for one in rows)) if len(rows) >= _MODULES else _SMALL
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -214,7 +208,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def parent_of(name: str, names: set[str]) -> str | None:
-    """The nearest module around one, of those that there are; lists of modules are never called, so never there."""
+    """Returns the nearest of the named modules around a module; lists of modules are never called, so never named."""
     while name:
         name = name.rpartition(".")[0]
         if name in names:
@@ -223,7 +217,7 @@ def parent_of(name: str, names: set[str]) -> str | None:
 
 
 def _label(one: ModuleTime, all_modules: Sequence[ModuleTime]) -> str:
-    """Indented by how deep it is, with its class, and its calls where it isn't one."""
+    """Returns the module's name indented by its depth, its class, and its number of calls if not 1."""
     names = {other.name for other in all_modules}
     depth, above = 0, parent_of(one.name, names) if one.name else None
     around = above
@@ -236,7 +230,7 @@ def _label(one: ModuleTime, all_modules: Sequence[ModuleTime]) -> str:
 
 
 def _updates(profile: Profile) -> Iterator[str]:
-    """The update of each group of parameters, as far as torch does them apart."""
+    """Yields the update time of each optimizer and parameter group, as far as torch separates them."""
     if any(one.fused_with for one in profile.modules):
         yield "* shares a kernel with others; its time was split by their arithmetic."
     for one in profile.optimizers:
@@ -253,11 +247,9 @@ def _updates(profile: Profile) -> Iterator[str]:
 
 
 def operators_table(profile: Profile, module: str | None) -> RenderableType:
-    """The operators that take the most, of one module or of all, each with its inputs and the user's line."""
-    rows = [
-        one for one in profile.operators if module is None or one.module == module or _is_inside(one.module, module)
-    ]
-    known = [one for one in rows if not one.name.startswith(_MARKS)]  # the update has a line of its own
+    """Returns the operators with the most time, of one module or of all, with shapes and the user's line."""
+    rows = [one for one in profile.operators if module in (None, one.module) or _is_inside(one.module, module or "")]
+    known = [one for one in rows if not one.name.startswith(_MARKS)]  # the update has its own line
     ranked = sorted(known, key=lambda one: -one.ms)[:_OPERATORS]
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     title = "operators" if module is None else f"operators in {module or 'the model'}"
@@ -267,14 +259,8 @@ def operators_table(profile: Profile, module: str | None) -> RenderableType:
     for one in ranked:
         share = one.ms / profile.step_ms if profile.step_ms else None
         shown_name = Text.assemble(one.name.removeprefix("aten::"), "\n", (_operator_details(one), "dim"))
-        cells = (
-            f"{one.calls:.3g}",
-            format_time(one.ms),
-            format_percent(share),
-            format_flops(one.flops),
-            format_bytes(one.bytes),
-        )
-        shown.add_row(shown_name, *(Text(cell) for cell in cells))
+        costs = format_percent(share), format_flops(one.flops), format_bytes(one.bytes)
+        shown.add_row(shown_name, *map(Text, (f"{one.calls:.3g}", format_time(one.ms), *costs)))
     return shown if ranked else Text(f"No operator of {module!r} was seen; see the names above.")
 
 
@@ -285,7 +271,7 @@ def _operator_details(one: OperatorTime) -> str:
 
 
 def lines_table(found: Sequence[LineTime], named: str = "line") -> Table:
-    """The user's lines that take the most, where there are no operators to show; or functions by their first lines."""
+    """Returns the user's lines with the most time, or functions by their first lines."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     shown.add_column(named, ratio=1, overflow="fold")
     shown.add_column("function", overflow="fold")
@@ -301,9 +287,9 @@ def _verdict(profile: Profile) -> Iterator[RenderableType]:
     if profile.step_ms is None:
         return
     yield Text()
-    known = profile.bound != "unknown"
-    bounded = f"What bounds the step: {profile.bound}." if known else "What bounds the step couldn't be told."
-    yield Text(bounded, style="bold")
+    is_known = profile.bound != "unknown"
+    bound = f"What bounds the step: {profile.bound}." if is_known else "What bounds the step couldn't be told."
+    yield Text(bound, style="bold")
     yield from (_indented(sentence) for sentence in profile.bound_evidence)
 
 
@@ -312,7 +298,7 @@ def _indented(text: str, by: int = 2) -> Padding:
 
 
 def _remedies(profile: Profile) -> Iterator[RenderableType]:
-    """Numbered by what they can win; those that cost too little here come after, in a line each."""
+    """Yields the remedies by their gain; remedies of little gain follow in a line each."""
     counted = [one for one in profile.remedies if not one.note]
     if counted:
         yield Text()
@@ -334,7 +320,7 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
 
 
 def _alternate_causes(notes: list[Remedy]) -> list[Remedy]:
-    """In turns of one note for each cause, so that none is hidden behind many of another."""
+    """Reorders notes so that each cause takes turns: no cause hides behind many notes of another."""
     turns: Counter[str] = Counter()
     numbered = []
     for one in notes:
@@ -345,7 +331,6 @@ def _alternate_causes(notes: list[Remedy]) -> list[Remedy]:
 
 
 def _format_place(where: str) -> str:
-    """A line, a file, or a module."""
     if where.rpartition(":")[2].isdigit() and ":" in where:
         return f"at {relative_place(where)}"
     return f"in {relative_place(where)}" if where.endswith(".py") else f"in the module {where or '(the model)'}"

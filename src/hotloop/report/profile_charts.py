@@ -1,4 +1,4 @@
-"""A Profile as pictures: the phases of a step, the module tree, and the roofline."""
+"""Draws a Profile: the phases of a step, the module tree, and the roofline."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hotloop.report.profile import COLOURS, headline, parent_of
 
 _ROOT = "(model)"
 _MAX_NAMED = 6
-"""Points of the roofline with their name beside them; the others show it when pointed at."""
+"""Number of roofline points with a visible name; the others show it on hover."""
 
 
 def phases_figure(profile: Profile) -> go.Figure:
-    """The step as one bar, cut into its phases."""
+    """Returns the step as one bar, divided into phases."""
     figure = go.Figure()
     for phase in get_args(Phase):
         took = profile.phases.get(phase)
@@ -45,7 +45,7 @@ def phases_figure(profile: Profile) -> go.Figure:
 
 
 def modules_figure(profile: Profile) -> go.Figure:
-    """Modules inside modules; the width is the time forward and backward, the colour the share of the step."""
+    """Returns the module tree: widths are forward and backward times, colours are shares of the step."""
     names = {one.name for one in profile.modules}
     ids = [one.name or _ROOT for one in profile.modules]
     figure = go.Figure(
@@ -63,19 +63,18 @@ def modules_figure(profile: Profile) -> go.Figure:
             texttemplate="%{label}<br>%{customdata[0]}",
         )
     )
-    return style_figure(figure, "Time of each module, forward and backward", headline(profile)).update_layout(
-        height=640
-    )
+    figure.update_layout(height=640)
+    return style_figure(figure, "Time of each module, forward and backward", headline(profile))
 
 
 def _parent_id(name: str, names: set[str]) -> str:
-    """Its id; empty at the top. A model among several, such as `generator`, has none above it."""
+    """Returns the parent's id; empty at the top, and for a model among several, such as `generator`."""
     above = parent_of(name, names) if name else None
     return "" if above is None else above or _ROOT
 
 
 def _own_ms(one: ModuleTime, modules: Sequence[ModuleTime]) -> float:
-    """Milliseconds without the modules inside it; where these weren't measured, what the children leave of it."""
+    """Returns the time without inner modules: as measured, else the time minus the children's."""
     if one.own_forward_ms is not None and one.own_backward_ms is not None:
         return max(0.0, one.own_forward_ms + one.own_backward_ms)
     names = {other.name for other in modules}
@@ -95,7 +94,7 @@ def _hover_text(one: ModuleTime) -> str:
 
 
 def roofline_figure(profile: Profile) -> go.Figure:
-    """What modules reach against the FLOPs that they do for each byte, below what the machine was measured to reach."""
+    """Returns the modules' FLOP/s against FLOPs per byte, below the machine's measured limits."""
     leaves = [one for one in _leaf_modules(profile.modules) if one.flops and one.bytes and _total_ms(one)]
     named = {one.name for one in sorted(leaves, key=lambda one: -one.share)[:_MAX_NAMED]}
     figure = go.Figure()
@@ -134,14 +133,13 @@ def roofline_figure(profile: Profile) -> go.Figure:
 
 
 def _leaf_modules(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
-    """Modules without others inside."""
     names = {one.name for one in modules}
     around = {parent_of(name, names) for name in names if name}
     return [one for one in modules if one.name not in around]
 
 
 def write_charts(profile: Profile, folder: Path) -> list[Path]:
-    """Writes those pictures that there is something to see in, each as one self-contained page."""
+    """Writes the figures with content, each as one self-contained page."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -155,9 +153,9 @@ def write_charts(profile: Profile, folder: Path) -> list[Path]:
         "roofline": (known, roofline_figure),
     }
     written = []
-    for name, (has, drawn) in pictures.items():
-        if has:
+    for name, (has_content, draw) in pictures.items():
+        if has_content:
             path = folder / f"{name}.html"
-            write_page(path, f"{name.capitalize()} of {profile.source}", drawn(profile), "--pictures")
+            write_page(path, f"{name.capitalize()} of {profile.source}", draw(profile), "--pictures")
             written.append(path)
     return written

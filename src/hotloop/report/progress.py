@@ -1,4 +1,4 @@
-"""A training as one watches it: a bar that moves, a line per epoch."""
+"""Shows a training's progress: a bar, and a line for each epoch."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from hotloop.core.terminal import Bar
 def progress_bar(
     console: Console, doing: str, of: str = "samples", counted: bool = True, after_s: float = 2.0
 ) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar for work that lasts longer than `after_s`; it is told `(done, of how many)`.
+    """Shows a progress bar for work that lasts longer than `after_s` seconds; yields a function of (done, total).
 
-    Unless the work is `counted`: then what is shown at once is that it goes on, and for how long already.
+    Work that isn't `counted` gets a spinner with the elapsed time at once.
     """
     count = (BarColumn(), MofNCompleteColumn(), TextColumn(of), TimeRemainingColumn())
     shown = Bar(
@@ -66,7 +66,7 @@ def progress_bar(
 
 
 class TrainingDisplay:
-    """A callback that shows progress on a terminal or in a notebook; elsewhere a line per epoch."""
+    """A callback with a bar on a terminal or in a notebook, and a line for each epoch everywhere."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -74,12 +74,12 @@ class TrainingDisplay:
         self._bar: TaskID | None = None
 
     def say(self, line: str) -> None:
-        """Shows a line, above the bar if there is one."""
+        """Shows a line, above a bar."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def during(self) -> Callable[..., AbstractContextManager[Callable[[int, int | None], None]]] | None:
-        """Shows, on a terminal, work that takes long, see `progress_bar`; None elsewhere, where lines have to do."""
+        """`progress_bar` for long work on a terminal; None elsewhere, which shows lines."""
         return partial(progress_bar, self.console) if self.console.is_terminal else None
 
     @property
@@ -96,7 +96,7 @@ class TrainingDisplay:
             self.say(stop_line(view))
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -104,7 +104,7 @@ class TrainingDisplay:
     def _update_bar(self, view: View) -> None:
         if not (_has_widgets() if self.console.is_jupyter else self.console.is_terminal):
             return
-        if view.epoch == view.epochs:  # nothing comes after the last epoch: the bar stays full
+        if view.epoch == view.epochs:  # the bar stays full after the last epoch
             return
         if self._progress is None:
             self._progress = Bar(
@@ -130,12 +130,12 @@ class TrainingDisplay:
 
 
 def _has_widgets() -> bool:
-    """A bar in a notebook is a widget; without ipywidgets a line per epoch has to do."""
+    """A notebook without ipywidgets can't show a bar."""
     return importlib.util.find_spec("ipywidgets") is not None
 
 
 class _Figures(ProgressColumn):
-    """Stays in one line: where the terminal is narrow, the bar gives way."""
+    """A column that stays on one line: in a narrow terminal the bar shrinks instead."""
 
     def get_table_column(self) -> Column:
         return Column(no_wrap=True)
@@ -145,7 +145,7 @@ class _Figures(ProgressColumn):
 
 
 def progress_figures(view: View) -> str:
-    """Step, speed, loss and remaining time in a line."""
+    """Returns step, speed, loss and remaining time in a line."""
     parts = [f"step {view.batch}/{view.batches or '?'}"]
     if view.samples_per_s:
         parts.append(f"{view.samples_per_s:,.0f} samples/s")
@@ -157,7 +157,6 @@ def progress_figures(view: View) -> str:
 
 
 def epoch_line(view: View) -> str:
-    """What an epoch came to."""
     record = view.history[-1]
     parts = [f"epoch {record.epoch}/{view.epochs}", f"train loss {record.train['loss']:.4f}"]
     parts += [f"validation {name} {value:.4f}" for name, value in record.validation.items()]
@@ -165,21 +164,21 @@ def epoch_line(view: View) -> str:
 
 
 def stop_line(view: View) -> str:
-    """How training ended, and what to do next."""
+    """Returns how training ended, and how to resume."""
     if view.reason in REASONS:
         return f"stopped ({view.reason}) at step {view.step}, saved; go on with: hotloop train --resume {view.run}"
     return f"{view.reason} after {len(view.history)} epoch{'' if len(view.history) == 1 else 's'}"
 
 
 def summary(run: Path, plan: str, final: Mapping[str, Any] | None) -> list[str]:
-    """What a training came to, and where to find it."""
+    """Returns a training's final metrics, and the places of its results."""
     shown = {name: value for name, value in (final or {}).items() if isinstance(value, float)}
     figures = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
     return [*([figures] if figures else []), f"run: {run}   plan: {plan}   learning curves: {run / 'curves.html'}"]
 
 
 def format_duration(seconds: float) -> str:
-    """`0.8s`, `42s`, `3m12s`, `2h05m`."""
+    """Returns text such as `0.8s`, `42s`, `3m12s`, `2h05m`."""
     if seconds < 10:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""What a race found: a table, and a sentence with the winner and why."""
+"""Formats a race: a table, and a sentence with the winner and the reason."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from hotloop.core.terminal import Bar
 from hotloop.report.progress import format_duration
 
 _NAME = 20
-"""Letters of a plan's name that stay on one line in a narrow terminal."""
+"""Characters of a plan's name that stay on one line in a narrow terminal."""
 _WORD = len("difference")
-"""Letters of a verdict that do."""
+"""The same for a verdict."""
 
 
 @contextmanager
 def race_progress_bar(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar while plans race; it is told what goes on, and which share is done."""
+    """Shows a progress bar while plans race; yields a function of the present work and the completed share."""
     columns = (TextColumn("{task.description}"), BarColumn())
-    shown = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
-    work = shown.add_task("", total=1.0)
-    with shown:
-        yield lambda doing, share: shown.update(work, description=doing, completed=share)
+    bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=1.0)
+    with bar:
+        yield lambda doing, share: bar.update(task, description=doing, completed=share)
 
 
 def race_page(verdict: Verdict) -> RenderableType:
-    """The table, the notes and the sentence."""
     failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
     base = verdict.plan(verdict.baseline)
     reasons = [
@@ -46,18 +45,18 @@ def race_page(verdict: Verdict) -> RenderableType:
 
 
 def race_table(verdict: Verdict) -> Table:
-    """A row for each plan; its parity stands below, with the reason."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    shown.add_column("plan", overflow="fold", min_width=min(_NAME, max(len(timing.name) for timing in verdict.plans)))
+    """Returns a table with a row for each plan."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("plan", overflow="fold", min_width=min(_NAME, max(len(timing.name) for timing in verdict.plans)))
     for name in ("step", "times as fast (99 %)", "compile", "this run"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("verdict", min_width=_WORD)
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", min_width=_WORD)
     for timing in verdict.plans:
         ratio = _ratio(timing, timing.name == verdict.baseline)
         cells = [_step(timing), ratio, _time(timing.compile_s), _time(timing.run_s), _describe_verdict(timing, verdict)]
         style = "bold" if timing.name == verdict.winner else ""
-        shown.add_row(*(Text(cell) for cell in (timing.name, *cells)), style=style)
-    return shown
+        table.add_row(*(Text(cell) for cell in (timing.name, *cells)), style=style)
+    return table
 
 
 def _describe_verdict(timing: Timing, verdict: Verdict) -> str:
@@ -86,7 +85,6 @@ def _ratio(timing: Timing, is_baseline: bool) -> str:
 
 
 def winner_sentence(verdict: Verdict) -> str:
-    """Which plan wins, and why."""
     if verdict.ended is not None:
         return "No winner: what was raced isn't proven."
     if verdict.winner is None:
@@ -109,7 +107,7 @@ def _describe_parity(timing: Timing, base: Timing) -> str:
 
 
 def _parity_text(timing: Timing, base: Timing) -> str:
-    """Its parity, and what that is against where it isn't the baseline shown: a plan is proven on its own device."""
+    """Returns the parity class, and the device of the proof's baseline if it differs from the race's."""
     device = timing.plan.get("device")
     return f"{timing.parity}" + (f" against the baseline on {device}" if device != base.plan.get("device") else "")
 
@@ -117,13 +115,12 @@ def _parity_text(timing: Timing, base: Timing) -> str:
 def _describe_finish(timing: Timing, base: Timing, steps: int | None) -> str:
     if steps is None:
         return ""
-    kept = "" if timing.compile_warm_s is None else ", now that it is compiled"
+    compiled = "" if timing.compile_warm_s is None else ", now that it is compiled"
     ours, theirs = format_duration(timing.finishes(steps)), format_duration(base.finishes(steps))
-    return f"; this run of {steps:,} steps takes {ours} with it{kept}, and {theirs} without"
+    return f"; this run of {steps:,} steps takes {ours} with it{compiled}, and {theirs} without"
 
 
 def _why_not_winner(rival: Timing, base: Timing, steps: int | None) -> str:
-    """Why a plan didn't win against the baseline."""
     if rival.failure:
         return f"{rival.name} can't be run"
     if rival.verdict == "slower":

@@ -1,4 +1,4 @@
-"""Step time against the size of a Task: a table, a picture, and where one plan overtakes another."""
+"""Shows step time against the size of a Task: a table, a figure, and the sizes at which plans overtake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
 
 
 def scaling_page(scaling: RaceScaling) -> RenderableType:
-    """A row for each size, a column for each plan, and a sentence on each but the baseline."""
+    """Returns a row for each size, a column for each plan, and a sentence on each plan but the baseline."""
     baseline = scaling.races[0].baseline
     names = [timing.name for timing in scaling.races[0].plans]
     shown = Table()
@@ -44,7 +44,7 @@ def _cell(timing: Timing, is_baseline: bool) -> str:
 
 
 def scaling_sentence(scaling: RaceScaling, name: str) -> str:
-    """At which sizes a plan is faster than the baseline, as far as that was shown."""
+    """Returns the sizes at which a plan is measurably faster than the baseline."""
     baseline = scaling.races[0].baseline
     sides = [_describe_crossing(scaling, one) for one in scaling.crossings if one.name == name and one.at is not None]
     if sides:
@@ -65,23 +65,21 @@ def _describe_crossing(scaling: RaceScaling, crossing: Crossover) -> str:
 
 
 def _sizes_with_verdict(scaling: RaceScaling, name: str, verdict: str) -> list[str]:
-    """Those at which a plan was found to be so."""
     races = zip(scaling.values, scaling.races, strict=True)
     return [value for value, race in races if race.plan(name).verdict == verdict]
 
 
 def _reasons(scaling: RaceScaling) -> dict[str, str]:
-    """What decides, by the name of the plan."""
     return {crossing.name: crossing.reason for crossing in scaling.crossings}
 
 
 def scaling_figure(scaling: RaceScaling) -> go.Figure:
-    """Milliseconds of a step against the size, both logarithmic, a line for each plan; crossings are marked."""
+    """Returns the step time in ms against the size on logarithmic axes, a line for each plan, with crossings."""
     figure = go.Figure()
     races = sorted(zip(map(float, scaling.values), scaling.races, strict=True), key=lambda pair: pair[0])
     for number, timing in enumerate(scaling.races[0].plans):
-        found = [(size, verdict.plan(timing.name).step_ms) for size, verdict in races]
-        points = [(size, step_ms) for size, step_ms in found if step_ms is not None]
+        times = [(size, verdict.plan(timing.name).step_ms) for size, verdict in races]
+        points = [(size, step_ms) for size, step_ms in times if step_ms is not None]
         figure.add_trace(
             go.Scatter(
                 x=[size for size, _ in points],
@@ -103,7 +101,7 @@ def scaling_figure(scaling: RaceScaling) -> go.Figure:
 
 
 def _mark_crossing(figure: go.Figure, at: float, text: str) -> None:
-    """A line across a logarithmic axis, with a text at its top: plotly takes the place of a text there as an exponent."""
+    """Draws a vertical line with a text at its top: plotly expects the text's place on a log axis as an exponent."""
     figure.add_vline(x=at, line_dash="dot", line_color="#616e7c")
     figure.add_annotation(
         x=math.log10(at), y=1, yref="y domain", xanchor="left", yanchor="top", showarrow=False, text=text
@@ -111,5 +109,4 @@ def _mark_crossing(figure: go.Figure, at: float, text: str) -> None:
 
 
 def write_scaling(scaling: RaceScaling, path: Path) -> None:
-    """Writes the picture as one self-contained page."""
     write_page(path, f"Step time against {scaling.parameter}", scaling_figure(scaling), "--save")

@@ -243,7 +243,7 @@ class _TrainingLoop:
             validation and self.stopping.best(self.history) is record
         ):  # without validation only the last weights are used
             self._note_best(record)
-        self._comm.add_step(record.epoch, self.program.take_spent(), self._train_s - self._earlier_s, self._steps)
+        self._comm.add_epoch(record.epoch, self.program.take_spent(), self._train_s - self._earlier_s, self._steps)
         self._begin_epoch()
         self._call_callbacks("epoch")
 

@@ -68,7 +68,7 @@ def start_run(context: RunContext, run: Path | None = None, began: float | None 
     plan = context.wanted.plan
     with join_ranks(plan, context.say, plan.ranks, context.rank_timeout) as ranks:
         context = context.on_rank(ranks.world.is_rank_zero)
-        begun = ranks.begun() or (run if run is not None and ranks.is_cut_short(run) is not None else None)
+        begun = ranks.begun() or (run if run is not None and ranks.cut_short_at(run) is not None else None)
         if run is None and ranks.without_history:
             raise RunError(
                 "the run has no name, and torchrun has no store that outlives its ranks",
@@ -160,7 +160,7 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
     handle = Run.open(path) if ranks.world.is_rank_zero else FollowerRun.open(path)
     for damage in handle.damages() if ranks.world.is_rank_zero else ():
         say(damage)
-    passed_s = ranks.begin(str(path.absolute()), ranks.is_cut_short(path, theirs=True))
+    passed_s = ranks.begin(str(path.absolute()), ranks.cut_short_at(path, theirs=True))
     wanted = context.wanted.with_split(handle.plan, ranks.world.ranks)
     if every is not None:
         CheckpointCadence.parse(every)

@@ -1,1 +1,1 @@
-"""Downloads of built-in data sets, and the files that they come in."""
+"""Downloads of built-in data sets, and readers of their files."""

@@ -1,4 +1,4 @@
-"""Files from the web into a folder: each whole and checked, or not there at all."""
+"""Downloads files into a folder; a file appears there only after its checksum was verified."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from hotloop.core.terminal import Bar, Terminal
 from hotloop.errors import DataError, DiskError
 
-# One try for each address: who is offline should hear of it within seconds.
+# Timeouts. Each address is tried once, so that a missing connection is reported within seconds.
 CONNECT_S, READ_S = 5, 20
 
 
 def download_files(urls: tuple[str, ...], sha256: Mapping[str, str], folder: Path) -> str:
-    """Downloads the files that `folder` lacks; a file with another checksum counts as lacking.
+    """Downloads the files that `folder` lacks, or has with another checksum.
 
     Args:
-        urls: folders on the web that hold the files, tried in turn; each ends in "/".
+        urls: addresses of folders with the files, tried in turn; each ends in "/".
         sha256: file name -> hex digest.
-        folder: where the files go; made if need be. A file gets its name there only once it is checked.
+        folder: the destination, created if needed.
 
     Returns:
-        What went wrong, in a few words, or "". The files before that one are kept.
+        A short reason for a failure, or "". Files downloaded before the failure stay.
 
     Raises:
         DiskError: the disk is full.
@@ -63,7 +63,7 @@ def _download_file(urls: tuple[str, ...], name: str, digest: str, folder: Path, 
 
 
 def _failure_reason(error: Exception) -> str:
-    """A download's failure in a few words; requests' own messages run over several lines."""
+    """requests' own messages have several lines."""
     match error:
         case requests.HTTPError(response=requests.Response(status_code=status)):
             return f"HTTP status {status}"
@@ -85,9 +85,9 @@ def _failure_reason(error: Exception) -> str:
 
 @contextmanager
 def _quiet_pooch() -> Iterator[None]:
-    """The progress bar says it already."""
+    """Hides pooch's messages, which repeat the progress bar."""
     logger = pooch.get_logger()
-    logger.addFilter(_is_warning)
+    logger.addFilter(_is_warning)  # a level would persist in the cache of this logger, which has no manager
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ def _progress_bar() -> Progress:
 
 
 class _Bar:
-    """One file's line in rich's progress, with the methods by which pooch tells of a download."""
+    """One file's line in rich's progress, with pooch's interface of a progress bar."""
 
     def __init__(self, progress: Progress, name: str) -> None:
         self._progress, self._task = progress, progress.add_task(name, total=None, visible=False)
@@ -113,7 +113,6 @@ class _Bar:
 
     @property
     def total(self) -> int:
-        """Bytes to come; set once the server has answered."""
         return self._total
 
     @total.setter
@@ -128,4 +127,4 @@ class _Bar:
         self._progress.reset(self._task)
 
     def close(self) -> None:
-        """Nothing to do: all bars end together."""
+        """Leaves the line: all lines end together."""

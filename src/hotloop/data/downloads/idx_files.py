@@ -1,8 +1,7 @@
-"""Reader of IDX files, the format of MNIST and its kin.
+"""Reads IDX files, the format of MNIST.
 
-An IDX file is two zero bytes, a byte for the type, a byte for the number of dimensions, each dimension as a
-big-endian uint32, then the values, big-endian, last dimension fastest. Source: the description at the foot of
-http://yann.lecun.com/exdb/mnist/.
+An IDX file has two zero bytes, a byte for the type, a byte for the number of dimensions, each dimension as a
+big-endian uint32, then the big-endian values in C order (http://yann.lecun.com/exdb/mnist/).
 """
 
 from __future__ import annotations
@@ -23,26 +22,22 @@ DOWNLOAD_AGAIN = "Delete it and fetch it again, or give the folder of a sound co
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """The array of one IDX file, packed by gzip or not (told by the content, not by the name).
-
-    Args:
-        path: the file.
+    """Reads one IDX file; its content shows whether gzip has compressed it.
 
     Returns:
-        A writable array of the file's shape, in this machine's byte order: uint8, int8, int16, int32, float32
-        or float64.
+        A writable array in native byte order: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        DataError: the file is missing, unreadable, torn, corrupt, or not IDX.
+        DataError: the file is missing, unreadable, incomplete, corrupt, or no IDX file.
     """
     path = Path(path)
     content = _unpack(path)
     dtype, shape, start = _parse_header(path, content)
-    wanted = math.prod(shape) * dtype.itemsize
-    if len(content) - start != wanted:
+    expected_bytes = math.prod(shape) * dtype.itemsize
+    if len(content) - start != expected_bytes:
         raise DataError(
             f"{path} holds {len(content) - start:,} bytes of values",
-            expected=f"{wanted:,} for shape {shape} of {dtype.name}",
+            expected=f"{expected_bytes:,} for shape {shape} of {dtype.name}",
             fix=DOWNLOAD_AGAIN,
         )
     return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
@@ -69,9 +64,8 @@ def _unpack(path: Path) -> bytes:
 
 
 def _parse_header(path: Path, content: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Dtype as stored, shape, and where the values start."""
-    known = len(content) >= 4 and content[:2] == b"\0\0" and content[2] in DTYPES
-    if not known:
+    """Returns the stored dtype, the shape and the offset of the values."""
+    if not (len(content) >= 4 and content[:2] == b"\0\0" and content[2] in DTYPES):
         codes = ", ".join(f"{code:02x}" for code in DTYPES)
         raise DataError(
             f"{path} begins with the bytes {content[:4].hex(' ') or '(none: it is empty)'}",

@@ -1,4 +1,4 @@
-"""The batches of an epoch that are rows of arrays and nothing else: one by one, or of several the rows' numbers alone."""
+"""The batches of an epoch as rows of a table, or as the row numbers of several batches."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hotloop.data.sources import Table
 
 
 class RowBatches(Iterator[tuple[Any, int]]):
-    """Yields `(batch, samples)`; whoever cuts batches himself takes the numbers of several in their place.
+    """Yields `(batch, samples)`; a caller that cuts batches itself takes the row numbers instead.
 
     Attributes:
-        table: whose rows they are.
+        table: the table with the rows.
         size: samples in each whole batch.
 
     Args:
-        permutation: sample numbers of the epoch in their order, int64 (samples,), where the table lies.
-        number: of the first batch.
+        permutation: sample numbers of the epoch in their order, int64 (samples,), on the table's device.
+        number: number of the first batch.
     """
 
     def __init__(self, table: Table, order: Order, permutation: Tensor, number: int) -> None:
@@ -29,7 +29,7 @@ class RowBatches(Iterator[tuple[Any, int]]):
         self._end = order.batches
 
     def take(self, batches: int) -> RowBatches:
-        """The same, at an end after so many more; where it goes on when it is asked again."""
+        """Limits the iteration to `batches` further batches; a later call continues there."""
         self._end = min(self._number + batches, self._order.batches)
         return self
 
@@ -42,11 +42,11 @@ class RowBatches(Iterator[tuple[Any, int]]):
 
     @property
     def all_rows(self) -> int:
-        """Batches that are left, without one of fewer samples."""
+        """Number of the remaining whole batches."""
         return min(self._end, self._order.samples // self.size) - self._number
 
     def take_rows(self, batches: int) -> Tensor:
-        """The samples of so many batches that are left whole, which are passed over: int64 (batches * size,)."""
+        """Returns the sample numbers of the next whole batches, int64 (batches * size,), and skips these batches."""
         first = self._number * self.size
         self._number += batches
         return self._permutation[first : self._number * self.size]

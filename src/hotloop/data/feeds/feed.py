@@ -1,7 +1,7 @@
 """Batches in the Task's order, from each form of data, on the device.
 
-A feed's `epoch(epoch, start)` yields `(batch, samples)` from batch number `start` on. What it yields follows from
-(seed, epoch, start) alone, so that a run resumes anywhere.
+A feed's `epoch(epoch, start)` yields `(batch, samples)` from batch number `start` on. The batches depend on
+(seed, epoch, start) alone, so that a run can resume at any batch.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from hotloop.errors import DataError, HotloopError, dead_dataloader_worker, desc
 
 class Feed(Protocol):
     batches: int | None
-    """Batches in an epoch; None where only running it tells."""
+    """Batches in an epoch; None if only iteration shows the number."""
     reseeds: bool
     """Whether making a batch may reseed Python's and NumPy's generators in this process."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        """`(batch, samples)` of one epoch from batch `start` on."""
+        """Yields `(batch, samples)` of one epoch from batch `start` on."""
 
     def close(self) -> None:
         """Ends worker processes."""
@@ -56,7 +56,7 @@ class Feed(Protocol):
 
 @dataclass(frozen=True)
 class BatchTransform:
-    """What happens to a batch, or a rank's rows of it, on its way: `prepare`, `augment` (training only), the device."""
+    """The transforms of a batch, or of a rank's rows: copy to the device, `prepare`, `augment` (training only)."""
 
     device: torch.device
     seed: int
@@ -66,7 +66,7 @@ class BatchTransform:
 
     @cached_property
     def identity(self) -> bool:
-        """Whether batches that are on the CPU stay as they are."""
+        """Whether batches on the CPU stay unchanged."""
         return self.device.type == "cpu" and self.prepare is None and self.augment is None
 
     def __call__(self, batch: Any, epoch: int, number: int, samples: Tensor) -> Any:
@@ -75,7 +75,7 @@ class BatchTransform:
             batch = self._prepare(batch, lambda: seed_for(self.seed, "prepare", epoch, number))
         if self.augment is not None:
             samples, streams = samples.to(self.device), RandomStreams(self.seed, self.device)
-            # For one that draws by torch.rand and the like instead of `draws`: on each rank other numbers.
+            # Ranks differ in the global generators, which an `augment` may use instead of `draws`.
             stream: tuple[Any, ...] = ("augment", epoch, number, *[self.rank] * (self.rank > 0))
             draws = partial(Draws, self.seed, epoch, samples)
             batch = self._augment(batch, lambda: streams.reseed(*stream), draws)
@@ -92,8 +92,6 @@ class BatchTransform:
 
 @dataclass
 class TableFeed:
-    """Cuts batches out of arrays in memory."""
-
     table: Table
     order: Order
     treatment: BatchTransform
@@ -106,12 +104,12 @@ class TableFeed:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether batches are rows of the arrays and nothing else, and nobody's function runs between them."""
+        """Whether batches are plain rows of the arrays, so that no function of the user runs."""
         treatment = self.treatment
         return treatment.prepare is None and treatment.augment is None and self.table.device == treatment.device
 
     def row_batches(self, epoch: int, start: int = 0) -> RowBatches:
-        """The batches of one epoch from `start` on, where they are `is_untouched`."""
+        """Returns the batches of one epoch from `start` on; requires `is_untouched`."""
         return RowBatches(self.table, self.order, self.order.epoch(epoch).to(self.table.device), start)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
@@ -122,7 +120,6 @@ class TableFeed:
             yield batch if self.treatment.identity else self.treatment(batch, epoch, number, index), len(index)
 
     def _take(self, permutation: Tensor, start: int) -> Iterator[tuple[Any, ...]]:
-        """`(batch, index, number)`, where the table lies."""
         for number in range(start, self.order.batches):
             index = self.order.batch(permutation, number)
             yield self.table.take(index), index, number
@@ -133,13 +130,13 @@ class TableFeed:
 
 @dataclass
 class SamplesFeed:
-    """Loads a map-style data set, here or in workers; each sample's random draws follow from (seed, epoch, sample).
+    """Loads a map-style data set, with workers or without; random numbers depend on (seed, epoch, sample).
 
-    One loader serves all epochs, so that workers start once and go on loading across the end of an epoch. Where the data set
-    has changed since they started, they start again at the next epoch: their copies of it don't see that.
+    One loader serves all epochs, so that workers start once and load across the end of an epoch. If the data set has
+    changed, the workers start again at the next epoch, since their copies don't follow changes.
 
     Attributes:
-        check: is called while a batch is waited for; raises Stopped to give that up.
+        check: called while the feed waits for a batch; raises StopRequested to end the wait.
     """
 
     samples: Samples
@@ -166,18 +163,15 @@ class SamplesFeed:
             yield self.treatment(batch, epoch, number, index), len(index)
 
     def _loaded(self, epoch: int, start: int) -> Iterator[tuple[Any, ...]]:
-        """`(batch, index, number)`, on the CPU."""
+        """Yields `(batch, index, number)` on the CPU."""
         permutation = self.order.epoch(epoch)
         for number in range(start, self.order.batches):
             index = self.order.batch(permutation, number)
-            self._next = (epoch, number + 1) if number + 1 < self.order.batches else self._after(epoch)
+            is_last = number + 1 == self.order.batches
+            self._next = (epoch, number + 1) if not is_last else (epoch + 1, 0) if self.is_endless else None
             yield self._load(), index, number
 
-    def _after(self, epoch: int) -> tuple[int, int] | None:
-        return (epoch + 1, 0) if self.is_endless else None
-
     def _has_changed(self) -> bool:
-        """Whether the data set is another one than the workers have."""
         return self._uses_workers and self._summary != dataset_summary(self.samples.dataset)
 
     @property
@@ -217,7 +211,7 @@ class SamplesFeed:
 
 
 def start_loader(samples: Samples, dataset: Any, seed: int, workers: int | None, **how: Any) -> Iterator[Any]:
-    """Runs a loader over `dataset`, with the workers and options that go with `samples`; see `end_workers`."""
+    """Starts a DataLoader over `dataset` with the workers and options of `samples`; see `end_workers`."""
     workers = samples.workers if workers is None else workers
     options = samples.loader_options if workers else {}
     return iter(
@@ -232,10 +226,10 @@ def start_loader(samples: Samples, dataset: Any, seed: int, workers: int | None,
 
 @dataclass
 class StreamFeed:
-    """Runs a user's loader as it is; resuming skips the batches already seen.
+    """Iterates over a user's loader; a resumed run skips earlier batches.
 
     Attributes:
-        check: is called while a batch is waited for; raises Stopped to give that up.
+        check: called while the feed waits for a batch; raises StopRequested to end the wait.
     """
 
     stream: Stream
@@ -261,7 +255,7 @@ class StreamFeed:
         done = seen = 0
         for number, batch in enumerate(_guard_batches(loader, seed, partial(self._begin, streams, epoch), self.check)):
             done, size = number + 1, count_rows(batch).number
-            if number >= start:  # a sample's place in the stream is its number
+            if number >= start:  # samples are numbered by their place in the stream
                 yield self.treatment(batch, epoch, number, torch.arange(seen, seen + size)), size
             seen += size
         if done < max(start, 1):
@@ -274,7 +268,7 @@ class StreamFeed:
 
     @cached_property
     def _owned_generators(self) -> OwnedGenerators:
-        """The random generators that the loader holds, but for those that are set once in an epoch."""
+        """Returns the loader's random generators, without those that are seeded once per epoch."""
         loader = self.stream.loader
         parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
         return OwnedGenerators(
@@ -282,7 +276,6 @@ class StreamFeed:
         )
 
     def _begin(self, streams: RandomStreams, epoch: int, number: int) -> None:
-        """Sets the generators for one batch."""
         self._owned_generators.has_late_finds()
         self._owned_generators.seed(streams.reseed("stream", epoch, number))
 
@@ -291,7 +284,7 @@ class StreamFeed:
 
 
 def _guard_batches(loader: Any, seed: int, before: Callable[[int], None], check: Check) -> Iterator[Any]:
-    """The batches of a user's loader, with `before(number)` called before each; its error becomes one line."""
+    """Yields the batches of a user's loader, calls `before(number)` before each, and translates errors."""
     try:
         with report_from_workers(loader):
             batches = check_while_waiting(iterate_loader(loader, seed), check)
@@ -310,8 +303,8 @@ def _guard_batches(loader: Any, seed: int, before: Callable[[int], None], check:
 
 
 def data_error(error: Exception) -> HotloopError:
-    """One line for what a data set raised, here or in a worker process."""
-    # What a worker caught arrives as text alone, in an error of the same class.
+    """Returns the error of a data set, raised here or in a worker process, as an error of one line."""
+    # A worker's error arrives as text, in an error of the same class.
     if isinstance(error, HotloopError) and not error.given.startswith("Caught "):
         return error
     if (lost := dead_dataloader_worker(error)) is not None:
@@ -323,7 +316,7 @@ def data_error(error: Exception) -> HotloopError:
 
 @dataclass(frozen=True)
 class _SampleKeys:
-    """`(epoch, sample)` keys, batch by batch, from a position on; for one epoch or without end."""
+    """`(epoch, sample)` keys, batch by batch, from a position on; for one epoch or endless."""
 
     order: Order
     first_epoch: int
@@ -349,7 +342,7 @@ def open_feed(
     workers: int | None = None,
     endless: bool = True,
 ) -> Feed:
-    """The feed for one form of data; `order` is None for a stream, which has its own."""
+    """Returns the feed for a source; `order` is None for a stream, which has its own order."""
     if isinstance(source, Stream):
         return StreamFeed(source, treatment)
     assert order is not None
@@ -361,7 +354,7 @@ def open_feed(
 
 
 def first_batch(roles: DataSplits, samples: int = 2) -> Any:
-    """The first samples of the training data, prepared, on the CPU, as a batch; no position moves, and no generator."""
+    """Returns a batch of the first training samples, prepared, on the CPU; all generators keep their states."""
     treatment = BatchTransform(torch.device("cpu"), roles.seed, roles.prepare)
     order = None
     if not isinstance(roles.train, Stream):

@@ -1,8 +1,8 @@
-"""Reads a map-style data set into memory once, where that changes nothing but the time that loading takes.
+"""Reads a map-style data set into memory if this changes nothing but the loading time.
 
-It must give the same sample each time that it is asked, its batches must be its samples put together, and all must
-fit. What can't be seen by asking some of the samples is not seen: a data set that is random in one sample of
-thousands, or that changes while training goes on, is for its author to tell (`Task.deterministic`).
+A request for a sample must always return the same sample, a batch must be its samples put together, and all must
+fit. Only some samples are checked. The author states other randomness, or changes in training, in
+`Task.deterministic`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from hotloop.data.sources import Samples, Table
 from hotloop.errors import DataError, InsufficientMemoryError, PlanError, describe_error, type_name
 
 MAX_REQUESTS = 256
-"""Samples that are asked twice, spread over the data set."""
+"""Number of samples that are requested twice, spread over the data set."""
 
 _BATCH_SIZES = (2, 3, 5)
-"""Sizes of the batches that are compared with their samples before anything is read."""
+"""Sizes of the batches that are compared with their samples before the read."""
 
 _BY_SAMPLE = "use residency='stream', which loads it sample by sample"
 
@@ -43,12 +43,12 @@ class InMemoryRead:
     """How a data set is read.
 
     Attributes:
-        name: what to call it in an error: `data`, `validation`.
-        order: the order that its batches come in, from which the sizes of the batches that are compared follow.
-        deterministic: as the Task says; None to find out.
-        prepare: applied to the whole table, where that gives the same bits as applied batch by batch.
-        workers: processes that read; None for those that go with the data set.
-        free_bytes: memory that is free; half of it may be taken. None where nobody knows.
+        name: the data's name in errors, such as `validation`.
+        order: order of the batches; their size is that of the compared batches.
+        deterministic: the Task's statement; None to check.
+        prepare: applied to the whole table if this gives the same bits as batch by batch.
+        workers: number of reading processes; None for the data set's own.
+        free_bytes: free memory, of which half may be used; None if unknown.
     """
 
     name: str
@@ -70,12 +70,12 @@ class InMemoryRead:
 
 
 def read_into_memory(samples: Samples, how: InMemoryRead) -> Table:
-    """The data set as a table whose batches are, bit by bit, those that it gives sample by sample.
+    """Returns the data set as a table with bit by bit the same batches.
 
     Raises:
-        PlanError: it is random, its batches are not its samples put together, or it doesn't fit; the message names the
-            first sample that showed it.
-        DataError: the data set raised something.
+        PlanError: the data set is random, its batches aren't its samples put together, or it doesn't fit; names the
+            first such sample.
+        DataError: the data set raised an error.
     """
     if how.deterministic is False:
         raise how.refusal("the Task says deterministic=False")
@@ -91,29 +91,25 @@ def read_into_memory(samples: Samples, how: InMemoryRead) -> Table:
 
 
 def format_megabytes(number: float) -> str:
-    """`45 MB`: 10^6 bytes."""
+    """Returns text such as `45 MB`, with 10^6 bytes."""
     return f"{number / 1e6:,.0f} MB" if number >= 1e7 else f"{number / 1e6:,.1f} MB"
-
-
-# --- looking at some of the samples --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _SampleAnswer:
-    """What one request for a sample gave: its form, its bytes, and which generator it drew from (empty for none)."""
+    """The result of a request: the sample's form and bytes, and the generator that it drew from, if any."""
 
-    digest: bytes
-    form: tuple[str, ...]
-    nbytes: int
+    digest: bytes = b""
+    form: tuple[str, ...] = ()
+    nbytes: int = 0
     drawn: str = ""
     why: str = ""
 
 
 class _SampleRequests(Dataset):
-    """Answers `(round, samples)`: one sample is described, several are compared with each of them alone.
+    """A data set with keys `(round, samples)`: describes one sample, or compares several with their batch.
 
-    It runs in a worker where the data set has any, so that files that it opens late are not opened here and then
-    shared by processes.
+    Runs in a worker if the data set has workers: files that it opens late then aren't shared by processes.
     """
 
     def __init__(self, samples: Samples, seed: int) -> None:
@@ -124,61 +120,51 @@ class _SampleRequests(Dataset):
         return self._request_one(again, numbers[0]) if len(numbers) == 1 else self._request_batch(numbers)
 
     def _request_one(self, again: int, number: int) -> _SampleAnswer:
-        self._request_seeded.begin("asked", again, number)
+        self._seeded.begin("asked", again, number)
         before = self._states()
         item = get_sample(self.samples.dataset, number)
         try:
             batch = self.samples.collate([item])
         except Exception as error:
-            return _SampleAnswer(
-                b"", (), 0, why=f"collate raised {describe_error(error)} for a batch of sample {number} alone"
-            )
+            return _SampleAnswer(why=f"collate raised {describe_error(error)} for a batch of sample {number} alone")
         after = self._states()
-        drawn = next((whose for whose, state in before.items() if state != after[whose]), "")
+        drawn = next((name for name, state in before.items() if state != after[name]), "")
         if why := _not_rows(batch, 1):
-            return _SampleAnswer(b"", (), 0, drawn, f"in a batch of sample {number} alone, {why}")
-        return _SampleAnswer(
-            _digest(batch), _batch_form(batch), sum(tensor.nbytes for tensor in tree_tensors(batch)), drawn
-        )
+            return _SampleAnswer(drawn=drawn, why=f"in a batch of sample {number} alone, {why}")
+        nbytes = sum(tensor.nbytes for tensor in tree_tensors(batch))
+        return _SampleAnswer(_digest(batch), _batch_form(batch), nbytes, drawn)
 
     @cached_property
-    def _request_seeded(self) -> SeededDataset:
+    def _seeded(self) -> SeededDataset:
         return SeededDataset(self.samples, self.seed)
 
     def _states(self) -> dict[str, Any]:
-        """States of all generators, by what to call them."""
-        common = {f"{whose} random generator": state for whose, state in generator_states().items()}
+        common = {f"{library} random generator": state for library, state in generator_states().items()}
         return common | {
-            f"the random generator {path}": state
-            for path, state in self._request_seeded.owned_generators.states().items()
+            f"the random generator {path}": state for path, state in self._seeded.owned_generators.states().items()
         }
 
     def _request_batch(self, numbers: tuple[int, ...]) -> _SampleAnswer:
-        seeded = self._request_seeded
+        seeded = self._seeded
         alone = [self.samples.collate([seeded[0, number]]) for number in numbers]
         items = [seeded[0, number] for number in numbers]
         try:
             batch = self.samples.collate(items)
         except Exception as error:
-            return _SampleAnswer(
-                b"", (), 0, why=f"collate raised {describe_error(error)} for a batch of {len(numbers)}"
-            )
+            return _SampleAnswer(why=f"collate raised {describe_error(error)} for a batch of {len(numbers)}")
         columns = zip(*map(tree_tensors, alone), strict=True)
-        wanted = iter([torch.cat(column) for column in columns])
-        why = _not_rows(batch, len(numbers)) or batch_difference(batch, map_tensors(lambda _: next(wanted), alone[0]))
-        return _SampleAnswer(
-            b"", (), 0, why=why and f"its samples {list(numbers)} put together are not their batch: {why}"
-        )
+        joined = iter([torch.cat(column) for column in columns])
+        why = _not_rows(batch, len(numbers)) or batch_difference(batch, map_tensors(lambda _: next(joined), alone[0]))
+        return _SampleAnswer(why=why and f"its samples {list(numbers)} put together are not their batch: {why}")
 
 
 def _examine(samples: Samples, how: InMemoryRead) -> tuple[tuple[str, ...], float]:
-    """The form and the mean bytes of a sample; refuses what is seen to be random, or can't be put together."""
+    """Returns the form and the mean bytes of a sample; refuses random samples, and samples of several forms."""
     count = len(samples)
-    numbers = (
-        torch.linspace(0, count - 1, min(MAX_REQUESTS, count), dtype=torch.float64).round().long().unique().tolist()
-    )
+    spread = torch.linspace(0, count - 1, min(MAX_REQUESTS, count), dtype=torch.float64)
+    numbers = spread.round().long().unique().tolist()
     keys = [(0, (number,)) for number in numbers]
-    if how.deterministic is None:  # in another order, which shows what depends on the past
+    if how.deterministic is None:  # in reverse order, since a sample may depend on earlier requests
         keys += [(1, (number,)) for number in reversed(numbers)]
     first: dict[int, _SampleAnswer] = {}
     with closing(_answers(samples, how, keys)) as answers:
@@ -218,7 +204,6 @@ def _answers(samples: Samples, how: InMemoryRead, keys: list) -> Generator[tuple
 
 
 def _run_loader(samples: Samples, how: InMemoryRead, dataset: Any, **options: Any) -> Generator[Any]:
-    """What a loader over `dataset` gives; what the user's data set raises becomes one line."""
     running: Any = None
     try:
         running = start_loader(samples, dataset, how.order.seed, how.workers, **options)
@@ -227,9 +212,6 @@ def _run_loader(samples: Samples, how: InMemoryRead, dataset: Any, **options: An
         raise data_error(error) from error
     finally:
         end_workers(running)
-
-
-# --- reading all of them -------------------------------------------------------------------------------------------
 
 
 def _read_table(samples: Samples, how: InMemoryRead, form: tuple[str, ...]) -> Table:
@@ -254,7 +236,7 @@ def _read_table(samples: Samples, how: InMemoryRead, form: tuple[str, ...]) -> T
 
 
 def _batches(samples: Samples, how: InMemoryRead, indices: Any) -> Generator[Any]:
-    """Batches of these samples, drawn as in the first epoch."""
+    """Yields batches of these samples, with the random numbers of the first epoch."""
     keys = [[(0, sample) for sample in index.tolist()] for index in indices]
     dataset = SeededDataset(samples, how.order.seed)
     return _run_loader(samples, how, dataset, batch_sampler=keys, collate_fn=samples.collate)
@@ -266,7 +248,7 @@ def _first_and_last(order: Order) -> list[Tensor]:
 
 
 def _compare_batches(samples: Samples, how: InMemoryRead, table: Table) -> None:
-    """Whole batches in a shuffled order, loaded once more, must be those of the table."""
+    """Loads two batches of a shuffled epoch once more and compares them with the table's."""
     indices = _first_and_last(how.order)
     with closing(_batches(samples, how, indices)) as batches:
         for index, batch in zip(indices, batches, strict=True):
@@ -275,13 +257,13 @@ def _compare_batches(samples: Samples, how: InMemoryRead, table: Table) -> None:
 
 
 def _prepare_table(table: Table, how: InMemoryRead) -> Table:
-    """With `prepare` applied to the whole, unless it gives other bits than batch by batch (as sums over a batch do)."""
+    """Applies `prepare` to the whole table, unless batches then differ in bits, as with sums over a batch."""
     prepare = how.prepare
     if prepare is None:
         return table.apply(None)
     try:
         whole = table.apply(prepare, how.order.seed)
-    except DataError:  # it gives no row for each sample
+    except DataError:  # `prepare` returns another number of rows
         return table
     if not whole.is_prepared:
         return table
@@ -293,11 +275,8 @@ def _prepare_table(table: Table, how: InMemoryRead) -> Table:
     return table if any(batch_difference(batch, rows) for batch, rows in pairs) else whole
 
 
-# --- trees of tensors, compared ------------------------------------------------------------------------------------
-
-
 def _leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """The leaves of a batch with what to call them: `batch[0]`, `batch['x']`."""
+    """Yields the leaves of a batch with their paths: `batch[0]`, `batch['x']`."""
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from _leaves(item, f"{path}[{key!r}]")
@@ -309,7 +288,7 @@ def _leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def _not_rows(batch: Any, samples: int) -> str:
-    """Why a batch isn't made of tensors with a row for each sample; empty if it is."""
+    """Returns why a batch isn't made of tensors with a row for each sample; empty if it is."""
     leaves = list(_leaves(batch))
     for path, leaf in leaves:
         if type(leaf) is not Tensor:
@@ -322,7 +301,7 @@ def _not_rows(batch: Any, samples: int) -> str:
 
 
 def _batch_form(batch: Any) -> tuple[str, ...]:
-    """Each tensor's path, dtype and shape without the batch dimension."""
+    """Returns each tensor's path, dtype and shape without the batch dimension."""
     return tuple(
         f"{path} is {str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape[1:])}"
         for path, leaf in _leaves(batch)
@@ -330,7 +309,6 @@ def _batch_form(batch: Any) -> tuple[str, ...]:
 
 
 def _first_difference(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
-    """The first entries in which two forms differ."""
     for mine, others in zip(one, other, strict=False):
         if mine != others:
             return mine, others
@@ -338,7 +316,7 @@ def _first_difference(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str
 
 
 def batch_difference(one: Any, other: Any) -> str:
-    """Where two batches differ in form, strides or bits; empty where they don't."""
+    """Returns where two batches differ in form, strides or bits; empty if they are equal."""
     mine, others = _batch_form(one), _batch_form(other)
     if mine != others:
         return " where it should be ".join(_first_difference(mine, others))

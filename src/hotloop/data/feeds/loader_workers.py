@@ -1,4 +1,4 @@
-"""Processes that load samples: their initialisation, their end, and how the training process waits for them."""
+"""Worker processes that load samples: start, end, and the training process's wait for them."""
 
 from __future__ import annotations
 
@@ -24,32 +24,31 @@ from hotloop.core.processes.signals import HANGUP
 from hotloop.data.seeded_dataset import show_dataset
 
 Check = Callable[[], None]
-"""Raises Stopped if there is a reason to stop, such as a received signal."""
+"""Raises StopRequested if there is a reason to stop, such as a received signal."""
 
 
-def never_stop() -> None:
-    """A check that never stops."""
+def never_stop() -> None: ...
 
 
 _WATCH_S = 1.0
-"""Seconds between two checks of a worker that the training process exists."""
+"""Time between two checks of a worker that the training process exists."""
 
 _POLL_S = 0.5
-"""Seconds between two checks for a stop while the training process waits for a batch."""
+"""Time between two checks for a stop while the training process waits for a batch."""
 
 
 @dataclass(frozen=True)
 class WorkerInit:
-    """The initialisation of a worker process; a batch that can't be sent then raises its error in the training process.
+    """The initialisation of a worker process; an error while sending a batch is raised in the training process.
 
-    The worker ends within a second of the training process. torch's workers check their parent alone. With `forkserver` the
-    parent is a server that outlives the training process, and torch misses a process that is killed while workers start.
+    The worker ends within a second of the training process. torch's workers check their parent alone: with `forkserver`
+    the parent is a server that outlives the training process, and torch misses a kill while workers start.
 
     Attributes:
         then: the user's own initialisation.
-        leaves_signals: whether the worker ignores Ctrl-C and the first SIGTERM. A terminal or a batch job sends these signals
-            to all processes, but training needs data for its last steps, and then ends its workers.
-        parent: the process id of the training process.
+        leaves_signals: whether the worker ignores Ctrl-C and the first SIGTERM, which a terminal or a batch job sends
+            to all processes: training needs data for its last steps, and then ends its workers.
+        parent: process id of the training process.
     """
 
     then: Callable[[int], None] | None = None
@@ -73,21 +72,17 @@ class WorkerInit:
 
 
 def _restore_default(number: int, frame: FrameType | None) -> None:
-    """Makes the next signal of this kind end the process, so that a worker that hangs can be ended."""
+    """Makes the next signal of this kind end the process, so that a hanging worker can be ended."""
     signal.signal(number, signal.SIG_DFL)
 
 
 def is_orphaned(parent: int) -> bool:
-    """Whether the process that started this worker ended; workers of a fork server have the server as their parent."""
-    if _has_request():
+    """Whether the process that started this worker has ended; a fork server is the parent of its workers."""
+    server_child = getattr(multiprocessing.context, "ForkServerProcess", None)
+    if server_child is not None and isinstance(multiprocessing.current_process(), server_child):
         started_by = multiprocessing.parent_process()
         return started_by is None or not started_by.is_alive()
     return os.getppid() != parent
-
-
-def _has_request() -> bool:
-    served = getattr(multiprocessing.context, "ForkServerProcess", None)
-    return served is not None and isinstance(multiprocessing.current_process(), served)
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -97,10 +92,7 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _report_unless_orphaned(parent: int, report: Callable[..., Any], *error: Any) -> None:
-    """Reports an error, such as one of the thread that sends tensors, unless the worker is an orphan.
-
-    Connections of an ending process close before the process ends.
-    """
+    """Reports an error, unless an orphan loses a connection: connections close before their process ends."""
     if isinstance(error[1], ConnectionError | EOFError):
         time.sleep(2 * _WATCH_S)  # `_exit_with_parent` ends an orphan meanwhile
     report(*error)
@@ -123,7 +115,7 @@ def _report_error(queue: Any, error: Exception, item: Any) -> None:
 
 @contextmanager
 def report_from_workers(loader: Any) -> Iterator[None]:
-    """Makes workers that the user's loader starts meanwhile report batches that can't be sent."""
+    """Makes workers that the user's loader starts within the context report batches that can't be sent."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         yield
         return
@@ -136,26 +128,24 @@ def report_from_workers(loader: Any) -> Iterator[None]:
 
 
 def check_while_waiting(batches: Any, check: Check) -> Any:
-    """Makes a loader's iterator call `check` while it waits for its workers; returns the iterator."""
+    """Makes a loader's iterator call `check` while waiting for its workers; returns the iterator."""
     if not hasattr(batches, "_try_get_data"):  # torch 2.11 to 2.13: waits for a batch up to a timeout
         return batches
-    wait, owner = (
-        type(batches)._try_get_data,
-        weakref.ref(batches),
-    )  # without a reference cycle, workers end with the iterator
+    wait = type(batches)._try_get_data
+    owner = weakref.ref(batches)  # without a reference cycle, workers end with the iterator
 
     def wait_and_check(timeout: float | None = None) -> tuple[bool, Any]:
         until = time.monotonic() + (_POLL_S if timeout is None else timeout)
         while True:
             check()
-            found: tuple[bool, Any] = wait(owner(), timeout=max(0.0, min(_POLL_S, until - time.monotonic())))
-            if found[0] or time.monotonic() >= until:
-                return found
+            received: tuple[bool, Any] = wait(owner(), timeout=max(0.0, min(_POLL_S, until - time.monotonic())))
+            if received[0] or time.monotonic() >= until:
+                return received
 
     batches._try_get_data = wait_and_check
     return batches
 
 
 def end_workers(batches: Any) -> None:
-    """Ends the processes of a loader's iterator. A raised error may refer to the iterator and so delay its deletion."""
+    """Ends the processes of a loader's iterator. An error may refer to the iterator and so delay its deletion."""
     getattr(batches, "_shutdown_workers", lambda: None)()

@@ -1,4 +1,4 @@
-"""Batches on their way to an accelerator: the next one is copied while the present one is computed with."""
+"""Copies the next batch to an accelerator while the device computes the present batch."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ T = TypeVar("T")
 
 
 def iterate_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items; each is asked for before the one before it is handed out.
+    """Yields the items; requests each item before it yields the item before.
 
-    An error is raised where it belongs: after the items that came before it were handed out.
+    An error is raised after the items before it were yielded.
     """
     source = iter(items)
-    held: list[T] = []
+    pending: list[T] = []
     while True:
         try:
             item = next(source)
         except StopIteration:
-            yield from held
+            yield from pending
             return
         except Exception:
-            yield from held
+            yield from pending
             raise
-        yield from held
-        held = [item]
+        yield from pending
+        pending = [item]
 
 
 class DeviceCopy:
-    """Copies batches to a device in the order of its other work."""
+    """Copies batches to a device, in order with its other work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def begin(self, batch: Any) -> Any:
-        """Starts the copy of a batch; what `end` takes."""
+        """Starts the copy of a batch; returns the argument of `end`."""
         return to_device(batch, self.device)
 
     def end(self, begun: Any) -> Any:
-        """The batch, ready for what is computed next."""
+        """Returns the batch, ready for the following computation."""
         return begun
 
 
 class SideStreamCopy(DeviceCopy):
-    """Copies batches to a CUDA device from pinned memory, beside what it computes."""
+    """Copies batches from pinned memory to a CUDA device while the device computes."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -67,7 +67,7 @@ class SideStreamCopy(DeviceCopy):
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(done)
         for tensor in tree_tensors(moved):
-            tensor.record_stream(computing)  # or its memory would be given away while it is still computed with
+            tensor.record_stream(computing)  # else the allocator may reuse its memory too early
         return moved
 
 
@@ -76,7 +76,7 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 def prefetch_to_device(batches: Iterable[tuple[Any, ...]], device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """The same tuples, the first item of each moved to `device`, one ahead of those that are asked for."""
+    """Yields the tuples with the first item moved to `device`, one tuple ahead."""
     copy = SideStreamCopy(device) if device.type == "cuda" else DeviceCopy(device)
     for begun, *rest in iterate_ahead((copy.begin(batch), *rest) for batch, *rest in batches):
         yield copy.end(begun), *rest

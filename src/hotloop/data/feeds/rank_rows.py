@@ -1,4 +1,4 @@
-"""Batches for ranks that take rows of each: loaded row by row, or whole where rows depend on what stands beside them."""
+"""Batches for ranks that each take some rows: loaded by row, or as a whole if rows depend on each other."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hotloop.data.sources import Samples, Source
 from hotloop.errors import PlanError
 
 _TRIED_SAMPLES = 8
-"""Enough that sequences of them have different lengths."""
+"""Number of samples; enough that sequences have different lengths."""
 
 
 @dataclass
 class RankRowsFeed:
-    """Each rank's rows of each batch, told with the samples of the whole batch.
+    """Each rank's rows of each batch, with the number of samples of the whole batch.
 
     Args:
-        feed: of the rank's rows.
-        order: of whole batches.
+        feed: feed of the rank's rows.
+        order: order of whole batches.
     """
 
     feed: Feed
@@ -50,11 +50,11 @@ class RankRowsFeed:
 
 @dataclass
 class WholeBatchFeed:
-    """The same out of whole batches, which each rank loads.
+    """The same rows out of whole batches, which each rank loads.
 
     Args:
-        feed: of whole batches.
-        order: of the rank's rows.
+        feed: feed of whole batches.
+        order: order of the rank's rows.
     """
 
     feed: Feed
@@ -76,9 +76,9 @@ class WholeBatchFeed:
 
 
 def uses_whole_batch(source: Source, order: Order) -> bool:
-    """Whether `collate` makes something else of a sample beside others than of that sample alone, as padding does.
+    """Whether `collate` makes another row of a sample in a batch than of the sample alone, as padding does.
 
-    Some samples of the first batch are read, once each. False where a batch can't be cut into its rows, or made.
+    Reads some samples of the first batch, once each. False if a batch can't be made, or cut into rows.
     """
     if not isinstance(source, Samples) or source.collate is default_collate:
         return False
@@ -87,20 +87,20 @@ def uses_whole_batch(source: Source, order: Order) -> bool:
         try:
             items = SeededDataset(source, order.seed).__getitems__([(0, number) for number in numbers])
             whole = _collate(source, items, order.seed)
-        except Exception:  # training comes to the same, and says what is wrong
+        except Exception:  # training raises and reports the same error
             return False
         if non_tensor_parts(whole) or any(not value.ndim or len(value) != len(items) for value in tree_tensors(whole)):
             return False
         try:
             alone = [list(tree_tensors(_collate(source, [item], order.seed))) for item in items]
-        except Exception:  # of one sample it can't make a batch
+        except Exception:  # `collate` refuses a single sample
             return True
     rows = zip(*(value.split(1) for value in tree_tensors(whole)), strict=True)
     return not all(map(_is_same, alone, rows))
 
 
 def non_tensor_parts(batch: Any) -> list[Any]:
-    """What a batch holds beside tensors, which isn't cut with their rows."""
+    """Returns the parts of a batch other than tensors, which aren't cut with the rows."""
     others: list[Any] = []
     map_tensors(lambda value: value, batch, others.append)
     return [value for value in others if value is not None]
@@ -108,21 +108,20 @@ def non_tensor_parts(batch: Any) -> list[Any]:
 
 def _collate(source: Samples, items: Sequence[Any], seed: int) -> Any:
     RandomStreams(seed).reseed("look")
-    return source.collate(copy.deepcopy(list(items)))  # it may take targets out of its samples
+    return source.collate(copy.deepcopy(list(items)))  # `collate` may change its samples
 
 
 def _is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    pairs = list(zip(some, others, strict=False))
     return len(some) == len(others) and all(
-        one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs
+        one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(some, others, strict=True)
     )
 
 
 class RandomAccessFeed:
-    """Makes the same batches as a feed that runs through, here and one at a time.
+    """Makes the batches of a feed in any order, one at a time, in this process.
 
     Raises:
-        PlanError: the feed is of a stream, whose order is its own.
+        PlanError: the feed is of a stream, which has its own order.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -136,7 +135,7 @@ class RandomAccessFeed:
         self._permutation: tuple[int, Tensor] | None = None
 
     def at(self, epoch: int, number: int) -> tuple[Any, int]:
-        """`(batch, samples)` of batch `number` of an epoch, on the device."""
+        """Returns `(batch, samples)` of batch `number` of an epoch, on the device."""
         feed = self._feed
         if self._permutation is None or self._permutation[0] != epoch:
             self._permutation = epoch, feed.order.epoch(epoch)

@@ -1,4 +1,4 @@
-"""Who keeps the process of a rank on a machine of Ray's cluster; imports no torch, since each rank has one."""
+"""A Ray actor that runs a rank's process; imports no torch, since each rank imports its own."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import NamedTuple
 _POLL_S = 0.1
 _TAIL_BYTES = 1 << 14
 _PR_SET_PDEATHSIG = 1
-# Found here, since a fork of a process with threads had better not look for it.
+# Loaded before the fork: a fork of a process with threads must not load libraries.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class RankStatus(NamedTuple):
-    """What a look at a rank has found.
+    """The state of a rank at one poll.
 
     Attributes:
-        out, err: what it has written since the last look, if it is one that speaks.
-        exitcode: None while it lives; that of a signal is negative.
-        error: the error that it noted, as torch's agent has it; empty without one.
-        said: the last that it wrote, if it is none that speaks, and has ended.
+        out, err: output since the last poll, of a rank that `speaks`.
+        exitcode: None while the rank runs; negative after a signal.
+        error: recorded error in the format of torch's agent; empty without an error.
+        said: the last bytes on stderr of an ended rank that doesn't `speak`.
     """
 
     out: bytes = b""
@@ -39,28 +39,25 @@ class RankStatus(NamedTuple):
 
 
 class RankActor:
-    """An actor of Ray's that starts a rank as a process, passes signals on to it, and tells how it ends.
-
-    The rank is a process of its own, so that it hears signals, and is killed, as any other.
-    """
+    """A Ray actor that starts a rank as a separate process, so that the rank receives signals; reports its end."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hotloop-")
         self._process: subprocess.Popen[bytes] | None = None
 
     def devices(self) -> str:
-        """The GPUs that Ray has set aside, as CUDA_VISIBLE_DEVICES names them."""
+        """Returns the GPUs that Ray has assigned, as in CUDA_VISIBLE_DEVICES."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def start(self, arguments: Sequence[str], folder: str, environment: Mapping[str, str | None], speaks: bool) -> str:
         """Starts Python with these arguments.
 
         Args:
-            environment: on top of Ray's own; None takes away.
-            speaks: whether what it writes is passed on.
+            environment: changes to Ray's environment; None removes a variable.
+            speaks: whether the output is passed on.
 
         Returns:
-            What keeps it from starting; empty if nothing does.
+            The reason why the process doesn't start; empty if the process starts.
         """
         merged = {**os.environ, **environment, "TORCHELASTIC_ERROR_FILE": str(self._file("error"))}
         self._speaks = speaks
@@ -82,7 +79,7 @@ class RankActor:
         return ""
 
     def poll(self) -> RankStatus:
-        """Waits a moment for its end."""
+        """Waits 0.1 s for the end."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_POLL_S)
@@ -94,12 +91,10 @@ class RankActor:
         return RankStatus(out, err, code, self._process.pid, error, said)
 
     def send_signal(self, number: int) -> None:
-        """A signal."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     def close(self) -> None:
-        """Ends it if it still lives."""
         self.send_signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
@@ -110,7 +105,7 @@ class RankActor:
 
 
 def _reset_signals() -> None:
-    """Ray's workers block Ctrl-C; and nobody but its keeper would ever end a rank, so it saves when that is gone."""
+    """Unblocks Ctrl-C, which Ray's workers block; SIGTERM makes the rank save when its actor ends."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The cluster that Ray knows of, or one of its own on this machine."""
+"""Connects to a running Ray cluster, or starts a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from hotloop.errors import PlanError, TrainingError, describe_error
 
 _ANSWER_TIMEOUT_S = 10.0
-"""So long a cluster may take to answer."""
+"""Longest wait for a connection to the cluster."""
 
 
 def check_installed() -> None:
-    """Raises PlanError without Ray."""
+    """Raises PlanError if Ray isn't installed."""
     if importlib.util.find_spec("ray") is None:
         raise PlanError(
             "workforce=ray, and Ray isn't installed",
@@ -28,7 +28,7 @@ def check_installed() -> None:
 
 
 def ray_module() -> Any:
-    """The package, which takes a second to import; PlanError without it."""
+    """Imports Ray, which takes a second; raises PlanError if Ray isn't installed."""
     check_installed()
     import ray
 
@@ -36,13 +36,13 @@ def ray_module() -> Any:
 
 
 def connect(cores: int = 1) -> Any:
-    """Ray, connected to the cluster at `RAY_ADDRESS`, or one that runs on this machine, else to one of its own.
+    """Connects Ray to the cluster at `RAY_ADDRESS`, else to a cluster on this machine, which it starts if needed.
 
     Args:
-        cores: at least so many one of its own is to count, which processes share where there are fewer.
+        cores: least number of cores of a started cluster; on a machine with fewer cores processes share them.
 
     Raises:
-        PlanError: Ray isn't installed, or isn't where `RAY_ADDRESS` says.
+        PlanError: Ray isn't installed, or can't be reached.
     """
     ray = ray_module()
     _check_answers(os.environ.get("RAY_ADDRESS", ""))
@@ -51,7 +51,7 @@ def connect(cores: int = 1) -> Any:
         try:
             try:
                 ray.init(**quiet, num_cpus=max(cores, os.cpu_count() or 1), _node_ip_address="127.0.0.1")
-            except ValueError:  # how many cores there are can be said of one of its own alone
+            except ValueError:  # a running cluster refuses `num_cpus`
                 ray.init(**quiet)
         except (ValueError, ConnectionError, RuntimeError) as error:
             raise _unreachable_error(error) from None
@@ -60,11 +60,7 @@ def connect(cores: int = 1) -> Any:
 
 @contextmanager
 def translate_ray_errors(ray: Any) -> Iterator[None]:
-    """Makes errors of Ray itself, such as a full object store, one line.
-
-    Raises:
-        TrainingError: Ray raised an error.
-    """
+    """Raises TrainingError with one line for errors of Ray itself, such as a full object store."""
     try:
         yield
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
@@ -81,7 +77,7 @@ def translate_ray_errors(ray: Any) -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """Ray would try for minutes."""
+    """Connects once: Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdecimal():
         return
@@ -101,7 +97,7 @@ def _unreachable_error(error: Exception) -> PlanError:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Ray has a way of its own with SIGTERM, which isn't to save."""
+    """Restores the SIGTERM handler: Ray's own ends the process without saving."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

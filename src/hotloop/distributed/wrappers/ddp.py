@@ -1,6 +1,6 @@
-"""Gradients added up over the ranks by torch's DistributedDataParallel."""
+"""Sums gradients over the ranks by torch's DistributedDataParallel."""
 
-# No `from __future__ import annotations`: DistributedDataParallel looks at those of its hook.
+# No `from __future__ import annotations`: DistributedDataParallel checks the annotations of its hook.
 
 import inspect
 import weakref
@@ -17,14 +17,13 @@ from hotloop.distributed.comm_stats import CommMeter
 
 
 class WrapperMarker:
-    """Marks modules that stand around the user's model, which a profile passes over."""
+    """Marks modules around the user's model, which a profile skips."""
 
 
 class ModelWithLoss(WrapperMarker, nn.Module):
-    """A model together with its objective as one module, so that all that the Task does with the model is inside.
+    """A model and its loss as one module, so that an engine sees one forward pass for each step.
 
-    A step of the user's may call parts of the model, or the model several times; an engine that watches the forward pass
-    of a module sees it whole.
+    The user's step may call parts of the model, or the model several times.
 
     Args:
         compute: `(model, batch)` -> loss, output and further scalars.
@@ -37,27 +36,25 @@ class ModelWithLoss(WrapperMarker, nn.Module):
 
     def forward(self, batch: Any) -> Any:
         computed = self._compute(self.model, batch)
-        # What doesn't lead to the loss must not look as if its parameters were to get gradients.
+        # The engine must not expect gradients from outputs other than the loss.
         return computed.loss, {name: value.detach() for name, value in computed.scalars.items()}
 
 
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters
-_BUFFERS_STAY: dict[str, Any] = {
+_LOCAL_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False  # until torch 2.12
 }
-"""Each rank works its buffers out by itself: the first rank's in their stead would hide that they differ."""
+"""Each rank computes its own buffers: copies of rank 0's would hide differences."""
 
 
-class _Engine(WrapperMarker, DistributedDataParallel):
-    """torch's engine."""
+class _Engine(WrapperMarker, DistributedDataParallel): ...
 
 
 class RankRowsModule:
-    """Runs a module on the rank's rows; what becomes of its gradients is the affair of whoever asks.
+    """Runs a module on the rank's rows.
 
     Attributes:
-        counts: 0-dim bool tensor, or bool: whether the rank's part counts at all; the gradients of one that doesn't,
-            such as those of a mean of nothing, are left out.
+        counts: bool or 0-dim bool tensor: whether the rank's gradients count; those of a mean of nothing don't.
     """
 
     def __init__(self, module: ModelWithLoss) -> None:
@@ -68,29 +65,28 @@ class RankRowsModule:
         return self.module(batch)
 
     def full_model(self) -> AbstractContextManager[None]:
-        """All parameters whole on each rank, as they always are."""
+        """Each rank has all parameters already."""
         return nullcontext()
 
     def exclude(self, gradient: Tensor) -> Tensor:
-        """A gradient of the rank's, zeros in place if it doesn't count."""
+        """Returns the rank's gradient, set to zeros in place if it doesn't count."""
         if self.counts is False:
             return gradient.zero_()
         return gradient if self.counts is True else gradient.masked_fill_(~self.counts, 0)
 
 
 FIGURES = 32
-"""The most figures of a step that travel with its gradients."""
+"""Largest number of a step's figures that travel with its gradients."""
 
 
 class DdpModel(RankRowsModule):
-    """Its gradients are the sums of those of all ranks, once `end_backward` returns.
+    """A model whose gradients are sums over all ranks after `end_backward`.
 
-    A parameter of its own carries a step's figures in the last bucket of gradients, and counts for each parameter the ranks
-    on which it has a gradient. So a step needs no message but those of its gradients. torch's `find_unused_parameters`
-    would send one more.
+    An extra parameter, the carrier, transports a step's figures in the last bucket of gradients, and counts for each
+    parameter the ranks with a gradient. torch's `find_unused_parameters` would need a further message.
 
     Args:
-        meter: of the time from a sum's first gradients on their way to its last ones back.
+        meter: measures the time from the first gradients of a sum to the last.
     """
 
     def __init__(self, module: ModelWithLoss, meter: CommMeter) -> None:
@@ -101,17 +97,17 @@ class DdpModel(RankRowsModule):
         dtype = torch.promote_types(widest, torch.float32)
         self.carrier = nn.Parameter(self._trained[0].new_zeros(FIGURES + len(self._trained), dtype=dtype))
         module.carrier = self.carrier
-        engine = _Engine(module, **_BUFFERS_STAY)
-        # The engine is its owner's, and what it keeps of its hook no garbage collector sees.
+        engine = _Engine(module, **_LOCAL_BUFFERS)
+        # A weak reference: the garbage collector doesn't find the engine's reference to its hook.
         engine.register_comm_hook(weakref.ref(self), _sum_bucket)
         self._fix_buckets(engine)
         self.module = engine
 
     def _fix_buckets(self, engine: _Engine) -> None:
-        """Has the engine form its final buckets now, with the carrier in the last one.
+        """Builds the engine's final buckets now, with the carrier in the last bucket.
 
-        torch 2.13 forms them anew after the first backward pass. With three or more ranks the rounding of a sum depends on the
-        place in a bucket, so the first step of a resumed run would differ.
+        torch 2.13 rebuilds the buckets after the first backward pass. With three or more ranks the rounding of a sum
+        depends on the place in a bucket, so the first step of a resumed run would differ.
         """
         engine.reducer.prepare_for_forward()
         engine.reducer.prepare_for_backward([])
@@ -124,7 +120,7 @@ class DdpModel(RankRowsModule):
     def end_backward(self, figures: Tensor) -> Tensor:
         """Sends the last gradients of this rank; returns the sums of the figures over the ranks.
 
-        A parameter that had a part in no rank's loss has no gradient, as in one process.
+        A parameter without a gradient on any rank gets none, as in one process.
 
         Args:
             figures: shape (n,), n at most `FIGURES`, of any floating dtype.
@@ -141,14 +137,14 @@ class DdpModel(RankRowsModule):
         assert sums is not None
         self.carrier.grad = None
         if unused:
-            for place, count in zip(unused, sums[FIGURES:][unused].tolist(), strict=True):
+            for value, count in zip(missing, sums[FIGURES:][unused].tolist(), strict=True):
                 if not count:
-                    self._trained[place].grad = None
+                    value.grad = None
         return sums[: len(figures)].to(figures.dtype)
 
 
 def _sum_bucket(of: "weakref.ref[DdpModel]", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Adds up a bucket of gradients over the ranks; torch's own hooks divide by their number."""
+    """Sums a bucket of gradients over the ranks; torch's own hooks divide by the number of ranks."""
     owner = of()
     assert owner is not None
     if owner.counts is not True:

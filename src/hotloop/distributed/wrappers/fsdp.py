@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state spread over the ranks by torch's fully_shard (FSDP2)."""
+"""Shards parameters, gradients and optimizer state over the ranks by torch's fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hotloop.errors import PlanError, describe_error, is_out_of_memory
 
 
 class FsdpModel:
-    """Runs a module whose parameters come together for as long as they are needed, and whose gradients are sums.
+    """Runs a module with sharded parameters, whose gradients are sums over the ranks.
 
-    The members of each `nn.ModuleList`, which is where large models have their blocks, come together one by one; all
-    else does for the whole step.
+    The members of each `nn.ModuleList`, the blocks of most large models, are gathered one by one; all other parameters
+    for the whole step.
 
     Raises:
-        PlanError: torch's engine doesn't take this model.
+        PlanError: torch's engine refuses this model.
     """
 
     counts: Tensor | bool = True
-    """Not looked at: nothing stands between backward and the sum, so what counts nothing must have gradients of 0."""
+    """Unused: no hook runs between backward and the sum, so gradients that don't count must be 0 already."""
 
     def __init__(self, module: ModelWithLoss, device: torch.device) -> None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -41,16 +41,16 @@ class FsdpModel:
                 f"parallel=sharded can't spread this model: {describe_error(error)}", fix="use parallel=data"
             ) from error
         self.module = module
-        for one in self._units():
-            one.set_gradient_divide_factor(1.0)  # the loss has its share already
-            one.set_force_sum_reduction_for_comms(True)  # gloo can't divide on the way
+        for unit in self._units():
+            unit.set_gradient_divide_factor(1.0)  # the loss is scaled already
+            unit.set_force_sum_reduction_for_comms(True)  # gloo can't divide
 
     def __call__(self, batch: Any) -> Any:
         return self.module(batch)
 
     @contextmanager
     def full_model(self) -> Iterator[None]:
-        """All parameters whole on each rank. Ranks may compute different numbers of batches: none of them communicates."""
+        """Gathers all parameters on each rank. Batches then need no communication: their numbers may differ by rank."""
         for unit in self._units():
             unit.unshard()
         try:
@@ -61,16 +61,16 @@ class FsdpModel:
                 unit.reshard()
 
     def _units(self) -> list[FSDPModule]:
-        """The root first."""
-        return [one for one in self.module.modules() if isinstance(one, FSDPModule)]
+        """Returns all sharded modules, the root first."""
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
 def _disable_hooks(units: list[FSDPModule]) -> Iterator[None]:
-    """No forward pass within calls the engine.
+    """Disables the engine's hooks of the forward pass within the context.
 
-    The engine (torch 2.11 to 2.13) records each forward pass as one whose backward follows. The first step after an
-    evaluation then prefetches parameters in the order of these records, which differs between ranks: they wait for ever.
+    torch 2.11 to 2.13 expects a backward pass after each forward pass. The first step after an evaluation would
+    prefetch parameters in the order of the evaluation, which differs by rank: the ranks would wait for ever.
     """
     replaced = []
     for unit in units:
@@ -79,7 +79,7 @@ def _disable_hooks(units: list[FSDPModule]) -> Iterator[None]:
                 if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
                     replaced.append((hooks, key, hook))
     for hooks, key, _ in replaced:
-        hooks[key] = _no_hook  # in its place, so that the order of other hooks stays
+        hooks[key] = _no_hook  # keeps the order of the other hooks
     try:
         yield
     finally:
@@ -87,14 +87,13 @@ def _disable_hooks(units: list[FSDPModule]) -> Iterator[None]:
             hooks[key] = hook
 
 
-def _no_hook(*_: Any) -> None:
-    """Leaves arguments and outputs as they are."""
+def _no_hook(*_: Any) -> None: ...
 
 
 def _shardable_blocks(root: nn.Module) -> list[nn.Module]:
-    """The members of lists that can be spread by themselves, each once, those within others first.
+    """Returns the members of module lists that can be sharded separately, inner members first.
 
-    One that shares a parameter with what is outside of it can't: torch knows of sharing within one call alone.
+    A member that shares a parameter with other modules can't: torch handles sharing within one call alone.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, value in root.named_parameters(remove_duplicate=False):
@@ -102,19 +101,19 @@ def _shardable_blocks(root: nn.Module) -> list[nn.Module]:
     places: dict[nn.Module, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(f"{name}.")
-    lists = [one for one in places if isinstance(one, nn.ModuleList)]
-    members = dict.fromkeys(member for one in lists for member in _callable_modules(one))
+    lists = [module for module in places if isinstance(module, nn.ModuleList)]
+    members = {member for container in lists for member in _callable_modules(container)}
 
-    def by_itself(member: nn.Module) -> bool:
+    def is_separate(member: nn.Module) -> bool:
         inside = tuple(places[member])
         values = list(member.parameters())
         return bool(values) and all(name.startswith(inside) for value in values for name in names[value])
 
-    return [one for one in reversed(places) if one in members and by_itself(one)]
+    return [module for module in reversed(places) if module in members and is_separate(module)]
 
 
 def _callable_modules(container: nn.Module) -> Iterator[nn.Module]:
-    """What is called in a list; what has no forward, such as a list within it, is looked into."""
+    """Yields the members with a forward; those of inner lists take the list's place."""
     for member in container.children():
         if type(member).forward is nn.Module.forward:
             yield from _callable_modules(member)

@@ -1,7 +1,7 @@
-"""Random draws of a rank's rows: those that one process would have drawn for them.
+"""Random numbers of a rank's rows: those that one process would draw for these rows.
 
-All ranks seed alike. What is drawn for each sample, such as a dropout mask, is drawn for the whole batch and cut; what is
-drawn once, such as noise on weights, is the same for all as it is. Which is which shows on batches of two sizes.
+All ranks use the same seed. Numbers for each sample, such as a dropout mask, are drawn for the whole batch and cut.
+Numbers for all samples, such as noise on weights, are the same on each rank. Batches of two sizes show the difference.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from hotloop.data.order import rank_bounds
 from hotloop.errors import TaskError
 
 _OF_PROBABILITIES = ("bernoulli", "multinomial", "binomial", "poisson")
-"""What they draw depends on values that only the rank has."""
+"""Operators whose draws depend on values that only the rank has."""
 
 
 @dataclass(frozen=True)
 class RandomDraw:
-    """One draw: by which operator, into which shape, and how that lies in memory.
+    """One call of a random operator.
 
     Attributes:
-        order: dimensions from the widest steps in memory to the narrowest.
-        dense: whether there are no gaps between its entries.
-        repeatable: whether it could be drawn for another number of samples, see `RandomOp`.
+        name, shape: operator, and shape of its output.
+        order: dimensions from the largest stride in memory to the smallest.
+        dense: whether the output has no gaps in memory.
+        is_repeatable: whether `RandomOp` can repeat the call for another number of samples.
     """
 
     name: str
@@ -46,7 +47,7 @@ class RandomDraw:
 
 @dataclass(frozen=True)
 class BatchDimension:
-    """Draws whose dimension `dim` holds `each` entries for each sample; `order` as of `RandomDraw`."""
+    """Draws whose dimension `dim` has `each` entries for each sample; `order` as in `RandomDraw`."""
 
     ndim: int
     dim: int
@@ -59,14 +60,14 @@ class BatchDimension:
 
 @dataclass(frozen=True)
 class DrawPattern:
-    """How a model draws.
+    """The random draws of a model's step.
 
     Attributes:
         batchwise: draws for each sample.
-        single: shapes of draws that are the same for a batch of any size.
-        odd: an operator whose draws can't be told apart; empty if there is none.
-        count: how many draws there are.
-        sequence: in order, those that can be repeated: along what, or of what shape.
+        single: shapes of draws whose shape doesn't depend on the batch.
+        odd: an operator of neither kind; empty if there is none.
+        count: number of draws.
+        sequence: the repeatable draws in order: a batch dimension, or a shape.
     """
 
     batchwise: frozenset[BatchDimension] = frozenset()
@@ -77,8 +78,8 @@ class DrawPattern:
 
     @classmethod
     def from_draws(cls, few: Sequence[RandomDraw], more: Sequence[RandomDraw], rows: tuple[int, int]) -> DrawPattern:
-        """What two batches of so many samples have drawn, in order."""
-        if [one.name for one in few] != [one.name for one in more]:
+        """Compares the draws of two batches with `rows` samples."""
+        if [draw.name for draw in few] != [draw.name for draw in more]:
             return cls(odd="what draws otherwise for another number of samples")
         sequence: list[BatchDimension | tuple[int, ...]] = []
         single = set()
@@ -99,16 +100,17 @@ class DrawPattern:
     def has_draws(self) -> bool:
         return bool(self.batchwise or self.single)
 
-    def is_whole(
+    def whole_shape(
         self, shape: tuple[int, ...], rows: int, samples: int, number: int
     ) -> tuple[tuple[int, ...], BatchDimension | None]:
-        """The shape of a draw for `samples` where `rows` of them have this one, and along what; None: the same for all.
+        """Returns the shape of a draw for `samples` samples, and its batch dimension; None if the shape is fixed.
 
         Args:
-            number: how many draws came before it, which tells where the shape could be of two sorts.
+            shape: the draw's shape for `rows` samples.
+            number: index of the draw, which decides between two possible kinds.
 
         Raises:
-            TaskError: no such draw was seen, or it can't be told which.
+            TaskError: the draw fits no kind, or several.
         """
         fitting: list[Any] = [one for one in self.batchwise if one.fits(shape, rows)]
         fitting += [shape] * (shape in self.single)
@@ -129,7 +131,7 @@ class DrawPattern:
 
 
 def batch_dimension(few: RandomDraw, more: RandomDraw, rows: tuple[int, int]) -> BatchDimension | None:
-    """The dimension that goes with the number of samples, if one alone does."""
+    """Returns the dimension that scales with the number of samples, if exactly one does."""
     changed = [dim for dim, sizes in enumerate(zip(few.shape, more.shape, strict=False)) if sizes[0] != sizes[1]]
     if len(few.shape) != len(more.shape) or len(changed) != 1:
         return None
@@ -140,14 +142,14 @@ def batch_dimension(few: RandomDraw, more: RandomDraw, rows: tuple[int, int]) ->
 
 
 def memory_order(value: Tensor) -> tuple[int, ...]:
-    """Its dimensions from the widest steps in memory to the narrowest; in that order it is drawn."""
+    """Returns the dimensions from the largest stride to the smallest, in which torch fills them."""
     strides = value.stride()
     return tuple(sorted(range(value.ndim), key=lambda dim: -strides[dim]))
 
 
 @dataclass
 class DrawRecorder(TorchDispatchMode):
-    """Notes each operator that draws from torch's generators."""
+    """Records each operator that changes the state of torch's global generators."""
 
     device: torch.device
     drawn: list[RandomDraw] = field(default_factory=list)
@@ -169,17 +171,17 @@ class DrawRecorder(TorchDispatchMode):
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    """The global ones that a step on this device may draw from: a CPU's too, whose numbers it may move there."""
+    """Returns the global generators of a step on this device, with the CPU's."""
     of_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
     return [torch.default_generator, *of_device]
 
 
 class GlobalBatchRng(TorchDispatchMode):
-    """Draws for the whole batch, and cuts this rank's rows out of that.
+    """Draws for the whole batch, and returns this rank's rows.
 
     Args:
-        samples: of the whole batch.
-        rank, ranks: whose rows; one without any computes along on the first.
+        samples: number of samples of the whole batch.
+        rank, ranks: number of the rank and of ranks; a rank without rows computes the first row.
         in_order: whether draws come in the order of the pattern, as in a forward pass.
     """
 
@@ -193,27 +195,28 @@ class GlobalBatchRng(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawing = RandomOp.of(function, args, kwargs or {})
-        if drawing is None or (kwargs or {}).get("generator") is not None:  # each rank sets its own generators apart
+        if (
+            drawing is None or (kwargs or {}).get("generator") is not None
+        ):  # a generator of the user differs by rank already
             return function(*args, **(kwargs or {}))
         return drawing.finish(args, self._cut(drawing))
 
     def _cut(self, drawing: RandomOp) -> Tensor:
-        """This rank's part of what is drawn for the whole batch."""
-        shape, found = self.pattern.is_whole(drawing.shape, self.rows, self.samples, self._drawn)
+        shape, batch = self.pattern.whole_shape(drawing.shape, self.rows, self.samples, self._drawn)
         self._drawn += 1
-        drawn = drawing.draw(shape, found and found.order)
-        return drawn if found is None else drawn.narrow(found.dim, self.first * found.each, self.rows * found.each)
+        drawn = drawing.draw(shape, batch and batch.order)
+        return drawn if batch is None else drawn.narrow(batch.dim, self.first * batch.each, self.rows * batch.each)
 
 
 @dataclass(frozen=True)
 class RandomOp:
-    """One call of an operator that draws, and how to repeat it; it holds none of the call's tensors.
+    """A repeatable call of a random operator, without the call's tensors.
 
     Attributes:
-        name: of the operator.
-        shape: of what it draws.
-        draw: `(shape, order)` -> as much drawn in the same way, in this order of memory; in the call's if there is none.
-        how: rates and scales; None if they are tensors.
+        name: the operator.
+        shape: shape of its random numbers.
+        draw: `(shape, order)` -> random numbers in this memory order; by default the call's.
+        how: rates and scales; None if these are tensors.
     """
 
     name: str
@@ -223,7 +226,7 @@ class RandomOp:
 
     @classmethod
     def of(cls, function: Any, args: Any, kwargs: dict[str, Any]) -> RandomOp | None:
-        """What the call of an operator draws; None if it is no operator of which that is known."""
+        """Returns the random operator of a call; None for operators that can't be repeated."""
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return None
         name = function.overloadpacket.__name__
@@ -239,7 +242,7 @@ class RandomOp:
         if name.endswith(("_like", "_")):
             x, *rest = args
             if any(isinstance(value, Tensor) and value.ndim for value in rest):
-                return None  # by probabilities that only the rank has
+                return None  # probabilities that only the rank has
             like = _empty_like(x)
             own, how = tuple(x.shape), _draw_arguments(rest, kwargs)
             return cls(name, own, lambda shape, order=None: function(like(shape, order), *rest, **kwargs), how)
@@ -251,7 +254,7 @@ class RandomOp:
         return cls(name, own, lambda shape, order=None: function(*before, list(shape), *after, **kwargs), how)
 
     def finish(self, args: Any, drawn: Tensor) -> Any:
-        """What the call would have returned, had it drawn that."""
+        """Returns the call's result from these random numbers."""
         if self.name == "native_dropout":
             p = args[1]
             return args[0] * drawn / (1 - p if p < 1 else math.inf), drawn
@@ -259,15 +262,15 @@ class RandomOp:
 
 
 def _draw_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The arguments that say how to draw, but for what the numbers are kept in."""
-    given = [*args, *(kwargs[key] for key in sorted(kwargs))]
-    if any(isinstance(value, Tensor) for value in given):
+    """Returns the arguments of a distribution, without dtype, device and so on."""
+    values = [*args, *(kwargs[key] for key in sorted(kwargs))]
+    if any(isinstance(value, Tensor) for value in values):
         return None
-    return tuple(value for value in given if isinstance(value, bool | int | float))
+    return tuple(value for value in values if isinstance(value, bool | int | float))
 
 
 def _empty_like(x: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...] | None], Tensor]:
-    """Makes tensors without content whose dimensions lie in memory as those of `x`."""
+    """Returns a function that makes empty tensors with the memory order of `x`."""
     dtype, device, own = x.dtype, x.device, memory_order(x)
 
     def made(shape: tuple[int, ...], order: tuple[int, ...] | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batch normalisation over the samples of all ranks, whatever module asks for it, on any device."""
+"""Batch normalisation over the samples of all ranks, for any module and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotloop.distributed.comm_stats import CommMeter
 
 
 class _BatchNormMode(TorchFunctionMode):
-    """Has `_batch_norm`, of the same arguments, stand for `F.batch_norm`."""
+    """Replaces `F.batch_norm` by `_batch_norm`, which has the same arguments."""
 
     _batch_norm: Callable[..., Tensor]
 
@@ -26,15 +26,15 @@ class _BatchNormMode(TorchFunctionMode):
 
 
 class GlobalBatchNorm(_BatchNormMode):
-    """Has `F.batch_norm` in training normalise over the whole batch, of which this rank has some rows.
+    """Makes `F.batch_norm` in training normalise over the whole batch, of which this rank has some rows.
 
-    torch's own SyncBatchNorm replaces modules, and works on GPUs alone. Here mean and variance are sums over the ranks,
-    which autograd differentiates, in two passes as is best for their last bits.
+    torch's SyncBatchNorm replaces modules, and works on GPUs alone. Here mean and variance are differentiable sums over
+    the ranks, in two passes for precision.
 
     Args:
-        samples: of the whole batch.
-        counts: whether the rank's rows belong to the batch; one without any computes along on a row of another's.
-        meter: of the rank's waiting: at the first norm of a step, which comes before all else that is common.
+        samples: number of samples of the whole batch.
+        counts: whether the rank's rows belong to the batch; a rank without rows computes a row of another rank.
+        meter: measures the rank's waiting, which begins at a step's first norm.
     """
 
     def __init__(self, samples: int, counts: bool, meter: CommMeter) -> None:
@@ -54,7 +54,7 @@ class GlobalBatchNorm(_BatchNormMode):
     ) -> Tensor:
         if not training:
             return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-        if self.samples * x[0, 0].numel() == 1:  # what torch says of one process' batch
+        if self.samples * x[0, 0].numel() == 1:  # torch's message in one process
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         mean, variance, count = global_moments(x, self.counts, self.meter)
         if running_mean is not None and running_var is not None:
@@ -67,9 +67,9 @@ class GlobalBatchNorm(_BatchNormMode):
 
 
 class RankBatchNorm(_BatchNormMode):
-    """Has `F.batch_norm` in training take its running statistics where the rank's rows have none of their own.
+    """Makes `F.batch_norm` in training use its running statistics if the rank's rows have no statistics.
 
-    That is where they hold a single value for each channel, which has no variance, or where they belong to another rank.
+    That is so with a single value for each channel, which has no variance, or with rows of another rank.
 
     Args:
         counts: see `GlobalBatchNorm`.
@@ -96,7 +96,7 @@ class RankBatchNorm(_BatchNormMode):
 
 
 def global_moments(x: Tensor, counts: bool, meter: CommMeter) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (channels,) of x (rows, channels, ...) over all ranks, and what they are means over, 0-dim."""
+    """Returns mean and biased variance (channels,) of x (rows, channels, ...) over all ranks, and the count, 0-dim."""
     wide = torch.promote_types(x.dtype, torch.float32)
     own = (x if counts else x[:0]).to(wide)
     over = [0, *range(2, x.ndim)]
@@ -113,7 +113,7 @@ def _update_running_stats(running: Tensor, now: Tensor, momentum: float) -> None
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """The sum over the ranks, of which each has a gradient: that of the whole is the sum of these."""
+    """The sum over the ranks; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, meter: CommMeter) -> Tensor:
@@ -129,9 +129,9 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def backward_in_modes(loss: Tensor) -> None:
-    """`loss.backward()` for what recomputes parts of the forward pass within modes such as this, as checkpointing does.
+    """Runs `loss.backward()` within modes such as `GlobalBatchNorm`, which checkpointing needs to recompute.
 
-    By torch's engine itself: `backward` is a torch function, during which modes of such functions rest.
+    `Tensor.backward` is a torch function and would disable the modes; torch's engine doesn't.
     """
     torch.autograd._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True

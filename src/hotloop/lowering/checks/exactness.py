@@ -22,7 +22,7 @@ Detector = Callable[[Task, nn.Module, Optimizer], Iterator[str]]
 def unseeded_generators(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     """Yields the random generators of the Task's parts that can't be seeded."""
     roles = task.roles
-    sources = {"data": roles.train, "validation": roles.validation, "test": roles.make_test}
+    sources = {"data": roles.train, "validation": roles.validation, "test": roles.raw_test}
     owners = {name: owner for role, source in sources.items() for name, owner in generator_owners(source, role).items()}
     functions = {"prepare": roles.prepare, "augment": task.augment, "optimizer": optimizer}
     yield from unset_generators(owners | functions | task.owners(model))

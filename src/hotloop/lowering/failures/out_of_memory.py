@@ -76,7 +76,7 @@ def _used_bytes(program: Program) -> dict[str, int]:
         "optimizer state": _tensor_bytes(tree_tensors(list(program.optimizer.state.values()))),
         "average": _tensor_bytes(program.average.values()),
     }
-    tables = [table for table in (roles.train, roles.validation, roles.make_test) if isinstance(table, Table)]
+    tables = [table for table in (roles.train, roles.validation, roles.raw_test) if isinstance(table, Table)]
     if program.device.type not in ("cpu", "mps"):  # data on the host is in another memory
         tables = [table for table in tables if table.device.type == program.device.type]
     used["data"] = sum(table.nbytes() for table in tables)

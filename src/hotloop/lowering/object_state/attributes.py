@@ -165,7 +165,7 @@ def task_objects(task: Task) -> dict[str, Any]:
     functions = {name: getattr(task, name) for name in _FUNCTIONS}
     roots = {name: one for name, one in functions.items() if one is not None and not isinstance(one, nn.Module)}
     roles = task.roles
-    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.make_test)):
+    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.raw_test)):
         if isinstance(source, Samples):
             roots[name] = source.dataset
         elif isinstance(source, Stream):

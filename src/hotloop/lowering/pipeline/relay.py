@@ -140,7 +140,7 @@ class ScheduledRng:
         number = itertools.count()
         for stage, drawings in enumerate(of_stages):
             for drawing in drawings:
-                shape, along = self._pattern.is_whole(drawing.shape, rows, samples, next(number))
+                shape, along = self._pattern.whole_shape(drawing.shape, rows, samples, next(number))
                 value = drawing.draw(shape, along and along.order)
                 if stage in self._own:
                     self._drawn[stage].append((value, along))

@@ -177,7 +177,7 @@ class ParameterHostStep(DataParallelStep):
         return self.parts.world.broadcast_object(partial(super().optimizer_state, lent=lent))
 
     def on_state_restored(self) -> None:
-        self._module.zero_gradients()
+        self._module.load_replica()
         if not self.parts.world.is_rank_zero:
             self.optimizer.state.clear()
 

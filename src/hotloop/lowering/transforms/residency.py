@@ -47,7 +47,7 @@ def _table_in_memory(parts: LoweringContext, name: str, source: Source) -> tuple
         )
     if not isinstance(source, Samples):
         return source, ()
-    known = parts.splits.read_names
+    known = parts.splits.read_results
     notes: tuple[str, ...] = ()
     if name not in known:
         known[name], notes = _read_once(parts, name, source)
