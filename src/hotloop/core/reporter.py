@@ -1,4 +1,4 @@
-"""What is shown while something takes long: a bar of the caller's, else lines now and then."""
+"""Shows the progress of long work: the caller's progress bar, or else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from functools import partial
 from typing import Protocol
 
 Report = Callable[[str], None]
-"""Shows a line to the user at once."""
+"""Prints one line to the user at once."""
 
 _REPORT_INTERVAL_S = 10.0
 
 
 class ProgressReporter(Protocol):
-    """Shows `doing` while the context lasts; unless `counted`, nothing is told of how far it is."""
+    """Shows `doing` within the context; with `counted=False` without a count of samples."""
 
     def __call__(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]: ...
 
 
 def report_in_lines(say: Report) -> ProgressReporter:
-    """For where there is no bar."""
+    """Returns a reporter for output without a progress bar."""
     return partial(_report_lines, say)
 
 
@@ -44,9 +44,9 @@ SILENT = report_in_lines(lambda line: None)
 
 @contextmanager
 def silence_loggers(*names: str) -> Iterator[None]:
-    """Without the lines that torch's loggers of these names, and those below them, write to a stream.
+    """Suppresses stream output of torch's loggers of these names, and of their children, within the context.
 
-    A logger that was asked for more than warnings, as by TORCH_LOGS, says all the same what it has to.
+    A logger whose level is below WARNING, as set by TORCH_LOGS, still prints its records.
     """
 
     def heard(record: logging.LogRecord) -> bool:
@@ -64,7 +64,9 @@ def silence_loggers(*names: str) -> Iterator[None]:
 
 
 def _stream_handlers() -> list[logging.Handler]:
-    """Of torch's loggers, several of which have a handler of their own; not those that write files or traces."""
+    """Returns the stream handlers of torch's loggers; several loggers have their own. Handlers of files and traces are
+    excluded.
+    """
     known = dict(logging.root.manager.loggerDict)
     loggers = [logger for name, logger in known.items() if f"{name}.".startswith("torch.")]
     handlers = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]
@@ -72,4 +74,4 @@ def _stream_handlers() -> list[logging.Handler]:
 
 
 SampleProgress = Callable[[int, int], None]
-"""Is told `(samples read, of how many)`; that none is read yet, while some are looked at."""
+"""Receives `(samples read, samples in total)`."""
