@@ -69,8 +69,7 @@ def _consistent_switches(switches: Float32Switches, device: str) -> tuple[dict[s
     """Returns the switches, and the level of `set_float32_matmul_precision` that agrees with them.
 
     torch rejects a level that contradicts a switch. So the switch of the other kind of device, which computes no
-    product of
-    the step, is set to agree with the level.
+    product of the step, is set to agree with the level.
     """
     own, other = ("cuda.matmul", "mkldnn.matmul") if device == "cuda" else ("mkldnn.matmul", "cuda.matmul")
     level = "medium" if (switches[own], switches[other]) == ("tf32", "bf16") else _LEVELS[switches[own]]

@@ -107,8 +107,7 @@ def describe_reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
     """Returns one line for each operator class that the plan computes in fewer bits than the baseline.
 
     A class that the baseline lacks (the plan replaced a convolution by a matrix product) is compared with the
-    baseline's
-    format of the fewest bits.
+    baseline's format of the fewest bits.
     """
     formats = baseline.lowest
     lines = [

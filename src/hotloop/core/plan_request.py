@@ -35,9 +35,8 @@ class PlanRequest:
         """Returns the request for a Plan, `auto`, `baseline`, `arrays`, a TOML file, or None for the baseline.
 
         Args:
-            axes: values that override the plan's. Text, as from a command line, is parsed as the axis's type;
-                `none` is None
-                where the axis allows None. An override of `parallel` drops the plan's axes of the other value of
+            axes: values that override the plan's. Text, as from a command line, is parsed as the axis's type; `none` is
+                None where the axis allows None. An override of `parallel` drops the plan's axes of the other value of
                     `parallel`.
 
         Raises:

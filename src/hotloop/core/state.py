@@ -39,8 +39,7 @@ class State:
         parameters, buffers: the model's; buffers include those that its `state_dict` excludes.
         extra: results of `get_extra_state`, by module name.
         optimizer: `{"name": class, "state": {parameter: {key: value}}, "groups": [{..., "params": [names]}]}`; for
-            several
-            optimizers `{"name", "groups", "members": {name: such a dict}}`.
+            several optimizers `{"name", "groups", "members": {name: such a dict}}`.
         schedule: the learning-rate scheduler's `state_dict`.
         average: the parameters' exponential average.
         loss: buffers of a loss module.
@@ -85,13 +84,12 @@ def tree_leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def differing_paths(one: State, other: State) -> list[str]:
-    """Returns the paths at which two States differ in any bit."""
     a, b = (dict(tree_leaves(vars(state) | {"position": vars(state.position)})) for state in (one, other))
     paths = sorted(a.keys() ^ b.keys())
-    return paths + [path for path in a.keys() & b.keys() if not _is_same(a[path], b[path])]
+    return paths + [path for path in a.keys() & b.keys() if not is_same_value(a[path], b[path])]
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def is_same_value(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a).equal(bytes_of(b))
     return type(a) is type(b) and repr(a) == repr(b)
@@ -117,7 +115,6 @@ def shard_like(value: Tensor, other: Any) -> Tensor:
 
 
 def host_copy(value: Any) -> Any:
-    """Returns a copy on the CPU of a tree of values."""
     return to_host(value, lent=False)
 
 
@@ -178,7 +175,6 @@ def _resize_buffers(model: nn.Module, saved: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def copy_into(target: dict[str, Tensor], source: dict[str, Tensor], kind: str) -> None:
-    """Copies tensors by name into existing ones of the same shapes and dtypes."""
     for name in itertools.chain(target, source):
         if name not in source or name not in target:
             holder, lacking = ("model", "checkpoint") if name in target else ("checkpoint", "model")
@@ -276,7 +272,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
 
 
 def capture_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Returns the qualified parameter names of each group."""
     names = {id(value): name for name, value in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 

@@ -1,4 +1,4 @@
-"""Which devices torch can use here, and whether a name given by a user is one of them."""
+"""The devices that torch can use here, and checks of device names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MISNAMED = {
 
 
 def device_names() -> list[str]:
-    """Names of the devices that torch can compute on here, the CPU first: `cpu`, `cuda:0`, `mps`."""
+    """Returns the names of torch's devices here, the CPU first: `cpu`, `cuda:0`, `mps`."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in ACCELERATORS:
         return ["cpu"]
@@ -38,18 +38,15 @@ def device_names() -> list[str]:
 
 
 def check_device(name: str | torch.device, option: str = "--device") -> torch.device:
-    """The device of that name, if it's on this machine.
-
-    `cuda` and `xpu` without a number are torch's current device of that kind.
+    """Returns the device of that name; `cuda` and `xpu` without a number are torch's current device of the kind.
 
     Args:
-        option: by which it was asked for, and another may be.
+        option: the option that set the name, for messages.
 
     Raises:
-        DeviceError: there is no such device here, or hotloop can't train on it. No other takes its place.
+        DeviceError: the device is missing here, or hotloop can't train on it. No other device replaces it.
     """
-    given = str(name)
-    here = device_names()
+    given, here = str(name), device_names()
     match = _DEVICE_NAME.fullmatch(given)
     if match is None:
         raise _unknown_device(given, here, option)
@@ -58,7 +55,7 @@ def check_device(name: str | torch.device, option: str = "--device") -> torch.de
         if kind not in here or index not in (None, "0"):
             raise _absent_device(given, kind, here, option)
         return torch.device(kind)
-    if not any(one.startswith(kind) for one in here):
+    if not any(device.startswith(kind) for device in here):
         raise _absent_device(given, kind, here, option)
     found = f"{kind}:{torch.accelerator.current_device_index() if index is None else index}"
     if found not in here:
@@ -82,7 +79,7 @@ def _unknown_device(given: str, here: list[str], option: str) -> DeviceError:
 
 
 def _absent_device(given: str, kind: str, here: list[str], option: str) -> DeviceError:
-    alike = [one for one in here if one.startswith(kind)]
+    alike = [device for device in here if device.startswith(kind)]
     advice = f"Use {option} {alike[0] if alike else _fastest_device(here)}"
     if not alike:
         advice += f", or {_remedy(kind)}"
@@ -90,7 +87,7 @@ def _absent_device(given: str, kind: str, here: list[str], option: str) -> Devic
 
 
 def _remedy(kind: str) -> str:
-    """What may bring a kind of accelerator back that torch doesn't find."""
+    """Returns what may make a missing kind of accelerator available."""
     if kind == "mps":
         return "run on a Mac with Apple silicon, where mps is the GPU"
     if kind == "xpu":
@@ -112,7 +109,9 @@ def _join_names(here: list[str]) -> str:
 
 
 def resolve_device(plan: Plan, device: str | None = None) -> Plan:
-    """The plan on the device asked for, else on this machine's accelerator if there is one; DeviceError if it lacks the device."""
+    """Returns the plan on the requested device, or else on this machine's accelerator; raises DeviceError like
+    `check_device`.
+    """
     if device is None and "device" not in plan.model_fields_set:
         device = next((name for name in device_names() if name != "cpu"), "cpu")
     return plan.with_axes(device=str(check_device(plan.device if device is None else device)))

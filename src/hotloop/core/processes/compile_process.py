@@ -24,8 +24,7 @@ class CompileProcess:
     """A fork of this process that calls `work` with copies of the parent's objects.
 
     Compilers that the child starts belong to its process group and end with the child. A fork can't use its parent's
-    CUDA
-    context, so `work` must use the CPU alone.
+    CUDA context, so `work` must use the CPU alone.
 
     Args:
         work: returns values that JSON can represent.

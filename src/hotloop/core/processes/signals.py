@@ -158,8 +158,7 @@ def time_limit(seconds: float, too_long: Callable[[], Exception]) -> Iterator[No
     """Ends the work within the context after so many seconds, with the error that `too_long` returns.
 
     An enclosing `time_limit` that ends earlier takes precedence. Only the main thread can be interrupted. Windows has
-    no
-    alarms, and so no limit.
+    no alarms, and so no limit.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield

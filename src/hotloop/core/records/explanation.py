@@ -30,9 +30,8 @@ class Equation(Record):
         shape: of the result.
         flops: multiplications and additions; a function such as `exp` counts as one.
         bytes: operands read once and the result written once, in the dtype of the training.
-        difference: largest difference between the equation (plain matrix operations, float64) and torch's result
-            and autograd
-            in float64; None without a comparison, as for intermediate results.
+        difference: largest difference between the equation (plain matrix operations, float64) and torch's result and
+            autograd in float64; None without a comparison, as for intermediate results.
         largest: largest compared number.
         agrees: whether the difference is within rounding; None without a comparison.
     """
@@ -88,8 +87,7 @@ class Explanation(Record):
         layers: in the order of the forward pass.
         flops, bytes: sums over all equations.
         worst, difference: the equation with the largest relative difference from autograd, as `module: result`, and
-            that
-            difference.
+            that difference.
         gradients: number of parameters whose gradients equal the network's own backward within rounding, and of all.
         unexplained: parameters with other gradients, or in unknown operations.
         written: matrices of the equivalent layer of `hotloop.arrays`, by layer name.
@@ -111,5 +109,4 @@ class Explanation(Record):
 
     @property
     def wrong(self) -> list[tuple[LayerExplanation, Equation]]:
-        """Equations that differ from autograd by more than rounding."""
         return [(layer, equation) for layer in self.layers for equation in layer.equations if equation.agrees is False]

@@ -21,8 +21,6 @@ Source = Literal["measured", "datasheet", "os"]
 
 
 class _Record:
-    """Rejects unknown fields when reading."""
-
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
 
@@ -164,7 +162,6 @@ class Hardware(_Record):
 
     @property
     def compiler_remedy(self) -> str:
-        """How to install a C++ compiler."""
         if self.system.startswith("Darwin"):
             return "run xcode-select --install"
         if self.system.startswith("Windows"):
@@ -172,7 +169,6 @@ class Hardware(_Record):
         return "install g++, such as with apt-get install g++"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON, with the format's name and version."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     @classmethod

@@ -18,9 +18,8 @@ class ModuleTime(Record):
     """A module's times in one step: means of the middle half of the measured steps.
 
     Attributes:
-        name: the model's name for the module; empty for the model itself. With several models, the model's name is
-            a prefix:
-            `generator.conv1`. Names in parentheses, such as `(loss)`, are parts without a module.
+        name: the model's name for the module; empty for the model itself. With several models, the model's name is a
+            prefix: `generator.conv1`. Names in parentheses, such as `(loss)`, are parts without a module.
         kind: its class.
         calls: per step.
         forward_ms, backward_ms: with inner modules; None if unknown.
@@ -273,9 +272,8 @@ class RankTime(Record):
     Attributes:
         step_ms: by the rank's own clock.
         phases: ms per step; their sum is `step_ms`.
-        waiting_ms, communication_ms: per step as a training counts them, also in parallel with computation and in
-            rare steps.
-            None where torch communicates by itself.
+        waiting_ms, communication_ms: per step as a training counts them, also in parallel with computation and in rare
+            steps. None where torch communicates by itself.
     """
 
     step_ms: float | None

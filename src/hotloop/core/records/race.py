@@ -54,13 +54,11 @@ class Convergence(Record):
     Attributes:
         what: the compared figure after `epochs`: `validation_loss` or `train_loss`.
         baseline, plan: the figure for each seed; the plan's last one is missing if its training ended early.
-        difference: mean of plan minus baseline; `low` and `high` are its 90 % interval. None after a failed
-            training, or with
-            fewer than three seeds.
+        difference: mean of plan minus baseline; `low` and `high` are its 90 % interval. None after a failed training,
+            or with fewer than three seeds.
         margin: the allowed difference: the baseline's spread over the seeds, at least 1 % of the figure.
-        equivalent: whether the interval lies within the margin: two one-sided tests at 5 % (Schuirmann: A
-            comparison of the
-            two one-sided tests procedure and the power approach, 1987).
+        equivalent: whether the interval lies within the margin: two one-sided tests at 5 % (Schuirmann: A comparison of
+            the two one-sided tests procedure and the power approach, 1987).
         ended_by, ended: why seeds are missing, as a code and in words; None for complete results.
     """
 
@@ -92,8 +90,8 @@ class Parity(Record):
         first: the first wrong tensor and its step; None without one.
         convergence: None if it wasn't requested.
         seconds: duration of the proof.
-        short_of_memory: whether the proof failed for a passing reason: memory, disk space, or a killed or
-            incomplete compiler.
+        short_of_memory: whether the proof failed for a passing reason: memory, disk space, or a killed or incomplete
+            compiler.
     """
 
     version: int = 1
@@ -119,12 +117,10 @@ class Timing(Record):
         name: as the user requested it, such as `baseline`, `auto` or `mine.toml`.
         plan: the axes.
         step_ms: median over the baseline's windows; for other plans the baseline's value over `ratio`, because a
-            dropped plan
-            ran in other windows than the baseline's later ones.
+            dropped plan ran in other windows than the baseline's later ones.
         samples_per_s: at `step_ms`.
-        ratio: median over pairs of windows of the baseline's time over this plan's time; above 1 is faster.
-            `ratio_low` and
-            `ratio_high` are its 99 % interval.
+        ratio: median over pairs of windows of the baseline's time over this plan's time; above 1 is faster. `ratio_low`
+            and `ratio_high` are its 99 % interval.
         windows: number of pairs of windows.
         parity, parity_reason: the class against the baseline on the same device; None without a proof.
         states: number of states of the proof.
@@ -202,7 +198,6 @@ class Timing(Record):
         return (self.ratio or 1.0) * (self.step_ms / 1e3 / self.training_s if self.step_ms else 1.0)
 
     def proven(self, parity: Parity) -> Timing:
-        """Returns a copy with the proof's result."""
         found = {"parity": parity.parity, "parity_reason": parity.reason, "states": parity.states}
         return self.model_copy(update=found | {"short_of_memory": parity.short_of_memory})
 
@@ -220,7 +215,6 @@ class Timing(Record):
         return (self.startup_s or 0.0) + (compile_s or 0.0) + steps * self.training_s
 
     def saves_s(self, other: Timing, steps: int | None) -> float:
-        """Returns the seconds that this plan saves over another plan in a run of `steps`."""
         return other.finishes(steps) - self.finishes(steps)
 
 

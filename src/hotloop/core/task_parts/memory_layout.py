@@ -64,7 +64,6 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _byte_range(value: Tensor) -> range:
-    """Returns the byte range that a tensor covers in its storage."""
     reach = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
     first = int(value.storage_offset())
     return range(first * value.itemsize, (first + int(reach) + 1) * value.itemsize)

@@ -20,8 +20,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     """Returns a deep copy of a model.
 
     Unlike `copy.deepcopy`, the function also copies uninitialised buffers, and attributes that each forward computes
-    from
-    parameters, such as the `weight` of `torch.nn.utils.weight_norm` and of pruned layers.
+    from parameters, such as the `weight` of `torch.nn.utils.weight_norm` and of pruned layers.
 
     Raises:
         NotCopiedError: the model has an object that can't be copied.

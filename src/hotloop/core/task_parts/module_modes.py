@@ -1,9 +1,8 @@
 """Training and evaluation mode of modules, and of optimizers with both modes.
 
 A module that the model factory puts into evaluation mode, such as a frozen batch normalisation, stays in this mode
-during
-training. A switch may change weights: a module may merge weights in `eval()`, and a schedule-free optimizer replaces
-weights by their average. hotloop restores such weights bit by bit.
+during training. A switch may change weights: a module may merge weights in `eval()`, and a schedule-free optimizer
+replaces weights by their average. hotloop restores such weights bit by bit.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def set_training(model: nn.Module, in_eval: Collection[str]) -> nn.Module:
     """Switches the model to training mode except for the named modules; returns the model.
 
     Calls the root's `train()`, which a class may override. The named modules' own `train()` might change weights, so
-    the
-    function sets only their flag.
+    the function sets only their flag.
     """
     model.train()
     for name in in_eval:

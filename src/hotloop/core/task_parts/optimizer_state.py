@@ -1,8 +1,7 @@
 """An optimizer's state as part of State: by parameter name, or by the class's own `state_dict`.
 
 A class that overrides `state_dict` or `load_state_dict`, or has hooks on them, defines its state by these methods. The
-state
-of a wrapped optimizer is saved separately if the wrapper's `state_dict` excludes it.
+state of a wrapped optimizer is saved separately if the wrapper's `state_dict` excludes it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotloop.core.state import (
-    bytes_of,
     capture_groups,
     capture_optimizer,
     host_copy,
+    is_same_value,
     restore_optimizer,
     shard_like,
     to_host,
@@ -90,7 +89,6 @@ def capture_state(optimizer: Optimizer, model: nn.Module, *, lent: bool = False)
 
 
 def _is_captured(optimizer: Optimizer, covered: set[int]) -> bool:
-    """Returns whether the wrapper's state_dict contains all tensors of an optimizer's state."""
     tensors = [value for _, value in tree_leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
     return bool(tensors) and all(id(value) in covered for value in tensors)
 
@@ -230,11 +228,4 @@ def _with_strides_of(value: Any, parameter: Tensor) -> Any:
 def _group_differences(live: Any, saved: Any) -> list[str]:
     now, before = (dict(tree_leaves(tree)) for tree in (live, saved))
     paths = sorted(now.keys() ^ before.keys())
-    return paths + [path for path in sorted(now.keys() & before.keys()) if not _is_same_value(now[path], before[path])]
-
-
-def _is_same_value(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and bytes_of(one).equal(bytes_of(other))
-    return type(one) is type(other) and repr(one) == repr(other)
+    return paths + [path for path in sorted(now.keys() & before.keys()) if not is_same_value(now[path], before[path])]

@@ -50,8 +50,7 @@ class YieldedLosses:
         """Returns the batch's loss and its scalars.
 
         The scalars are `<name>_loss`, the mean of the losses of each optimizer, and the step's own scalars. The batch's
-        loss is the
-        sum of the means.
+        loss is the sum of the means.
 
         Raises:
             TaskError: the step yielded no loss, or gave a scalar the name of an optimizer's loss.
