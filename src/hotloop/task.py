@@ -296,10 +296,6 @@ class Task:
         parts = {name: getattr(self, name) for name in ("loss", "step", "weight", "metrics", "predict")}
         return {"model": model, **parts}
 
-    @property
-    def stop_early(self) -> bool:
-        return self.stop_below is not None or self.patience is not None
-
 
 def first_hooked_parameter(model: nn.Module) -> str | None:
     """Returns the name of the first parameter with a hook on its gradient; None without one."""

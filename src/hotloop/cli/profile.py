@@ -125,16 +125,18 @@ def profile(
     if path is not None:
         refused = [name for name in _TASK_OPTIONS if given[name]]
         if refused:
-            raise typer.BadParameter(_task_option_error(refused[0], file))
+            option = {"settings": "set"}.get(refused[0], refused[0]).replace("_", "-")
+            reason = f"{file} is run as a script: it imports no hotloop, or defines no task"
+            raise typer.BadParameter(f"--{option} is for a Task, and {reason}")
         tries = (time_limit or "30s") if try_remedies else None
         found = _profile_script(path, arguments or [], steps, stop_after, trace, tries, as_json)
     else:
         if stop_after is not None:
             raise typer.BadParameter("--stop-after ends a script; a Task is run for --steps steps")
-        of_task = _profile_task(file, given, steps, trace, time_limit, as_json)
-        if of_task is None:
+        task_profile = _profile_task(file, given, steps, trace, time_limit, as_json)
+        if task_profile is None:
             return  # rank 0 prints the result
-        found = of_task
+        found = task_profile
     _show(found, module, pictures, as_json)
 
     from hotloop.core.records.profile import CTRL_C
@@ -156,11 +158,6 @@ def _script_path(file: str, arguments: bool) -> Path | None:
     if path is None or where != file or (not arguments and defines_task(path, name)):
         return None
     return path
-
-
-def _task_option_error(name: str, file: str) -> str:
-    option = {"settings": "set"}.get(name, name).replace("_", "-")
-    return f"--{option} is for a Task, and {file} is run as a script: it imports no hotloop, or defines no task"
 
 
 def _profile_script(

@@ -17,8 +17,6 @@ class View:
     """The state of a training at an event.
 
     Attributes:
-        event: the event.
-        run: the run folder.
         epoch: the current epoch, from 0.
         epochs: the number of epochs of the run.
         step: steps since the beginning of the run.
@@ -28,7 +26,6 @@ class View:
         samples_per_s: speed of the current epoch; 0 before the first step.
         remaining_s: expected seconds to the end of the last epoch; None while unknown.
         learning_rate: of the first parameter group.
-        history: the completed epochs.
         reason: why training stopped (event `stop`).
         final: metrics on the test data (event `final`).
     """

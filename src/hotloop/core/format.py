@@ -10,7 +10,7 @@ from hotloop.errors import PlanError, shorten
 _FLOPS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 _MILLISECONDS = ((1000.0, "s"), (1.0, "ms"), (0.001, "us"))
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def format_flops(count: float | None) -> str:
@@ -68,7 +68,7 @@ def parse_seconds(text: str, name: str) -> float:
     parts = re.findall(r"([\d.]+)([smhd])", text)
     try:
         if parts and "".join(number + unit for number, unit in parts) == text:
-            value = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+            value = sum(float(number) * _UNITS[unit] for number, unit in parts)
         else:
             value = float(text)
         if 0 < value < math.inf:

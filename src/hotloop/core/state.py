@@ -84,12 +84,16 @@ def tree_leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def differing_paths(one: State, other: State) -> list[str]:
-    a, b = (dict(tree_leaves(vars(state) | {"position": vars(state.position)})) for state in (one, other))
+    return differing_leaves(*(vars(state) | {"position": vars(state.position)} for state in (one, other)))
+
+
+def differing_leaves(one: Any, other: Any) -> list[str]:
+    a, b = dict(tree_leaves(one)), dict(tree_leaves(other))
     paths = sorted(a.keys() ^ b.keys())
-    return paths + [path for path in a.keys() & b.keys() if not is_same_value(a[path], b[path])]
+    return paths + [path for path in sorted(a.keys() & b.keys()) if not _is_same(a[path], b[path])]
 
 
-def is_same_value(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a).equal(bytes_of(b))
     return type(a) is type(b) and repr(a) == repr(b)
@@ -177,9 +181,9 @@ def _resize_buffers(model: nn.Module, saved: dict[str, Tensor]) -> None:
 def copy_into(target: dict[str, Tensor], source: dict[str, Tensor], kind: str) -> None:
     for name in itertools.chain(target, source):
         if name not in source or name not in target:
-            holder, lacking = ("model", "checkpoint") if name in target else ("checkpoint", "model")
+            holder, missing = ("model", "checkpoint") if name in target else ("checkpoint", "model")
             raise CheckpointError(
-                f"the checkpoint is of another model: the {holder} has a {kind} {name!r}, the {lacking} has none",
+                f"the checkpoint is of another model: the {holder} has a {kind} {name!r}, the {missing} has none",
                 expected="the model that wrote it",
                 fix="use the Task that the run was started with, or start a new run",
             )

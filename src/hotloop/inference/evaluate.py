@@ -133,17 +133,15 @@ class Evaluator:
             self._counts = counts if self._counts is None else self._counts + counts
         if target.ndim == 1:
             wrong = counted & (predicted != target)
-            self._add_worst(
-                confidence=torch.where(wrong, confidence.nan_to_num(0.0), -1.0),
-                index=self.samples + torch.arange(len(target), device=target.device),
-                true=target,
-                predicted=predicted,
+            rows = {
+                "confidence": torch.where(wrong, confidence.nan_to_num(0.0), -1.0),
+                "index": self.samples + torch.arange(len(target), device=target.device),
+                "true": target,
+                "predicted": predicted,
                 **_pictures_of_inputs(inputs),
-            )
-
-    def _add_worst(self, **rows: Tensor) -> None:
-        rows = _most_confident(rows, self.limit)
-        self._worst = _most_confident(_concatenate(self._worst, rows), self.limit) if self._worst else rows
+            }
+            rows = _most_confident(rows, self.limit)
+            self._worst = _most_confident(_concatenate(self._worst, rows), self.limit) if self._worst else rows
 
     def findings(self, names: Sequence[str] = ()) -> dict[str, Any]:
         """Returns the fields of an `Evaluation` for a classification; empty for other Tasks."""

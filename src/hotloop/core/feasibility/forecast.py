@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hotloop.core.records.hardware import Device, Hardware
 from hotloop.core.records.training import TaskFacts
-from hotloop.plan import Plan
+from hotloop.plan import BASELINE, Plan
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,17 @@ class FeasibilityInput:
 
 
 Rule = Callable[[FeasibilityInput], Iterator[Violation]]
+
+
+def axis_violations(
+    plan: Plan, reasons: Mapping[str, str], other: str, alternative: str, *allowed: object
+) -> Iterator[Violation]:
+    """Yields a violation with the axis `other` for each axis of `reasons` with neither the baseline's nor an allowed value."""
+    for axis, reason in reasons.items():
+        default = getattr(BASELINE, axis)
+        if getattr(plan, axis) not in (default, *allowed):
+            value = "none" if default is None else default
+            yield Violation((axis, other), reason, f"use {axis}={value}, or {alternative}")
 
 
 @dataclass(frozen=True)

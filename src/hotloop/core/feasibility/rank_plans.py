@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotloop.core.feasibility.forecast import FeasibilityInput, Rule, Violation
+from hotloop.core.feasibility.forecast import FeasibilityInput, Rule, Violation, axis_violations
 from hotloop.plan import AXES_OF_PARALLEL, BASELINE
 
 JOINT_MODES = ("tensor", "stages")
@@ -52,10 +52,7 @@ def _check_synchronous(case: FeasibilityInput) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.parallel not in _IN_STEP:
         return
-    for axis, reason in _SINGLE_RANK_AXES.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) != plain:
-            yield Violation((axis, "parallel"), reason, f"use {axis}={plain}, or parallel=none")
+    yield from axis_violations(plan, _SINGLE_RANK_AXES, "parallel", "parallel=none")
     if facts.data == "Stream":
         reason = "the data is a stream with an order of its own, which ranks can't be sure to share"
         yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
@@ -119,11 +116,7 @@ def _check_asynchronous(case: FeasibilityInput) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.parallel != "async":
         return
-    for axis, reason in _UPDATE_AXES.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) not in (plain, 0):
-            value = "none" if plain is None else plain
-            yield Violation((axis, "parallel"), reason, f"use {axis}={value}, or parallel=none")
+    yield from axis_violations(plan, _UPDATE_AXES, "parallel", "parallel=none", 0)
     if plan.precision == "fp16":
         reason = "the scale of fp16's loss would have to be the same on all workers"
         yield Violation(("precision", "parallel"), reason, "use precision=bf16, or parallel=none")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from hotloop.core.feasibility.captured_plans import CAPTURE_RULES
-from hotloop.core.feasibility.forecast import FeasibilityInput, InfeasibleValue, Rule, Violation
+from hotloop.core.feasibility.forecast import FeasibilityInput, InfeasibleValue, Rule, Violation, axis_violations
 from hotloop.core.feasibility.rank_plans import RANK_RULES
 from hotloop.core.format import format_digits
 from hotloop.core.number_formats import REDUCED
@@ -132,11 +132,7 @@ def _check_arrays_engine(case: FeasibilityInput) -> Iterator[Violation]:
     plan, device = case.plan, case.device
     if plan.engine != "arrays":
         return
-    for axis, reason in _OF_TORCH.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) not in (plain, "fp32"):  # fp32 are the model's own numbers
-            value = "none" if plain is None else plain
-            yield Violation((axis, "engine"), reason, f"use {axis}={value}, or engine=eager")
+    yield from axis_violations(plan, _OF_TORCH, "engine", "engine=eager", "fp32")  # fp32 are the model's own numbers
     if device.kind not in ("cpu", "cuda"):
         reason = f"arrays are NumPy's or CuPy's, and neither computes on {device.name}"
         yield Violation(("engine", "device"), reason, "use --device cpu, or engine=eager")
@@ -161,10 +157,7 @@ def _check_placement(case: FeasibilityInput) -> Iterator[Violation]:
     plan, hardware = case.plan, case.hardware
     if plan.placement is None:
         return
-    for axis, reason in _IN_ONE_PLACE.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) != plain:
-            yield Violation((axis, "placement"), reason, f"use {axis}={plain}, or placement=none")
+    yield from axis_violations(plan, _IN_ONE_PLACE, "placement", "placement=none")
     names = ", ".join(device.name for device in hardware.devices)
     for module, name in plan.placement.items():
         if _find_by_name(name, hardware) is None:

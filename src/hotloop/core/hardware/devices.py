@@ -46,26 +46,26 @@ def check_device(name: str | torch.device, option: str = "--device") -> torch.de
     Raises:
         DeviceError: the device is missing here, or hotloop can't train on it. No other device replaces it.
     """
-    given, here = str(name), device_names()
+    given, names = str(name), device_names()
     match = _DEVICE_NAME.fullmatch(given)
     if match is None:
-        raise _unknown_device(given, here, option)
+        raise _unknown_device(given, names, option)
     kind, index = match.groups()
     if kind in ("cpu", "mps"):
-        if kind not in here or index not in (None, "0"):
-            raise _absent_device(given, kind, here, option)
+        if kind not in names or index not in (None, "0"):
+            raise _absent_device(given, kind, names, option)
         return torch.device(kind)
-    if not any(device.startswith(kind) for device in here):
-        raise _absent_device(given, kind, here, option)
+    if not any(device.startswith(kind) for device in names):
+        raise _absent_device(given, kind, names, option)
     found = f"{kind}:{torch.accelerator.current_device_index() if index is None else index}"
-    if found not in here:
-        raise _absent_device(given, kind, here, option)
+    if found not in names:
+        raise _absent_device(given, kind, names, option)
     return torch.device(found)
 
 
-def _unknown_device(given: str, here: list[str], option: str) -> DeviceError:
-    expected, kind = _join_names(here), given.partition(":")[0].strip().lower()
-    advice = f"Use {option} {_fastest_device(here)}"
+def _unknown_device(given: str, names: list[str], option: str) -> DeviceError:
+    expected, kind = "one of: " + ", ".join(names), given.partition(":")[0].strip().lower()
+    advice = f"Use {option} {_fastest_device(names)}"
     if kind in ("tpu", "xla"):
         return DeviceError(f"device {given!r} is a TPU, which hotloop can't train on", expected=expected, fix=advice)
     if kind == "meta":
@@ -73,17 +73,17 @@ def _unknown_device(given: str, here: list[str], option: str) -> DeviceError:
         return DeviceError(problem, expected=expected, fix=advice)
     if kind in _MISNAMED:
         return DeviceError(f"device {given!r} has another name: {_MISNAMED[kind]}", expected=expected, fix=advice)
-    if close := get_close_matches(given.strip().lower(), [*here, *ACCELERATORS], n=1):
+    if close := get_close_matches(given.strip().lower(), [*names, *ACCELERATORS], n=1):
         advice = f"Did you mean {close[0]}?"
     return DeviceError(f"there is no device called {given!r}", expected=expected, fix=advice)
 
 
-def _absent_device(given: str, kind: str, here: list[str], option: str) -> DeviceError:
-    alike = [device for device in here if device.startswith(kind)]
-    advice = f"Use {option} {alike[0] if alike else _fastest_device(here)}"
+def _absent_device(given: str, kind: str, names: list[str], option: str) -> DeviceError:
+    alike = [device for device in names if device.startswith(kind)]
+    advice = f"Use {option} {alike[0] if alike else _fastest_device(names)}"
     if not alike:
         advice += f", or {_remedy(kind)}"
-    return DeviceError(f"device {given!r} isn't on this machine", expected=_join_names(here), fix=advice)
+    return DeviceError(f"device {given!r} isn't on this machine", expected="one of: " + ", ".join(names), fix=advice)
 
 
 def _remedy(kind: str) -> str:
@@ -100,12 +100,8 @@ def _remedy(kind: str) -> str:
     return "install a CUDA build of torch if there's an NVIDIA GPU"
 
 
-def _fastest_device(here: list[str]) -> str:
-    return here[1] if len(here) > 1 else here[0]
-
-
-def _join_names(here: list[str]) -> str:
-    return "one of: " + ", ".join(here)
+def _fastest_device(names: list[str]) -> str:
+    return names[1] if len(names) > 1 else names[0]
 
 
 def resolve_device(plan: Plan, device: str | None = None) -> Plan:

@@ -92,7 +92,9 @@ def allowed_cores() -> list[int]:
 def physical_core_count(cores: list[int], topology: Path = TOPOLOGY) -> int | None:
     """Returns the number of physical cores behind these logical cores; None if unknown."""
     if sys.platform == "darwin":
-        return _performance_cores() or psutil.cpu_count(logical=False)
+        # The fast cores of Apple silicon: an operation waits for its slowest thread.
+        number = program_output("sysctl", "-n", "hw.perflevel0.physicalcpu") or ""
+        return (int(number) if number.isdigit() else 0) or psutil.cpu_count(logical=False)
     places = {
         tuple(_read_text(topology / f"cpu{core}/topology/{name}") for name in ("physical_package_id", "core_id"))
         for core in cores
@@ -101,12 +103,6 @@ def physical_core_count(cores: list[int], topology: Path = TOPOLOGY) -> int | No
         physical = psutil.cpu_count(logical=False)
         return physical and min(physical, len(cores))
     return len(places)
-
-
-def _performance_cores() -> int | None:
-    """Returns the number of fast cores of Apple silicon: an operation waits for its slowest thread."""
-    number = program_output("sysctl", "-n", "hw.perflevel0.physicalcpu")
-    return int(number) if number and number.isdigit() else None
 
 
 def sensible_threads(allowed: int, physical: int | None, quota: float | None) -> int:

@@ -59,8 +59,8 @@ REASONS = (None, "stop-after", "SIGHUP", "SIGTERM", "SIGINT")
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP (`number`) arrived during work without a state to save."""
 
-    def __init__(self, *said: object, number: int = signal.SIGTERM) -> None:
-        super().__init__(*said)
+    def __init__(self, *arguments: object, number: int = signal.SIGTERM) -> None:
+        super().__init__(*arguments)
         self.number = number
 
 

@@ -12,7 +12,6 @@ class MatrixRecord(Record):
 
     Attributes:
         name: in the equations, such as `X`, `W` or `Z`.
-        shape: for this batch.
         parameter: the model's name for a parameter; empty for other tensors.
     """
 
@@ -27,7 +26,6 @@ class Equation(Record):
     Attributes:
         result: the matrix's name; `dW` is the gradient of `W`.
         text: the right side, such as `dZ^T X`.
-        shape: of the result.
         flops: multiplications and additions; a function such as `exp` counts as one.
         bytes: operands read once and the result written once, in the dtype of the training.
         difference: largest difference between the equation (plain matrix operations, float64) and torch's result and
@@ -81,7 +79,6 @@ class Explanation(Record):
     """The layers of a Task's model for one batch.
 
     Attributes:
-        task: its name.
         batch: shapes of the batch's tensors.
         parameters: number of trainable elements.
         layers: in the order of the forward pass.

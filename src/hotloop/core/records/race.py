@@ -89,7 +89,6 @@ class Parity(Record):
         reductions: descriptions of formats with fewer bits than the baseline's.
         first: the first wrong tensor and its step; None without one.
         convergence: None if it wasn't requested.
-        seconds: duration of the proof.
         short_of_memory: whether the proof failed for a passing reason: memory, disk space, or a killed or incomplete
             compiler.
     """
@@ -115,7 +114,6 @@ class Timing(Record):
 
     Attributes:
         name: as the user requested it, such as `baseline`, `auto` or `mine.toml`.
-        plan: the axes.
         step_ms: median over the baseline's windows; for other plans the baseline's value over `ratio`, because a
             dropped plan ran in other windows than the baseline's later ones.
         samples_per_s: at `step_ms`.
@@ -228,9 +226,7 @@ class Verdict(Record):
         winner: name of the trusted plan that finishes this run first; None with too few measurements.
         steps: of the whole run; None for a stream of unknown length.
         left_open: whether a search that chose the baseline has no evidence against the plan of the rules.
-        notes: remarks, such as on a busy machine.
         machine, versions: where and with which versions the race ran.
-        seconds: duration of the race.
         ended_by, ended: the signal that stopped the proof, and a description; then there is no winner.
     """
 
@@ -285,7 +281,6 @@ class Crossover(Record):
     """The size of a Task at which a plan overtakes the baseline, or falls behind.
 
     Attributes:
-        name: of the plan.
         at: size with equal times, between a size with verdict `faster` and a size with `slower`; None without such
             sizes.
         low, high: the sizes between which the ratio's interval contains 1.

@@ -145,7 +145,6 @@ class SourceRecord(Record):
 
     Attributes:
         file: the Task's file, relative to the folder's `source`.
-        module: its dotted name.
         attribute: the Task's name in the file.
         parameters: arguments of a `task(...)` function.
         digest: SHA-256 of all source files.
@@ -197,10 +196,8 @@ class Evaluation(Record):
     """The figures of a trained network on a data set.
 
     Attributes:
-        run: the run folder.
         on: `test`, `validation`, `train`, or `data` for the caller's data.
         weights, epoch: `best` or `last`, and their epoch; 0 is an untrained network.
-        samples: number of samples.
         metrics: the Task's, or the accuracy of a classification.
         classes: names by class number; this and the following fields are empty without classes.
         accuracy_per_class: share of each class's samples with correct predictions; None for a class without samples.
@@ -236,14 +233,12 @@ class ExportRecord(Record):
     """An exported file, and its check.
 
     Attributes:
-        run: the run folder.
         file, format: the path, and `pt2`, `onnx`, `pt` or `safetensors`.
         weights, epoch: `best` or `last`, and their epoch.
         prepare: whether the file contains the Task's `prepare`; None without one, or for weights alone.
         inputs, outputs: empty for weights alone.
         batch_sizes: sizes of the real batches of the check.
         difference, tolerance: largest difference from the model's output, and its limit.
-        versions: of the exporting libraries.
     """
 
     version: int = 1

@@ -57,10 +57,8 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     if one.itemsize != other.itemsize:
         return True
     places = torch.arange(max(first.stop, second.stop) // one.itemsize)
-    mine, others = (
-        places.as_strided(value.shape, value.stride(), value.storage_offset()).flatten() for value in (one, other)
-    )
-    return bool(torch.isin(mine, others).any())
+    elements = [places.as_strided(value.shape, value.stride(), value.storage_offset()) for value in (one, other)]
+    return bool(torch.isin(*elements).any())
 
 
 def _byte_range(value: Tensor) -> range:

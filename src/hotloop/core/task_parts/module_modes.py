@@ -55,7 +55,7 @@ def switchable_optimizers(optimizer: torch.optim.Optimizer, wrapped: Sequence[to
     """Returns the optimizers with `train()` and `eval()`: `optimizer`, or else those of `wrapped`."""
     if _has_both_modes(optimizer):
         return [optimizer]
-    return [one for one in wrapped if _has_both_modes(one)]
+    return list(filter(_has_both_modes, wrapped))
 
 
 def _has_both_modes(optimizer: Any) -> bool:
@@ -104,7 +104,7 @@ def _has_mode_override(module: nn.Module) -> bool:
 class _SavedContents:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         owners = [module for root in modules for module in root.modules()]
-        self._members = [(one, dict(one._parameters), dict(one._buffers)) for one in owners]
+        self._members = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in owners]
         tensors = [value for root in modules for value in (*root.parameters(), *root.buffers())]
         built = {id(value): value for value in tensors if not is_lazy(value)}.values()
         self._tensors = [(tensor, tensor.data, tensor.detach().clone()) for tensor in built]

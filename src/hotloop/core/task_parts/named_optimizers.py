@@ -47,8 +47,10 @@ def member_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 def owner_optimizer(optimizer: Optimizer, parameter: Tensor) -> Optimizer:
     """Returns the optimizer that updates a parameter; the first optimizer for a parameter without one."""
     members = member_optimizers(optimizer)
-    owners = (one for one in members for group in one.param_groups if any(v is parameter for v in group["params"]))
-    return next(owners, members[0])
+    for member in members:
+        if any(value is parameter for group in member.param_groups for value in group["params"]):
+            return member
+    return members[0]
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:

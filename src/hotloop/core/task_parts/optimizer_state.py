@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from hotloop.core.state import (
     capture_groups,
     capture_optimizer,
+    differing_leaves,
     host_copy,
-    is_same_value,
     restore_optimizer,
     shard_like,
     to_host,
@@ -67,7 +67,7 @@ def _wrapped_optimizers(values: Any, path: str, seen: set[int]) -> Iterator[tupl
 def capture_state(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
     """Returns the optimizer's state on the CPU; `lent` shares tensors that are on the CPU."""
     if isinstance(optimizer, NamedOptimizers):
-        members = {name: capture_state(one, model, lent=lent) for name, one in optimizer.members.items()}
+        members = {name: capture_state(member, model, lent=lent) for name, member in optimizer.members.items()}
         groups = [{"params": names} for names in capture_groups(optimizer, model)]
         return {"name": describe_optimizer(optimizer), "groups": groups, "members": members}
     inner, own = inner_optimizers(optimizer), optimizer.state_dict()
@@ -132,8 +132,8 @@ def _restore_members(optimizer: NamedOptimizers, model: nn.Module, saved: dict[s
             expected="the same optimizers",
             fix="use the Task that the run was started with",
         )
-    members = optimizer.members.items()
-    return [f"{name}{path}" for name, one in members for path in restore_state(one, model, saved["members"][name])]
+    states, members = saved["members"], optimizer.members.items()
+    return [f"{name}{path}" for name, member in members for path in restore_state(member, model, states[name])]
 
 
 def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
@@ -179,7 +179,7 @@ def _load_state(optimizer: Optimizer, state: Any) -> list[str]:
         ) from error
     _repair_state(optimizer.state_dict(), state)
     _match_strides(optimizer)
-    return _group_differences(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
+    return differing_leaves(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
 
 
 def _with_implementation_of(optimizer: Optimizer, tree: Any) -> Any:
@@ -223,9 +223,3 @@ def _with_strides_of(value: Any, parameter: Tensor) -> Any:
         return value
     like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     return like.copy_(shard_like(value, parameter))
-
-
-def _group_differences(live: Any, saved: Any) -> list[str]:
-    now, before = (dict(tree_leaves(tree)) for tree in (live, saved))
-    paths = sorted(now.keys() ^ before.keys())
-    return paths + [path for path in sorted(now.keys() & before.keys()) if not is_same_value(now[path], before[path])]
