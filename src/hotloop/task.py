@@ -304,9 +304,7 @@ def first_hooked_parameter(model: nn.Module) -> str | None:
 
 
 def _is_trained(part: nn.Module) -> bool:
-    """Returns whether the module itself has a trainable parameter; Keras creates parameters at the first
-    `parameters()`.
-    """
+    """Returns whether the module itself has a trainable parameter; Keras creates parameters in `parameters()`."""
     return any(value is not None and value.requires_grad for value in part._parameters.values())
 
 

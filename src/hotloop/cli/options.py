@@ -155,9 +155,7 @@ def _report_unraisable(error: sys.UnraisableHookArgs) -> None:
 
 
 def _open_streams() -> None:
-    """Opens the null device in place of closed standard streams: otherwise a later file would get such a number, and
-    torch's output.
-    """
+    """Opens the null device in place of closed standard streams, whose numbers later files would get."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -245,9 +243,7 @@ def exit_with_launcher() -> None:
 
 
 def _is_launched() -> bool:
-    """Returns whether a launcher started this process: `LAUNCH_ID_PREFIX` in distributed/process_group.py, a slow
-    import.
-    """
+    """Returns whether a launcher started this process (`LAUNCH_ID_PREFIX` in distributed/process_group.py)."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("hotloop-")
 
 

@@ -38,9 +38,7 @@ _NAMES = {
 
 
 def operator_class(name: str) -> str | None:
-    """Returns the class of a torch operator, such as `conv` for `convolution_backward`; None for operators without
-    products.
-    """
+    """Returns an operator's class, such as `conv` for `convolution_backward`; None for operators without products."""
     return next((operator for operator, pattern in _NAMES.items() if pattern.search(name)), None)
 
 

@@ -63,9 +63,7 @@ class PlanRequest:
 
     @classmethod
     def with_auto_default(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
-        """Returns the request like `from_value`, but without a plan `auto`; axes that change the computation select the
-        baseline.
-        """
+        """Returns a request whose default is `auto`, or the baseline if an axis of the computation is set."""
         if given is not None or (axes or {}).keys() - {"device", "workers"}:
             return cls.from_value(given, axes)
         return replace(cls.from_value(AUTO, axes), is_explicit=False)

@@ -64,9 +64,7 @@ def silence_loggers(*names: str) -> Iterator[None]:
 
 
 def _stream_handlers() -> list[logging.Handler]:
-    """Returns the stream handlers of torch's loggers; several loggers have their own. Handlers of files and traces are
-    excluded.
-    """
+    """Returns the stream handlers of torch's loggers, without those that write files or traces."""
     known = dict(logging.root.manager.loggerDict)
     loggers = [logger for name, logger in known.items() if f"{name}.".startswith("torch.")]
     handlers = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]

@@ -163,9 +163,7 @@ class DeviceBenchmark:
         return _measured_figure(rate, "flop_per_s", f"product of two {size} x {size} matrices by {by}{threads}")
 
     def _products(self, precision: str, team: int) -> Iterator[tuple[float, int, int, str]]:
-        """Yields (FLOP/s, size, threads, library) of growing products, until a product takes `LONG_S` or the memory
-        ends.
-        """
+        """Yields (FLOP/s, size, threads, library) of growing products, until one takes `LONG_S` or memory ends."""
         dtype = DTYPES[precision]
         largest = min(8192, math.isqrt(int(self.tensor_bytes / 3 / dtype.itemsize)))
         size, seconds = (256 if self.device.type == "cpu" else 2048), 0.0

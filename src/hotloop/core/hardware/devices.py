@@ -105,9 +105,7 @@ def _fastest_device(names: list[str]) -> str:
 
 
 def resolve_device(plan: Plan, device: str | None = None) -> Plan:
-    """Returns the plan on the requested device, or else on this machine's accelerator; raises DeviceError like
-    `check_device`.
-    """
+    """Returns the plan on the requested device, or else on this machine's accelerator; raises DeviceError."""
     if device is None and "device" not in plan.model_fields_set:
         device = next((name for name in device_names() if name != "cpu"), "cpu")
     return plan.with_axes(device=str(check_device(plan.device if device is None else device)))

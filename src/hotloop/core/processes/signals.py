@@ -74,9 +74,7 @@ def end_reason(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, st
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise Terminated, and Ctrl-C KeyboardInterrupt; signals repeated within a second raise
-    once.
-    """
+    """Makes SIGTERM and SIGHUP raise Terminated, and Ctrl-C KeyboardInterrupt, once per `REPEAT_SIGNAL_S`."""
     owner, raised_at = os.getpid(), -math.inf
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -127,9 +125,7 @@ class StopSignals:
         return None
 
     def check(self, reserve_s: float = 0.0, largest: Callable[[list[int]], list[int]] = list) -> None:
-        """Raises StopRequested if there is a reason to stop; `largest` reduces the reasons of all ranks to their
-        maximum.
-        """
+        """Raises StopRequested if there is a reason to stop; `largest` computes the maximum over all ranks."""
         (place,) = largest([REASONS.index(self.reason(reserve_s))])
         if reason := REASONS[place]:
             raise StopRequested(reason)

@@ -174,9 +174,7 @@ class Timing(Record):
 
     @property
     def behind(self) -> bool:
-        """Whether the plan is slower than the baseline, or was dropped by a lag that suffices against the baseline
-        alone.
-        """
+        """Whether the plan is slower than the baseline, or was dropped far behind the baseline."""
         clearly = 1 - FAR_BEHIND if self.windows >= FIRST_PAIRS else 1 / FAR_SLOWER
         return self.verdict == "slower" or (self.left_out and (self.ratio or 1.0) < clearly)
 

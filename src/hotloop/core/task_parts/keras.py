@@ -21,9 +21,7 @@ def _is_keras(bases: tuple[type, ...]) -> bool:
 
 
 def default_device(model: nn.Module | None) -> AbstractContextManager[Any]:
-    """Makes Keras create tensors on the model's device (None: the CPU) within the context; its default is the
-    accelerator.
-    """
+    """Makes Keras create tensors on the model's device (None: the CPU), not on its default, the accelerator."""
     if "keras.src.backend.torch" not in sys.modules:
         return nullcontext()
     parameter = next(model.parameters(), None) if model is not None else None

@@ -137,9 +137,7 @@ def _restore_members(optimizer: NamedOptimizers, model: nn.Module, saved: dict[s
 
 
 def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Adds groups and parameters that the saved optimizer has in addition, such as from `add_param_group` in a
-    callback.
-    """
+    """Adds the saved optimizer's further groups and parameters, such as from `add_param_group` in a callback."""
     named = dict(model.named_parameters())
     now = capture_groups(optimizer, model)
     before = {name for names in now for name in names}
