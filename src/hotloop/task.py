@@ -221,7 +221,7 @@ class Task:
         return model
 
     def built_last(self, model: nn.Module) -> bool:
-        """Returns whether the factory has returned no other model since this one; the user's variables may refer to it."""
+        """Returns whether the factory has returned no other model since this one, which the user may refer to."""
         return isinstance(self.model, nn.Module) or any(id(part) in self._built for part in model.modules())
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

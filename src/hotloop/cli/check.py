@@ -54,11 +54,12 @@ def check(
     hotloop check examples/fashion.py --set precision=bf16 --device cuda --converge 5
 
     Single steps from at least 16 states, or from all states of a shorter training, are compared with the same steps in
-    float64, then several steps in sequence. Harmless variants of the baseline measure the effect of rounding. The classes,
-    best first: bitwise, fp32-equivalent, reduced-precision (products of fewer bits than the baseline's), unproven, broken.
+    float64, then several steps in sequence. Harmless variants of the baseline measure the effect of rounding. The
+    classes, best first: bitwise, fp32-equivalent, reduced-precision (products of fewer bits than the baseline's),
+    unproven, broken.
 
-    Exit code 1 for a broken plan, or if a training of --converge fails. Ctrl-C during those trainings shows the results so
-    far.
+    Exit code 1 for a broken plan, or if a training of --converge fails. Ctrl-C during those trainings shows the
+    results so far.
     """
     given = parse_pairs(param or [])
     axes = axes_of_options(settings, device=device)

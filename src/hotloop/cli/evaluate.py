@@ -53,8 +53,8 @@ def evaluate(
 
     Writes RUN/evaluation/: evaluation.json, and for a classification confusion.html and mistakes.html.
 
-    Test data is meant to be read once. A network that is selected by its test figures has biased test figures: select by
-    --on validation.
+    Test data is meant to be read once. A network that is selected by its test figures has biased test figures:
+    select by --on validation.
     """
     from hotloop import api
     from hotloop.report.confusion import class_tables

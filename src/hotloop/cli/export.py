@@ -48,8 +48,8 @@ def export(
     hotloop export runs/first --to model.safetensors    the weights alone, as model.state_dict()
     hotloop export runs/first --to model.pt             the same, for torch.load
 
-    A .pt2 or .onnx file takes the inputs of `hotloop predict`, and contains the Task's `prepare`. Each file is read back and
-    run on real samples; a file with other outputs than the model's is not written.
+    A .pt2 or .onnx file takes the inputs of `hotloop predict`, and contains the Task's `prepare`. Each file is read
+    back and run on real samples; a file with other outputs than the model's is not written.
     """
     from hotloop import api
 

@@ -37,7 +37,7 @@ def plan(
     hotloop plan examples/fashion.py
     hotloop plan examples/fashion.py --set residency=host     with an axis set, as in hotloop train
 
-    Earlier results of hotloop race and hotloop tune count, as in hotloop train. Nothing is trained, and nothing is measured.
+    Earlier results of hotloop race and hotloop tune count, as in hotloop train. Nothing is trained or measured.
     """
     given = parse_pairs(param or [])
     axes = axes_of_options(settings, device=device)

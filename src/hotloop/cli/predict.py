@@ -40,9 +40,9 @@ def predict(
     \b
     hotloop predict runs/first images.npy --out scores.npy
 
-    The inputs are raw, like the training data: the Task's `prepare` is applied. The arrays of a .npz file are the model's
-    inputs in the file's order, or by name if the Task's data has names. Of an output with `logits` only the logits are
-    written; other dicts and tuples are written to a .npz file.
+    The inputs are raw, like the training data: the Task's `prepare` is applied. The arrays of a .npz file are the
+    model's inputs in the file's order, or by name if the Task's data has names. Of an output with `logits` only the
+    logits are written; other dicts and tuples are written to a .npz file.
     """
     from hotloop import api
     from hotloop.inference.npy import check_output, write_arrays

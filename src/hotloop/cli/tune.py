@@ -47,8 +47,8 @@ def tune(
     hotloop tune examples/fashion.py --set threads=1     with an axis set, as in hotloop train
     hotloop train examples/fashion.py                    then uses the result
 
-    Changes of single axes are raced against the eager baseline. The faster ones are combined, compiled if the run is long
-    enough, and proven (see hotloop check). The result is never a plan that is slower than the baseline.
+    Changes of single axes are raced against the eager baseline. The faster ones are combined, compiled if the run is
+    long enough, and proven (see hotloop check). The result is never a plan that is slower than the baseline.
     """
     given = parse_pairs(param or [])
     axes = axes_of_options(settings, device=device)

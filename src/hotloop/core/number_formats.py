@@ -1,4 +1,4 @@
-"""Computes number formats of products from torch's switches and the operators' dtypes. This file doesn't import torch."""
+"""Computes number formats of products from torch's switches and operators' dtypes, without torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def product_format(operator: str, dtype: str, device: str, switches: Float32Swit
 
 
 def reduced_formats(switches: Float32Switches, device: str) -> dict[str, str]:
-    """Returns the formats of the operator classes that compute float32 products in fewer bits on this kind of device."""
+    """Returns the formats of operator classes that compute float32 products in fewer bits on this kind of device."""
     formats = {operator: product_format(operator, "float32", device, switches) for operator in OPERATORS}
     return {operator: name for operator, name in formats.items() if name and _has_more_bits("fp32", name)}
 
@@ -131,7 +131,7 @@ def describe_switches(switches: Float32Switches) -> str:
 
 
 def own_settings(switches: Float32Switches, device: str) -> str:
-    """Returns a line on switches that the user's process reduced for this kind of device; empty without such switches."""
+    """Returns a line on switches that the user's process reduced for this kind of device; empty without any."""
     changed = [
         f"{OPERATORS[operator]} in {switches[name]}"
         for operator, name in SWITCH_OF.get(device, {}).items()
@@ -143,7 +143,7 @@ def own_settings(switches: Float32Switches, device: str) -> str:
 
 
 def other_settings(then: Float32Switches, now: Float32Switches, device: str) -> str:
-    """Returns a line on a run that resumes in a process with other switches; empty if the device's switches are equal."""
+    """Returns a line on a resumed run whose process has other switches; empty if the device's switches are equal."""
     other = [
         f"{OPERATORS[operator]} in {_FORMAT_OF_SWITCH[then[name]]} then, {_FORMAT_OF_SWITCH[now[name]]} now"
         for operator, name in SWITCH_OF.get(device, {}).items()

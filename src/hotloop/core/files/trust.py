@@ -77,7 +77,7 @@ def check_trusted(record: RunRecord, path: Path) -> None:
 
 
 def _trust_file(record: RunRecord) -> Path | None:
-    """Returns the file that marks a run as trusted; its name includes the code's digest, which excludes changed code."""
+    """Returns the file that marks a run as trusted; its name depends on the code's digest, so changes end the trust."""
     folder = data_folder()
     digest = record.source.digest if record.source else ""
     name = hashlib.sha256(f"{run_id(record)}\n{digest}".encode(errors="replace")).hexdigest()

@@ -269,7 +269,7 @@ def _belongs_to_user(value: Any) -> bool:
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields `(name, namespace, key)` of the globals that a function reads, also in the user's modules: `settings.rng`."""
+    """Yields `(name, namespace, key)` of a function's globals, also in the user's modules: `settings.rng`."""
     namespace, names = function.__globals__, names_of(function.__code__)
     for name in names:
         value = namespace.get(name, sys.modules.get(name))  # the function may contain the import

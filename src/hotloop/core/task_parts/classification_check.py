@@ -1,4 +1,4 @@
-"""Detects classification: accuracy is reported only if outputs are class scores and targets are labels with certainty."""
+"""Detects classification: outputs are class scores and targets are labels with certainty."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
 
 
 def has_class_shapes(output: Any, target: Any) -> bool:
-    """Returns whether shapes and dtypes are those of class scores (batch, classes, ...) and int64 labels (batch, ...)."""
+    """Returns whether shapes and dtypes fit class scores (batch, classes, ...) and int64 labels (batch, ...)."""
     return (
         isinstance(output, Tensor)
         and isinstance(target, Tensor)
