@@ -44,7 +44,7 @@ Rule = Callable[[FeasibilityInput], Iterator[Violation]]
 def axis_violations(
     plan: Plan, reasons: Mapping[str, str], other: str, alternative: str, *allowed: object
 ) -> Iterator[Violation]:
-    """Yields a violation with the axis `other` for each axis with another value than the baseline's or an allowed one."""
+    """Yields a violation with the axis `other` for each axis with neither the baseline's nor an allowed value."""
     for axis, reason in reasons.items():
         default = getattr(BASELINE, axis)
         if getattr(plan, axis) not in (default, *allowed):

@@ -172,8 +172,9 @@ class _Walker:
             for name in sorted(own.keys() - set().union(*library), key=str):
                 yield f".{name}", own[name], (operator.getitem, own, name)
         if isinstance(value, nn.Module):
-            hooks = [name for name in _HOOKS if own and own.get(name)]
-            yield from ((f".{name}", own[name], (operator.getitem, own, name)) for name in hooks)
+            yield from (
+                (f".{name}", own[name], (operator.getitem, own, name)) for name in _HOOKS if own and own.get(name)
+            )
             yield from ((f".{name}", item, None) for name, item in value._modules.items())
         if isinstance(value, torch.jit.ScriptModule):
             yield from _script_attributes(value)

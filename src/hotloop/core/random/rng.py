@@ -24,7 +24,7 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
 def mix_bits(x: int) -> int:
-    """Returns SplitMix64's finaliser of x (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    """Returns SplitMix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     x = (x + _GOLDEN_RATIO) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

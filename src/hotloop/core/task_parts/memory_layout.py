@@ -57,8 +57,10 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     if one.itemsize != other.itemsize:
         return True
     places = torch.arange(max(first.stop, second.stop) // one.itemsize)
-    elements = [places.as_strided(value.shape, value.stride(), value.storage_offset()) for value in (one, other)]
-    return bool(torch.isin(*elements).any())
+    first_elements, second_elements = (
+        places.as_strided(value.shape, value.stride(), value.storage_offset()).flatten() for value in (one, other)
+    )
+    return bool(torch.isin(first_elements, second_elements).any())
 
 
 def _byte_range(value: Tensor) -> range:
