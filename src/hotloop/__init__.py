@@ -1,6 +1,6 @@
 """Trains your PyTorch network as fast as your hardware allows, and proves it.
 
-What is named here is public. Names are imported on first use, so that `import hotloop` needs no torch.
+The names here are public. They are imported at first use, so `import hotloop` imports no torch.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 from hotloop.cli import main
 
-if __name__ == "__main__":  # worker processes import this file again, and must not run it
+if __name__ == "__main__":  # worker processes import this file too
     main()

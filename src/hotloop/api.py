@@ -1,4 +1,4 @@
-"""The few public functions: they wire the stages together."""
+"""The public functions."""
 
 from __future__ import annotations
 
@@ -54,25 +54,28 @@ def fit(
     progress: bool = True,
     rank_timeout: str | None = None,
 ) -> Run:
-    """Trains `task`, and returns its run.
+    """Trains a Task, and returns its run.
 
     Args:
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
-        resume: go on with the run in that folder, exactly where it stopped.
-        plan: how to run it: a `Plan`, a TOML file, `baseline` (eager), `arrays`, or `auto`, which is the default:
-            what `tune` found and remembered for a Task in a file, else what the rules say. To resume with, the run's
-            own. One for several ranks starts them as forks of this process, see docs/parallel.md.
-        device: where, whatever the plan says, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
-        stop_after: stop cleanly after this time, such as `11h`.
+        resume: continue the run in that folder from its last checkpoint.
+        plan: a `Plan`, a TOML file, `baseline` (eager), `arrays`, or `auto` (the default): the result of `tune` for a
+            Task in a file, else the choice of the rules. A resumed run keeps its own plan by default. Several ranks
+            start
+                as forks
+            of this process, see docs/parallel.md.
+        device: overrides the plan's, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
+        stop_after: save and stop after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
-        callbacks: called with a `View` after each event, after those of the Task; see `hotloop.view.Callback`.
+        callbacks: called with a `View` after each event, after the Task's callbacks; see `hotloop.view.Callback`.
         progress: show a progress bar and a line per epoch.
-        rank_timeout: how long ranks wait for each other in training, such as `5m`; default 60 s, or 20 times the longest
-            step if that is longer. Then the run ends with a TrainingError that says where each rank is.
+        rank_timeout: how long ranks wait for each other, such as `5m`; default 60 s, or 20 times the longest step if
+            that is longer. Then the run ends with a TrainingError that names each rank's position.
 
     Returns:
-        The run: `epochs` and `final` hold its figures, `path` its folder, and `reason` says why training stopped, such as
-        `finished`, or `SIGINT` where Ctrl-C saved and stopped it.
+        The run: `epochs` and `final` have its figures, `path` is its folder, and `reason` says why training stopped,
+            such as
+        `finished`, or `SIGINT` after Ctrl-C.
     """
     if not isinstance(task, Task):
         raise TaskError(f"fit got {type_name(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
@@ -119,14 +122,14 @@ def fit(
 
 
 class _ArgumentDisplay(TrainingDisplay):
-    """A display whose lines name Python arguments in place of the command's flags."""
+    """A display whose lines name Python arguments in place of flags."""
 
     def say(self, line: str) -> None:
         super().say(name_arguments(line))
 
 
 def _console(in_forks: bool) -> Terminal:
-    """Where a person looks; what a fork shows in a notebook as widgets gets lost, so lines have to do there."""
+    """Returns the terminal; forks can't show a notebook's widgets, so their output is plain lines."""
     here = Terminal()
     plain = in_forks and here.is_jupyter
     return Terminal(force_jupyter=False, force_terminal=False) if plain else here
@@ -135,37 +138,37 @@ def _console(in_forks: bool) -> Terminal:
 def plan_loaded_task(
     loaded: LoadedTask, wanted: PlanRequest, overrides: Mapping[str, Any] | None = None, say: Report = lambda line: None
 ) -> PlanForecast:
-    """What `--plan auto` makes of a loaded Task on this machine, by the rules and by what races found before."""
+    """Returns the choice of `--plan auto` for a loaded Task, by rules and earlier races."""
     return forecast_from_cache(
         LoadedTask(override_fields(loaded.task, overrides), loaded.record, loaded.files), wanted, say
     )
 
 
 def devices(device: str | None = None, *, refresh: bool = False) -> Hardware:
-    """This machine's devices: memory, precisions, measured speed; and its cores, compiler and versions.
+    """Returns this machine's devices with memory, precisions and measured speed, its cores, compiler and versions.
 
     Args:
-        device: this one alone, such as `cpu` or `cuda:0`; default all of them.
-        refresh: measure anew, in place of what was measured before.
+        device: the only device to describe, such as `cpu` or `cuda:0`; default all.
+        refresh: measure again in spite of the cache.
 
     Raises:
-        DeviceError: there is no such device.
+        DeviceError: the device is missing.
     """
     return measure_hardware(device, refresh=refresh)
 
 
 def choose_plan(task: Task, *, plan: Plan | None = None, device: str | None = None) -> PlanForecast:
-    """The plan that `fit` would take for `task` here by itself, and why; nothing is trained, and nothing is measured.
+    """Returns the plan that `fit` would choose for the Task here, with reasons, without training or measuring.
 
     Args:
-        plan: axes that are set already; the others are chosen.
-        device: where, whatever the plan says.
+        plan: fixed axes; the others are chosen.
+        device: overrides the plan's.
 
     Returns:
-        What `hotloop plan` shows; `fit(task, plan=...)` takes its `.plan`.
+        The content of `hotloop plan`; `fit(task, plan=...)` takes its `.plan`.
 
     Raises:
-        PlanError: the axes can't be run here.
+        PlanError: the axes can't run here.
     """
     axes = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
     wanted = PlanRequest.from_value("auto", axes if device is None else axes | {"device": device})
@@ -181,19 +184,20 @@ def load_model(
     trust: bool = False,
     say: Report = warnings.warn,
 ) -> nn.Module:
-    """The trained model of a run, in evaluation mode.
+    """Returns the trained model of a run, in evaluation mode.
 
     Args:
         run: a run, or its folder.
         task: the Task, for a run that was trained from Python in another process.
-        device: where to put it.
-        weights: `best`, by validation (without it, the last), or `last`. Averaged weights, if the Task has them.
-        trust: run the code in the folder of a run that you didn't start, now and from now on; see SECURITY.md.
-        say: is told of a damaged checkpoint that was passed over.
+        device: the model's device.
+        weights: `best` by validation (without validation data the last), or `last`; averaged weights if the Task has
+            them.
+        trust: trust the code in a run folder of another user, now and later; see SECURITY.md.
+        say: reports damaged checkpoints.
 
     Raises:
-        RunError: no run, or it has no good checkpoint.
-        CheckpointError: the weights are another model's.
+        RunError: no run, or no undamaged checkpoint.
+        CheckpointError: the weights belong to another model.
     """
     handle = _open_run(run)
     state = choose_weights(handle, weights, say).state
@@ -211,21 +215,22 @@ def predict(
     say: Report = warnings.warn,
     progress: Progress | None = None,
 ) -> np.ndarray | dict[str, np.ndarray]:
-    """What the trained model of a run says of new inputs.
+    """Returns the trained model's output for new inputs.
 
     Args:
-        x: an array or tensor (N, ...) of raw inputs, as those of the training data before the Task's `prepare`; a tuple
-            of several, or a dict of them where the Task's data is one; or the path of a .npy or .npz file with them.
-        device: where to compute; default this machine's accelerator, else the CPU.
+        x: raw inputs (N, ...) like the training data's before the Task's `prepare`: an array or tensor; a tuple of
+            several; a dict for a Task with a dict of data; or the path of a .npy or .npz file.
+        device: default this machine's accelerator, else the CPU.
         task, weights, trust, say: see `load_model`.
-        progress: is told `(samples done, of how many)`.
+        progress: receives `(processed samples, total)`.
 
     Returns:
-        The model's output, or that of the Task's `predict`: (N, ...), floating-point numbers as float32. Of an output
-        with `logits` these alone; of other dicts and tuples a dict of arrays.
+        The output of the model or of the Task's `predict`: (N, ...), floating-point numbers as float32. Of an output
+            with
+        `logits` only the logits; of other dicts and tuples a dict of arrays.
 
     Raises:
-        DataError: x is empty, holds NaN, or is nothing that the model can take.
+        DataError: x is empty, has NaN, or is no input for the model.
     """
     handle = _open_run(run)
     owner = task_of_run(handle, task, trust=trust, say=say)
@@ -246,18 +251,18 @@ def evaluate(
     say: Report = warnings.warn,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Loss and metrics of a run's trained model; for a classification also its confusions and worst mistakes.
+    """Returns loss and metrics of a run's trained model; for a classification also confusions and worst mistakes.
 
-    Computed eagerly under torch's settings in this process, whatever the plan that the run was trained with.
+    The evaluation is eager, with this process's torch settings, independent of the run's plan.
 
     Args:
-        on: `test`, `validation` or `train`; default `test`, or `validation` without test data. Choosing a network by
-            its figures on test data makes them too good to be true: choose by `validation`.
-        data: data of one's own instead, raw: `(x, y)`, a data set or a DataLoader.
+        on: `test`, `validation` or `train`; default `test`, or `validation` without test data. A network that is
+            selected by its test figures has biased test figures: select by `validation`.
+        data: the caller's raw data instead: `(x, y)`, a data set or a DataLoader.
         device, task, weights, trust, say, progress: see `predict`.
 
     Raises:
-        DataError: there is no such data.
+        DataError: the data doesn't exist.
     """
     handle = _open_run(run)
     plan = resolve_device(Plan(workers=handle.plan.workers), device)
@@ -285,19 +290,19 @@ def export(
 ) -> ExportRecord:
     """Writes the trained model of a run to a file for use without hotloop.
 
-    The file is read back and run on real samples, and takes its name only if it answers as the model does.
+    Before the file gets its name, it is read back and its outputs for real samples are compared with the model's.
 
     Args:
-        to: its suffix tells the format: `.pt2` (torch.export) and `.onnx` run by themselves, and take what `predict`
-            takes; `.pt` and `.safetensors` hold the `state_dict`.
-        prepare: put the Task's `prepare` into a `.pt2` or `.onnx` file; otherwise it takes prepared inputs.
-        batch_size: the only number of samples that a `.pt2` or `.onnx` file takes; default any.
-        inputs: samples to try the file on, as `predict` takes them; default those of the training data, which a
-            generator that takes noise can't use.
+        to: the suffix selects the format: `.pt2` (torch.export) and `.onnx` run without source, and take the inputs of
+            `predict`; `.pt` and `.safetensors` contain the `state_dict`.
+        prepare: include the Task's `prepare` in a `.pt2` or `.onnx` file; otherwise the file takes prepared inputs.
+        batch_size: fixed number of samples of a `.pt2` or `.onnx` file; default any.
+        inputs: samples for the check, in the form of `predict`; default the training data's, which don't fit a
+            generator that takes noise.
         task, weights, trust, say: see `load_model`.
 
     Raises:
-        ExportError: an unknown format, a model that can't be captured, or a file that answers differently.
+        ExportError: an unknown format, a model that can't be captured, or a file with other outputs.
     """
     handle = _open_run(run)
     owner = task_of_run(handle, task, trust=trust, say=say)

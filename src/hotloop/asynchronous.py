@@ -12,4 +12,4 @@ _FORMER_NAMES = {
 }
 for former, name in _FORMER_NAMES.items():
     setattr(simulation, former, getattr(simulation, name))
-sys.modules[f"{__name__}.simulation"] = simulation  # importing a module looks here before it looks for a file
+sys.modules[f"{__name__}.simulation"] = simulation  # import reads sys.modules first

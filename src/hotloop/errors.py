@@ -1,25 +1,22 @@
-"""Every error that hotloop raises on purpose, as one tree.
+"""The errors that hotloop raises on purpose. Each message is one line: what was given, what was expected, what to do.
 
-Catch `HotloopError` to catch them all. Each message is one line in three parts: what was given, what was
-expected, what to do about it.
-
-    HotloopError
-    ├── TaskError             the Task, or the file that should hold it, can't be used
-    ├── DataError             the data can't be used: unequal lengths, NaN, labels out of range, empty, not found
-    ├── PlanError             an axis, a value or a combination that doesn't exist
-    │   ├── DeviceError       the device isn't there, or tensors live on different devices
-    │   ├── PartsDifferError  the parts of a later batch come to something else than the batch
-    │   ├── InsufficientMemoryError  there isn't memory enough now for what a plan keeps there
-    │   └── TimeOverError     a time limit is over before a plan is prepared, measured or proven
-    ├── RunError              a folder that isn't a run, is one already, is in use, or can't be written
-    │   ├── CheckpointError   a checkpoint that is torn, tampered with, or of another model
-    │   └── DiskError         the disk is full, or files may not grow any more
-    ├── TrainingError         training can't go on
-    │   ├── NonFiniteError    a loss, output, gradient or parameter became NaN or infinite
-    │   ├── MemoryExhausted   the device or the machine ran out of memory
-    │   ├── RankLostError     another rank ended while this one waited for it
-    │   └── OutOfStepError    ranks that should hold the same hold different numbers
-    └── ExportError           the model can't be written in the form asked for
+HotloopError
+├── TaskError             the Task, or its file, can't be used
+├── DataError             the data can't be used: unequal lengths, NaN, labels out of range, empty, not found
+├── PlanError             an axis, a value or a combination that doesn't exist
+│   ├── DeviceError       the device is missing, or tensors are on different devices
+│   ├── PartsDifferError  the parts of a later batch have another result than the batch
+│   ├── InsufficientMemoryError  a plan needs more memory than is free now
+│   └── TimeOverError     a time limit ended the preparation, measurement or proof of a plan
+├── RunError              a folder is no run, is a run already, is in use, or can't be written
+│   ├── CheckpointError   a checkpoint is damaged, changed, or of another model
+│   └── DiskError         the disk is full, or a file-size limit is reached
+├── TrainingError         training can't continue
+│   ├── NonFiniteError    a loss, output, gradient or parameter became NaN or infinite
+│   ├── MemoryExhausted   the device or the machine ran out of memory
+│   ├── RankLostError     another rank ended while this rank waited for it
+│   └── OutOfStepError    ranks have different numbers where they should have the same
+└── ExportError           the model can't be written in the requested format
 """
 
 from __future__ import annotations
@@ -39,15 +36,15 @@ from pathlib import Path
 from typing import Any
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters except tab and newline, marks that reverse text direction, and surrogates of invalid UTF-8."""
+"""Control characters except tab and newline, marks of text direction, and surrogates of invalid UTF-8."""
 
 _MAX_CHARACTERS = 160
-"""Largest number of characters of a value in a message."""
+"""Largest length of a value in a message."""
 
 
 def escape_control_characters(text: str) -> str:
     """Returns the text with escapes such as `\\x1b` in place of control characters."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -74,12 +71,12 @@ _RETRYABLE = re.compile(
     "No space left on device|Disk quota exceeded|Killed|terminated abruptly"
     r"|fatal error: \S+ (No such file or directory|file not found)|cannot find -l|library not found for -l|cannot execute"
 )
-"""What compilers say of a full disk, of a process of theirs that was killed, or of parts of theirs that aren't installed."""
+"""Compilers' messages about a full disk, a killed process, or missing parts of the compiler."""
 
 _DISK_FULL = re.compile("No space left on device|Disk quota exceeded")
 
 _MIN_FREE_BYTES = 16e6
-"""A disk with less room than this is full, as far as a compiler goes."""
+"""Free bytes below which a disk counts as full for a compiler."""
 
 _SIGKILL = 9
 
@@ -90,37 +87,33 @@ class HotloopError(Exception):
     """Base of all errors raised on purpose.
 
     Args:
-        given: what was found, in plain words, without a full stop at the end.
-        expected: what would have been right.
-        fix: what the user can do now, beginning with a verb.
+        given: what was found, without a full stop.
+        expected: what would be correct.
+        fix: an instruction, beginning with a verb.
 
     Attributes:
-        detail: lines to be shown above, such as the place in a file; mostly empty.
+        detail: lines to print above the message, such as a place in a file; usually empty.
     """
 
     detail: str = ""
 
     def __init__(self, given: str, *, expected: str = "", fix: str = "") -> None:
-        given, expected, fix = (
-            escape_control_characters(given),
-            escape_control_characters(expected),
-            escape_control_characters(fix),
-        )
+        given, expected, fix = map(escape_control_characters, (given, expected, fix))
         self.given, self.expected, self.fix = given, expected, fix
         parts = [given + (f"; expected {expected}" if expected else ""), fix[:1].upper() + fix[1:]]
         super().__init__(". ".join(" ".join(part.split()).rstrip(".") for part in parts if part))
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the one line."""
+        """What a notebook prints in place of a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class TaskError(HotloopError):
-    """The Task, or the file that should hold it, can't be used."""
+    """The Task, or its file, can't be used."""
 
 
 class DataError(HotloopError):
-    """The data can't be used as given."""
+    """The data can't be used."""
 
 
 class PlanError(HotloopError):
@@ -128,15 +121,15 @@ class PlanError(HotloopError):
 
 
 class PartsDifferError(PlanError):
-    """The parts of a batch come to something else than the batch; training ends before its step, with the State saved."""
+    """The parts of a batch have another result than the batch; training ends before the step, with the State saved."""
 
 
 class DeviceError(PlanError):
-    """A device that isn't there, or tensors on different devices in one operation."""
+    """The device is missing, or an operation has tensors on different devices."""
 
 
 class InsufficientMemoryError(PlanError):
-    """There isn't memory enough now for what a plan keeps in it; another time there may be."""
+    """A plan needs more memory than is free now."""
 
 
 RoomError = InsufficientMemoryError
@@ -144,23 +137,23 @@ RoomError = InsufficientMemoryError
 
 
 class TimeOverError(PlanError):
-    """A time limit is over before a plan is prepared, measured or proven; with more time the plan may be."""
+    """A time limit ended the preparation, measurement or proof of a plan."""
 
 
 class RunError(HotloopError):
-    """A folder that isn't a run, already is one, is in use, or can't be written."""
+    """A folder is no run, is a run already, is in use, or can't be written."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint that is torn, tampered with, or belongs to another model."""
+    """A checkpoint is damaged, changed, or belongs to another model."""
 
 
 class DiskError(RunError):
-    """The disk is full, or a quota or file-size limit was reached."""
+    """The disk is full, or a quota or file-size limit is reached."""
 
 
 class TrainingError(HotloopError):
-    """Training can't go on."""
+    """Training can't continue."""
 
 
 class NonFiniteError(TrainingError):
@@ -172,27 +165,27 @@ class MemoryExhausted(TrainingError):
 
 
 class RankLostError(TrainingError):
-    """Another rank ended while this one waited for it."""
+    """Another rank ended while this rank waited for it."""
 
 
 class OutOfStepError(TrainingError):
-    """Ranks that should hold the same parameters or buffers hold different ones."""
+    """Ranks have different parameters or buffers where they should have the same."""
 
 
 class ExportError(HotloopError):
-    """The model can't be written in the form asked for."""
+    """The model can't be written in the requested format."""
 
 
 def type_name(value: object) -> str:
-    """`None`, `an int`, `a Linear`: what a value is, for a message."""
+    """Returns a value's type for a message: `None`, `an int`, `a Linear`."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def describe_error(error: BaseException) -> str:
-    """`ValueError: message (file.py:12)`: an error of the user's own code in one line, with the user's innermost line.
+    """Returns an error of user code in one line with the user's innermost line: `ValueError: message (file.py:12)`.
 
-    A worker process sends its traceback as text; then the original error is what follows that text's last frame.
+    The error of a worker process contains the original traceback as text, whose last lines name the original error.
     """
     text = (error.given if isinstance(error, HotloopError) else str(error)).strip() or "no message"
     if text.startswith("Caught ") and "Traceback (" in text:
@@ -207,10 +200,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def call_user_code(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of the user's; its error becomes one line that shows it.
+    """Calls a user's function; an error becomes one line.
 
     Raises:
-        TaskError: it raised something; running out of memory passes as it is, since that's not the function's fault.
+        TaskError: the function raised an error. Out-of-memory errors pass unchanged.
     """
     try:
         return function(*arguments)
@@ -223,7 +216,7 @@ def call_user_code(what: str, function: Callable[..., Any], *arguments: Any) -> 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the machine or a device had no memory left: Python's error, torch's, or the words of an allocator."""
+    """Returns whether the machine or a device ran out of memory, by the type or text of the error."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch isn't imported here
         return True
     if isinstance(error, OSError):
@@ -232,27 +225,26 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def full_disk_path(error: BaseException) -> str | None:
-    """The path on a disk that an error says is full; None if none does.
+    """Returns a path on the full disk that an error reports; None without one.
 
-    A compiler's error names no path: then it is where compilers write, or else the first of such folders whose disk
-    is full.
+    A compiler's error names no path: then the first compiler folder on a full disk is returned.
     """
     full = [
-        one
-        for one in _error_chain(error)
-        if (isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)) or _DISK_FULL.search(str(one))
+        cause
+        for cause in _error_chain(error)
+        if (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)) or _DISK_FULL.search(str(cause))
     ]
     if not full:
         return None
-    named = next((str(one.filename) for one in full if isinstance(one, OSError) and one.filename), None)
+    named = next((str(cause.filename) for cause in full if isinstance(cause, OSError) and cause.filename), None)
     given = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
     folders = [folder for folder in [*given, tempfile.gettempdir()] if folder and os.path.isdir(folder)]
-    return named or next((one for one in folders if shutil.disk_usage(one).free < _MIN_FREE_BYTES), folders[0])
+    return named or next((path for path in folders if shutil.disk_usage(path).free < _MIN_FREE_BYTES), folders[0])
 
 
 def dead_dataloader_worker(error: BaseException) -> DataError | None:
-    """What to say if what it came from is that a process that loads data died, or found no shared memory for a batch."""
-    if any(_NO_SHARED_MEMORY.search(str(one)) for one in _error_chain(error)):
+    """Returns the error to raise if the cause is a dead data-loading process or a lack of shared memory."""
+    if any(_NO_SHARED_MEMORY.search(str(cause)) for cause in _error_chain(error)):
         return DataError(
             "a worker process that loads the data found no room for a batch in shared memory (/dev/shm)",
             expected="room for several batches of each worker",
@@ -268,22 +260,22 @@ def dead_dataloader_worker(error: BaseException) -> DataError | None:
 
 
 _NO_SHARED_MEMORY = re.compile(r"unable to \w+ shared memory|<?/torch_\d+_\w+>?.*No space left|out of shared memory")
-"""As torch's allocator of shared memory says it, and its DataLoader of a worker that the system killed by SIGBUS."""
+"""Messages of torch's shared-memory allocator, and of its DataLoader about a worker killed by SIGBUS."""
 
 
 @contextmanager
 def translate_worker_death() -> Iterator[None]:
-    """Says so whatever was under way: torch raises it from a signal's handler, wherever the program happens to be."""
+    """Translates a worker's death, which torch raises from a signal handler at any point of the program."""
     try:
         yield
     except (HotloopError, RuntimeError) as error:
-        if (lost := dead_dataloader_worker(error)) is None:
+        if (death := dead_dataloader_worker(error)) is None:
             raise
-        raise lost from error
+        raise death from error
 
 
 def _is_worker_death(error: BaseException) -> bool:
-    """Whether torch found one dead, or a batch broke off on its way from one, while its tensors were being fetched."""
+    """Returns whether torch found a dead worker, or the transfer of a batch from a worker broke."""
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         return True
     broke = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
@@ -291,17 +283,16 @@ def _is_worker_death(error: BaseException) -> bool:
 
 
 def error_summary(error: BaseException) -> tuple[str, bool]:
-    """What to say of an error that doesn't end all, in one line; and whether all may do another time.
+    """Returns a line on a survivable error, and whether a retry may succeed.
 
-    So it may where memory or room on the disk was lacking, or a compiler was killed, as the system does where memory is short,
-    or lacked parts of its own, such as headers.
+    A retry may succeed after a lack of memory or disk space, and with a compiler that was killed or lacked parts.
     """
     text = error.given if isinstance(error, HotloopError) else describe_error(error)
     return text, any(map(_is_retryable, _error_chain(error)))
 
 
 def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """What it came from too; torch's compiler hides its own causes from tracebacks. One may be its own cause."""
+    """Yields the error and its causes, also those hidden from tracebacks; a chain may be circular."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -310,9 +301,8 @@ def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_retryable(error: BaseException) -> bool:
-    if isinstance(error, MemoryExhausted | InsufficientMemoryError | DiskError | TimeOverError) or is_out_of_memory(
-        error
-    ):
+    passing = MemoryExhausted | InsufficientMemoryError | DiskError | TimeOverError
+    if isinstance(error, passing) or is_out_of_memory(error):
         return True
     if isinstance(error, subprocess.CalledProcessError):
         return error.returncode == -_SIGKILL
@@ -320,14 +310,13 @@ def _is_retryable(error: BaseException) -> bool:
 
 
 def _parse_traceback(text: str) -> tuple[str, list[tuple[str, int]]]:
-    """The last line that names an error, and the frames, of a traceback's text."""
+    """Returns the line that names the error, and the frames, of a traceback's text."""
     lines = text.splitlines()
-    matches = [(number, _FRAME.match(line)) for number, line in enumerate(lines)]
-    frames = [(number, match) for number, match in matches if match]
+    frames = [(number, match) for number, line in enumerate(lines) if (match := _FRAME.match(line))]
     after = [line for line in lines[frames[-1][0] + 1 :] if line[:1].strip()] if frames else lines[-1:]
     return (after or lines[-1:])[0], [(match[1], int(match[2])) for _, match in frames]
 
 
 def is_library_file(path: str) -> bool:
-    """Whether a file belongs to Python, to an installed package, or to hotloop."""
+    """Returns whether a file belongs to Python, an installed package, or hotloop."""
     return path.startswith(("<frozen", "<string>", "<eval_with_key>")) or any(part in path for part in _LIBRARIES)

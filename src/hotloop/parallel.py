@@ -5,4 +5,4 @@ import sys
 from hotloop.lowering.parameter_server import server
 
 server.Policy = server.StalenessPolicy  # type: ignore[attr-defined]  # the former name
-sys.modules[f"{__name__}.server"] = server  # importing a module looks here before it looks for a file
+sys.modules[f"{__name__}.server"] = server  # import reads sys.modules first

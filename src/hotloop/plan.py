@@ -1,7 +1,6 @@
-"""Plan: *how* to run a Task, as a small frozen value.
+"""The Plan: how to run a Task, as a small frozen value with one field per axis.
 
-One field group per axis. A Plan imports no torch, asks no machine, and serialises to TOML and back without loss, so
-that it can be written, compared and kept anywhere.
+A Plan imports no torch, inspects no machine, and serialises to TOML without loss.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 from hotloop.errors import PlanError, did_you_mean, shorten
 
 Steps = Annotated[int, Field(ge=2)]
-"""In one replay."""
+"""Number of steps in one replay."""
 
 AXES_OF_PARALLEL = {
     "local": ("sync_every", "outer"),
     "stages": ("pipeline", "microbatches", "split"),
     "async": ("staleness", "correction"),
 }
-"""Axes that say something of one value of `parallel` alone."""
+"""Axes that belong to one value of `parallel`."""
 
 
 def axes_dropped_with(before: str, now: str) -> tuple[str, ...]:
-    """Axes of a plan that say nothing any more where its `parallel` was one and is another now."""
+    """Returns the axes that lose their meaning when `parallel` changes."""
     if before == now:
         return ()
     return (*AXES_OF_PARALLEL.get(before, ()), *(["ranks", "workforce"] if now == "none" else []))
@@ -38,19 +37,20 @@ def axes_dropped_with(before: str, now: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Placement(Mapping[str, str]):
-    """Modules of a model, by name, and the devices that they are on; equal to a dict of the same.
+    """Devices of modules by name; equal to a dict of the same pairs.
 
-    As text `encoder=cuda:0,head=cuda:1`, in the order of the names.
+    As text `encoder=cuda:0,head=cuda:1`, sorted by name.
     """
 
     pairs: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, given: Any) -> Placement | None:
-        """What a user gave as a mapping, which may be nested as TOML's dotted keys are, or as text; None for no module.
+        """Returns the placement of a mapping (possibly nested, as from TOML's dotted keys) or a text; None for no
+        module.
 
         Raises:
-            ValueError: it is neither, or it names a module twice.
+            ValueError: another type, or a repeated module.
         """
         pairs = sorted(_parse_pairs(given) if isinstance(given, str) else _mapping_pairs(given))
         names = [name for name, _ in pairs]
@@ -75,14 +75,14 @@ class Placement(Mapping[str, str]):
 
 
 def _parse_pairs(text: str) -> Iterator[tuple[str, str]]:
-    """The pairs of a text; what isn't a pair is an empty name."""
+    """Yields the pairs of a text; a malformed pair has an empty name."""
     for pair in text.split(","):
-        name, _, device = pair.rpartition("=")  # no device has an equals sign in its name
+        name, _, device = pair.rpartition("=")  # device names have no equals sign
         yield name.strip(), device.strip()
 
 
 def _mapping_pairs(given: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The pairs of a mapping; what is none, and no device, is an empty one."""
+    """Yields the pairs of a nested mapping; a malformed entry has an empty device."""
     if isinstance(given, Mapping) and (given or not name):
         for own, value in given.items():
             yield from _mapping_pairs(value, f"{name}.{own}".removeprefix("."))
@@ -94,58 +94,60 @@ class Plan(BaseModel):
     """How to run the training step.
 
     Attributes:
-        engine: what computes the step. `eager`: PyTorch, operation by operation. `arrays`: written out in array
-            operations on NumPy or CuPy, without autograd, for models of known layers.
-        device: where it runs, as torch names it: `cpu`, `cuda:0`, `mps`, `xpu:0`.
-        precision: the number format of the arithmetic. `default`: torch's settings as they are when a run begins, by
-            default fp32, and TF32 in convolutions on CUDA; `fp32`: fp32 whatever the settings say; `tf32`: products of
-            fp32 numbers with 10 bits of mantissa (NVIDIA); `bf16` and `fp16`: autocast, `fp16` with a scaled loss.
-            Parameters and updates stay fp32.
-        layout: the order of the dimensions of images and their weights in memory.
-        residency: where the training data lies. `stream`: as it was given, arrays in memory, data sets loaded sample
-            by sample; `host`: read once into memory; `device`: the same on the device, batches cut there.
-        compile: what is compiled. `forward`: forward and backward; `step`: the whole step with clipping and update;
-            `package`: the same, as a package that a later run loads in milliseconds.
-        rewrites: equal forms of parts of the network that the compiler makes faster programs of. `pool_first`: ReLU after
-            max pooling; `conv_in_pool`: a first convolution with the pooling behind it as sums of shifted views;
-            `conv_as_gemm`: a first convolution of few channels as a matrix product; `pool_as_max`: max pooling as a maximum
-            of shifted views; `mm_by_onednn`: products of fp32 matrices by oneDNN; `draw_by_words`: masks of dropout out
-            of the bytes of random words; on a GPU `mm_as_sum`: very small products as sums, and `mm_in_parts`: products of
-            many terms and few results as several; `all` of them that apply and are likely to win.
-        graphs: a CUDA graph of the whole `step`, or of so many steps in one replay.
-        optimizer: how the update is written: `default` (as the Task's factory has it), parameter by parameter
-            (`forloop`), over lists of them (`foreach`), or as one kernel (`fused`).
-        accumulation: pieces that a batch is cut into, so that less memory is needed; their gradients add up.
-        workers: processes that load samples of a map-style data set; None keeps the DataLoader's own number, else 0.
-        threads: threads of one operation on the CPU; None leaves torch's choice.
-        allocator: what becomes of the memory that a step on the CPU frees. `default`: as the C library has it; `keep`: it
-            stays for the next step, where glibc would give it back to the system and have it zeroed again (Linux).
-        cudnn: how cuDNN chooses the algorithm of a convolution on CUDA. `default`: as the process has it, by a heuristic
-            unless the program chose otherwise; `benchmark`: cuDNN times its algorithms on each new shape and takes the
-            fastest. A process keeps its first choice for a shape. A recorded step (`graphs`) chooses anew while it is
-            recorded, and each recording may choose another algorithm, so a resumed run may differ in its last bits.
+        engine: what computes the step. `eager`: PyTorch, operation by operation. `arrays`: array operations of NumPy or
+            CuPy without autograd, for models of known layers.
+        device: torch's name: `cpu`, `cuda:0`, `mps`, `xpu:0`.
+        precision: number format of products; parameters and updates stay fp32. `default`: torch's settings at the start
+            of the run (fp32 unless changed; TF32 for convolutions on CUDA); `fp32`: regardless of the settings;
+                `tf32`: fp32
+            operands with 10 bits of mantissa (NVIDIA); `bf16`, `fp16`: autocast, `fp16` with a scaled loss.
+        layout: order of the dimensions of images and their weights in memory.
+        residency: location of the training data. `stream`: as given, data sets loaded sample by sample; `host`: read
+            once into memory; `device`: on the device, which also cuts the batches.
+        compile: the compiled part. `forward`: forward and backward; `step`: the whole step with clipping and update;
+            `package`: the step as a package that later runs load in milliseconds.
+        rewrites: equivalent forms of parts of the network that compile to faster programs. `pool_first`: ReLU after max
+            pooling; `conv_in_pool`: a first convolution and its pooling as sums of shifted views; `conv_as_gemm`: a
+                first
+            convolution of few channels as a matrix product; `pool_as_max`: max pooling as a maximum of shifted views;
+            `mm_by_onednn`: fp32 matrix products by oneDNN; `draw_by_words`: dropout masks from bytes of random words;
+                on a
+            GPU `mm_as_sum`: tiny products as sums, and `mm_in_parts`: products of many terms and few results in parts;
+            `all` applicable rewrites that are likely faster.
+        graphs: a CUDA graph of a `step`, or of so many steps per replay.
+        optimizer: implementation of the update: `default` (the Task's), parameter by parameter (`forloop`), over lists
+            of parameters (`foreach`), or one kernel (`fused`).
+        accumulation: pieces of a batch, computed one after the other to save memory; their gradients are summed.
+        workers: processes that load samples of a map-style data set; None is the DataLoader's own number, else 0.
+        threads: threads of one CPU operation; None is torch's choice.
+        allocator: treatment of memory that a CPU step frees. `default`: the C library's; `keep`: the process keeps it
+            for the next step, whereas glibc would return it to the system, which zeroes it (Linux).
+        cudnn: choice of a convolution's algorithm on CUDA. `default`: by the process's setting, normally a heuristic;
+            `benchmark`: cuDNN times its algorithms for each new shape. A process reuses its first choice for a
+                shape. Each
+            recording of a graph (`graphs`) chooses again, so a resumed run may differ in its last bits.
         parallel: how several processes, the ranks, share the training. `data`: each computes a part of each batch;
-            `sharded`: the same, with parameters and optimizer state spread over the ranks; `async`: a parameter server
-            and workers; `local`: ranks that average their weights now and then; `stages`: the model split by layers;
-            `tensor`: linear layers split; `towers`: parameters on the CPU, replicas on the devices.
-        ranks: how many there are; None as many as there are devices.
-        sync_every: steps after which the ranks of `local` average their weights; None for 16.
-        outer: what ranks of `local` do with the average. `none`: go on from it; `nesterov`: take a step towards it, with
-            momentum, as DiLoCo does.
-        pipeline: in which order the ranks of `stages` take microbatches. `gpipe`: all forward, then all backward; `1f1b`:
-            forward and backward in turn, which keeps less in memory; `interleaved`: the same with two stages per rank.
-        microbatches: pieces that `stages` cut a batch into; None for four per rank.
-        split: with which modules the second and later of the `stages` begin, with commas between; `auto` measures the
-            layers, and the Program's plan then names them.
-        staleness: more than so many batches no worker of `async` begins while another computes one; None for any.
-        correction: what the server of `async` does about gradients of parameters that have changed since. `divide`: the
-            step size is divided by the updates in between; `compensate`: the gradient is corrected for them; `both`;
-            `none`.
-        workforce: what the ranks, or the workers of `async`, are: `processes` of this machine, or where `ray` places them
-            in its cluster; there workers come back when they are killed.
-        placement: modules on devices of their own, by name, in one process: `{"encoder": "cuda:0", "head": "cuda:1"}`, or
-            as text `encoder=cuda:0,head=cuda:1`. The rest of the model, the data and the loss are on `device`; what a
-            placed module is called with and what it puts out are copied there and back.
+            `sharded`: the same, with sharded parameters and optimizer state; `async`: a parameter server and workers;
+            `local`: ranks that average their weights periodically; `stages`: the model split by layers; `tensor`: split
+            linear layers; `towers`: parameters on the CPU, replicas on the devices.
+        ranks: number of ranks; None is the number of devices.
+        sync_every: steps between averages of `local`; None is 16.
+        outer: use of the average by `local`. `none`: training continues from it; `nesterov`: a step towards it with
+            momentum, as in DiLoCo.
+        pipeline: order of microbatches in `stages`. `gpipe`: all forward, then all backward; `1f1b`: alternating, with
+            less memory; `interleaved`: alternating, with two stages per rank.
+        microbatches: pieces of a batch in `stages`; None is four per rank.
+        split: first modules of the second and later `stages`, comma-separated; `auto` measures the layers, and the
+            Program's plan names the result.
+        staleness: largest number of batches by which workers of `async` may be apart; None for any.
+        correction: the `async` server's treatment of gradients of older parameters. `divide`: step size divided by the
+            updates in between; `compensate`: corrected gradient; `both`; `none`.
+        workforce: the ranks or `async` workers: `processes` of this machine, or processes that `ray` places in its
+            cluster; Ray restarts killed workers.
+        placement: devices of modules by name, in one process: `{"encoder": "cuda:0", "head": "cuda:1"}`, or as text
+            `encoder=cuda:0,head=cuda:1`. The other modules, the data and the loss are on `device`; inputs and
+                outputs of
+            placed modules are copied between devices.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -192,7 +194,7 @@ class Plan(BaseModel):
     ] = None
 
     def __init__(self, **axes: Any) -> None:
-        """Raises PlanError naming the axis and what it allows."""
+        """Raises PlanError with the axis and its allowed values."""
         try:
             super().__init__(**axes)
         except ValidationError as error:
@@ -200,20 +202,20 @@ class Plan(BaseModel):
 
     @property
     def ranked(self) -> bool:
-        """Whether its processes are ranks, which an agent starts; `async` starts its workers by itself."""
+        """Whether its processes are ranks, which a launcher starts; `async` starts its workers by itself."""
         return self.parallel not in ("none", "async")
 
     def with_axes(self, **axes: Any) -> Plan:
-        """This plan with some axes changed; those that neither it nor `axes` set stay open, such as the device."""
-        return Plan(**{**self.model_dump(include=self.model_fields_set), **axes})
+        """Returns the plan with changed axes; axes that neither sets stay unset, such as the device."""
+        return Plan(**(self.model_dump(include=self.model_fields_set) | axes))
 
     def brief(self) -> str:
-        """The axes that differ from the baseline, on one line: `device=cuda:0 compile=step`."""
+        """Returns the axes that differ from the baseline on one line: `device=cuda:0 compile=step`."""
         changed = [f"{axis}={value}" for axis, value in self if value != getattr(BASELINE, axis)]
         return " ".join(changed) or "baseline"
 
     def to_toml(self) -> str:
-        """The plan as TOML; axes left to their default None are left out, since TOML has no null."""
+        """Returns TOML without the axes that are None, since TOML has no null."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
     @classmethod
@@ -227,7 +229,7 @@ class Plan(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The plan in a TOML file; a run's own names every axis, so that all of them are set."""
+        """Returns the plan in a TOML file; a run's file sets every axis."""
         if not path.is_file():
             raise PlanError(f"no plan file at {path}", expected="a TOML file", fix="check the path")
         try:
@@ -237,7 +239,7 @@ class Plan(BaseModel):
 
 
 BASELINE = Plan()
-"""Eager on the CPU under torch's own settings, as a textbook would write it."""
+"""Eager on the CPU with torch's own settings."""
 
 
 def _not_toml(source: str, why: str) -> PlanError:
@@ -254,7 +256,7 @@ def _explain(error: ValidationError) -> PlanError:
             fix=did_you_mean(axis, Plan.model_fields) or "check the spelling",
         )
     limits = first.get("ctx", {})
-    if len(first["loc"]) > 1:  # of several kinds of values none fits
+    if len(first["loc"]) > 1:  # no member of a union of types fits
         allowed = f"{limits.get('expected')} or a number of steps, 2 or more"
     elif "ge" in limits:
         allowed = f"{limits['ge']} or more"

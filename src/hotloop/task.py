@@ -1,4 +1,4 @@
-"""Task: *what* to train. It knows nothing of hardware."""
+"""The Task: what to train, independent of hardware."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from hotloop.task_checks import check_fields, check_names, registration_line
 
 
 class StepResult(NamedTuple):
-    """What one forward pass gives.
+    """The result of a forward pass.
 
     Attributes:
         loss: 0-dim.
-        output: what the model put out; None in the `step` form.
-        scalars: further ones by name, each 0-dim.
-        classified: whether output and target certainly are class scores and labels; only an evaluation knows.
+        output: the model's output; None in the `step` form.
+        scalars: further 0-dim tensors by name.
+        classified: whether output and target certainly are class scores and labels; set by evaluations alone.
     """
 
     loss: Tensor
@@ -46,20 +46,20 @@ class StepResult(NamedTuple):
 
 
 class YieldedResult(StepResult):
-    """The same of a step that yields losses for several optimizers: their sum, without a gradient."""
+    """A step's result for several optimizers, with the sum of the yielded losses, without a gradient."""
 
 
 class Parameters(list):
-    """The trainable parameters, in the model's order: what an optimizer factory receives.
+    """The trainable parameters in the model's order, as optimizer factories receive them.
 
-    As a list it goes straight into any optimizer. For parameter groups, `named` tells which is which:
+    The list can be passed to any optimizer. `where` selects parameter groups:
 
-        lambda p: AdamW([{"params": p.where(lambda name, value: value.ndim > 1), "weight_decay": 0.1},
-                         {"params": p.where(lambda name, value: value.ndim <= 1), "weight_decay": 0.0}], lr=3e-4)
+        lambda p: AdamW([{"params": p.where(lambda name, value: value.ndim > 1), "weight_decay": 0.1}, {"params":
+                         p.where(lambda name, value: value.ndim <= 1), "weight_decay": 0.0}], lr=3e-4)
 
     Attributes:
-        named: qualified name -> parameter, trainable ones only.
-        model: the module they belong to.
+        named: qualified name -> trainable parameter.
+        model: the module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,7 +68,7 @@ class Parameters(list):
         super().__init__(self.named.values())
 
     def where(self, condition: Callable[[str, nn.Parameter], bool]) -> list[nn.Parameter]:
-        """The parameters for which `condition(name, parameter)` holds."""
+        """Returns the parameters for which `condition(name, parameter)` is true."""
         return [value for name, value in self.named.items() if condition(name, value)]
 
 
@@ -77,48 +77,46 @@ class Task:
     """What to train.
 
     Args:
-        model: builds the `nn.Module`, a new one at each call, with the random generators seeded; or a module, which
-            is copied and stays as it is.
-        optimizer: gets a list of the trainable parameters (see `Parameters`), returns a `torch.optim.Optimizer`; or a
-            dict of name -> optimizer, each over parameters of its own, which `step` then updates in turn.
+        model: a function that returns a new `nn.Module` at each call, with seeded random generators; or a module, which
+            is copied and stays unchanged.
+        optimizer: takes a list of the trainable parameters (see `Parameters`), returns a `torch.optim.Optimizer`; or a
+            dict of name -> optimizer with disjoint parameters, which `step` updates in turn.
         data: `(x, y)` or `(x1, x2, ..., y)` arrays or tensors; a dict of arrays; a list of samples; a map-style or
-            iterable data set; a DataLoader; or a built-in `Bundle`, which brings its own validation, test and
-            `prepare`. NumPy's float64 becomes float32. A data set of Hugging Face gives tensors unless it has a format.
+            iterable data set; a DataLoader; or a built-in `Bundle` with its own validation, test and `prepare`. NumPy's
+            float64 becomes float32. A Hugging Face data set without a format returns tensors.
         loss: `loss(output, target) -> 0-dim tensor`, a mean over the batch, for data of the form `(inputs..., target)`.
-        step: `step(model, batch) -> loss`, instead of `loss`, for any other form. It may return a mapping with `loss`
-            and further scalars, which are averaged and reported. Evaluation calls it too, in evaluation mode and
-            without gradients (`torch.enable_grad()` brings them back where the loss itself takes some). With several
-            optimizers `step` is a generator: for each `yield name, loss` the parameters of that optimizer are updated
-            by the loss before `step` goes on.
-        validation: data of the same kind, or a share (0.1) or number (5000) of samples split off `data` by seed.
-            It steers: early stop, best checkpoint.
-        test: read once, at the end.
+        step: `step(model, batch) -> loss`, instead of `loss`, for other forms. A mapping with `loss` may have further
+            scalars, which are averaged and reported. Evaluation calls `step` in evaluation mode without gradients
+            (`torch.enable_grad()` enables them for losses that contain gradients). With several optimizers `step` is a
+            generator: `yield name, loss` updates the parameters of that optimizer.
+        validation: data of the same kind, or a share (0.1) or number (5000) of samples, split off `data` by seed; used
+            for early stopping and the best checkpoint.
+        test: data that is read once, at the end.
         batch_size: samples in a step; default 32, or the DataLoader's.
         epochs: passes over the data.
-        seed: everything random follows from it.
-        schedule: `schedule(optimizer)` or `schedule(optimizer, total)` -> a torch learning-rate scheduler, where
-            `total` counts its steps over the whole run. With several optimizers `optimizer` is the dict, and a dict of
-            schedulers may be returned.
+        seed: determines all random numbers.
+        schedule: `schedule(optimizer)` or `schedule(optimizer, total)` -> a torch learning-rate scheduler; `total` is
+            its number of steps in the run. With several optimizers `optimizer` is the dict, and the result may be a
+            dict.
         schedule_every: when the scheduler steps.
-        clip_norm: gradients are scaled down to at most this total 2-norm.
-        clip_value: each gradient element is cut to this magnitude.
+        clip_norm: largest total 2-norm of the gradients, which are scaled down to it.
+        clip_value: largest magnitude of a gradient element.
         average: decay of an exponential average of the weights, such as 0.999; evaluation uses the average.
-        metrics: name -> `metric(output, target)`: a mean, or a value per sample, or `(sum, count)`. By default the
-            accuracy, where the loss reads outputs and targets as a classification.
-        weight: `weight(batch)`: what a partial loss counts; default its rows, or for cross entropy the targets
-            that are not `ignore_index`.
-        prepare: deterministic preprocessing of a batch's inputs, sample by sample; also applied by `predict`.
+        metrics: name -> `metric(output, target)`: a mean, a value per sample, or `(sum, count)`. Default: the accuracy,
+            if the loss reads outputs and targets as a classification.
+        weight: `weight(batch)`: the weight of a batch's loss in averages; default its rows, or for cross entropy the
+            targets other than `ignore_index`.
+        prepare: deterministic preprocessing of a batch's inputs, sample by sample; `predict` applies it too.
         augment: `augment(inputs, draws)`: random augmentation of a training batch, see `hotloop.data.Draws`.
         collate: turns a list of samples into a batch.
-        deterministic: whether a data set gives the same sample each time that it is asked, so that it may be read into
-            memory once; by default that is found out. False for one that changes while training goes on.
-        predict: `predict(model, inputs) -> output`, where `model(inputs)` is not it.
-        shuffle: whether each epoch has an order of its own; default yes, or what the DataLoader does.
-        drop_last: whether an incomplete last batch of each training epoch is left out; default no, or what the DataLoader
-            does.
-        monitor: the figure that decides which epoch is best; default `validation_loss`, else `train_loss`.
-        goal: whether the monitored figure should fall or rise; default by its name.
-        stop_below: stop when the monitored figure falls below (rises above, for a rising goal) this.
+        deterministic: whether a data set returns the same sample at each access, so that one read into memory suffices;
+            None finds out. False for a data set that changes during training.
+        predict: `predict(model, inputs) -> output`; default `model(inputs)`.
+        shuffle: whether each epoch has another order; default true, or the DataLoader's choice.
+        drop_last: whether training epochs drop an incomplete last batch; default false, or the DataLoader's choice.
+        monitor: the figure that determines the best epoch; default `validation_loss`, else `train_loss`.
+        goal: whether the monitored figure should fall (`min`) or rise (`max`); default by its name.
+        stop_below: stop when the monitored figure falls below this (for a rising goal: rises above).
         patience: stop after so many epochs without progress.
         callbacks: called with a read-only `View` after each event; see `hotloop.view.Callback`.
         classes: names of the classes, for reports.
@@ -158,7 +156,7 @@ class Task:
     name: str = "task"
 
     def __new__(cls, *args: Any, **given: Any) -> Task:
-        """Raises TaskError for a field that a Task doesn't have."""
+        """Raises TaskError for an unknown field."""
         check_names(given, cls.__dataclass_fields__)
         return super().__new__(cls)
 
@@ -166,16 +164,16 @@ class Task:
         check_fields(self)
 
     _built: ClassVar[Mapping[int, weakref.ref[nn.Module]]] = {}
-    """The modules with something to train that the factory returned last, while they live, by their ids."""
+    """The living modules with trainable parameters of the factory's last result, by id."""
 
     @cached_property
     def objective(self) -> LossInfo:
-        """What is known of the loss."""
+        """The loss's properties."""
         return LossInfo.from_loss(self.loss)
 
     @cached_property
     def roles(self) -> DataSplits:
-        """The data by role, brought in and checked on first use."""
+        """The data by role, converted and checked at first use."""
         return split_data(
             self.data,
             self.validation,
@@ -189,10 +187,10 @@ class Task:
         )
 
     def build_model(self) -> nn.Module:
-        """A new model on the CPU, its initial weights drawn from the seed.
+        """Returns a new model on the CPU, with initial weights from the seed.
 
         Raises:
-            TaskError: the factory raised (its error is shown), or returned no module, or one that it returned before.
+            TaskError: the factory raised an error, or returned no module or an earlier module.
         """
         seed = RandomStreams(self.seed).reseed("model")
         restart_names()
@@ -223,11 +221,11 @@ class Task:
         return model
 
     def built_last(self, model: nn.Module) -> bool:
-        """Whether the factory has returned no other model since this one, which a variable of the user's may have, too."""
+        """Returns whether the factory has returned no other model since this one, which the user may refer to."""
         return isinstance(self.model, nn.Module) or any(id(part) in self._built for part in model.modules())
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over the trainable parameters of `model`."""
+        """Returns the optimizer over the model's trainable parameters."""
         parameters = Parameters(model)
         if not parameters:
             raise TaskError(
@@ -236,19 +234,19 @@ class Task:
                 fix=registration_line(model) or "check requires_grad",
             )
         optimizer = check_optimizer(call_user_code("the optimizer factory", self.optimizer, parameters))
-        several = isinstance(optimizer, NamedOptimizers)
-        if several and self.step is None:
+        has_several = isinstance(optimizer, NamedOptimizers)
+        if has_several and self.step is None:
             raise TaskError(
                 "the Task has several optimizers and a loss(output, target), which gives one loss",
                 expected="a step(model, batch) that yields (name, loss) for each update",
                 fix="give such a step, or one optimizer with parameter groups",
             )
-        if inspect.isgeneratorfunction(self.step) and not several:
+        if inspect.isgeneratorfunction(self.step) and not has_several:
             raise single_optimizer_error()
         return optimizer
 
     def build_schedule(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None) -> Any:
-        """The learning-rate scheduler, or None."""
+        """Returns the learning-rate scheduler, or None."""
         if self.schedule is None:
             return None
         scheduled = optimizer.members if isinstance(optimizer, NamedOptimizers) else optimizer
@@ -264,7 +262,7 @@ class Task:
         return check_schedule(call_user_code("the schedule factory", self.schedule, scheduled, total))
 
     def compute(self, model: nn.Module, batch: Any) -> StepResult:
-        """One forward pass: the loss of `batch`, in whichever of the two forms the Task has."""
+        """Returns the result of a forward pass with loss, in either form of the Task."""
         if self.step is not None:
             with default_device(model):
                 result = self.step(model, batch)
@@ -283,34 +281,30 @@ class Task:
         return StepResult(self.loss(output, batch[-1]), output, {})
 
     def output(self, model: nn.Module, inputs: Any) -> Any:
-        """What the model says of a batch of inputs, as `hotloop predict` gives it."""
+        """Returns the model's output for a batch of inputs, as `hotloop predict` does."""
         return forward(model, inputs) if self.predict is None else self.predict(model, inputs)
 
     def weight_of(self, batch: Any, samples: int) -> Any:
-        """What the loss of `batch`, made of so many samples, counts: a number, or a 0-dim tensor."""
+        """Returns the weight of a batch's loss: a number, or a 0-dim tensor."""
         if self.weight is not None:
             return self.weight(batch)
         rows = count_rows(batch, samples).number
         return self.objective.weight_of(batch[-1], rows) if isinstance(batch, tuple | list) and batch else rows
 
     def owners(self, model: nn.Module) -> dict[str, Any]:
-        """What may hold random generators of those parts that compute a batch, by what to call them."""
+        """Returns the parts of a batch's computation that may have random generators, by their names in messages."""
         parts = {name: getattr(self, name) for name in ("loss", "step", "weight", "metrics", "predict")}
         return {"model": model, **parts}
 
-    @property
-    def stop_early(self) -> bool:
-        return self.stop_below is not None or self.patience is not None
-
 
 def first_hooked_parameter(model: nn.Module) -> str | None:
-    """The name of the first parameter with a hook on its gradient; None if there is none."""
+    """Returns the name of the first parameter with a hook on its gradient; None without one."""
     named = model.named_parameters()
     return next((name for name, value in named if value._backward_hooks or value._post_accumulate_grad_hooks), None)
 
 
 def _is_trained(part: nn.Module) -> bool:
-    """Whether it holds a parameter that is trained. Keras makes its own only when it is asked for `parameters()`."""
+    """Returns whether the module itself has a trainable parameter; Keras creates parameters in `parameters()`."""
     return any(value is not None and value.requires_grad for value in part._parameters.values())
 
 
@@ -325,10 +319,10 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def _deep_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares nothing.
+    """Returns a copy of the model.
 
     Raises:
-        TaskError: a parameter has a hook, which no copy has, or the model can't be copied.
+        TaskError: a parameter has a hook, which copies lack, or the model can't be copied.
     """
     if (name := first_hooked_parameter(model)) is not None:
         raise TaskError(
@@ -340,15 +334,15 @@ def _deep_copy(model: nn.Module) -> nn.Module:
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:
-    """`model(inputs)`, or `model(x1, x2, ...)` for a tuple of several inputs."""
+    """Returns `model(inputs)`, or `model(x1, x2, ...)` for a tuple of inputs."""
     arguments = call_arguments(model)
     with default_device(model):
-        several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)
-        return model(*inputs, **arguments) if several else model(inputs, **arguments)
+        is_tuple = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)
+        return model(*inputs, **arguments) if is_tuple else model(inputs, **arguments)
 
 
 def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:
-    """What a `step` returned, as `StepResult` takes it."""
+    """Returns the fields of a `StepResult` from a step's return value."""
     if not isinstance(result, Mapping):
         return result, None, {}
     if "loss" not in result:
@@ -358,13 +352,13 @@ def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:
             fix="return the loss under that name",
         )
     others = {name: value for name, value in result.items() if name != "loss"}
-    if type(result) is not dict:  # a library's own output, which holds much more than figures
+    if type(result) is not dict:  # a library's output object has further entries
         others = {name: value for name, value in others.items() if isinstance(value, Tensor) and not value.ndim}
     return result["loss"], None, named_scalars(others)
 
 
 def single_optimizer_error() -> TaskError:
-    """The error for a step that yields losses where there is one optimizer."""
+    """Returns the error for a step that yields losses for a single optimizer."""
     return TaskError(
         "step is a generator, and the Task has one optimizer",
         expected="a step that returns the loss",
@@ -373,21 +367,19 @@ def single_optimizer_error() -> TaskError:
 
 
 def _takes_total(function: Callable[..., Any]) -> bool:
-    """Whether `function` wants a `total`, or can't be called with one positional argument."""
+    """Returns whether the function has a parameter `total`, or can't be called with one positional argument."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return False
-    if "total" in signature.parameters:
-        return True
     try:
         signature.bind(None)
     except TypeError:
         return True
-    return False
+    return "total" in signature.parameters
 
 
 def override_fields(task: Task, fields: Mapping[str, Any] | None) -> Task:
-    """The Task with some fields set; itself, with all that it knows already, where they are as they were."""
+    """Returns the Task with changed fields; the same object, with its caches, if no value changes."""
     changed = {key: value for key, value in (fields or {}).items() if getattr(task, key) != value}
     return replace(task, **changed) if changed else task

@@ -1,4 +1,4 @@
-"""What a Task's fields may be, as far as they say so themselves."""
+"""Checks of a Task's fields."""
 
 from __future__ import annotations
 
@@ -11,22 +11,11 @@ from torch import nn
 
 from hotloop.errors import TaskError, did_you_mean, type_name
 
-_FUNCTIONS = (
-    "model",
-    "optimizer",
-    "loss",
-    "step",
-    "schedule",
-    "weight",
-    "prepare",
-    "augment",
-    "collate",
-    "predict",
-)
+_FUNCTIONS = ("model", "optimizer", "loss", "step", "schedule", "weight", "prepare", "augment", "collate", "predict")
 
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises TaskError for a field that a Task doesn't have, with the one that may be meant."""
+    """Raises TaskError for an unknown field, with the most similar known field."""
     fields = [name for name in known if not name.startswith("_")]
     if unknown := [name for name in given if name not in fields]:
         near = did_you_mean(unknown[0], fields)
@@ -38,10 +27,10 @@ def check_names(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check_fields(task: Any) -> None:
-    """Looks at each field of a `Task`, and at those that must go together.
+    """Checks each field of a Task, and combinations of fields.
 
     Raises:
-        TaskError: a field is of another kind than it can be, or two don't go together.
+        TaskError: a wrong value, or two fields that exclude each other.
     """
     if (task.loss is None) == (task.step is None):
         given = "neither loss nor step" if task.loss is None else "both loss and step"
@@ -71,7 +60,7 @@ def check_fields(task: Any) -> None:
 
 
 def _stale_optimizer_error(value: Any) -> TaskError:
-    """An optimizer holds the parameters of a model that is no longer the one that is trained."""
+    """Returns the error for an optimizer instance, whose parameters belong to another model than the trained one."""
     name = type(value).__name__
     place = f"torch.optim.{name}" if type(value).__module__.startswith("torch.optim") else name
     rate = value.param_groups[0].get("lr")
@@ -98,7 +87,6 @@ def _check_loss(task: Any) -> None:
 
 
 def _check_scalars(task: Any) -> None:
-    """Functions beside the loss."""
     if task.metrics and task.step is not None:
         raise TaskError(
             "the Task has metrics(output, target) and a step, which shows no output",
@@ -114,7 +102,6 @@ def _check_scalars(task: Any) -> None:
 
 
 def _check_words(task: Any) -> None:
-    """What is one of a few words, or a name."""
     if task.goal not in (None, "min", "max"):
         raise TaskError(f"goal={task.goal!r}", expected="'min' or 'max'")
     if task.deterministic not in (None, True, False):
@@ -128,10 +115,10 @@ def _check_words(task: Any) -> None:
         raise TaskError(f"monitor={task.monitor!r}", expected="a figure's name, such as 'validation_loss'")
     if not isinstance(task.name, str):
         raise TaskError(f"name={task.name!r}", expected="a text")
-    classes = task.classes  # also of an array's or a data set's own kind
+    classes = task.classes  # any iterable, such as an array
     if isinstance(classes, str | Mapping) or not hasattr(classes, "__iter__"):
         raise TaskError(f"classes={classes!r}", expected="a list of the classes' names")
-    if odd := [one for one in classes if not isinstance(one, str)]:
+    if odd := [name for name in classes if not isinstance(name, str)]:
         raise TaskError(f"classes has {odd[0]!r}", expected="the classes' names, each a text")
 
 
@@ -149,22 +136,19 @@ def _check_number(
 
 
 def _are_all_callable(functions: Any, container: Any) -> bool:
-    """Whether `functions` is such a container of functions."""
     if not isinstance(functions, container):
         return False
     return all(map(callable, functions.values() if isinstance(functions, Mapping) else functions))
 
 
 def registration_line(model: nn.Module) -> str:
-    """The line that registers layers which lie in a plain list or dict of a module; empty if there are none."""
+    """Returns an instruction to register layers in a module's plain list or dict; empty without such layers."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            items = (
-                list(value.values() if isinstance(value, dict) else value)
-                if isinstance(value, list | tuple | dict)
-                else []
-            )
-            if items and not attribute.startswith("_") and all(isinstance(item, nn.Module) for item in items):
+            if attribute.startswith("_") or not isinstance(value, list | tuple | dict) or not value:
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            if all(isinstance(item, nn.Module) for item in items):
                 holder = "nn.ModuleDict" if isinstance(value, dict) else "nn.ModuleList"
                 where = f" in {name or type(module).__name__}"
                 return f"write self.{attribute} = {holder}(...){where}: layers in a plain {type(value).__name__} are not registered"

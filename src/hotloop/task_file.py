@@ -1,4 +1,4 @@
-"""How `file.py`, `file.py:name` or `package.module:name` becomes a Task, and its source a part of the run."""
+"""Loads a Task from `file.py`, `file.py:name` or `package.module:name`, with the source files for its run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from hotloop.task import Task
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A Task with the source it came from.
+    """A Task with its source.
 
     Attributes:
-        record: where in `files` it is; None for a Task made in Python.
-        files: path relative to the source's root -> content, for the Task's file and the local modules it imports.
+        record: its location in `files`; None for a Task made in Python.
+        files: content by path relative to the source's root, of the Task's file and the local modules that it imports.
     """
 
     task: Task
@@ -51,14 +51,14 @@ class LoadedTask:
 
 
 def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> LoadedTask:
-    """Loads the Task that a user names.
+    """Loads a Task by reference.
 
     Args:
-        reference: `file.py`, `file.py:name` or `package.module:name`; the name is `task` if left out.
-        parameters: arguments for a `task(...)` that is a function, as text from the command line.
+        reference: `file.py`, `file.py:name` or `package.module:name`; the default name is `task`.
+        parameters: arguments of a `task(...)` function, as command-line text.
 
     Raises:
-        TaskError: no such file, an error in it (shown), no Task in it, or a parameter it doesn't have.
+        TaskError: a missing file, an error in the file, no Task of that name, or an unknown parameter.
     """
     where, attribute = split_reference(reference)
     forget_copies()
@@ -88,10 +88,10 @@ def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> Lo
 
 
 def load_from_run(folder: Path, record: SourceRecord) -> Task:
-    """The Task from the copy of its source in a run folder, wherever the original is now.
+    """Loads the Task from the copy of its source in a run folder.
 
     Raises:
-        TaskError: the copy was changed since.
+        TaskError: the copy was changed.
     """
     folder = folder.resolve()
     files = files_of(folder)
@@ -108,13 +108,13 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The source in a run folder, as `LoadedTask` has it."""
+    """Returns the source files in a run folder, like `LoadedTask.files`."""
     files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
     return {name: content for name, content in files.items() if content is not None}
 
 
 def _load_file(path: Path) -> tuple[ModuleType, Path]:
-    """The module of a file, and the folder that its package lies in, or the file if it is in none."""
+    """Returns a file's module, and the folder of its outermost package or of the file."""
     package = enclosing_package(path)
     own = [] if path.stem == "__init__" else [path.stem]
     name = ".".join([package, *own]) if package else module_name(path)
@@ -130,7 +130,7 @@ def _load_file(path: Path) -> tuple[ModuleType, Path]:
 
 
 def _check_name(top: str, root: Path) -> None:
-    """Raises TaskError if an installed package has the name of the folder."""
+    """Raises TaskError if an installed package has the folder's name."""
     if is_taken(top):
         raise TaskError(
             f"the folder {root / top} is a package, since its Task imports relatively, and {top!r} is an installed one",
@@ -140,7 +140,7 @@ def _check_name(top: str, root: Path) -> None:
 
 
 def _import_package(package: str, root: Path) -> None:
-    """Imports the package below `root`, also where one of the same name was imported from elsewhere."""
+    """Imports the package below `root` in place of a loaded package of the same name."""
     top = package.partition(".")[0]
     if list(getattr(sys.modules.get(top), "__path__", ())) != [str(root / top)]:
         for name in [name for name in sys.modules if f"{name}.".startswith(f"{top}.")]:
@@ -149,27 +149,25 @@ def _import_package(package: str, root: Path) -> None:
         assert spec is not None
         if spec.loader is not None:
             _execute(spec, f"{top}/__init__.py")
-        else:  # a folder without an `__init__.py`; Python would look into all folders of that name
+        else:  # no `__init__.py`: Python would merge all folders of that name
             sys.modules[top] = importlib.util.module_from_spec(spec)
             sys.modules[top].__path__ = [str(root / top)]
     _run_user_file(package, importlib.import_module, package)
 
 
 def _execute(spec: ModuleSpec, what: str) -> ModuleType:
-    """Runs a module's code; it is in `sys.modules` then, unless it fails."""
+    """Runs a module's code and adds the module to `sys.modules`, unless the code fails."""
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     previous = sys.modules.get(spec.name)
     sys.modules[spec.name] = module
-    done = False
     try:
         _run_user_file(what, spec.loader.exec_module, module)
-        done = True
-    finally:
-        if not done:
-            del sys.modules[spec.name]
-            if previous is not None:
-                sys.modules[spec.name] = previous
+    except BaseException:
+        del sys.modules[spec.name]
+        if previous is not None:
+            sys.modules[spec.name] = previous
+        raise
     return module
 
 
@@ -193,15 +191,15 @@ def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        if f"{name}.".startswith(f"{error.name}."):  # the module itself or a package around it, not what they import
+        if f"{name}.".startswith(f"{error.name}."):  # the module itself or its package is missing
             return None
         raise
-    except ValueError:  # __main__, for one
+    except ValueError:  # such as __main__
         return None
 
 
 def _run_user_file(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs a user's file; its error becomes one line."""
+    """Runs a user's file; an error becomes one line."""
     try:
         return call_user_code(what, function, *arguments)
     except TaskError as error:
@@ -228,7 +226,6 @@ def _syntax_error(what: str, error: SyntaxError) -> TaskError:
 
 
 def _task_in(module: ModuleType, attribute: str, given: Mapping[str, Any], reference: str) -> Task:
-    """The Task that `attribute` is or returns."""
     value = getattr(module, attribute, None)
     if isinstance(value, Task):
         if given:
@@ -252,9 +249,8 @@ def _task_in(module: ModuleType, attribute: str, given: Mapping[str, Any], refer
 
 
 def _no_task_error(module: ModuleType, attribute: str, reference: str) -> TaskError:
-    there = (
-        f"{attribute!r} in {reference} is {type_name(getattr(module, attribute))}" if hasattr(module, attribute) else ""
-    )
+    is_defined = hasattr(module, attribute)
+    there = f"{attribute!r} in {reference} is {type_name(getattr(module, attribute))}" if is_defined else ""
     others = [name for name, item in vars(module).items() if isinstance(item, Task)]
     where = split_reference(reference)[0]
     return TaskError(
@@ -288,7 +284,7 @@ def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, 
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """With annotations as types; as they are written, where they name what isn't there at run time."""
+    """Returns the signature with evaluated annotations, or with text where names are undefined at run time."""
     try:
         return inspect.signature(function, eval_str=True)
     except (NameError, AttributeError, SyntaxError, TypeError):
@@ -299,7 +295,7 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _parse_argument(value: Any, parameter: inspect.Parameter) -> Any:
-    """A command line's text as the type of the parameter's annotation, or else of its default."""
+    """Returns command-line text as the type of the parameter's annotation or default."""
     if not isinstance(value, str):
         return value
     wanted = _argument_type(parameter)
@@ -324,7 +320,7 @@ def _parse_argument(value: Any, parameter: inspect.Parameter) -> Any:
 
 
 def _argument_type(parameter: inspect.Parameter) -> TypeAdapter | None:
-    """What checks a parameter's values; None where neither annotation nor default say what they are."""
+    """Returns the validator of a parameter's values; None without annotation and default."""
     default = parameter.default
     candidates = [parameter.annotation, type(default) if default not in (None, parameter.empty) else parameter.empty]
     for candidate in candidates:
@@ -337,7 +333,7 @@ def _argument_type(parameter: inspect.Parameter) -> TypeAdapter | None:
 
 
 def _parse_literal(text: str) -> Any:
-    """The Python value that a text spells, or the text itself."""
+    """Returns the Python value that a text spells, or the text."""
     try:
         return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""The public path of the types that callbacks name."""
+"""The public path of the types of callbacks."""
 
 from hotloop.core.callback import Callback, Event, View
 

@@ -140,7 +140,7 @@ def test_the_worst_of_all_batches_are_kept_whatever_their_order() -> None:
     target = torch.zeros(500, dtype=torch.int64)
     kept = []
     for size in (500, 64, 1):
-        answers = Evaluator(keep=10)
+        answers = Evaluator(limit=10)
         for rows, labels in zip(output.split(size), target.split(size), strict=True):
             watch(answers, rows, labels)
         kept.append([(mistake.index, mistake.confidence) for mistake in answers.findings()["mistakes"]])

@@ -1,7 +1,7 @@
-"""The `hotloop` command: parses, calls `hotloop.api`, prints.
+"""The `hotloop` command: parses arguments, calls `hotloop.api`, prints results.
 
-Each command is one function, in the file of its name. Those files import what is heavy inside the function,
-so that help and mistakes answer at once.
+Each command is a function in the file of its name, which imports slow modules inside the function, so that help and
+usage errors are immediate.
 """
 
 from __future__ import annotations
@@ -13,25 +13,14 @@ import typer
 
 from hotloop.cli.options import run_app
 
-COMMANDS = (
-    "devices",
-    "train",
-    "plan",
-    "race",
-    "check",
-    "tune",
-    "profile",
-    "explain",
-    "evaluate",
-    "predict",
-    "export",
-)  # in the order of the help
+# in the order of the help
+COMMANDS = ("devices", "train", "plan", "race", "check", "tune", "profile", "explain", "evaluate", "predict", "export")
 
-# \b keeps the lines of a paragraph as they are.
+# \b: no line wrapping in the paragraph
 HELP = """\
 Trains your PyTorch network as fast as your hardware allows, and proves it.
 
-You write what to train, as a Task in a Python file; hotloop decides how to run it.
+You write what to train as a Task in a Python file; hotloop decides how to run the Task.
 
 \b
   hotloop devices                               what this machine has
@@ -39,16 +28,16 @@ You write what to train, as a Task in a Python file; hotloop decides how to run 
   hotloop train task.py --epochs 3 --run runs/first
   hotloop plan task.py                          how --plan auto would run it here, and why
   hotloop race task.py                          which plan finishes this run first
-  hotloop check task.py                         does that give the same result as the baseline?
-  hotloop tune task.py                          find the fastest plan that does, and remember it
+  hotloop check task.py                         does a plan give the same result as the baseline?
+  hotloop tune task.py                          find the fastest plan with that result, and store it
   hotloop profile task.py                       where a step's time goes, and what would help
   hotloop profile train.py -- --lr 0.1          the same for any PyTorch script with its own arguments
   hotloop explain task.py                       each layer's forward and backward as matrices
   hotloop evaluate runs/first                   its metrics on the test data
-  hotloop predict runs/first images.npy         what the trained network says
+  hotloop predict runs/first images.npy         the trained network's output for new inputs
   hotloop export runs/first --to model.onnx     the network for use elsewhere
 
-`hotloop COMMAND --help` explains a command. With --json each prints one JSON document on stdout.
+`hotloop COMMAND --help` explains a command. With --json a command prints one JSON document on stdout.
 """
 
 
@@ -70,13 +59,13 @@ def _options(
 
 
 def build() -> typer.Typer:
-    """The application with all its commands."""
+    """Returns the application with all commands."""
     app = typer.Typer(
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # plain help: quicker, and square brackets stay what they are
+        rich_markup_mode=None,  # plain help is faster and leaves square brackets unchanged
     )
     app.callback(help=HELP)(_options)
     for name in COMMANDS:
@@ -85,5 +74,5 @@ def build() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of the `hotloop` command and of `python -m hotloop`."""
+    """The entry point of the `hotloop` command and of `python -m hotloop`."""
     run_app(build())

@@ -14,11 +14,10 @@ from hotloop.cli.options import (
     ParamOption,
     SetOption,
     axes_of_options,
-    console,
     exit_early,
     exit_on_error,
     parse_pairs,
-    print_json,
+    print_result,
     progress_bar,
     say,
     stdout_for,
@@ -33,7 +32,7 @@ def check(
         str | None,
         typer.Option(
             help="What to check: auto, baseline, arrays or a TOML file.",
-            show_default="what hotloop train takes by itself",
+            show_default="the default of hotloop train",
         ),
     ] = None,
     settings: SetOption = None,
@@ -42,7 +41,8 @@ def check(
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     converge: Annotated[
-        int, typer.Option(help="Also train to the end with so many seeds, both ways, and compare where they end.")
+        int,
+        typer.Option(help="Also train to the end with so many seeds, with both plans, and compare the final figures."),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -53,20 +53,21 @@ def check(
     hotloop check examples/fashion.py --set compile=step
     hotloop check examples/fashion.py --set precision=bf16 --device cuda --converge 5
 
-    Single steps from at least 16 states, or all of a shorter training, are compared with the same steps in float64, then
-    some steps on end. What rounding alone comes to is measured on baselines that differ harmlessly. The classes, from the best on: bitwise,
-    fp32-equivalent, reduced-precision (products of fewer bits than the baseline's), unproven, broken.
+    Single steps from at least 16 states, or from all states of a shorter training, are compared with the same steps in
+    float64, then several steps in sequence. Harmless variants of the baseline measure the effect of rounding. The
+    classes, best first: bitwise, fp32-equivalent, reduced-precision (products of fewer bits than the baseline's),
+    unproven, broken.
 
-    Exit code 1 for a plan that is broken, or where a training of --converge fails. Ctrl-C during those trainings
-    shows what was found until then.
+    Exit code 1 for a broken plan, or if a training of --converge fails. Ctrl-C during those trainings shows the
+    results so far.
     """
     given = parse_pairs(param or [])
-    on_top = axes_of_options(settings, device=device)
+    axes = axes_of_options(settings, device=device)
     file_of_reference(split_reference(task)[0])
 
     from hotloop.core.plan_request import PlanRequest
 
-    wanted = PlanRequest.with_auto_default(plan, on_top)
+    wanted = PlanRequest.with_auto_default(plan, axes)
 
     from hotloop.report.plan import parity_page
     from hotloop.task import override_fields
@@ -83,10 +84,7 @@ def check(
             say=say,
             progress=lambda doing, *count: progress(*count),
         )
-    if as_json:
-        print_json(parity.model_dump())
-    else:
-        console.print(parity_page(parity))
+    print_result(as_json, parity.model_dump(), lambda: parity_page(parity))
     if (ends := parity.convergence) is not None and ends.ended is not None:
         exit_early(ends.ended_by, f"{ends.ended}; what was found before is shown")
     if parity.parity == "broken":

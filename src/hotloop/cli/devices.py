@@ -1,4 +1,4 @@
-"""`hotloop devices`: what this machine has, and how fast it is."""
+"""`hotloop devices`: this machine's devices and their speed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.options import JsonOption, console, exit_on_error, print_json
+from hotloop.cli.options import JsonOption, console, exit_on_error, print_result
 
 
 @exit_on_error
@@ -15,14 +15,12 @@ def devices(
         str | None,
         typer.Option(help="Show this device alone, such as cpu or cuda:0.", show_default="all of them"),
     ] = None,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Measure anew, in place of what was measured before.")
-    ] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again in spite of stored results.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show this machine's devices: memory, precisions, measured speed; and its cores, compiler and versions.
 
-    Measuring takes a few seconds. It's done once, and kept in your cache folder.
+    The measurement takes a few seconds. Its result is stored in your cache folder.
     """
     from rich.progress import BarColumn, TextColumn
 
@@ -32,14 +30,11 @@ def devices(
 
     columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True) as bar:
-        shown = bar.add_task("", visible=False)
+        task = bar.add_task("", visible=False)
 
         def progress(what: str, done: int, total: int) -> None:
-            bar.update(shown, description=what, completed=done, total=total, visible=True)
+            bar.update(task, description=what, completed=done, total=total, visible=True)
 
         hardware = measure_hardware(device, refresh=refresh, progress=progress)
 
-    if as_json:
-        print_json({**hardware.to_dict(), "advice": advice(hardware)})
-    else:
-        console.print(hardware_page(hardware))
+    print_result(as_json, hardware.to_dict() | {"advice": advice(hardware)}, lambda: hardware_page(hardware))

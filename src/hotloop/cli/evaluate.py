@@ -1,4 +1,4 @@
-"""`hotloop evaluate`: figures of a trained network, and its mistakes."""
+"""`hotloop evaluate`: figures and mistakes of a trained network."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 class DataPart(StrEnum):
-    """Of the Task's data."""
-
     test = "test"
     validation = "validation"
     train = "train"
@@ -55,8 +53,8 @@ def evaluate(
 
     Writes RUN/evaluation/: evaluation.json, and for a classification confusion.html and mistakes.html.
 
-    Test data is meant to be read once. Whoever evaluates again and again on it, and keeps what does best there,
-    selects by it: the figure is then better than the network. Choose by --on validation.
+    Test data is meant to be read once. A network that is selected by its test figures has biased test figures:
+    select by --on validation.
     """
     from hotloop import api
     from hotloop.report.confusion import class_tables

@@ -1,4 +1,4 @@
-"""`hotloop export`: a trained network as a file for use elsewhere."""
+"""`hotloop export`: writes a trained network to a file for use elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def export(
     ] = None,
     inputs: Annotated[
         Path | None,
-        typer.Option(help="A .npy or .npz file of samples to try the file on.", show_default="the training data"),
+        typer.Option(help="A .npy or .npz file of samples for the check.", show_default="the training data"),
     ] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
@@ -48,8 +48,8 @@ def export(
     hotloop export runs/first --to model.safetensors    the weights alone, as model.state_dict()
     hotloop export runs/first --to model.pt             the same, for torch.load
 
-    A .pt2 or .onnx file takes what `hotloop predict` takes: the Task's `prepare` is in it. Each file is read back and
-    run on real samples; one that answers differently is not written.
+    A .pt2 or .onnx file takes the inputs of `hotloop predict`, and contains the Task's `prepare`. Each file is read
+    back and run on real samples; a file with other outputs than the model's is not written.
     """
     from hotloop import api
 
@@ -71,16 +71,11 @@ def export(
         return
     for what, ports in (("takes", done.inputs), ("gives", done.outputs)):
         if ports:
-            say(
-                f"{what} "
-                + ", ".join(f"{port.name}: {port.dtype} ({', '.join(map(str, port.shape))})" for port in ports)
-            )
+            shapes = (f"{port.name}: {port.dtype} ({', '.join(map(str, port.shape))})" for port in ports)
+            say(f"{what} {', '.join(shapes)}")
     if done.prepare is not None:
-        say(
-            "the Task's prepare is in the file"
-            if done.prepare
-            else "without the Task's prepare: inputs must be prepared"
-        )
+        without = "without the Task's prepare: inputs must be prepared"
+        say("the Task's prepare is in the file" if done.prepare else without)
     sizes = ", ".join(map(str, done.batch_sizes))
     say(f"read back and run on batches of {sizes}: differs from the model by {done.difference:.2g} at most")
     say(f"written: {done.file} ({done.size_bytes / 1e6:.2f} MB), {done.weights} weights (epoch {done.epoch})")

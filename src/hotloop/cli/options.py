@@ -1,9 +1,8 @@
-"""What every command does the same way: where it prints, and how it fails.
+"""Shared options, output and error handling of the commands.
 
-A person's words go to stderr, through `console`; a machine's document goes to stdout, through `print_json`.
-A command ends with 0 when it did what was asked, 1 with one line when the user can put it right
-(`HotloopError`), 2 with one line when it was called wrongly, 130 when stopped by Ctrl-C, 143 when by SIGTERM.
-Anything else is a bug in hotloop and shows its traceback.
+Text for people goes to stderr through `console`; the JSON document goes to stdout through `print_json`. Exit codes: 0
+success, 1 an error that the user can fix (`HotloopError`, one line), 2 a wrong call (one line), 130 Ctrl-C, 143
+SIGTERM. Other errors are bugs in hotloop and print their traceback.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
+from rich.console import RenderableType
 
 from hotloop.core.processes.parent_death import LAUNCHER, end_with_parent
 from hotloop.core.processes.signals import Terminated, raise_on_signals
@@ -38,7 +38,7 @@ FAILED = 1
 INTERRUPTED = 130  # what shells report for SIGINT
 READER_GONE = 141  # what shells report for SIGPIPE
 
-UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no name of its own for it
+UsageError: Any = typer.BadParameter.__mro__[1]  # typer exports no name
 
 console = Terminal()
 
@@ -46,7 +46,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, mps or xpu.", show_default="the accelerator, else cpu")
 ]
-
 ParamOption = Annotated[
     list[str] | None,
     typer.Option("--param", "-p", help="name=value for a task(...) that is a function; repeatable."),
@@ -55,17 +54,13 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="axis=value of the plan, such as compile=step; repeatable."),
 ]
-
-
 TrustOption = Annotated[
     bool,
-    typer.Option("--trust", help="Run the code in the folder of a run that you didn't start, now and from now on."),
+    typer.Option("--trust", help="Trust the code in the folder of a run that you didn't start, now and later."),
 ]
 
 
 class WeightsName(StrEnum):
-    """Of a run."""
-
     best = "best"
     last = "last"
 
@@ -76,24 +71,22 @@ WeightsOption = Annotated[
 
 
 def say(line: str) -> None:
-    """Shows a person a line, as it is."""
+    """Prints a line on stderr, without markup."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_bar(doing: str, of: str = "samples") -> AbstractContextManager[Callable[[int, int | None], None]]:
-    """A progress bar for work that lasts; it is told `(done, of how many)`."""
+    """Returns a progress bar; the context's value takes `(done, total)`."""
     from hotloop.report import progress
 
     return progress.progress_bar(console, doing, of)
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Prints the one JSON document of a command on stdout.
-
-    JSON has no NaN and no infinity: such numbers become null.
+    """Prints the JSON document of a command on stdout, with null in place of NaN and infinity.
 
     Raises:
-        DiskError: it can't be written.
+        DiskError: stdout can't be written.
     """
     text = json.dumps(_finite(document), indent=2, allow_nan=False)
     if sys.stdout is None:
@@ -109,6 +102,14 @@ def print_json(document: dict[str, Any]) -> None:
         ) from error
 
 
+def print_result(as_json: bool, document: dict[str, Any], page: Callable[[], RenderableType]) -> None:
+    """Prints the JSON document on stdout, or the page on stderr."""
+    if as_json:
+        print_json(document)
+    else:
+        console.print(page())
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
@@ -121,7 +122,7 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def stdout_for(as_json: bool) -> Iterator[None]:
-    """With `--json`, sends what the user's own code prints to stderr: stdout is for the one document alone."""
+    """Redirects prints of user code to stderr with `--json`: stdout is for the document alone."""
     if not as_json:
         yield
         return
@@ -130,14 +131,14 @@ def stdout_for(as_json: bool) -> Iterator[None]:
 
 
 def run_app(app: typer.Typer) -> None:
-    """Runs the command line in `sys.argv`; a wrong call fails as anything else does, in one line."""
+    """Runs the command line in `sys.argv`; a wrong call ends with one line."""
     _open_streams()
     sys.unraisablehook = _report_unraisable
     try:
         code = app(prog_name="hotloop", standalone_mode=False)
     except UsageError as error:
         if not sys.argv[1:]:
-            error.show()  # a bare `hotloop` explains itself
+            error.show()  # `hotloop` without arguments prints its help
         else:
             _report_error("UsageError", _usage(error), "--json" in sys.argv)
         sys.exit(error.exit_code)
@@ -145,19 +146,18 @@ def run_app(app: typer.Typer) -> None:
         code = INTERRUPTED
     ended = code if isinstance(code, int) else 0
     if ended == INTERRUPTED:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the same key, still pressed, would break Python's own end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a held key would interrupt Python's exit
     sys.exit(ended)
 
 
-def _report_unraisable(found: sys.UnraisableHookArgs) -> None:
-    """Reports an error in a finalizer as Python does, but for an interrupt: Ctrl-C may come while one runs."""
-    if found.exc_type is None or not issubclass(found.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(found)
+def _report_unraisable(error: sys.UnraisableHookArgs) -> None:
+    """Reports an error in a finalizer like Python, except for KeyboardInterrupt: Ctrl-C may arrive in a finalizer."""
+    if error.exc_type is None or not issubclass(error.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(error)
 
 
 def _open_streams() -> None:
-    """Puts nothing in the place of a standard stream that is closed: the next file opened would get its number, and what
-    torch writes to that number."""
+    """Opens the null device in place of closed standard streams, whose numbers later files would get."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -173,10 +173,10 @@ def _usage(error: Any) -> str:
 
 
 def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:
-    """Turns the failures that a user can put right into one line and an exit code.
+    """Decorates a command: errors that the user can fix become one line and an exit code.
 
-    Goes on a command function that takes `as_json: AsJson = False`: with `--json` the failure is also the one
-    document on stdout, `{"error": {"kind": ..., "message": ...}}`.
+    The command must take `as_json: JsonOption = False`; with `--json` the error is also the document on stdout,
+    `{"error": {"kind": ..., "message": ...}}`.
     """
     if "as_json" not in inspect.signature(command).parameters:
         raise TypeError(f"the command {command.__name__} must take `as_json: AsJson = False`")
@@ -184,7 +184,7 @@ def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         as_json = bool(kwargs.get("as_json"))
-        with raise_on_signals():  # while a failure is told, too
+        with raise_on_signals():  # also during error reports
             return _run_or_exit(command, as_json, *args, **kwargs)
 
     return run
@@ -201,7 +201,7 @@ def _run_or_exit(command: Callable[P, R], as_json: bool, /, *args: P.args, **kwa
             _report_error(type(error).__name__, str(error), as_json)
             raise typer.Exit(FAILED) from error
         except Terminated as error:
-            if not _is_launched():  # else the launcher tells why
+            if not _is_launched():  # the launcher reports the reason
                 _report_error("Interrupted", f"stopped by {signal.Signals(error.number).name}", as_json)
             raise typer.Exit(128 + error.number) from error
         except KeyboardInterrupt as error:
@@ -218,7 +218,7 @@ def _run_or_exit(command: Callable[P, R], as_json: bool, /, *args: P.args, **kwa
 
 
 def try_write(write: Callable[[], R]) -> tuple[R | None, HotloopError | None]:
-    """Writes what goes beside what is printed; where it can't be, the error is for `exit_if_failed`, once all is printed."""
+    """Returns the result of writing additional files, or the error, which `exit_if_failed` reports after the output."""
     try:
         return write(), None
     except HotloopError as error:
@@ -226,47 +226,46 @@ def try_write(write: Callable[[], R]) -> tuple[R | None, HotloopError | None]:
 
 
 def exit_if_failed(error: HotloopError | None) -> None:
-    """Ends a command that has printed its document already, if something went wrong."""
+    """Ends a command after its output if writing a file failed."""
     if error is not None:
         say(f"error: {error}")
         raise typer.Exit(FAILED)
 
 
-def exit_early(by: str | None, said: str) -> None:
-    """Ends a command that was kept from its end, by `failure` or a signal, and has printed what it found before."""
-    say(f"{'error: ' if by == 'failure' else ''}{said}")
+def exit_early(by: str | None, reason: str) -> None:
+    """Ends a command that printed partial results, after a `failure` or a signal."""
+    say(f"{'error: ' if by == 'failure' else ''}{reason}")
     raise typer.Exit(128 + signal.Signals[by] if by and by in signal.Signals.__members__ else FAILED)
 
 
 def exit_with_launcher() -> None:
-    """In a rank, asks the system for SIGTERM when the process that started the rank is killed, which may be before it trains."""
+    """Makes a rank end when its launcher is killed, also before training."""
     if _is_launched():
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
 
 
 def _is_launched() -> bool:
-    """Whether this process is one of the ranks that a `hotloop` has started: `LAUNCH_ID_PREFIX` in distributed/process_group.py, which
-    takes seconds to import."""
+    """Returns whether a launcher started this process (`LAUNCH_ID_PREFIX` in distributed/process_group.py)."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("hotloop-")
 
 
 def _report_error(kind: str, message: str, as_json: bool) -> None:
     say(f"error: {message}")
     if as_json:
-        with suppress(DiskError):  # the line above is all that can be said then
+        with suppress(DiskError):
             print_json({"error": {"kind": kind, "message": message}})
 
 
 def _silence_stdout() -> None:
-    """Nobody reads stdout any more: keep Python from failing once more when it flushes at the end."""
+    """Redirects stdout to the null device, since Python's flush at exit would fail on a closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse_pairs(texts: list[str]) -> dict[str, str]:
-    """`["a=1", "b=x"]` as a dict.
+    """Returns `["a=1", "b=x"]` as a dict.
 
     Raises:
-        typer.BadParameter: one has no equals sign.
+        typer.BadParameter: a text has no equals sign.
     """
     for text in texts:
         if "=" not in text:
@@ -275,21 +274,21 @@ def parse_pairs(texts: list[str]) -> dict[str, str]:
 
 
 def is_data_parallel_default(ranks: int | None, plan: Plan) -> bool:
-    """Whether several ranks without a word on `parallel` are to share each batch, which is `parallel=data`."""
+    """Returns whether several ranks without a choice of `parallel` imply `parallel=data`."""
     return (launched_ranks() if ranks is None else ranks) > 1 and "parallel" not in plan.model_fields_set
 
 
 def launched_ranks() -> int:
-    """How many processes torchrun, or the like, has started beside this one, which is counted; 1 without it."""
+    """Returns the number of processes that torchrun or a similar launcher started; 1 without a launcher."""
     number = os.environ.get("WORLD_SIZE", "")
     return int(number) if number.isdecimal() else 1
 
 
 def axes_of_options(settings: list[str] | None, **short: object) -> dict[str, str]:
-    """The axes of a plan given by `--set` and by options of their own, which are None where they weren't given.
+    """Returns the plan axes from `--set` and from separate options (None: not given).
 
     Raises:
-        typer.BadParameter: an axis is given twice, with different values.
+        typer.BadParameter: an axis has two different values.
     """
     found: dict[str, str] = {}
     given = [f"{axis}={value}" for axis, value in short.items() if value is not None]

@@ -1,4 +1,4 @@
-"""`hotloop plan`: how `--plan auto` would run a Task on this machine, and what can't be run."""
+"""`hotloop plan`: the choice of `--plan auto` for a Task on this machine, and plans that can't run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from hotloop.cli.options import (
     ParamOption,
     SetOption,
     axes_of_options,
-    console,
     exit_on_error,
     parse_pairs,
-    print_json,
+    print_result,
     say,
     stdout_for,
 )
@@ -32,21 +31,21 @@ def plan(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what --plan auto would run here, and why; and what can't be run, and why.
+    """Show the plan that --plan auto would choose here, and plans that can't run, with reasons.
 
     \b
     hotloop plan examples/fashion.py
     hotloop plan examples/fashion.py --set residency=host     with an axis set, as in hotloop train
 
-    What an earlier race or hotloop tune found counts, as in hotloop train. Nothing is trained, and nothing is measured.
+    Earlier results of hotloop race and hotloop tune count, as in hotloop train. Nothing is trained or measured.
     """
     given = parse_pairs(param or [])
-    on_top = axes_of_options(settings, device=device)
+    axes = axes_of_options(settings, device=device)
     file_of_reference(split_reference(task)[0])
 
     from hotloop.core.plan_request import PlanRequest
 
-    wanted = PlanRequest.from_value("auto", on_top)
+    wanted = PlanRequest.from_value("auto", axes)
 
     from hotloop import api
     from hotloop.report.plan import plan_document, plan_page
@@ -54,8 +53,5 @@ def plan(
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json):
-        found = api.plan_loaded_task(load_task(task, given), wanted, overrides, say)
-    if as_json:
-        print_json(plan_document(found))
-    else:
-        console.print(plan_page(found))
+        forecast = api.plan_loaded_task(load_task(task, given), wanted, overrides, say)
+    print_result(as_json, plan_document(forecast), lambda: plan_page(forecast))

@@ -1,4 +1,4 @@
-"""`hotloop profile`: where the time of a training step goes, what bounds it, and what would help."""
+"""`hotloop profile`: where the time of a training step goes, what bounds the step, and what would help."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def profile(
         bool,
         typer.Option(
             "--try",
-            help="Race the remedies that a plan can express, or a script's network compiled; say what they win.",
+            help="Race the remedies that a plan can express, or a script's network compiled, and print the gains.",
         ),
     ] = False,
     time_limit: Annotated[
@@ -100,9 +100,9 @@ def profile(
     hotloop profile examples/fashion.py --try               race the remedies
     hotloop profile examples/fashion.py --ranks 2           two processes that share each step
     hotloop profile train.py -- --epochs 1 --lr 0.1         any PyTorch script with its own arguments
-    hotloop profile -m package.train -- --epochs 1          the same of a module, as python -m runs it
-    hotloop profile train.py --try                          measure what compiling its network wins
-    hotloop profile train.py --stop-after 60s --pictures seen
+    hotloop profile -m package.train -- --epochs 1          a module, as under python -m
+    hotloop profile train.py --try                          measure the gain of compiling its network
+    hotloop profile train.py --stop-after 60s --pictures profile
 
     A file that imports hotloop and defines a Task is profiled as a Task; everything else, and everything with arguments
     behind --, runs as a script, unmodified, as it would alone. Its exit code becomes this command's.
@@ -119,22 +119,24 @@ def profile(
     path = file if as_module else _script_path(file, bool(arguments))
     if steps is not None and steps < 1:
         raise typer.BadParameter(f"--steps is {steps}; expected 1 or more")
-    for option, asked in {"--trace": trace, "--pictures": pictures and pictures / "phases.html"}.items():
-        if asked is not None:
-            check_writable(asked, option)  # not after the steps were run
+    for option, output in {"--trace": trace, "--pictures": pictures and pictures / "phases.html"}.items():
+        if output is not None:
+            check_writable(output, option)  # before the run
     if path is not None:
         refused = [name for name in _TASK_OPTIONS if given[name]]
         if refused:
-            raise typer.BadParameter(_task_option_error(refused[0], file))
+            option = {"settings": "set"}.get(refused[0], refused[0]).replace("_", "-")
+            reason = f"{file} is run as a script: it imports no hotloop, or defines no task"
+            raise typer.BadParameter(f"--{option} is for a Task, and {reason}")
         tries = (time_limit or "30s") if try_remedies else None
         found = _profile_script(path, arguments or [], steps, stop_after, trace, tries, as_json)
     else:
         if stop_after is not None:
             raise typer.BadParameter("--stop-after ends a script; a Task is run for --steps steps")
-        of_task = _profile_task(file, given, steps, trace, time_limit, as_json)
-        if of_task is None:
-            return  # the first rank speaks for all
-        found = of_task
+        task_profile = _profile_task(file, given, steps, trace, time_limit, as_json)
+        if task_profile is None:
+            return  # rank 0 prints the result
+        found = task_profile
     _show(found, module, pictures, as_json)
 
     from hotloop.core.records.profile import CTRL_C
@@ -146,21 +148,16 @@ def profile(
 
 
 def _script_path(file: str, arguments: bool) -> Path | None:
-    """The script that a reference means; None if it means a Task."""
+    """Returns the script of a reference; None for a Task."""
     where, name = split_reference(file)
     if where == file and Path(file).is_file() and not file.endswith(".py"):
-        return Path(file)  # such as a command that is written in Python
+        return Path(file)  # such as a command written in Python
     path = file_of_reference(where)
     if arguments and (path is None or where != file):
         raise typer.BadParameter(f"{file} names a Task, and arguments behind -- are for a script; pass -p name=value")
     if path is None or where != file or (not arguments and defines_task(path, name)):
         return None
     return path
-
-
-def _task_option_error(name: str, file: str) -> str:
-    option = {"settings": "set"}.get(name, name).replace("_", "-")
-    return f"--{option} is for a Task, and {file} is run as a script: it imports no hotloop, or defines no task"
 
 
 def _profile_script(
@@ -188,32 +185,33 @@ def _profile_script(
 
 
 def _say_first() -> Callable[[str, float], None]:
-    """Says once that something takes a while; a bar would run through what the script prints."""
-    said: list[str] = []
+    """Returns a progress callback that prints one line: a bar would mix with the script's output."""
+    is_reported = False
 
-    def moved(doing: str, share: float) -> None:
-        if not said and doing.startswith("measuring"):
-            said.append(doing)
+    def progress(doing: str, share: float) -> None:
+        nonlocal is_reported
+        if not is_reported and doing.startswith("measuring"):
+            is_reported = True
             say("measuring what this machine can do, once")
 
-    return moved
+    return progress
 
 
 def _profile_task(
     file: str, given: Mapping[str, Any], steps: int | None, trace: Path | None, time_limit: str | None, as_json: bool
 ) -> Profile | None:
-    began, on_top = time.monotonic(), axes_of_options(given["settings"], device=given["device"], ranks=given["ranks"])
+    began, axes = time.monotonic(), axes_of_options(given["settings"], device=given["device"], ranks=given["ranks"])
     parameters = parse_pairs(given["param"] or [])
 
     from hotloop.core.plan_request import PlanRequest
 
-    wanted = PlanRequest.from_value(given["plan"], on_top)  # a wrong plan shows at once
+    wanted = PlanRequest.from_value(given["plan"], axes)  # reports a wrong plan before the import of torch
     if is_data_parallel_default(given["ranks"], wanted.plan):
-        on_top["parallel"] = "data"
-        wanted = PlanRequest.from_value(given["plan"], on_top)
+        axes["parallel"] = "data"
+        wanted = PlanRequest.from_value(given["plan"], axes)
 
     exit_with_launcher()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hotloop reports a worker's end itself
     from hotloop.core.records.profile import CTRL_C
     from hotloop.distributed.join import plan_to_launch
     from hotloop.distributed.launch import launch, local_rank_count, own_command
@@ -223,13 +221,13 @@ def _profile_task(
     from hotloop.task_file import load_task
 
     profiler_profile.refuse_for_ranks(wanted.plan, try_remedies=given["try_remedies"])
-    if (ranked := plan_to_launch(given["plan"], on_top)) is not None:
+    if (ranked := plan_to_launch(given["plan"], axes)) is not None:
         raise typer.Exit(launch(local_rank_count(ranked), own_command(), say, restarts=0)[1])
     overrides = {} if given["batch_size"] is None else {"batch_size": given["batch_size"]}
     with stdout_for(as_json):
-        loaded = load_task(file, parameters)  # what is wrong on one rank alone shows before the others wait for it
-        with profiler_profile.join_as_rank(wanted, console) as moved:
-            common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
+        loaded = load_task(file, parameters)  # reports a rank's error before the other ranks wait
+        with profiler_profile.join_as_rank(wanted, console) as progress:
+            common: dict[str, Any] = dict(overrides=overrides, say=say, progress=progress)
             chosen = profiler_profile.resolve_plan(override_fields(loaded.task, overrides), wanted)
             found = profiler_profile.profile_and_diagnose_task(
                 loaded, chosen, steps=steps, trace=trace, keeps=True, **common

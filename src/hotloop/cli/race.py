@@ -1,4 +1,4 @@
-"""`hotloop race`: how fast plans are side by side, and whether they give the same result."""
+"""`hotloop race`: compares the speed of plans, and whether they give the same result."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hotloop.cli.options import (
     exit_on_error,
     parse_pairs,
     print_json,
+    print_result,
     say,
     stdout_for,
     try_write,
@@ -45,15 +46,15 @@ def race(
     param: ParamOption = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="axis=value on top of each plan but the baseline; repeatable."),
+        typer.Option("--set", help="axis=value for each plan except the baseline; repeatable."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="For all of it, such as 60s or 5m: preparing, measuring, proving.",
-            show_default="60s for what is measured; preparing and proving come on top",
+            help="For the whole race, such as 60s or 5m: preparing, measuring, proving.",
+            show_default="60s for measuring, without preparing and proving",
         ),
     ] = None,
     parity: Annotated[bool, typer.Option(help="Prove that each plan gives the baseline's result.")] = True,
@@ -65,13 +66,13 @@ def race(
     \b
     hotloop race examples/fashion.py                                  baseline against auto
     hotloop race examples/fashion.py --plans baseline,auto,mine.toml
-    hotloop race examples/fashion.py --devices cpu,cuda               does a GPU pay?
+    hotloop race examples/fashion.py --devices cpu,cuda               is a GPU faster?
     hotloop race examples/fashion.py --devices cpu,cuda --scale width=0.25,1,4      and from which size on?
 
-    Windows of steps of all plans run in turn, so that what disturbs one disturbs all. Nothing is trained.
+    Windows of steps of all plans run in turn, so that disturbances affect all plans alike. Nothing is trained.
     """
-    given, on_top = parse_pairs(param or []), axes_of_options(settings)
-    if devices is not None and "device" in on_top:
+    given, axes = parse_pairs(param or []), axes_of_options(settings)
+    if devices is not None and "device" in axes:
         raise typer.BadParameter("the device is given by --devices and by --set")
     sizes = _parse_scale(scale, given)
     if save is not None and sizes is None:
@@ -79,29 +80,27 @@ def race(
     file_of_reference(split_reference(task)[0])
     if sizes is not None:
         save = save or Path(f"race-{sizes[0]}.html")
-        check_writable(save, "--save")  # not after minutes of racing
+        check_writable(save, "--save")  # before the race
     named = _split_list(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
 
     from hotloop.tuning.contenders import RaceSpec
 
-    contest = RaceSpec(
-        named, devices=None if devices is None else _split_list(devices), axes=on_top, time_limit=time_limit
-    )
-    contest.requested_plans()  # a wrong plan shows at once, before the seconds that importing torch takes
+    names = None if devices is None else _split_list(devices)
+    spec = RaceSpec(named, devices=names, axes=axes, time_limit=time_limit)
+    spec.requested_plans()  # reports a wrong plan before the import of torch, which takes seconds
 
     from hotloop.report.race import race_progress_bar
     from hotloop.task_file import load_task
     from hotloop.tuning import race as tuning_race
 
-    with stdout_for(as_json), race_progress_bar(console) as moved:
-        common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
+    with stdout_for(as_json), race_progress_bar(console) as progress:
+        common: dict[str, Any] = dict(overrides=overrides, say=say, progress=progress)
         if sizes is not None:
-            scaling = tuning_race.race_scales(task, given, sizes, contest, **common)
+            scaling = tuning_race.race_scales(task, given, sizes, spec, **common)
         else:
-            verdict = tuning_race.race_loaded(
-                load_task(task, given), contest, prove=tuning_race.PROVE if parity else None, **common
-            )
+            prove = tuning_race.PROVE if parity else None
+            verdict = tuning_race.race_loaded(load_task(task, given), spec, prove=prove, **common)
     if save is not None:
         _show_scaling(scaling, save, as_json)
     else:
@@ -111,10 +110,7 @@ def race(
 def _show(verdict: Any, as_json: bool) -> None:
     from hotloop.report.race import race_page
 
-    if as_json:
-        print_json(verdict.model_dump())
-    else:
-        console.print(race_page(verdict))
+    print_result(as_json, verdict.model_dump(), lambda: race_page(verdict))
     if verdict.ended is not None:
         exit_early(verdict.ended_by, f"{verdict.ended}; what was raced before is shown")
 
@@ -137,7 +133,7 @@ def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
 
 
 def _flatten(scaling: Any) -> dict[str, Any]:
-    """The plans of all sizes in one list, as a race of one size has them; the winner if it is the same at each."""
+    """Returns the plans of all sizes in a list, as for a single size; the winner if it is the same at each size."""
     plans = [
         {"scale": value, **timing.model_dump()}
         for value, verdict in zip(scaling.values, scaling.races, strict=True)
@@ -156,7 +152,7 @@ def _split_list(text: str) -> list[str]:
 
 
 def _parse_scale(scale: str | None, given: dict[str, str]) -> tuple[str, list[str]] | None:
-    """`width=0.25,1,4` as `("width", ["0.25", "1", "4"])`."""
+    """Returns `width=0.25,1,4` as `("width", ["0.25", "1", "4"])`."""
     if scale is None:
         return None
     [(name, values)] = parse_pairs([scale]).items()

@@ -1,4 +1,4 @@
-"""`hotloop train`: trains a Task, or goes on with a run."""
+"""`hotloop train`: trains a Task, or continues a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(
     ] = None,
     run: Annotated[Path | None, typer.Option(help="New folder for the run; default runs/<name>-<date>-<time>.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run, exactly where it was stopped or killed.")
+        Path | None, typer.Option(help="Continue this run exactly where it was stopped or killed.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
@@ -60,7 +60,8 @@ def train(
     ] = None,
     settings: SetOption = None,
     tune: Annotated[
-        bool, typer.Option("--tune", help="First find the fastest plan that is proven equal, unless one is remembered.")
+        bool,
+        typer.Option("--tune", help="First find the fastest plan that is proven equal, unless a result is stored."),
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default the accelerator, else cpu.")
@@ -92,21 +93,21 @@ def train(
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a Task, or go on with a run.
+    """Train a Task, or continue a run.
 
     \b
     hotloop train examples/fashion.py --epochs 5 --run runs/first
     hotloop train --resume runs/first
     hotloop train examples/fashion.py --stop-after 11h      stops cleanly, resumable
     hotloop train examples/fashion.py -p width=0.5          sets a parameter of the file's task(width=...)
-    hotloop train examples/fashion.py --plan baseline       eager, as a textbook would write it
+    hotloop train examples/fashion.py --plan baseline       eager, like a plain training loop
     hotloop train examples/fashion.py --set compile=step    the same, with one axis of the plan set
     hotloop train examples/fashion.py --tune                hotloop tune and hotloop train in one
     hotloop train examples/fashion.py --ranks 2             two processes share each batch
     hotloop train examples/fashion.py --ranks 2 --set workforce=ray    the same, where Ray places them
 
-    Without a word on it, the plan is what hotloop tune found and remembered, else what the rules of auto say, without
-    compiling. hotloop plan shows both.
+    The default plan is the stored result of hotloop tune, else the choice of auto's rules, without compiling.
+    hotloop plan shows both.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
@@ -119,23 +120,24 @@ def train(
     if trust and resume is None:
         raise typer.BadParameter("--trust is for the code in a run's folder: give it with --resume")
     given = parse_pairs(param or [])
-    on_top = axes_of_options(settings, device=device, workers=workers, ranks=ranks)
-    if tune and (on_top.keys() & {"parallel", "ranks"} or launched_ranks() > 1):
+    axes = axes_of_options(settings, device=device, workers=workers, ranks=ranks)
+    if tune and (axes.keys() & {"parallel", "ranks"} or launched_ranks() > 1):
         raise typer.BadParameter("--tune looks for the plan of one process: leave out --ranks and parallel")
     if task is not None:
-        # a wrong path shows at once, before the seconds that importing torch takes
-        file_of_reference(split_reference(task)[0])
+        file_of_reference(
+            split_reference(task)[0]
+        )  # reports a wrong path before the import of torch, which takes seconds
 
     from hotloop.core.plan_request import PlanRequest
 
-    wanted = PlanRequest.from_value(plan, on_top)  # and so does a wrong plan
+    wanted = PlanRequest.from_value(plan, axes)  # reports a wrong plan before the import of torch
     if is_data_parallel_default(ranks, wanted.plan) and (
         resume is None or plan is not None or _has_single_process_plan(resume)
     ):
-        on_top["parallel"] = "data"
+        axes["parallel"] = "data"
 
     exit_with_launcher()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hotloop reports a worker's end itself
     from hotloop import api
     from hotloop.distributed.join import plan_to_launch
     from hotloop.distributed.launch import launch, local_rank_count, own_command
@@ -146,7 +148,7 @@ def train(
     from hotloop.training.start import check_options
     from hotloop.tuning.run_context import RunContext
 
-    if (ranked := plan_to_launch(plan, on_top, resume)) is not None:
+    if (ranked := plan_to_launch(plan, axes, resume)) is not None:
         if ranked.workforce == "ray":
             from hotloop.distributed.ray.ray_launch import launch_on_ray
 
@@ -156,7 +158,7 @@ def train(
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}
     context = RunContext(
         plan=plan,
-        axes=on_top,
+        axes=axes,
         overrides=overrides,
         stop_after=stop_after,
         checkpoint_every=checkpoint_every,
@@ -177,13 +179,13 @@ def train(
                     until = began + check_options(known_task, stop_after, checkpoint_every or "auto")
                     if run is not None:
                         Run.check_new(run)
-                    if (found := _find_plan(loaded, on_top, overrides, until, display)) is not None:
+                    if (found := _find_plan(loaded, axes, overrides, until, display)) is not None:
                         context = replace(context, plan=found, axes={})
                 handle, ended = api.start_run(replace(context, loaded=loaded), run, began)
         finally:
             display.close()
     if isinstance(handle, FollowerRun):
-        return  # the first rank speaks for all
+        return  # rank 0 prints the result
     for line in summary(handle.path, handle.plan.brief(), ended.final):
         display.say(line)
     if as_json:
@@ -201,7 +203,7 @@ def train(
 
 
 def _has_single_process_plan(run: Path) -> bool:
-    """Whether a run's own plan, which counts where none is given, is for a single process."""
+    """Returns whether the run's own plan, the default with --resume, is for a single process."""
     from hotloop.plan import Plan
 
     own = run / "plan.toml"
@@ -209,21 +211,21 @@ def _has_single_process_plan(run: Path) -> bool:
 
 
 def _find_plan(
-    loaded: LoadedTask, on_top: dict[str, Any], overrides: dict[str, Any], until: float, display: TrainingDisplay
+    loaded: LoadedTask, axes: dict[str, Any], overrides: dict[str, Any], until: float, display: TrainingDisplay
 ) -> Plan | None:
-    """The plan that is remembered for this Task, or that a search finds now; None leaves it to the rules."""
+    """Returns the stored plan for this Task, or the result of a search; None leaves the choice to the rules."""
     from hotloop.core.plan_request import PlanRequest
     from hotloop.report.race import race_progress_bar
     from hotloop.tuning import tune as tuning_tune
 
-    with race_progress_bar(console) as moved:
-        plan, told = tuning_tune.cached_or_tuned_plan(
+    with race_progress_bar(console) as progress:
+        plan, reason = tuning_tune.cached_or_tuned_plan(
             loaded,
-            PlanRequest.from_value("auto", on_top),
+            PlanRequest.from_value("auto", axes),
             overrides=overrides,
             say=display.say,
-            progress=moved,
+            progress=progress,
             until=until,
         )
-    display.say(told)
+    display.say(reason)
     return plan

@@ -1,8 +1,8 @@
-"""`hotloop tune`: finds the fastest plan that is proven equal, and remembers it."""
+"""`hotloop tune`: finds the fastest plan that is proven equal, and stores it."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ from hotloop.cli.options import (
     console,
     exit_on_error,
     parse_pairs,
-    print_json,
+    print_result,
     say,
     stdout_for,
 )
@@ -33,45 +33,37 @@ def tune(
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="For the whole search, such as 60s or 5m.", show_default="what a better plan can win back in this run"
+            help="For the whole search, such as 60s or 5m.",
+            show_default="the time that a better plan can save in this run",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the fastest plan that is proven to give the same result, and remember it.
+    """Find the fastest plan that is proven to give the same result, and store it.
 
     \b
     hotloop tune examples/fashion.py
-    hotloop tune examples/fashion.py --time-limit 2m     look further than this run pays for
+    hotloop tune examples/fashion.py --time-limit 2m     search longer than this run pays for
     hotloop tune examples/fashion.py --set threads=1     with an axis set, as in hotloop train
-    hotloop train examples/fashion.py                    then uses what was found
+    hotloop train examples/fashion.py                    then uses the result
 
-    Changes of single axes are raced against the eager baseline, those that pay are put together, compiled where the run is
-    long enough, and proven (see hotloop check). It never ends with a plan that is slower than that.
+    Changes of single axes are raced against the eager baseline. The faster ones are combined, compiled if the run is
+    long enough, and proven (see hotloop check). The result is never a plan that is slower than the baseline.
     """
     given = parse_pairs(param or [])
-    on_top = axes_of_options(settings, device=device)
+    axes = axes_of_options(settings, device=device)
     file_of_reference(split_reference(task)[0])
 
     from hotloop.core.plan_request import PlanRequest
 
-    wanted = PlanRequest.from_value("auto", on_top)
+    wanted = PlanRequest.from_value("auto", axes)
 
     from hotloop.report.race import race_page, race_progress_bar
     from hotloop.task_file import load_task
     from hotloop.tuning import tune as tuning_tune
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
-    with stdout_for(as_json), race_progress_bar(console) as moved:
-        verdict = tuning_tune.tune_loaded(
-            load_task(task, given),
-            wanted.plan,
-            overrides=overrides,
-            time_limit=time_limit,
-            say=say,
-            progress=moved,
-        )
-    if as_json:
-        print_json(verdict.model_dump())
-    else:
-        console.print(race_page(verdict))
+    with stdout_for(as_json), race_progress_bar(console) as progress:
+        options: dict[str, Any] = dict(overrides=overrides, time_limit=time_limit, say=say, progress=progress)
+        verdict = tuning_tune.tune_loaded(load_task(task, given), wanted.plan, **options)
+    print_result(as_json, verdict.model_dump(), lambda: race_page(verdict))

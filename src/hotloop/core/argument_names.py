@@ -1,4 +1,4 @@
-"""Translation of messages: the commands' messages name flags, and errors of the Python functions name arguments."""
+"""Rewrites messages of commands for Python: flags become arguments, such as `--device cpu` -> `device='cpu'`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hotloop.errors import HotloopError
 
 _COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|devices)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
-"""A complete command. `name_arguments` doesn't translate it, because the user can enter it in a shell."""
+"""A complete command, which `name_arguments` leaves unchanged: the user can enter the command in a shell."""
 
 _PATH = r"[^\s;,]*[^\s;,.:]"
 _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
@@ -26,7 +26,7 @@ _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--device ((?:cpu|cuda|mps|xpu)[\w:]*)", r"device='\1'"),
     (r"--(weights|plan) (last|best|auto)", r"\1='\2'"),
     (r"--steps (\d+)", r"steps=\1"),
-    (r"--plans ([\w,./]+)", lambda found: f"plans={found[1].split(',')}"),
+    (r"--plans ([\w,./]+)", lambda match: f"plans={match[1].split(',')}"),
     (r"--batch-size (\w+)", r"batch_size=\1"),
     (r"(?:hotloop |train )*--tune\b", "hotloop.tune(task)"),
     (r"--try\b", "try_remedies=True"),
@@ -37,7 +37,7 @@ _NAMES = "rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|in
 
 
 def name_arguments(text: str) -> str:
-    """Returns the message with Python arguments in place of flags: `--device cpu` becomes `device='cpu'`."""
+    """Returns the message with Python arguments in place of flags."""
     commands = re.split(f"({_COMMAND})", text)
     commands[::2] = map(_translate, commands[::2])
     return "".join(commands)
@@ -46,11 +46,11 @@ def name_arguments(text: str) -> str:
 def _translate(text: str) -> str:
     for pattern, form in _PATTERNS:
         text = re.sub(pattern, form, text)
-    return re.sub(rf"--({_NAMES})\b(?!-)", lambda found: found[1].replace("-", "_") + "=", text)
+    return re.sub(rf"--({_NAMES})\b(?!-)", lambda match: match[1].replace("-", "_") + "=", text)
 
 
 def name_arguments_in_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a public function so that its errors name Python arguments."""
+    """Decorates a public function: its errors name Python arguments."""
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -58,7 +58,7 @@ def name_arguments_in_errors(function: Callable[..., Any]) -> Callable[..., Any]
             return function(*arguments, **options)
         except HotloopError as error:
             error.given, error.expected, error.fix = map(name_arguments, (error.given, error.expected, error.fix))
-            error.args = tuple(name_arguments(one) if isinstance(one, str) else one for one in error.args)
+            error.args = tuple(name_arguments(value) if isinstance(value, str) else value for value in error.args)
             raise
 
     call.__module__ = "hotloop"  # pickle looks the function up there

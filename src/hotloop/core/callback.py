@@ -1,4 +1,4 @@
-"""What callbacks, progress bars and pictures see of a training under way: a value, read-only."""
+"""The read-only state of a training that callbacks, progress bars and pages receive."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Event = Literal["start", "progress", "epoch", "checkpoint", "stop", "final"]
 
 @dataclass(frozen=True)
 class View:
-    """One moment of a training.
+    """The state of a training at an event.
 
     Attributes:
-        event: what just happened.
-        run: the run's folder.
-        epoch: the present epoch, from 0; `epochs` in all.
-        step: steps done since the beginning; `batch` of `batches` in this epoch (None: a stream, not known yet).
-        loss: mean training loss since the last moment; None before the first step.
-        samples_per_s: of the present epoch so far; 0 before the first step.
-        remaining_s: expected time to the end of the last epoch; None while unknown.
+        epoch: the current epoch, from 0.
+        epochs: the number of epochs of the run.
+        step: steps since the beginning of the run.
+        batch: batches of this epoch that are done.
+        batches: batches of an epoch; None for a stream before its first end.
+        loss: mean training loss since the last event; None before the first step.
+        samples_per_s: speed of the current epoch; 0 before the first step.
+        remaining_s: expected seconds to the end of the last epoch; None while unknown.
         learning_rate: of the first parameter group.
-        history: the epochs done.
-        reason: why training stopped, at `stop`.
-        final: figures on the test data, at `final`.
+        reason: why training stopped (event `stop`).
+        final: metrics on the test data (event `final`).
     """
 
     event: Event
@@ -47,15 +47,16 @@ class View:
 
 
 Callback = Callable[[View], None]
-"""Called with each moment. One that changes nothing of what is trained may say so by an attribute, `read_only = True`:
-then a compiled step isn't traced again at each epoch to see whether it did."""
+"""Receives each event. With the attribute `read_only = True` a callback declares that it changes no part of the
+training:
+the compiled step then skips the check for changes after each epoch.
+"""
 
 
 def has_user_callbacks(callbacks: Iterable[Any]) -> bool:
-    """Whether one of them may change what is trained: it is not hotloop's own, such as a progress bar, nor does it say
-    `read_only = True` of itself."""
-    return any(not (_is_hotloop_callback(one) or getattr(one, "read_only", False) is True) for one in callbacks)
-
-
-def _is_hotloop_callback(callback: Any) -> bool:
-    return str(getattr(callback, "__module__", "")).startswith("hotloop.")
+    """Returns whether a callback may change the training: neither part of hotloop nor declared `read_only`."""
+    return any(
+        not str(getattr(callback, "__module__", "")).startswith("hotloop.")
+        and getattr(callback, "read_only", False) is not True
+        for callback in callbacks
+    )

@@ -1,4 +1,4 @@
-"""Sees each operation of a step, and leaves nothing behind where torch can't show them all."""
+"""A dispatch mode that observes the operators of a step, and cleans up after operators that reject modes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class ReadOnlyDispatchMode(TorchDispatchMode):
-    """A dispatch mode that only looks.
+    """A base class of dispatch modes that only observe.
 
     Raises:
-        NotImplementedError: the step has an operation that torch shows to no mode, such as `torch.cond`.
+        NotImplementedError: the step has an operator that torch runs under no mode, such as `torch.cond`.
     """
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         compiler = sys.modules.get("torch._dynamo")
         if isinstance(error, NotImplementedError) and compiler is not None:
-            compiler.reset()  # it ran that operation's branches under the mode, and would take them so ever after
+            compiler.reset()  # Dynamo caches the operator's branches as traced under this mode

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit that fits."""
+"""Formats numbers with three digits and a fitting unit, and parses durations."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ import re
 from hotloop.errors import PlanError, shorten
 
 _FLOPS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
-
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-
 _MILLISECONDS = ((1000.0, "s"), (1.0, "ms"), (0.001, "us"))
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def format_flops(count: float | None) -> str:
-    """Such as `1.23 GFLOP`; empty if unknown."""
+    """Returns a text such as `1.23 GFLOP`; empty for None."""
     return "" if count is None else _scale(count, _FLOPS)
 
 
 def format_bytes(count: float | None) -> str:
-    """Such as `12.3 MB`; empty if unknown."""
+    """Returns a text such as `12.3 MB`; empty for None."""
     return "" if count is None else _scale(count, _BYTES)
 
 
 def format_time(ms: float | None) -> str:
-    """Such as `1.23 ms` or `45 us`; empty if unknown."""
+    """Returns a text such as `1.23 ms` or `45 us`; empty for None."""
     return "" if ms is None else _scale(ms, _MILLISECONDS)
 
 
 def format_milliseconds(value: float) -> str:
-    """Such as `1,230 ms` or `0.123 ms`: times that stand beside each other in one unit."""
+    """Returns a text such as `1,230 ms` or `0.123 ms`, for tables whose times have one unit."""
     return f"{format_digits(value)} ms"
 
 
 def format_digits(value: float) -> str:
-    """Three digits, or those of a whole number."""
+    """Returns three significant digits, or all digits of the integer part."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def format_percent(share: float | None) -> str:
-    """Such as `12 %`, or `0.4 %` for little; empty if unknown."""
+    """Returns a text such as `12 %`, or `0.4 %` for small shares; empty for None."""
     if share is None:
         return ""
     if 0 < share < 0.001:
@@ -49,7 +48,7 @@ def format_percent(share: float | None) -> str:
 
 
 def format_shape(sizes: list[int]) -> str:
-    """Such as `128x10`; `()` for a single number."""
+    """Returns a text such as `128x10`; `()` for a scalar."""
     return "x".join(map(str, sizes)) or "()"
 
 
@@ -61,10 +60,10 @@ def _scale(value: float, scales: tuple[tuple[float, str], ...]) -> str:
 
 
 def parse_seconds(text: str, name: str) -> float:
-    """`90s`, `5m`, `11h`, `1.5h`, `1h30m` or a plain number of seconds.
+    """Returns the seconds of `90s`, `5m`, `11h`, `1.5h`, `1h30m` or a plain number.
 
     Raises:
-        PlanError: the text is none of these.
+        PlanError: the text has another form, or is no time above zero.
     """
     parts = re.findall(r"([\d.]+)([smhd])", text)
     try:
@@ -77,6 +76,3 @@ def parse_seconds(text: str, name: str) -> float:
     except ValueError:
         pass
     raise PlanError(f"{name}={shorten(text)}", expected="a time above zero, such as 90s, 5m, 11h or 1h30m")
-
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

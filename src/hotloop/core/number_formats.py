@@ -1,4 +1,4 @@
-"""Number formats of products, computed from torch's switches and the operators' dtypes. This file doesn't import torch."""
+"""Computes number formats of products from torch's switches and operators' dtypes, without torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 Float32Switches = Mapping[str, str]
-"""Each switch's name, such as `cudnn.conv`, and its value of torch's `fp32_precision`: `ieee`, `tf32` or `bf16`."""
+"""Values (`ieee`, `tf32`, `bf16`) of torch's `fp32_precision` by name, such as `cudnn.conv`."""
 
 OPERATORS = {"matmul": "matrix products", "conv": "convolutions", "rnn": "recurrent layers"}
-"""Classes of operators that have a switch, and their names in messages. Attention uses the switch of matrix products."""
+"""Operator classes with a switch, and their names in messages. Attention has the switch of matrix products."""
 
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
-"""Number formats, ordered from the most bits to the fewest."""
+"""Number formats from the most bits to the fewest."""
 
 REDUCED = ("tf32", "bf16", "fp16")
-"""Values of the plan's axis `precision` that ask for fewer bits than fp32."""
+"""Values of the plan axis `precision` with fewer bits than fp32."""
 
 SWITCH_OF = {
     "cuda": {"matmul": "cuda.matmul", "conv": "cudnn.conv", "rnn": "cudnn.rnn"},
     "cpu": {"matmul": "mkldnn.matmul", "conv": "mkldnn.conv", "rnn": "mkldnn.rnn"},
 }
-"""The switch of each class of operators, by kind of device. Other kinds of device have no switch and compute in fp32."""
+"""The switch of each operator class, by kind of device. Other kinds of device have no switch and compute in fp32."""
 
 IEEE = {name: "ieee" for names in SWITCH_OF.values() for name in names.values()}
 TORCH_DEFAULTS = IEEE | {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"}
@@ -38,15 +38,15 @@ _NAMES = {
 
 
 def operator_class(name: str) -> str | None:
-    """Returns the class of a torch operator, such as `conv` for `convolution_backward`; None if it computes no products."""
+    """Returns an operator's class, such as `conv` for `convolution_backward`; None for operators without products."""
     return next((operator for operator, pattern in _NAMES.items() if pattern.search(name)), None)
 
 
 def product_format(operator: str, dtype: str, device: str, switches: Float32Switches) -> str | None:
-    """Returns the number format in which an operator computes products; None for integers.
+    """Returns the number format of an operator's products; None for integers.
 
     Args:
-        operator: the operator's class, a key of `OPERATORS`.
+        operator: a key of `OPERATORS`.
         dtype: the operands' dtype with the fewest bits, such as `float32`.
         device: the kind of device, such as `cuda`.
     """
@@ -56,9 +56,9 @@ def product_format(operator: str, dtype: str, device: str, switches: Float32Swit
 
 
 def reduced_formats(switches: Float32Switches, device: str) -> dict[str, str]:
-    """Returns the formats of the classes of operators that compute float32 products in fewer bits on this kind of device."""
+    """Returns the formats of operator classes that compute float32 products in fewer bits on this kind of device."""
     formats = {operator: product_format(operator, "float32", device, switches) for operator in OPERATORS}
-    return {operator: each for operator, each in formats.items() if each and _has_more_bits("fp32", each)}
+    return {operator: name for operator, name in formats.items() if name and _has_more_bits("fp32", name)}
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Arithmetic:
     """The observed products of one training step.
 
     Attributes:
-        counts: the number of products by class of operators and format.
-        pieces: the number of micro-batches that the batch is split into.
+        counts: number of products by (operator class, format).
+        pieces: number of micro-batches of the batch.
     """
 
     counts: Mapping[tuple[str, str], int]
@@ -75,17 +75,17 @@ class Arithmetic:
 
     @property
     def lowest(self) -> dict[str, str]:
-        """The format with the fewest bits that each class of operators uses."""
-        found = {operator: self._formats(operator) for operator in OPERATORS}
-        return {operator: max(formats, key=FORMATS.index) for operator, formats in found.items() if formats}
-
-    def _formats(self, operator: str) -> list[str]:
-        return [each for one, each in self.counts if one == operator]
+        """The format with the fewest bits of each operator class."""
+        return {
+            operator: max((name for key, name in self.counts if key == operator), key=FORMATS.index)
+            for operator in OPERATORS
+            if any(key == operator for key, _ in self.counts)
+        }
 
     def halves(self) -> dict[str, float]:
-        """Returns the number of products of a whole batch for each 16-bit or 8-bit format; each count includes lower formats."""
+        """Returns the number of products of a whole batch per 16-bit and 8-bit format, lower formats included."""
         return {
-            limit: sum(count for (_, each), count in self.counts.items() if not _has_more_bits(each, limit))
+            limit: sum(count for (_, name), count in self.counts.items() if not _has_more_bits(name, limit))
             / self.pieces
             for limit in FORMATS
             if _has_more_bits("tf32", limit)
@@ -102,36 +102,36 @@ def _has_more_bits(one: str, other: str) -> bool:
 
 
 def describe_reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
-    """Returns one line for each class of operators that the plan computes in fewer bits than the baseline.
+    """Returns one line for each operator class that the plan computes in fewer bits than the baseline.
 
-    The baseline may lack a class of operators, because the plan replaced a convolution by a matrix product. Such a class
-    is compared with the baseline's format of the fewest bits.
+    A class that the baseline lacks (the plan replaced a convolution by a matrix product) is compared with the
+    baseline's format of the fewest bits.
     """
-    mine, theirs = plan.lowest, baseline.lowest
-    found = [
-        f"{OPERATORS[operator]} run in {own}, the baseline's in {beside}"
-        for operator, own in mine.items()
-        if _has_more_bits(beside := theirs.get(operator, lowest_format(theirs)), own)
+    formats = baseline.lowest
+    lines = [
+        f"{OPERATORS[operator]} run in {reduced}, the baseline's in {full}"
+        for operator, reduced in plan.lowest.items()
+        if _has_more_bits(full := formats.get(operator, lowest_format(formats)), reduced)
     ]
-    return found or list(_more_reduced_products(plan, baseline))
+    return lines or list(_more_reduced_products(plan, baseline))
 
 
 def _more_reduced_products(plan: Arithmetic, baseline: Arithmetic) -> Iterator[str]:
-    """Yields a line if the baseline mixes dtypes, as with the Task's own autocast, and the plan has more reduced products."""
-    mine, theirs = plan.halves(), baseline.halves()
-    for limit, count in reversed(mine.items()):
-        if count > theirs[limit] and any(_has_more_bits(each, limit) for _, each in baseline.counts):
-            yield f"{count:g} products of a step run in {limit}, {theirs[limit]:g} of the baseline's"
+    """Yields a line if the baseline mixes dtypes (the Task's own autocast) and the plan has more reduced products."""
+    baseline_counts = baseline.halves()
+    for limit, count in reversed(plan.halves().items()):
+        if count > baseline_counts[limit] and any(_has_more_bits(name, limit) for _, name in baseline.counts):
+            yield f"{count:g} products of a step run in {limit}, {baseline_counts[limit]:g} of the baseline's"
             return
 
 
 def describe_switches(switches: Float32Switches) -> str:
-    """Returns the switches that differ from torch's defaults, as one text; empty if none differs."""
+    """Returns the switches that differ from torch's defaults as one text; empty if none differs."""
     return ", ".join(f"{name}={kind}" for name, kind in sorted(switches.items()) if kind != TORCH_DEFAULTS[name])
 
 
 def own_settings(switches: Float32Switches, device: str) -> str:
-    """Returns the line on switches that the user's process reduced for a kind of device; empty if all are torch's defaults."""
+    """Returns a line on switches that the user's process reduced for this kind of device; empty without any."""
     changed = [
         f"{OPERATORS[operator]} in {switches[name]}"
         for operator, name in SWITCH_OF.get(device, {}).items()
@@ -143,15 +143,10 @@ def own_settings(switches: Float32Switches, device: str) -> str:
 
 
 def other_settings(then: Float32Switches, now: Float32Switches, device: str) -> str:
-    """Returns the line on a run that resumes in a process with other switches; empty if the device's switches are equal."""
-    names = SWITCH_OF.get(device, {}).items()
+    """Returns a line on a resumed run whose process has other switches; empty if the device's switches are equal."""
     other = [
-        f"{OPERATORS[operator]} in {_format_words(then[name])} then, {_format_words(now[name])} now"
-        for operator, name in names
+        f"{OPERATORS[operator]} in {_FORMAT_OF_SWITCH[then[name]]} then, {_FORMAT_OF_SWITCH[now[name]]} now"
+        for operator, name in SWITCH_OF.get(device, {}).items()
         if then.get(name, now[name]) != now[name]
     ]
     return f"torch's settings: {', '.join(other)}: the run goes on with those that it began with" if other else ""
-
-
-def _format_words(switch: str) -> str:
-    return _FORMAT_OF_SWITCH[switch]

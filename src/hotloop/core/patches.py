@@ -1,4 +1,4 @@
-"""Replaces attributes for a while, and puts them back as they were."""
+"""Replaces attributes for a limited time, and restores them."""
 
 from __future__ import annotations
 
@@ -10,47 +10,43 @@ _MISSING = object()
 
 
 class Patches:
-    """Attributes that are replaced now."""
+    """The attributes that are replaced now."""
 
     def __init__(self) -> None:
-        self._put: list[tuple[Any, str, Any, Any]] = []
+        self._patched: list[tuple[Any, str, Any, Any]] = []
 
     def patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replaces `owner.name` by `make(what it was)`; what is inherited is inherited again afterwards."""
+        """Replaces `owner.name` by `make(old value)`; `undo` makes an inherited attribute inherited again."""
         before = vars(owner).get(name, _MISSING)
-        mine = make(getattr(owner, name) if before is _MISSING else before)
-        self._put.append((owner, name, before, mine))
-        _set_attribute(owner, name, mine)
+        value = make(getattr(owner, name) if before is _MISSING else before)
+        self._patched.append((owner, name, before, value))
+        _set_attribute(owner, name, value)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether what was put is still there, and nobody has put anything else in its place."""
-        return all(vars(owner).get(name) is mine for owner, name, _, mine in self._put)
+        """Whether every replaced attribute still has the patch's value."""
+        return all(vars(owner).get(name) is value for owner, name, _, value in self._patched)
 
     def undo(self) -> None:
-        """Puts everything back; what somebody else has replaced since is left alone."""
-        while self._put:
-            owner, name, before, mine = self._put.pop()
-            if vars(owner).get(name) is not mine:
+        """Restores the attributes, except those that other code has replaced since."""
+        while self._patched:
+            owner, name, before, value = self._patched.pop()
+            if vars(owner).get(name) is not value:
                 continue
             if before is _MISSING:
-                _delete_attribute(owner, name)
+                (delattr if isinstance(owner, type) else object.__delattr__)(owner, name)
             else:
                 _set_attribute(owner, name, before)
 
 
 def _set_attribute(owner: Any, name: str, value: Any) -> None:
-    """On the owner itself: what stands around another object, as around a stream, may hand its attributes on to that one."""
+    """Sets the attribute of the owner itself: a wrapper's `__setattr__` may forward to the wrapped object."""
     (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
-
-
-def _delete_attribute(owner: Any, name: str) -> None:
-    (delattr if isinstance(owner, type) else object.__delattr__)(owner, name)
 
 
 @contextmanager
 def patch_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Meanwhile `owner.name` is `make(what it was)`."""
+    """Replaces `owner.name` by `make(old value)` within the context."""
     patches = Patches()
     patches.patch(owner, name, make)
     try:

@@ -1,4 +1,4 @@
-"""What the user asked to run a Task with: a plan by name, in a file or as a value, and single axes on top."""
+"""The user's request for a plan: a name, a file or a Plan, and single axes that override its values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EXPECTED_PLAN = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A plan that was asked for.
+    """A requested plan.
 
     Attributes:
-        plan: its `model_fields_set` are the axes that the user set.
-        auto: whether the rules fill in the others; else they are the baseline's.
-        asked: whether anybody asked for that; what is chosen without a word is not worth a line.
+        plan: the plan; its `model_fields_set` are the axes that the user set.
+        is_auto: whether the rules choose the other axes; otherwise they have the baseline's values.
+        is_explicit: whether the user asked for `is_auto`; automatic choices by default print no line.
     """
 
     plan: Plan
@@ -32,16 +32,17 @@ class PlanRequest:
 
     @classmethod
     def from_value(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
-        """What `given` means: a plan, `is_auto`, `baseline`, `arrays`, a TOML file, or None for the baseline.
+        """Returns the request for a Plan, `auto`, `baseline`, `arrays`, a TOML file, or None for the baseline.
 
         Args:
-            axes: set on top; text as on a command line is read as the axis' type, and `none` where an axis has it. What
-                the plan says of another value of `parallel` goes with that.
+            axes: values that override the plan's. Text, as from a command line, is parsed as the axis's type; `none` is
+                None where the axis allows None. An override of `parallel` drops the plan's axes of the other value of
+                    `parallel`.
 
         Raises:
             PlanError: no such file, axis or value.
         """
-        on_top = {axis: _parse_axis_value(axis, value) for axis, value in (axes or {}).items()}
+        overrides = {axis: _parse_axis_value(axis, value) for axis, value in (axes or {}).items()}
         if isinstance(given, Plan):
             plan = given
         elif given in (None, AUTO, BASELINE):
@@ -56,39 +57,37 @@ class PlanRequest:
                 expected="a hotloop.Plan, 'auto', 'baseline', 'arrays', or the path of a TOML file",
                 fix="write hotloop.Plan(optimizer='fused') for single axes",
             )
-        gone = axes_dropped_with(plan.parallel, on_top.get("parallel", plan.parallel))
-        kept = {axis: getattr(plan, axis) for axis in plan.model_fields_set if axis not in gone}
-        return cls(Plan(**{**kept, **on_top}), given == AUTO)
+        dropped = axes_dropped_with(plan.parallel, overrides.get("parallel", plan.parallel))
+        own = {axis: getattr(plan, axis) for axis in plan.model_fields_set if axis not in dropped}
+        return cls(Plan(**(own | overrides)), given == AUTO)
 
     @classmethod
     def with_auto_default(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
-        """The same, but without a plan `is_auto`; with axes on top that say how to compute, the baseline with those."""
+        """Returns a request whose default is `auto`, or the baseline if an axis of the computation is set."""
         if given is not None or (axes or {}).keys() - {"device", "workers"}:
             return cls.from_value(given, axes)
         return replace(cls.from_value(AUTO, axes), is_explicit=False)
 
     def with_split(self, before: Plan, ranks: int) -> PlanRequest:
-        """Where stages are to begin where a run had them, unless it is said; their sums differ in the last bits else.
+        """Returns the request with the stage boundaries of an earlier run, unless the user chose them.
+
+        Other boundaries change sums in the last bits.
 
         Args:
-            ranks: how many there are, whether the plan names them or not.
+            ranks: number of ranks, also if the plan doesn't set it.
         """
-        if (self.plan.parallel, ranks, self.plan.pipeline, self.plan.split) != (
-            "stages",
-            before.ranks,
-            before.pipeline,
-            "auto",
-        ):
+        requested = (self.plan.parallel, ranks, self.plan.pipeline, self.plan.split)
+        if requested != ("stages", before.ranks, before.pipeline, "auto"):
             return self
         return replace(self, plan=self.plan.with_axes(split=before.split))
 
 
 def _read_plan(path: Path) -> Plan:
     try:
-        found = path.is_file()
-    except OSError:  # a name that is too long
-        found = False
-    if not found:
+        is_file = path.is_file()
+    except OSError:  # the name is too long
+        is_file = False
+    if not is_file:
         raise PlanError(
             f"no plan at {shorten(str(path))}", expected=EXPECTED_PLAN, fix="check the spelling and the path"
         )
@@ -100,10 +99,10 @@ def _read_plan(path: Path) -> Plan:
 
 
 def _parse_axis_value(axis: str, value: Any) -> Any:
-    """A command line's text as a number where it spells one, and as None where the axis may be left open."""
+    """Returns command-line text as a number where it spells a number, and `none` as None where the axis allows None."""
     field = Plan.model_fields.get(axis)
     if value == "none" and field is not None and field.default is None:
         return None
-    if field is not None and field.annotation is str:  # modules of a Sequential have numbers for names
+    if field is not None and field.annotation is str:  # a Sequential's modules have numbers as names
         return value
     return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Report = Callable[[str], None]
-"""Shows a line to the user at once."""
+"""Prints one line to the user at once."""
 
 Progress = Callable[[str, float], None]
 """Takes an activity, and its completed share from 0 to 1."""
@@ -62,9 +62,9 @@ SILENT = Reporter()
 
 @contextmanager
 def silence_loggers(*names: str) -> Iterator[None]:
-    """Without the lines that torch's loggers of these names, and those below them, write to a stream.
+    """Suppresses stream output of torch's loggers of these names, and of their children, within the context.
 
-    A logger that was asked for more than warnings, as by TORCH_LOGS, says all the same what it has to.
+    A logger whose level is below WARNING, as set by TORCH_LOGS, still prints its records.
     """
 
     def heard(record: logging.LogRecord) -> bool:
@@ -82,7 +82,7 @@ def silence_loggers(*names: str) -> Iterator[None]:
 
 
 def _stream_handlers() -> list[logging.Handler]:
-    """Of torch's loggers, several of which have a handler of their own; not those that write files or traces."""
+    """Returns the stream handlers of torch's loggers, without those that write files or traces."""
     known = dict(logging.root.manager.loggerDict)
     loggers = [logger for name, logger in known.items() if f"{name}.".startswith("torch.")]
     handlers = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]

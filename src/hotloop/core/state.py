@@ -1,4 +1,4 @@
-"""State: everything that training changes, free of any plan, and its bitwise round trip."""
+"""State: everything that training changes, independent of the plan, with a bitwise save and restore."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from hotloop.errors import CheckpointError
 
 _UNSAVED_PARTS = {"params", "param_names", "foreach", "fused", "capturable"}
-"""Of an optimizer's groups: how they compute, which is the Plan's affair, and what is kept by name elsewhere."""
+"""Keys of an optimizer's group that the Plan sets, or that State stores by parameter name."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the data training stands.
+    """The position of training in the data.
 
     Attributes:
-        step: steps done since the beginning.
+        step: steps since the beginning of the run.
         epoch: the current epoch, from 0.
-        batch: batches of it that are done.
+        batch: batches of this epoch that are done.
     """
 
     step: int = 0
@@ -36,21 +36,21 @@ class State:
     """Everything that training changes, on the CPU, by qualified name.
 
     Attributes:
-        parameters, buffers: the model's; buffers include those that its `state_dict` leaves out.
-        extra: what modules give as `get_extra_state`, by module name.
-        optimizer: `{"name": class, "state": {parameter: {key: value}}, "groups": [{..., "params": [names]}]}`; of several
-            optimizers `{"name", "groups", "members": {name: such a dict}}`.
+        parameters, buffers: the model's; buffers include those that its `state_dict` excludes.
+        extra: results of `get_extra_state`, by module name.
+        optimizer: `{"name": class, "state": {parameter: {key: value}}, "groups": [{..., "params": [names]}]}`; for
+            several optimizers `{"name", "groups", "members": {name: such a dict}}`.
         schedule: the learning-rate scheduler's `state_dict`.
-        average: exponential average of the parameters.
-        loss: buffers of a loss that is a module.
+        average: the parameters' exponential average.
+        loss: buffers of a loss module.
         sums: sums over the current epoch: loss, weight, further scalars.
-        scaler: scale of the loss, and steps since it changed, where fp16 needs one.
-        outer: momentum by parameter name, of ranks that take steps towards their average.
-        position: where in the data.
-        attributes: plain values that training changes in the Task's own objects, by place; None as `in_eval`.
-        drawn: whether a step has drawn from Python's or NumPy's generator; None as `in_eval`.
-        trainable: `requires_grad` of each parameter by name; empty in checkpoints that don't have it.
-        in_eval: names of the modules that stay in evaluation mode while the model trains; None as `trainable`.
+        scaler: the fp16 loss scale, and steps since its last change.
+        outer: momentum by parameter name, for ranks that average their weights.
+        position: the position in the data.
+        trainable: `requires_grad` by parameter name; empty in checkpoints of older versions.
+        in_eval: names of modules in evaluation mode during training; None in checkpoints of older versions.
+        drawn: whether a step used Python's or NumPy's generator; None in checkpoints of older versions.
+        attributes: plain values in the Task's own objects, by path; None in checkpoints of older versions.
     """
 
     parameters: dict[str, Tensor]
@@ -75,7 +75,7 @@ class State:
 
 
 def tree_leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
-    """`(path, value)` of all leaves of nested dicts, lists and tuples."""
+    """Returns `(path, value)` of all leaves of nested dicts, lists and tuples."""
     if isinstance(tree, dict):
         return [leaf for key, value in tree.items() for leaf in tree_leaves(value, f"{path}/{key}")]
     if isinstance(tree, list | tuple):
@@ -84,10 +84,13 @@ def tree_leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def differing_paths(one: State, other: State) -> list[str]:
-    """Paths at which two States differ in any bit; empty when they are the same."""
-    a, b = (dict(tree_leaves(vars(state) | {"position": vars(state.position)})) for state in (one, other))
+    return differing_leaves(*(vars(state) | {"position": vars(state.position)} for state in (one, other)))
+
+
+def differing_leaves(one: Any, other: Any) -> list[str]:
+    a, b = dict(tree_leaves(one)), dict(tree_leaves(other))
     paths = sorted(a.keys() ^ b.keys())
-    return paths + [path for path in a.keys() & b.keys() if not _is_same(a[path], b[path])]
+    return paths + [path for path in sorted(a.keys() & b.keys()) if not _is_same(a[path], b[path])]
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -97,34 +100,33 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, so that NaN equals NaN and -0.0 differs from 0.0."""
+    """Returns a tensor's bytes (uint8, 1-dim, on the CPU): NaN equals NaN, and -0.0 differs from 0.0."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor as it is; one that is spread over ranks comes together, for which all of them must ask."""
+    """Returns the whole tensor; a sharded tensor is gathered, so all ranks must call the function."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def shard_like(value: Tensor, other: Any) -> Tensor:
-    """A whole tensor as it is, or spread over the ranks as the other one is."""
+    """Returns a whole tensor with the sharding of `other`; unchanged if `other` isn't sharded."""
     if not hasattr(other, "placements"):
         return value
-    from torch.distributed.tensor import distribute_tensor  # takes a while to import, and is for ranks alone
+    from torch.distributed.tensor import distribute_tensor  # slow to import
 
     return distribute_tensor(value.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
 
 
 def host_copy(value: Any) -> Any:
-    """A copy on the CPU that training no longer changes."""
     return to_host(value, lent=False)
 
 
 def to_host(value: Any, *, lent: bool) -> Any:
-    """On the CPU; `lent` leaves tensors that are there already in training's own memory."""
+    """Returns a tree of values on the CPU; `lent` shares the memory of tensors that are on the CPU already."""
     if isinstance(value, Tensor):
         return full_tensor(value.detach()).to("cpu", copy=not lent).contiguous().resolve_conj().resolve_neg()
-    if isinstance(value, Counter):  # MultiStepLR counts its milestones
+    if isinstance(value, Counter):  # of MultiStepLR
         return Counter(value)
     if isinstance(value, dict):
         return {key: to_host(item, lent=lent) for key, item in value.items()}
@@ -135,18 +137,18 @@ def to_host(value: Any, *, lent: bool) -> Any:
 
 
 def sums_on_host(sums: dict[str, Any]) -> dict[str, Any]:
-    """A copy of an epoch's sums on the CPU; the count is a number, wherever it was added up."""
+    """Returns a copy of an epoch's sums on the CPU, with the weight as a number."""
     copied = host_copy(sums)
     return copied | {"weight": copied["weight"].item()} if isinstance(copied["weight"], Tensor) else copied
 
 
 def capture_model(model: nn.Module, *, lent: bool = False) -> dict[str, dict[str, Any]]:
-    """Parameters, buffers, extra state and `requires_grad` of a module, on the CPU: copies, unless `lent`."""
+    """Returns parameters, buffers, extra state and `requires_grad` on the CPU; see `to_host` for `lent`."""
     extra = {name: module.get_extra_state() for name, module in _with_extra_state(model)}
     parameters = dict(model.named_parameters())
     trainable = {name: value.requires_grad for name, value in parameters.items()}
-    found = {"parameters": parameters, "buffers": dict(model.named_buffers()), "extra": extra}
-    return to_host(found, lent=lent) | {"trainable": trainable}
+    captured = {"parameters": parameters, "buffers": dict(model.named_buffers()), "extra": extra}
+    return to_host(captured, lent=lent) | {"trainable": trainable}
 
 
 @torch.no_grad()
@@ -154,7 +156,7 @@ def restore_model(model: nn.Module, state: State) -> None:
     """Copies a State into a module, bit by bit.
 
     Raises:
-        CheckpointError: it belongs to another model; the first difference is named.
+        CheckpointError: the State belongs to another model; the message names the first difference.
     """
     copy_into(dict(model.named_parameters()), state.parameters, "parameter")
     _resize_buffers(model, state.buffers)
@@ -167,7 +169,7 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 
 def _resize_buffers(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Gives buffers the saved shapes: some, such as the cached angles of a rotary embedding, grow in training."""
+    """Gives buffers the saved shapes: some grow in training, such as the cached angles of a rotary embedding."""
     for name, buffer in list(model.named_buffers()):
         value = saved.get(name)
         if value is not None and value.shape != buffer.shape and value.dtype == buffer.dtype:
@@ -177,12 +179,11 @@ def _resize_buffers(model: nn.Module, saved: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def copy_into(target: dict[str, Tensor], source: dict[str, Tensor], kind: str) -> None:
-    """Copies tensors by name into existing ones of the same shapes and dtypes."""
     for name in itertools.chain(target, source):
         if name not in source or name not in target:
-            holder, lacking = ("model", "checkpoint") if name in target else ("checkpoint", "model")
+            holder, missing = ("model", "checkpoint") if name in target else ("checkpoint", "model")
             raise CheckpointError(
-                f"the checkpoint is of another model: the {holder} has a {kind} {name!r}, the {lacking} has none",
+                f"the checkpoint is of another model: the {holder} has a {kind} {name!r}, the {missing} has none",
                 expected="the model that wrote it",
                 fix="use the Task that the run was started with, or start a new run",
             )
@@ -199,7 +200,7 @@ def copy_into(target: dict[str, Tensor], source: dict[str, Tensor], kind: str) -
 
 
 def put_values(target: Tensor, values: Tensor) -> None:
-    """Copies values of the same shape into a tensor; of elements that share memory, as in an expanded one, the first."""
+    """Copies values of the same shape into a tensor; of elements that share memory (`expand`), the first."""
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and not stride:
             target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -219,7 +220,7 @@ def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
-    """An optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
+    """Returns the optimizer's state by qualified parameter name on the CPU; see `to_host` for `lent`."""
     names = {id(value): name for name, value in model.named_parameters()}
     groups = [
         {key: to_host(value, lent=lent) for key, value in group.items() if key not in _UNSAVED_PARTS}
@@ -231,13 +232,13 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, len
     for holder, values in holders.items():
         if isinstance(holder, Tensor):
             state[names[id(holder)]] = to_host(dict(values), lent=lent)
-        else:  # what belongs to no parameter, such as a count of all steps
+        else:  # belongs to no parameter, such as a count of all steps
             own[holder] = to_host(values, lent=lent)
     return {"name": type(optimizer).__name__, "state": state, "own": own, "groups": groups}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
-    """Puts an optimizer's state back, bit by bit; `load_state_dict` would cast it to the parameters' dtype."""
+    """Restores the optimizer's state bit by bit; `load_state_dict` would cast the state to the parameters' dtype."""
     names = {id(value): name for name, value in model.named_parameters()}
     groups = saved["groups"]
     now = capture_groups(optimizer, model)
@@ -259,7 +260,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
             if key in _UNSAVED_PARTS:
                 continue
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
-                group[key].copy_(value)  # a learning rate held as a tensor may be captured: keep its identity
+                group[key].copy_(value)  # a compiled step may have captured the tensor of a learning rate
             else:
                 group[key] = host_copy(value)
     optimizer.state.clear()
@@ -275,23 +276,21 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
 
 
 def capture_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Qualified names of the parameters of each group."""
     names = {id(value): name for name, value in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _copy_for(value: Any, parameter: Tensor, *, on_host: bool) -> Any:
-    """A fresh copy of saved values, tensors on the parameter's device or on the host.
+    """Returns a copy of saved values, with tensors on the parameter's device or on the host.
 
-    What has the parameter's shape also gets its strides: fused optimizers walk through both in the order of memory.
+    Tensors of the parameter's shape get the parameter's strides: fused optimizers read both in memory order.
     """
     if isinstance(value, Tensor):
         if on_host:
             return value.to("cpu", copy=True)
         if value.shape == parameter.shape:
-            return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
-                shard_like(value, parameter)
-            )
+            copy = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+            return copy.copy_(shard_like(value, parameter))
         return value.to(parameter.device, copy=True)
     if isinstance(value, dict):
         return {key: _copy_for(item, parameter, on_host=on_host) for key, item in value.items()}

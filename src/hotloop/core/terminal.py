@@ -1,4 +1,4 @@
-"""A console that shows control characters in the user's texts, such as class names, as escapes."""
+"""A console on stderr that shows control characters in the user's texts, such as class names, as escapes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from hotloop.errors import escape_control_characters
 
 
 class Terminal(Console):
-    """rich's console on stderr; control characters in printed text become escapes."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"stderr": True} | options)
 
     def _check_buffer(self) -> None:
-        """Writes the buffer; if the output fails, such as for a closed pipe or a full disk, the program continues silently."""
+        """Writes the buffer; after a failure, such as a closed pipe or a full disk, the console stays silent."""
         try:
             super()._check_buffer()
         except OSError:
@@ -42,7 +40,7 @@ class Terminal(Console):
 
 
 class Bar(Progress):
-    """rich's progress bar; without a thread for updates the program continues without the bar."""
+    """rich's progress bar; a system without a further thread for its updates shows no bar."""
 
     def start(self) -> None:
         try:

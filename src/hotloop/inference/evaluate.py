@@ -1,4 +1,4 @@
-"""What a trained network answers on a data set: its figures, and for a classifier its confusions and worst mistakes."""
+"""Evaluates a trained network on a data set: figures, and for a classifier confusions and worst mistakes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from hotloop.task import StepResult
 EVALUATED_PARTS = ("test", "validation", "train")
 
 MAX_CLASSES = 1000
-"""A confusion matrix of more has more cells than anyone reads, and grows with their square."""
+"""Largest number of classes with a confusion matrix, whose size grows with the square."""
 
 MAX_MISTAKES = 24
-"""Mistakes that are kept."""
 
 _MAX_SIDE_PX = 128
-"""Pictures are thinned out to at most so many pixels a side."""
+"""Largest side of a stored picture in pixels; larger pictures are subsampled."""
 
 
 def evaluate_weights(
@@ -43,23 +42,23 @@ def evaluate_weights(
     classes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Evaluates chosen weights on a part of the Task's data, or on data of the caller's.
+    """Evaluates weights on a part of the Task's data, or on the caller's data.
 
     Raises:
-        DataError: there is no such part.
-        CheckpointError: the weights are another model's.
+        DataError: the part doesn't exist.
+        CheckpointError: the weights belong to another model.
     """
     with preserve_generators(*program.devices):
         program.restore_weights(chosen.state)
         program.position = chosen.state.position
         name, source = choose_data(program.parts, on, data)
-        answers = Evaluator(program.parts.task.objective.ignore_index)
+        evaluator = Evaluator(program.parts.task.objective.ignore_index)
         total = None if isinstance(source, Stream) else len(source)
 
         def watch(batch: Any, samples: int, computed: StepResult) -> None:
-            answers(batch, samples, computed)
+            evaluator(batch, samples, computed)
             if progress is not None:
-                progress(answers.samples, total)
+                progress(evaluator.samples, total)
 
         try:
             figures = evaluate(program, source, watch)
@@ -74,22 +73,22 @@ def evaluate_weights(
         samples=figures.samples,
         loss=figures.values["loss"],
         metrics=metrics,
-        **answers.findings(classes),
+        **evaluator.findings(classes),
     )
 
 
 def choose_data(parts: LoweringContext, on: str | None, data: Any) -> tuple[str, Source]:
-    """`(name, source)` of what to evaluate on: by default test data, else validation data."""
-    roles = parts.splits
+    """Returns `(name, source)` of the data to evaluate on; by default test data, else validation data."""
+    splits = parts.splits
     if data is not None:
         if on is not None:
             raise DataError(f"both data and on={on!r}", expected="one of them", fix="leave one out")
         task = parts.task
         given = evaluation_source(data, "data", collate=task.collate, batch_size=task.batch_size)
-        return "data", prepare_source(given, "data", roles.prepare, roles.seed)
+        return "data", prepare_source(given, "data", splits.prepare, splits.seed)
     if on is None:
-        on = "test" if roles.has_test else "validation"
-        if on == "validation" and roles.validation is None:
+        on = "test" if splits.has_test else "validation"
+        if on == "validation" and splits.validation is None:
             raise DataError(
                 "the Task has neither test nor validation data",
                 expected="either",
@@ -97,7 +96,7 @@ def choose_data(parts: LoweringContext, on: str | None, data: Any) -> tuple[str,
             )
     if on not in EVALUATED_PARTS:
         raise DataError(f"no data is called {on!r}", expected=" or ".join(EVALUATED_PARTS), fix="check the spelling")
-    source = getattr(roles, on)
+    source = getattr(splits, on)
     if source is None:
         raise DataError(
             f"the Task has no {on} data", expected="some", fix=f"give the Task {on} data, or choose another part"
@@ -106,15 +105,14 @@ def choose_data(parts: LoweringContext, on: str | None, data: Any) -> tuple[str,
 
 
 class Evaluator:
-    """Watches the evaluation of a classifier: counts which class is taken for which, keeps the worst mistakes.
+    """Counts a classifier's confusions during an evaluation, and stores the worst mistakes.
 
-    What it keeps doesn't grow with the data: one matrix, and the `keep` most confident mistakes with their inputs.
+    Its memory is independent of the data: one matrix, and the `limit` most confident mistakes with their inputs.
     """
 
-    def __init__(self, ignored: int | None = None, keep: int = MAX_MISTAKES) -> None:
-        self.ignored, self.keep = ignored, keep
-        self.samples = 0
-        self.classes = 0
+    def __init__(self, ignored: int | None = None, limit: int = MAX_MISTAKES) -> None:
+        self.ignored, self.limit = ignored, limit
+        self.samples = self.classes = 0
         self._counts: Tensor | None = None
         self._worst: dict[str, Tensor] = {}
 
@@ -135,21 +133,18 @@ class Evaluator:
             self._counts = counts if self._counts is None else self._counts + counts
         if target.ndim == 1:
             wrong = counted & (predicted != target)
-            self._keep_worst(
-                confidence=torch.where(wrong, confidence.nan_to_num(0.0), -1.0),
-                index=self.samples + torch.arange(len(target), device=target.device),
-                true=target,
-                predicted=predicted,
+            rows = {
+                "confidence": torch.where(wrong, confidence.nan_to_num(0.0), -1.0),
+                "index": self.samples + torch.arange(len(target), device=target.device),
+                "true": target,
+                "predicted": predicted,
                 **_pictures_of_inputs(inputs),
-            )
-
-    def _keep_worst(self, **rows: Tensor) -> None:
-        """Merges a batch's worst mistakes with those so far."""
-        rows = _most_confident(rows, self.keep)
-        self._worst = _most_confident(_concatenate(self._worst, rows), self.keep) if self._worst else rows
+            }
+            rows = _most_confident(rows, self.limit)
+            self._worst = _most_confident(_concatenate(self._worst, rows), self.limit) if self._worst else rows
 
     def findings(self, names: Sequence[str] = ()) -> dict[str, Any]:
-        """The fields of an `Evaluation` that belong to classifications; empty for anything else."""
+        """Returns the fields of an `Evaluation` for a classification; empty for other Tasks."""
         if not self.classes:
             return {}
         classes = [*names[: self.classes], *map(str, range(len(names), self.classes))]
@@ -158,11 +153,7 @@ class Evaluator:
             note = f"{self.classes:,} classes are more than the {MAX_CLASSES:,} that a confusion matrix is made for"
             return found | {"note": note}
         confusion = self._counts.view(self.classes, self.classes).tolist()
-        totals = [sum(row) for row in confusion]
-        rates = [
-            row[place] / total if total else None
-            for place, (row, total) in enumerate(zip(confusion, totals, strict=True))
-        ]
+        rates = [row[place] / sum(row) if any(row) else None for place, row in enumerate(confusion)]
         return found | {"confusion": confusion, "accuracy_per_class": rates}
 
     def _mistakes(self) -> list[Mistake]:
@@ -178,19 +169,19 @@ class Evaluator:
         ]
 
 
-def _most_confident(rows: dict[str, Tensor], keep: int) -> dict[str, Tensor]:
-    worst = rows["confidence"].argsort(descending=True, stable=True)[:keep]
+def _most_confident(rows: dict[str, Tensor], limit: int) -> dict[str, Tensor]:
+    worst = rows["confidence"].argsort(descending=True, stable=True)[:limit]
     return {name: values[worst] for name, values in rows.items()}
 
 
 def _concatenate(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Both, one after the other; pictures of unequal sizes are left out."""
+    """Concatenates the rows of both; pictures of unequal sizes are dropped."""
     same = [name for name in one if name in other and one[name].shape[1:] == other[name].shape[1:]]
     return {name: torch.cat([one[name], other[name]]) for name in same}
 
 
 def _pictures_of_inputs(inputs: Any) -> dict[str, Tensor]:
-    """The inputs (batch, channels, height, width), if they are pictures, thinned out; empty if they aren't."""
+    """Returns inputs (batch, channels, height, width) that are pictures, subsampled; empty for other inputs."""
     if not isinstance(inputs, Tensor) or inputs.ndim not in (3, 4) or inputs.is_complex():
         return {}
     images = inputs if inputs.ndim == 4 else inputs.unsqueeze(1)
@@ -202,10 +193,10 @@ def _pictures_of_inputs(inputs: Any) -> dict[str, Tensor]:
 
 
 def to_pictures(images: Tensor) -> list[Picture]:
-    """Images (N, channels, height, width) of any numbers as pictures.
+    """Returns images (N, channels, height, width) as pictures.
 
-    Bytes stay what they are, and floats from 0 to 1 are scaled to them. Anything else was standardised: each channel's
-    range over all the images becomes the range of a byte.
+    uint8 values stay unchanged, and floats from 0 to 1 are scaled. Other values count as standardised: each channel's
+    range over all images becomes the range of a byte.
     """
     if images.dtype != torch.uint8 and len(images):
         values = images.to(torch.float64)

@@ -1,7 +1,7 @@
-"""A trained network as a file for use without hotloop: a graph (`.pt2`, `.onnx`) or weights (`.pt`, `.safetensors`).
+"""Exports a trained network for use without hotloop: a graph (`.pt2`, `.onnx`) or weights (`.pt`, `.safetensors`).
 
-A graph takes the raw inputs that `hotloop predict` takes, if the Task's `prepare` can be captured, and any number of
-samples. What is written is read back and run on real samples first; only then does it become a file.
+A graph takes the raw inputs of `hotloop predict`, if the Task's `prepare` can be captured, and any number of samples.
+The written bytes are read back and run on real samples before they become a file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hotloop.inference.predict import ChosenWeights, first_inputs, first_samples
 from hotloop.task import Task
 
 _CHECKED_SIZES = (1, 4, 7)
-"""Numbers of samples that a file for any number is run on."""
+"""Numbers of samples in the check of a graph without a fixed batch size."""
 
 
 def export_weights(
@@ -52,13 +52,13 @@ def export_weights(
     inputs: Any = None,
     versions: Mapping[str, str],
 ) -> ExportRecord:
-    """Writes a model that has the chosen weights to `path`, in the format of its suffix.
+    """Writes a model with the chosen weights to `path`, in the format of its suffix.
 
     Args:
-        inputs: samples that the file is tried on, as `predict` takes them; None for those of the training data.
+        inputs: samples for the check, in the form of `predict`; None for the training data's.
 
     Raises:
-        ExportError: no such format, the model can't be captured, or what was written answers differently; then there is
+        ExportError: unknown format, a model that can't be captured, or a written file with other outputs. Then there is
             no new file.
     """
     form = _format_of(path)
@@ -76,7 +76,7 @@ def export_weights(
         loaded = _load_written(form, content, subject, path.name)
         sizes = _CHECKED_SIZES if subject.batch_size is None else (subject.batch_size,)
         differences = [_difference(subject, loaded, size, path.name) for size in sizes]
-        takes, gives = _ports(subject) if graph else ([], [])
+        inputs, outputs = _ports(subject) if graph else ([], [])
     write_atomic(path, content)
     return ExportRecord(
         run=run,
@@ -86,33 +86,32 @@ def export_weights(
         weights=chosen.weights,
         epoch=chosen.epoch,
         prepare=subject.prepare is not None if graph and prepare_function(task) is not None else None,
-        inputs=takes,
-        outputs=gives,
+        inputs=inputs,
+        outputs=outputs,
         batch_sizes=list(sizes),
-        difference=max(found for found, _ in differences),
-        tolerance=max(allowed for _, allowed in differences),
+        difference=max(difference for difference, _ in differences),
+        tolerance=max(tolerance for _, tolerance in differences),
         versions=dict(versions),
     )
 
 
 def _format_of(path: Path) -> ExportFormat:
-    found = FORMATS.get(path.suffix.lower())
-    if found is None:
+    form = FORMATS.get(path.suffix.lower())
+    if form is None:
         raise ExportError(
             f"{path.name!r} is of no known format",
             expected="a name that ends in " + ", ".join(FORMATS),
             fix="choose .pt2 or .onnx for a file that runs by itself, .pt or .safetensors for weights",
         )
-    return found
+    return form
 
 
 def _make_subject(
     task: Task, model: nn.Module, with_prepare: bool, batch_size: int | None, given: Any
 ) -> ExportSubject:
     prepare = prepare_function(task)
-    inputs = (
-        first_inputs(task, max(_CHECKED_SIZES)) if given is None else first_samples(task, given, max(_CHECKED_SIZES))
-    )
+    count = max(_CHECKED_SIZES)
+    inputs = first_inputs(task, count) if given is None else first_samples(task, given, count)
     if prepare is not None and not with_prepare:
         inputs, prepare = call_user_code("prepare", prepare, inputs), None
     subject = ExportSubject(task, model, prepare, inputs, batch_size)
@@ -139,7 +138,7 @@ def _load_written(form: ExportFormat, content: bytes, subject: ExportSubject, na
 
 
 def _difference(subject: ExportSubject, loaded: LoadedModel, size: int, name: str) -> tuple[float, float]:
-    """`(largest difference, what it may be)` between the outputs of the loaded file and the model's own."""
+    """Returns the largest difference between the outputs of the loaded file and the model, and the tolerance."""
     own = pytree.tree_leaves(subject.prediction_module(*subject.batch(size)))
     try:
         given = pytree.tree_leaves(loaded(*subject.batch(size)))
@@ -152,23 +151,22 @@ def _difference(subject: ExportSubject, loaded: LoadedModel, size: int, name: st
         raise ExportError(
             f"{name}, loaded again, turns {size} samples into {shapes}", expected=f"{wanted}", fix="try another format"
         )
-    found = [(_largest_difference(one, other), _tolerance(one)) for one, other in zip(own, given, strict=True)]
-    for distance, tolerance in found:
+    differences = [
+        (float((value.double() - other.double()).abs().max()), _tolerance(value))
+        for value, other in zip(own, given, strict=True)
+    ]
+    for distance, tolerance in differences:
         if not distance <= tolerance:
             raise ExportError(
                 f"{name}, loaded again, differs from the model by {distance:.3g} on {size} samples",
                 expected=f"at most {tolerance:.3g}",
                 fix="check whether the model draws random numbers, or keeps what it learned outside of its state_dict",
             )
-    return max(found)
-
-
-def _largest_difference(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max())
+    return max(differences)
 
 
 def _tolerance(output: Tensor) -> float:
-    """The last half of the digits, since other kernels sum in another order; whole numbers must be the same."""
+    """Half of the digits, since other kernels sum in another order; integers must be equal."""
     if not output.is_floating_point():
         return 0.0
     return float(torch.finfo(output.dtype).eps ** 0.5 * output.double().abs().max().clamp(min=1e-6))
@@ -189,7 +187,7 @@ def _describe_ports(tree: Any, alone: str, batch: int | str) -> list[ExportPort]
 
 @contextmanager
 def _silence_exporters() -> Iterator[None]:
-    """Without the advice, and the half-made graphs, that torch's exporters print for those who call them directly."""
+    """Suppresses the advice and the partial graphs that torch's exporters print."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

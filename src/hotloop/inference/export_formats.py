@@ -1,6 +1,6 @@
-"""The formats that a trained network is exported in: graphs, which run by themselves, and weights.
+"""Formats of exported networks: graphs, which run without the model's source, and weights.
 
-A format writes a `ExportSubject` as bytes, and reads bytes back as a program that has nothing else would.
+A format writes an `ExportSubject` as bytes, and reads bytes back like a program without hotloop.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from hotloop.lowering.context import build_model
 from hotloop.task import Task
 
 _CAPTURE_SAMPLES = 4
-"""Samples that a graph is captured with; a batch of one would be taken for a constant."""
+"""Samples in the capture of a graph; torch.export treats a batch of 1 as a constant."""
 
 LoadedModel = Callable[..., Any]
-"""Takes inputs as a file does, and returns its output."""
+"""Takes the inputs of a file, and returns its output."""
 
 
 class PredictionModule(nn.Module):
-    """From inputs to output: `prepare`, the model, and the Task's `predict`."""
+    """Applies `prepare`, the model, and the Task's `predict`."""
 
-    __module__ = "exported"  # graphs name the classes that they came from
+    __module__ = "exported"  # the name in graphs
 
     def __init__(self, task: Task, model: nn.Module, prepare: Callable[[Any], Any] | None) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class PredictionModule(nn.Module):
 
 @dataclass(frozen=True)
 class ExportSubject:
-    """What is exported.
+    """A model to export.
 
     Attributes:
         model: on the CPU, in evaluation mode.
-        weights: the `state_dict` to write, which a model in training mode has: one that merges weights in `eval()` has not yet.
-        prepare: what the file does to its inputs; None where it takes prepared ones.
-        inputs: real samples as the file takes them: a tensor, a tuple or a dict of them.
-        batch_size: the only number of samples that a graph takes; None for any.
+        prepare: preprocessing in the file; None if the file takes prepared inputs.
+        inputs: real samples in the file's form: a tensor, a tuple or a dict of tensors.
+        batch_size: fixed number of samples of a graph; None for any.
+        weights: the `state_dict` of the model in training mode, before any merge of weights in `eval()`.
     """
 
     task: Task
@@ -72,33 +72,33 @@ class ExportSubject:
 
     @property
     def example(self) -> tuple[Any, ...]:
-        """Arguments to capture a graph with."""
+        """Arguments for the capture of a graph."""
         return self.batch(self.batch_size or _CAPTURE_SAMPLES)
 
     def batch(self, size: int) -> tuple[Any, ...]:
-        """Arguments for a batch of `size`; the samples at hand are repeated."""
+        """Returns the arguments for a batch of `size` samples; samples repeat."""
         inputs = map_tensors(lambda tensor: tensor[torch.arange(size) % len(tensor)], self.inputs)
         return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
 class ExportFormat(Protocol):
-    """One kind of file."""
+    """A file format."""
 
     def write(self, subject: ExportSubject) -> bytes:
-        """The file's content."""
+        """Returns the file's content."""
 
     def read(self, content: bytes, subject: ExportSubject) -> LoadedModel:
-        """What can be run with this content alone; of `subject`, weights take the model's source and no number."""
+        """Returns the function that the content alone defines; a weights format also uses the model's source."""
 
 
 class GraphFormat:
-    """What the model computes, as operations."""
+    """A file with the model's operations."""
 
     def captured(self, subject: ExportSubject) -> ExportedProgram:
-        """The operations, for any number of samples or for a fixed one.
+        """Returns the captured operations.
 
         Raises:
-            ExportError: torch.export can't capture them.
+            ExportError: torch.export can't capture the model.
         """
         try:
             return _capture(subject)
@@ -106,7 +106,7 @@ class GraphFormat:
             raise
         except Exception as error:
             try:
-                return _capture(subject, strict=True)  # slower, but it reads the source: len(x) is no constant to it
+                return _capture(subject, strict=True)  # slower, but traces Python code: len(x) stays symbolic
             except Exception:
                 raise _capture_error(subject, error) from error
 
@@ -127,24 +127,22 @@ class OnnxFormat(GraphFormat):
     """ONNX, for other runtimes and languages."""
 
     def write(self, subject: ExportSubject) -> bytes:
-        lacking = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-        if lacking:
+        missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+        if missing:
             raise ExportError(
-                f"an ONNX file needs {' and '.join(lacking)}, not installed here",
+                f"an ONNX file needs {' and '.join(missing)}, not installed here",
                 expected="ONNX's packages",
                 fix='install them with: pip install "hotloop[onnx]"',
             )
         from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
         graph = self.captured(subject)
-        inputs, outputs = (
-            tensor_names(subject.inputs, "input"),
-            tensor_names(subject.prediction_module(*subject.example), "output"),
-        )
+        inputs = tensor_names(subject.inputs, "input")
+        outputs = tensor_names(subject.prediction_module(*subject.example), "output")
         try:
             program = torch.onnx.export(graph, dynamo=True, verbose=False, input_names=inputs, output_names=outputs)
             assert program is not None
-            ClearMetadataAndDocStringPass()(program.model)  # file paths and source lines of whoever exports
+            ClearMetadataAndDocStringPass()(program.model)  # removes file paths and source lines
             proto = program.model_proto
             _name_batch_dimension(proto.graph)
             return bytes(proto.SerializeToString())
@@ -168,7 +166,7 @@ class OnnxFormat(GraphFormat):
 
 
 class WeightsFormat:
-    """The `state_dict`, for who has the model's source: `model.load_state_dict(torch.load(file))`."""
+    """The `state_dict`, for users of the model's source: `model.load_state_dict(torch.load(file))`."""
 
     def write(self, subject: ExportSubject) -> bytes:
         stream = io.BytesIO()
@@ -197,7 +195,7 @@ class SafetensorsFormat(WeightsFormat):
                 expected="tensors",
                 fix="write a .pt file",
             )
-        # Each name gets a tensor of its own, also where the model shares one: so it loads by load_state_dict alone.
+        # Shared tensors become copies, which load_state_dict loads without further code.
         own = {name: value.clone().contiguous() for name, value in state.items()}
         try:
             return safetensors.torch.save(own, {"format": "pt"})
@@ -216,15 +214,15 @@ FORMATS: dict[str, ExportFormat] = {
     ".pt": WeightsFormat(),
     ".safetensors": SafetensorsFormat(),
 }
-"""By a file's suffix."""
+"""The formats by file suffix."""
 
 
-def tensor_names(tree: Any, alone: str) -> list[str]:
-    """A name for each tensor: a dict's keys, else `input` (`alone`), or `input_0`, `input_1` and so on."""
+def tensor_names(tree: Any, single: str) -> list[str]:
+    """Returns a name for each tensor: a dict's keys, else `single`, or `single_0`, `single_1` and so on."""
     if isinstance(tree, Mapping):
         return [str(name) for name in tree]
     count = len(list(tree_tensors(tree)))
-    return [alone] if count == 1 else [f"{alone}_{place}" for place in range(count)]
+    return [single] if count == 1 else [f"{single}_{place}" for place in range(count)]
 
 
 def _capture(subject: ExportSubject, *, strict: bool = False) -> ExportedProgram:
@@ -234,13 +232,13 @@ def _capture(subject: ExportSubject, *, strict: bool = False) -> ExportedProgram
     program = torch.export.export(subject.prediction_module, arguments, dynamic_shapes=shapes, strict=strict)
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # file paths and source lines of whoever exports
+            node.meta.pop("stack_trace", None)  # file paths and source lines
     program.example_inputs = pytree.tree_map(torch.zeros_like, program.example_inputs)  # not the training data
     return program
 
 
 def _capture_error(subject: ExportSubject, error: Exception) -> ExportError:
-    """Why the model can't be captured, and the way that does work."""
+    """Returns the error with the reason, and the alternative that works."""
     weights = "write the weights as .safetensors"
     prepare = subject.prepare
     if prepare is not None and _can_capture(replace(subject, prepare=None, inputs=prepare(subject.inputs))):
@@ -267,7 +265,7 @@ def _can_capture(subject: ExportSubject) -> bool:
 
 
 def _name_batch_dimension(graph: Any) -> None:
-    """Calls the batch dimension of an ONNX graph `batch`, in place of the symbol that torch gave it."""
+    """Names the batch dimension of an ONNX graph `batch` in place of torch's symbol."""
     symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in [*graph.input, *graph.output, *graph.value_info]:
         for dimension in value.type.tensor_type.shape.dim:

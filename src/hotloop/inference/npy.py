@@ -1,4 +1,4 @@
-"""NumPy's files: inputs in, scores out."""
+"""Reads inputs from NumPy files, and writes outputs to them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from hotloop.errors import DataError, shorten
 _REWRITE_HINT = "write it anew with numpy.savez"
 _ENCRYPTED = 1
 _MAX_COMPRESSION = 1100
-"""Deflate makes data at most 1,032 times smaller."""
+"""Upper bound of the compression ratio; deflate reaches 1,032."""
 
 _MAGIC = {b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz"}
 
 
 def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
-    """The array of a .npy file, which stays on the disk until it's used, or the arrays of a .npz file by name.
+    """Returns the memory-mapped array of a .npy file, or the arrays of a .npz file by name.
 
     Raises:
-        DataError: it's gone, is no such file, is damaged, or holds Python objects, which could run code.
+        DataError: the file is missing, has another format, is damaged, or contains Python objects, which could run
+            code.
     """
     kind = _suffix_by_content(path)
     try:
@@ -60,11 +61,11 @@ def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
 
 
 def _check_archive(path: Path) -> None:
-    """Looks at what a .npz file declares before any of it is read.
+    """Checks the declarations of a .npz file before its content is read.
 
     Raises:
-        DataError: it is encrypted, compressed in a way that numpy.savez doesn't write, has members that are no arrays, or
-            one that declares more than the file holds.
+        DataError: a member is encrypted, has another compression than numpy.savez's, is no array, or declares more
+            bytes than it has.
     """
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
@@ -90,7 +91,6 @@ def _check_archive(path: Path) -> None:
 
 
 def _declared_bytes(file: IO[bytes]) -> int:
-    """Of the array whose header a file begins with."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(file)
@@ -114,7 +114,7 @@ def _suffix_by_content(path: Path) -> str:
 
 
 def check_output(path: Path, inputs: Path) -> None:
-    """Refuses, before the work, a path that outputs can't be written to."""
+    """Raises DataError for a path that outputs can't be written to."""
     if path.suffix not in (".npy", ".npz"):
         raise DataError(f"--out {path}", expected="a name that ends in .npy or .npz", fix="choose one")
     if path.resolve() == inputs.resolve():
@@ -122,7 +122,7 @@ def check_output(path: Path, inputs: Path) -> None:
 
 
 def write_arrays(path: Path, arrays: np.ndarray | dict[str, np.ndarray]) -> None:
-    """Writes an array to a .npy file, or arrays by name to a .npz file (one alone is called `scores`).
+    """Writes an array to a .npy file, or arrays by name to a .npz file (a single array is named `scores`).
 
     Raises:
         DataError: several arrays for a .npy file.

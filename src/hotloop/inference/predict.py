@@ -1,4 +1,4 @@
-"""A trained network put to use: the weights of a run, and what the model says of new inputs."""
+"""Loads a run's weights, and computes predictions for new inputs."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from hotloop.training.run import Run
 WeightsChoice = Literal["best", "last"]
 Say = Callable[[str], None]
 Progress = Callable[[int, int | None], None]
-"""Is told how many samples are done, of how many (None: not known)."""
+"""Receives the number of processed samples, and the total (None: unknown)."""
 
 
 @dataclass(frozen=True)
 class ChosenWeights:
-    """The weights of a run that are put to use; `epoch` is the one they are of, 0 before the first has ended."""
+    """A run's weights of `epoch`; 0 is before the end of the first epoch."""
 
     state: State
     weights: WeightsChoice
@@ -58,13 +58,13 @@ class ChosenWeights:
 
 
 def choose_weights(run: Run, weights: WeightsChoice = "best", say: Say = warnings.warn) -> ChosenWeights:
-    """The weights of a run's best epoch, or its last ones.
+    """Returns the weights of a run's best or last epoch.
 
-    Without validation data nothing tells which epoch is best, so that `best` means the last, as in the run's own
-    final figures. A checkpoint that is torn is passed over, and `say` is told so.
+    Without validation data, `best` is the last epoch, as in the run's own final figures. Damaged checkpoints are
+    skipped and reported by `say`.
 
     Raises:
-        RunError: the run has no good checkpoint, its best epoch's weights are lost, or `weights` is neither.
+        RunError: no undamaged checkpoint, the best epoch's weights are lost, or an invalid `weights`.
     """
     if weights not in get_args(WeightsChoice):
         raise RunError(f"weights={weights!r}", expected="'best' or 'last'", fix="choose one of them")
@@ -79,7 +79,7 @@ def choose_weights(run: Run, weights: WeightsChoice = "best", say: Say = warning
 
 
 def _no_weights_error(run: Run, weights: WeightsChoice) -> RunError:
-    """What is lacking, and what gets the user further: each remedy named is known to work."""
+    """Returns the error with a remedy that works for this run."""
     files = run.checkpoints.files()
     if not files and run.last_saved() is None:
         return RunError(
@@ -103,19 +103,19 @@ def _no_weights_error(run: Run, weights: WeightsChoice) -> RunError:
 
 
 def trained_model(task: Task, state: State, device: torch.device) -> nn.Module:
-    """The Task's model with the weights of `state`, the averaged ones if it has them, in evaluation mode.
+    """Returns the Task's model with the weights of `state` (averaged, if present), in evaluation mode.
 
     Raises:
-        CheckpointError: they are another model's.
+        CheckpointError: the weights belong to another model.
     """
     return model_for_export(task, state).to(device).eval()
 
 
 def model_for_export(task: Task, state: State) -> nn.Module:
-    """The same in training mode on the CPU: a module that merges weights in `eval()` has not merged them yet.
+    """Returns the model like `trained_model`, but in training mode on the CPU, before any merge of weights in `eval()`.
 
     Raises:
-        CheckpointError: they are another model's.
+        CheckpointError: the weights belong to another model.
     """
     with preserve_generators():
         model = build_model(task)
@@ -126,21 +126,21 @@ def model_for_export(task: Task, state: State) -> nn.Module:
     if state.average:
         parameters = dict(model.named_parameters())
         copy_into({name: parameters[name] for name in state.average}, state.average, "average")
-    if optimizer is not None:  # the weights of the last step; an optimizer such as a schedule-free one evaluates others
+    if optimizer is not None:  # a schedule-free optimizer evaluates other weights than those of the last step
         restore_optimizer(optimizer, model, state.optimizer)
         with torch.no_grad():
-            for one in switchable_optimizers(optimizer, list(inner_optimizers(optimizer).values())):
-                one.eval()
+            for member in switchable_optimizers(optimizer, list(inner_optimizers(optimizer).values())):
+                member.eval()
     return model
 
 
 def prepare_function(task: Task) -> Callable[[Any], Any] | None:
-    """What turns raw inputs into the model's, without a look at the data."""
+    """Returns the preprocessing of raw inputs, without reading data."""
     return task.prepare or (task.data.prepare if isinstance(task.data, Bundle) else None)
 
 
 def first_inputs(task: Task, samples: int) -> Any:
-    """Raw inputs of the first samples of the training data."""
+    """Returns the raw inputs of the first samples of the training data."""
     data = task.data.train if isinstance(task.data, Bundle) else task.data
     given = as_source(data, "data", collate=task.collate, batch_size=task.batch_size)
     raw = DataSplits(given.source, None, None, task.batch_size or 1, task.seed, prepare=None, classes=(), note="")
@@ -148,18 +148,19 @@ def first_inputs(task: Task, samples: int) -> Any:
 
 
 def first_samples(task: Task, x: Any, most: int) -> Any:
-    """The first of the samples that a user gave as `predict` takes them: arrays, or a file of them."""
+    """Returns the first samples of arrays or of a file, in the form of `predict`."""
     columns = _read_inputs(task, Path(x)) if isinstance(x, str | Path) else input_columns(x)
     return cut_rows(columns, 0, min(most, count_samples(columns)))
 
 
 def model_output(task: Task, model: nn.Module, inputs: Any) -> Tensor | dict[str, Tensor]:
-    """What the model says of prepared inputs, as one tensor, or as tensors by name.
+    """Returns the model's output for prepared inputs: a tensor, or tensors by name.
 
-    Of a mapping or object with `logits` these alone; a tuple's items are called `output_0`, `output_1` and so on.
+    Of a mapping or object with `logits`, only the logits are returned; a tuple's items are named `output_0`, `output_1`
+    and so on.
 
     Raises:
-        TaskError: there is something else in it.
+        TaskError: the output contains other values.
     """
     output = task.output(model, inputs)
     if isinstance(output, Tensor):
@@ -189,7 +190,7 @@ def model_output(task: Task, model: nn.Module, inputs: Any) -> Tensor | dict[str
 def predict(
     task: Task, model: nn.Module, x: Any, facts: TaskFacts, device: torch.device, progress: Progress | None = None
 ) -> np.ndarray | dict[str, np.ndarray]:
-    """What the model says of each sample of `x`, on the CPU; see `hotloop.predict`."""
+    """Returns the model's output for each sample of `x`, on the CPU; see `hotloop.predict`."""
     columns = _read_inputs(task, Path(x)) if isinstance(x, str | Path) else input_columns(x)
     total = count_samples(columns)
     size = inference_batch_size(facts.batch_size, 4 * sum(math.prod(shape) for shape in facts.inputs))
@@ -211,7 +212,7 @@ def predict(
 def _outputs(
     task: Task, model: nn.Module, columns: Any, size: int, facts: TaskFacts, device: torch.device
 ) -> Iterator[tuple[int, Tensor | dict[str, Tensor]]]:
-    """`(number of its first sample, output)` batch by batch; random draws follow from the Task's seed."""
+    """Yields `(index of the first sample, output)` of each batch; random draws follow from the Task's seed."""
     prepare = prepare_function(task)
     streams, owned = RandomStreams(task.seed, device), OwnedGenerators({**task.owners(model), "prepare": prepare})
     owned.refresh()
@@ -228,13 +229,13 @@ def _outputs(
 
 
 def to_numpy(output: Tensor) -> np.ndarray:
-    """An output as a NumPy array: floating-point numbers as float32, others as they are."""
+    """Returns an output as a NumPy array; floating-point numbers become float32."""
     wanted = torch.float32 if output.is_floating_point() else output.dtype
     return output.detach().to("cpu", wanted).numpy()
 
 
 def _read_inputs(task: Task, path: Path) -> Any:
-    """The inputs in a file: several arrays by name where the Task's data has names, else in the file's order."""
+    """Returns the inputs in a file: by name if the Task's data has names, else in the file's order."""
     found = read_arrays(path)
     if not isinstance(found, dict) or isinstance(first_inputs(task, 1), Mapping):
         return found
@@ -242,7 +243,7 @@ def _read_inputs(task: Task, path: Path) -> Any:
 
 
 def input_columns(x: Any) -> Any:
-    """The inputs as arrays that are cut into batches later, and only then converted: one, a tuple, or a dict."""
+    """Returns the inputs as an array, a tuple or a dict of arrays; conversion to tensors happens per batch."""
     if isinstance(x, Mapping):
         return {name: _array(value) for name, value in x.items()}
     return tuple(_array(value) for value in x) if isinstance(x, tuple) else _array(x)
@@ -253,7 +254,7 @@ def _array(value: Any) -> Any:
 
 
 def cut_rows(columns: Any, start: int, stop: int) -> Any:
-    """Some samples, as CPU tensors of their own: a `prepare` may change them in place."""
+    """Returns samples as new CPU tensors: a `prepare` may change them in place."""
     if isinstance(columns, dict):
         return {name: _rows(value, start, stop, f"x[{name!r}]") for name, value in columns.items()}
     if isinstance(columns, tuple):
@@ -266,13 +267,13 @@ def _rows(array: Any, start: int, stop: int, name: str) -> Tensor:
 
 
 def count_samples(columns: Any) -> int:
-    """How many samples there are.
+    """Returns the number of samples.
 
     Raises:
-        DataError: none, a single number, or unequal numbers.
+        DataError: no samples, a scalar, or unequal numbers.
     """
-    arrays = list(columns.values()) if isinstance(columns, dict) else [columns]
-    arrays = list(columns) if isinstance(columns, tuple) else arrays
+    arrays = list(columns.values()) if isinstance(columns, dict) else columns
+    arrays = arrays if isinstance(arrays, tuple | list) else [arrays]
     if any(array.ndim == 0 for array in arrays):
         raise DataError("x is a single number", expected="an array whose first dimension counts the samples")
     lengths = [len(array) for array in arrays]
@@ -300,15 +301,14 @@ def _check_finite(batch: Any, start: int) -> None:
 
 
 def _check_dimensions(prepared: Any, facts: TaskFacts) -> None:
-    """Refuses inputs of another number of dimensions, which some models take without a word, and take wrongly."""
+    """Rejects inputs with another number of dimensions, which some models accept with wrong results."""
     if isinstance(prepared, Mapping):
         return
     given = [list(tensor.shape[1:]) for tensor in tree_tensors(prepared)]
     trained = facts.inputs[: len(given)] if len(given) < len(facts.inputs) else facts.inputs[:-1] or facts.inputs
-    if len(given) != max(1, len(facts.inputs) - 1):
-        raise DataError(
-            f"x holds {len(given)} inputs", expected=f"{max(1, len(facts.inputs) - 1)}", fix="give what the model takes"
-        )
+    count = max(1, len(facts.inputs) - 1)
+    if len(given) != count:
+        raise DataError(f"x holds {len(given)} inputs", expected=f"{count}", fix="give what the model takes")
     if [len(shape) for shape in given] != [len(shape) for shape in trained]:
         raise DataError(
             f"samples of x have shape {_format_shapes(given)}",
@@ -328,7 +328,7 @@ def _check_rows(output: Tensor | dict[str, Tensor], samples: int) -> None:
 
 
 def _call_on_new_inputs(batch: Any, facts: TaskFacts, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs the user's code on new inputs; where it can't take them, one line says what it was trained on."""
+    """Calls user code on new inputs; an error becomes a line with the shapes of the training."""
     try:
         return function(*arguments)
     except HotloopError:

@@ -1,1 +1,1 @@
-"""Which plans can be run for a Task on a machine, and why not the others; without torch."""
+"""Decides which plans can run for a Task on a machine, without torch."""

@@ -16,7 +16,6 @@ def _check_compiler(case: FeasibilityInput) -> Iterator[Violation]:
 
 
 def _check_compiled_step(case: FeasibilityInput) -> Iterator[Violation]:
-    """Excludes Tasks and axes that a compiled program can't represent."""
     plan, facts = case.plan, case.facts
     if plan.compile == "none":
         return
@@ -24,11 +23,8 @@ def _check_compiled_step(case: FeasibilityInput) -> Iterator[Violation]:
     if facts.closure:
         yield Violation(("compile",), f"{facts.optimizer} calls the loss itself, as often as it likes", fix)
     if plan.compile == "package" and case.device.kind != "cpu":
-        yield Violation(
-            ("compile", "device"),
-            "a package is made for the CPU: none for another device has ever been run",
-            "use compile=step",
-        )
+        reason = "a package is made for the CPU: none for another device has ever been run"
+        yield Violation(("compile", "device"), reason, "use compile=step")
     if plan.precision == "fp16" and plan.compile != "forward":
         reason = "fp16 leaves out a step whose gradients overflow, which is decided beside the step and not in it"
         yield Violation(("compile", "precision"), reason, "use compile=forward, or precision=bf16")
@@ -37,7 +33,7 @@ def _check_compiled_step(case: FeasibilityInput) -> Iterator[Violation]:
 _KIND_NAMES = {"cpu": "the CPU", "cuda": "CUDA devices"}
 
 _REWRITES_BY_DEVICE = {"mm_by_onednn": "cpu", "draw_by_words": "cpu", "mm_as_sum": "cuda", "mm_in_parts": "cuda"}
-"""Rewrites that are for one kind of device alone, by name."""
+"""Rewrites that exist for one kind of device."""
 
 
 def _check_rewrites(case: FeasibilityInput) -> Iterator[Violation]:

@@ -1,25 +1,25 @@
-"""What a rule of feasibility looks at, and what it may find."""
+"""Inputs and results of feasibility rules, and the forecast of a training under `auto`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hotloop.core.records.hardware import Device, Hardware
 from hotloop.core.records.training import TaskFacts
-from hotloop.plan import Plan
+from hotloop.plan import BASELINE, Plan
 
 
 @dataclass(frozen=True)
 class Violation:
-    """Why a plan can't be run.
+    """A reason why a plan can't run.
 
     Attributes:
-        axes: those whose values don't go with the Task, the machine, or each other; the one to change first.
-        reason: a clause in plain words.
-        fix: what to do, beginning with a verb.
-        passing: whether it may be run another time, when there is more memory.
+        axes: axes whose values conflict with the Task, the machine or each other; the axis to change comes first.
+        reason: a clause.
+        fix: an instruction, beginning with a verb.
+        passing: whether the plan may run later, with more free memory.
     """
 
     axes: tuple[str, ...]
@@ -30,7 +30,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class FeasibilityInput:
-    """What a rule looks at; `device` is the plan's."""
+    """The input of a rule; `device` is the plan's."""
 
     plan: Plan
     facts: TaskFacts
@@ -41,15 +41,25 @@ class FeasibilityInput:
 Rule = Callable[[FeasibilityInput], Iterator[Violation]]
 
 
+def axis_violations(
+    plan: Plan, reasons: Mapping[str, str], other: str, alternative: str, *allowed: object
+) -> Iterator[Violation]:
+    """Yields a violation with the axis `other` for each axis with neither the baseline's nor an allowed value."""
+    for axis, reason in reasons.items():
+        default = getattr(BASELINE, axis)
+        if getattr(plan, axis) not in (default, *allowed):
+            value = "none" if default is None else default
+            yield Violation((axis, other), reason, f"use {axis}={value}, or {alternative}")
+
+
 @dataclass(frozen=True)
 class PlanForecast:
-    """What a training under `auto` does, as far as that is known before it.
+    """The expected choice of a training under `auto`.
 
     Attributes:
-        remembered: what it runs, where an earlier race found it the fastest and proved it; else
-        choice: what it runs, by the rules and by what races found, unless
-        compiled: one of these, compiled or recorded, turns out to be faster, and is proven; if some timed steps say that
-            trying it pays.
+        remembered: the proven fastest plan of an earlier race; else None.
+        choice: the plan of the rules and of earlier races, used without `remembered`.
+        compiled: compiled or recorded plans that training tries if a few timed steps show a gain, and a proof succeeds.
         passed_over, left_open, refused, device: see `PlanOptions`.
     """
 
@@ -63,14 +73,12 @@ class PlanForecast:
 
     @property
     def plan(self) -> Plan:
-        """What a training begins with."""
+        """The plan at the start of the training."""
         return self.remembered or self.choice.plan
 
 
 @dataclass(frozen=True)
 class InfeasibleValue:
-    """A value of one axis that can't be run in a plan."""
-
     axis: str
     value: Any
     violation: Violation
@@ -78,7 +86,7 @@ class InfeasibleValue:
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """A plan that can be run here, and a sentence for each thing that speaks for it."""
+    """A feasible plan, and a sentence for each of its advantages."""
 
     plan: Plan
     why: tuple[str, ...]

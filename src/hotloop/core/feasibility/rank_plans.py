@@ -1,17 +1,17 @@
-"""What keeps a plan for several ranks, or for workers and their server, from being run."""
+"""Rules that exclude plans with several ranks, or with workers and a parameter server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotloop.core.feasibility.forecast import FeasibilityInput, Rule, Violation
+from hotloop.core.feasibility.forecast import FeasibilityInput, Rule, Violation, axis_violations
 from hotloop.plan import AXES_OF_PARALLEL, BASELINE
 
 JOINT_MODES = ("tensor", "stages")
-"""Whose ranks have a part of the model each, and compute each batch together."""
+"""Modes in which each rank has a part of the model, and all ranks compute each batch together."""
 
 _IN_STEP = ("data", "sharded", "towers", "local", *JOINT_MODES)
-"""Whose ranks go through the batches together."""
+"""Modes in which all ranks process the batches together."""
 
 _SINGLE_RANK_AXES = {
     "engine": "ranks share what autograd computes",
@@ -19,7 +19,7 @@ _SINGLE_RANK_AXES = {
     "graphs": "a graph of a step that ranks share has never been recorded",
     "accumulation": "the ranks cut each batch into parts already",
 }
-"""Why an axis is not for ranks that take each step together."""
+"""Reasons against axes in the modes of `_IN_STEP`."""
 
 
 def _check_rank_count(case: FeasibilityInput) -> Iterator[Violation]:
@@ -37,7 +37,7 @@ _SINGLE_MODE_AXES = {
     "stages": "only parallel=stages passes microbatches from rank to rank",
     "async": "only the workers of parallel=async are ever behind",
 }
-"""Why axes of one value of `parallel` say nothing of the others."""
+"""Reasons against axes that belong to another value of `parallel`."""
 
 
 def _check_axes_of_other_modes(case: FeasibilityInput) -> Iterator[Violation]:
@@ -49,14 +49,10 @@ def _check_axes_of_other_modes(case: FeasibilityInput) -> Iterator[Violation]:
 
 
 def _check_synchronous(case: FeasibilityInput) -> Iterator[Violation]:
-    """What ranks that are in step can't do yet."""
     plan, facts = case.plan, case.facts
     if plan.parallel not in _IN_STEP:
         return
-    for axis, reason in _SINGLE_RANK_AXES.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) != plain:
-            yield Violation((axis, "parallel"), reason, f"use {axis}={plain}, or parallel=none")
+    yield from axis_violations(plan, _SINGLE_RANK_AXES, "parallel", "parallel=none")
     if facts.data == "Stream":
         reason = "the data is a stream with an order of its own, which ranks can't be sure to share"
         yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
@@ -69,7 +65,6 @@ def _check_synchronous(case: FeasibilityInput) -> Iterator[Violation]:
 
 
 def _check_updates(case: FeasibilityInput) -> Iterator[Violation]:
-    """What only ranks that all update the same tensors can do."""
     plan, facts = case.plan, case.facts
     if plan.parallel not in ("towers", "local", "tensor"):
         return
@@ -114,18 +109,14 @@ _UPDATE_AXES = {
     "residency": "workers read their batches themselves",
     "workers": "a worker of parallel=async loads its samples itself",
 }
-"""Why an axis is not for a parameter server and its workers."""
+"""Reasons against axes for a parameter server and its workers."""
 
 
 def _check_asynchronous(case: FeasibilityInput) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.parallel != "async":
         return
-    for axis, reason in _UPDATE_AXES.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) not in (plain, 0):
-            value = "none" if plain is None else plain
-            yield Violation((axis, "parallel"), reason, f"use {axis}={value}, or parallel=none")
+    yield from axis_violations(plan, _UPDATE_AXES, "parallel", "parallel=none", 0)
     if plan.precision == "fp16":
         reason = "the scale of fp16's loss would have to be the same on all workers"
         yield Violation(("precision", "parallel"), reason, "use precision=bf16, or parallel=none")

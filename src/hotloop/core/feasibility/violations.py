@@ -1,7 +1,7 @@
-"""(Plan, TaskFacts, Hardware) -> what can't be run, why, and what to do instead. Nothing is asked and nothing chosen.
+"""Rules: (Plan, TaskFacts, Hardware) -> violations with reasons and fixes. Rules choose nothing.
 
-Each rule is a function that yields violations; `RULES` holds them, the most fundamental first. Those of ranks are in
-`rank_plans.py`, those of compiled and recorded steps in `captured_plans.py`.
+`RULES` lists the rules, the most fundamental first. Rules of ranks are in `rank_plans.py`, rules of compiled and
+recorded steps in `captured_plans.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from hotloop.core.feasibility.captured_plans import CAPTURE_RULES
-from hotloop.core.feasibility.forecast import FeasibilityInput, InfeasibleValue, Rule, Violation
+from hotloop.core.feasibility.forecast import FeasibilityInput, InfeasibleValue, Rule, Violation, axis_violations
 from hotloop.core.feasibility.rank_plans import RANK_RULES
 from hotloop.core.format import format_digits
 from hotloop.core.number_formats import REDUCED
@@ -20,57 +20,59 @@ from hotloop.errors import DeviceError, InsufficientMemoryError, PlanError
 from hotloop.plan import BASELINE, Plan
 
 _MAX_SHOWN = 3
-"""Violations named in an error, which is one line."""
+"""Violations in an error message, which is one line."""
 
 
 def violations(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[Violation]:
-    """All that keeps the plan from being run for this Task on this machine; empty if nothing does."""
+    """Returns everything that prevents the plan from running for this Task on this machine."""
     device = find_device(plan, hardware)
     if device is None:
-        return [_missing_device(plan, hardware)]
+        names = ", ".join(device.name for device in hardware.devices)
+        return [Violation(("device",), f"this machine has {names}", f"use --device {hardware.devices[0].name}")]
     case = FeasibilityInput(plan, facts, hardware, device)
-    return [found for rule in RULES for found in rule(case)]
+    return [violation for rule in RULES for violation in rule(case)]
 
 
 def check(plan: Plan, facts: TaskFacts, hardware: Hardware) -> None:
-    """Refuses a plan that can't be run.
+    """Rejects a plan that can't run.
 
     Raises:
-        PlanError: naming the first violations, with what to do; a RoomError where it may be run another time.
+        PlanError: with the first violations and their fixes; DeviceError for a missing device; InsufficientMemoryError
+            if the plan may run later.
     """
     found = violations(plan, facts, hardware)
     if found:
-        passing = all(one.passing for one in found)
+        passing = all(violation.passing for violation in found)
         kind = DeviceError if found[0].axes == ("device",) else InsufficientMemoryError if passing else PlanError
         shown = found[:_MAX_SHOWN]
-        reasons = [f"{describe_axes(plan, one)} can't be run here: {one.reason}" for one in shown]
-        raise kind("; ".join(reasons), fix="; ".join(dict.fromkeys(one.fix for one in shown)))
+        reasons = [f"{describe_axes(plan, violation)} can't be run here: {violation.reason}" for violation in shown]
+        raise kind("; ".join(reasons), fix="; ".join(dict.fromkeys(violation.fix for violation in shown)))
 
 
 def describe_axes(plan: Plan, violation: Violation) -> str:
-    """The values that a violation is about: `precision=fp16 with device=cpu`."""
+    """Returns the values of a violation, such as `precision=fp16 with device=cpu`."""
     return " with ".join(f"{axis}={getattr(plan, axis)}" for axis in violation.axes)
 
 
 def is_plain(plan: Plan) -> bool:
-    """Whether the plan is the baseline but for where it runs, which any device can."""
+    """Returns whether the plan is the baseline except for device, workers and threads."""
     where = ("device", "workers", "threads")
     return plan.with_axes(**{axis: getattr(BASELINE, axis) for axis in where}) == BASELINE
 
 
 def infeasible_values(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[InfeasibleValue]:
-    """The values of each axis that can't be run where all other axes are as in `plan`."""
+    """Returns the values of each axis that can't run with the plan's other axes."""
     found = []
     for axis, values in _alternatives(hardware).items():
         for value in values:
             other = plan.with_axes(**{axis: value})
-            about = [one for one in violations(other, facts, hardware) if axis in one.axes]
-            found += [InfeasibleValue(axis, value, about[0])] if about else []
+            about = [violation for violation in violations(other, facts, hardware) if axis in violation.axes]
+            found += [InfeasibleValue(axis, value, violation) for violation in about[:1]]
     return found
 
 
 def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
-    """Values to try, one axis at a time; of numbers, one that stands for the others."""
+    """Returns the values to check per axis; one value stands for all numbers."""
     kinds = {device.kind for device in hardware.devices}
     named = {
         axis: get_args(Plan.model_fields[axis].annotation)
@@ -81,29 +83,20 @@ def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
 
 
 def find_device(plan: Plan, hardware: Hardware) -> Device | None:
-    """The machine's device of the plan's name; `cuda` without a number is the first of its kind."""
     return _find_by_name(plan.device, hardware)
 
 
 def _find_by_name(name: str, hardware: Hardware) -> Device | None:
-    alike = (device for device in hardware.devices if name == device.kind)
-    return hardware.device(name) or next(alike, None)
-
-
-def _missing_device(plan: Plan, hardware: Hardware) -> Violation:
-    names = ", ".join(device.name for device in hardware.devices)
-    return Violation(("device",), f"this machine has {names}", f"use --device {hardware.devices[0].name}")
+    return hardware.device(name) or next((device for device in hardware.devices if name == device.kind), None)
 
 
 # --- numbers of threads and processes
 
 _THREADS_PER_CORE = 4
-
 _WORKERS_PER_CORE = 16
 
 
 def _check_core_count(case: FeasibilityInput) -> Iterator[Violation]:
-    """What would keep the whole machine from working, and not only this training."""
     cores = case.hardware.processor.logical_cores or case.hardware.processor.allowed_cores
     for axis, most, kind in (
         ("threads", _THREADS_PER_CORE * cores, "threads of one operation"),
@@ -132,18 +125,14 @@ _OF_TORCH = {
     "threads": "it sets torch's threads, and NumPy has its own",
     "cudnn": "array operations don't call cuDNN",
 }
-"""Why an axis is not for the arrays engine."""
+"""Reasons against axes with the arrays engine."""
 
 
 def _check_arrays_engine(case: FeasibilityInput) -> Iterator[Violation]:
     plan, device = case.plan, case.device
     if plan.engine != "arrays":
         return
-    for axis, reason in _OF_TORCH.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) not in (plain, "fp32"):  # which are the model's own numbers
-            value = "none" if plain is None else plain
-            yield Violation((axis, "engine"), reason, f"use {axis}={value}, or engine=eager")
+    yield from axis_violations(plan, _OF_TORCH, "engine", "engine=eager", "fp32")  # fp32 are the model's own numbers
     if device.kind not in ("cpu", "cuda"):
         reason = f"arrays are NumPy's or CuPy's, and neither computes on {device.name}"
         yield Violation(("engine", "device"), reason, "use --device cpu, or engine=eager")
@@ -161,29 +150,24 @@ _IN_ONE_PLACE = {
     "graphs": "what is recorded is a step on one device",
     "parallel": "a rank has one device",
 }
-"""Why an axis is not for modules on devices of their own."""
+"""Reasons against axes with modules on several devices."""
 
 
 def _check_placement(case: FeasibilityInput) -> Iterator[Violation]:
     plan, hardware = case.plan, case.hardware
     if plan.placement is None:
         return
-    for axis, reason in _IN_ONE_PLACE.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) != plain:
-            yield Violation((axis, "placement"), reason, f"use {axis}={plain}, or placement=none")
-    there = ", ".join(device.name for device in hardware.devices)
+    yield from axis_violations(plan, _IN_ONE_PLACE, "placement", "placement=none")
+    names = ", ".join(device.name for device in hardware.devices)
     for module, name in plan.placement.items():
         if _find_by_name(name, hardware) is None:
-            yield Violation(
-                ("placement",), f"there is no {name} for {module!r}: this machine has {there}", "use one of these"
-            )
+            reason = f"there is no {name} for {module!r}: this machine has {names}"
+            yield Violation(("placement",), reason, "use one of these")
     kinds = {name.partition(":")[0] for name in (case.device.name, *plan.placement.values())}
     if plan.precision in ("bf16", "fp16") and len(kinds) > 1:
         reason = f"autocast would have to be the same on {' and '.join(sorted(kinds))}"
-        yield Violation(
-            ("precision", "placement"), reason, "use precision=default or precision=fp32, or devices of one kind"
-        )
+        fix = "use precision=default or precision=fp32, or devices of one kind"
+        yield Violation(("precision", "placement"), reason, fix)
     if case.facts.closure:
         reason = f"{case.facts.optimizer} takes all parameters for one vector, which is on one device"
         yield Violation(("placement",), reason, "use placement=none, or another optimizer")
@@ -193,7 +177,7 @@ def _check_placement(case: FeasibilityInput) -> Iterator[Violation]:
 
 
 _IN_ONE_UPDATE = ("engine", "compile", "rewrites", "graphs", "accumulation", "parallel")
-"""Axes whose steps compute all gradients before one update."""
+"""Axes whose steps compute all gradients before a single update."""
 
 
 def _check_alternating_updates(case: FeasibilityInput) -> Iterator[Violation]:
@@ -214,7 +198,6 @@ def _check_alternating_updates(case: FeasibilityInput) -> Iterator[Violation]:
 
 
 def _check_arithmetic(case: FeasibilityInput) -> Iterator[Violation]:
-    """Formats that the device has no instructions for."""
     plan, device, axes = case.plan, case.device, ("precision", "device")
     fix = "use precision=default or precision=fp32"
     if plan.precision == "fp16" and device.kind == "cpu":
@@ -240,7 +223,6 @@ def _check_image_layout(case: FeasibilityInput) -> Iterator[Violation]:
 
 
 def _check_residency(case: FeasibilityInput) -> Iterator[Violation]:
-    """Data that can't be read into memory, or has no room on the device."""
     residency, facts, free = case.plan.residency, case.facts, case.device.memory_free
     if residency != "stream" and facts.data == "Stream":
         reason = "the data is a stream with an order of its own, which can't be read once and kept"
@@ -321,5 +303,5 @@ RULES: tuple[Rule, ...] = (
 
 
 def read_stored_plan(facts: TaskFacts) -> bool:
-    """Whether samples are loaded more than once; data of one epoch is better loaded while training goes on."""
+    """Returns whether training reads samples more than once; a single epoch streams its data better."""
     return facts.steps is None or facts.batches is None or facts.steps > facts.batches

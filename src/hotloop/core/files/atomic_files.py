@@ -1,4 +1,4 @@
-"""Reading and writing files: a reader, or a kill at any instant, never meets half of one; what is no file never blocks."""
+"""Reads and writes files atomically and durably; pipes, devices and folders in place of files raise errors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FILE_KINDS = {
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file; a pipe without a writer would block whoever opens it otherwise.
+    """Returns the descriptor of a regular file; opening a pipe without a writer would block.
 
     Raises:
-        RunError: something else is there: a folder, a pipe, a device, or a link to nothing.
-        OSError: the file isn't there, or the system refuses.
+        RunError: the path is a folder, a pipe, a device, or a link to nothing.
+        OSError: the file is missing, or the system refuses.
     """
-    if path.is_symlink() and not os.path.exists(path):  # opening would create what it leads to
+    if path.is_symlink() and not os.path.exists(path):  # opening would create the link's target
         raise _not_a_file_error(path, "a link to nothing")
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -47,10 +47,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_regular(path: Path) -> bytes | None:
-    """The content of a regular file; None where nothing is there.
+    """Returns the content of a regular file; None without a file.
 
     Raises:
-        RunError: something else is there, or the system refuses.
+        RunError: the path is no regular file, or the system refuses.
     """
     try:
         with open(open_regular(path), "rb") as file:
@@ -62,11 +62,11 @@ def read_regular(path: Path) -> bytes | None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Adds to a regular file, durably; a last line without its end, which a kill tore, stays apart.
+    """Appends to a regular file, durably; an incomplete last line, which a kill leaves, gets a line end first.
 
     Raises:
         DiskError: the disk is full.
-        RunError: something else is there, or the system refuses.
+        RunError: the path is no regular file, or the system refuses.
     """
     with translate_write_errors(path), open(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+") as file:
         if file.seek(0, os.SEEK_END):
@@ -78,7 +78,6 @@ def append(path: Path, content: bytes) -> None:
 
 
 def _kind_of(mode: int) -> str | None:
-    """What a path is that is no regular file; None for one."""
     return None if stat.S_ISREG(mode) else _FILE_KINDS.get(stat.S_IFMT(mode), "no file")
 
 
@@ -88,10 +87,10 @@ def _not_a_file_error(path: Path, what: str) -> RunError:
 
 @contextmanager
 def translate_write_errors(path: Path, option: str | None = None) -> Iterator[None]:
-    """Turns the operating system's refusal to write below `path` into one clear line.
+    """Translates OSErrors of writes below `path` into DiskError or RunError.
 
     Args:
-        option: of the command, names another place; None for what belongs to a run.
+        option: the command's option for another path; None for paths in a run.
     """
     try:
         yield
@@ -124,10 +123,10 @@ def _existing_parent(path: Path) -> Path:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Tries whether a file can be written there, before what takes long; nothing is left behind.
+    """Checks before long work that a file can be written; the check leaves no file.
 
     Raises:
-        RunError: it can't be; `option` names another place.
+        RunError: the file can't be written; the message names `option`.
     """
     with translate_write_errors(path, option):
         if path.is_dir():
@@ -137,10 +136,10 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str, option: str | None = None) -> None:
-    """Writes `content` to `path`: afterwards it holds all of it, durably, or what it held before.
+    """Writes a file: after a failure or a kill, the file has either the new or the old content.
 
     Raises:
-        DiskError: the disk is full; nothing is left behind.
+        DiskError: the disk is full; no file is left.
         RunError: the folder can't be written.
     """
     data = content.encode() if isinstance(content, str) else content
@@ -153,18 +152,14 @@ def write_atomic(path: Path, content: bytes | str, option: str | None = None) ->
 
 
 def write_named(path: Path, write: Callable[[BinaryIO], Path], option: str | None = None) -> Path:
-    """The same piece by piece, for a file whose name may tell its content.
+    """Writes a file like `write_atomic`, piece by piece, with a final name that may depend on the content.
 
     Args:
-        path: names the file in messages, and while it is unfinished.
-        write: fills it, and says where it belongs, beside `path`.
+        path: the name in messages and of the temporary file.
+        write: writes the content; returns the final path, in the folder of `path`.
 
     Returns:
-        where it is.
-
-    Raises:
-        DiskError: the disk is full; nothing is left behind.
-        RunError: the folder can't be written.
+        the final path.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     with translate_write_errors(path, option):
@@ -182,7 +177,7 @@ def write_named(path: Path, write: Callable[[BinaryIO], Path], option: str | Non
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames and removals in `folder` durable, where the system can (Windows can't and needn't)."""
+    """Makes renames and removals in the folder durable (unnecessary and impossible on Windows)."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

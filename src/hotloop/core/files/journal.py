@@ -1,8 +1,8 @@
-"""The line-based files of a run folder, each with its schema. Damaged lines are skipped and reported.
+"""The line-based files of a run folder and their schemas. Damaged lines are skipped and reported.
 
 journal.jsonl   events
-metrics.jsonl   a row per epoch
-reached         the number of a step
+metrics.jsonl   one row per epoch
+reached         a step number
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FinalEvent(JournalEvent):
 
 
 class MetricsRow(BaseModel):
-    """A row of the metrics: an epoch's number, its last step, and figures by name."""
+    """An epoch's number, its last step, and figures by name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, float | None]
@@ -64,8 +64,8 @@ class JournalRows:
 
     Attributes:
         rows: the valid lines.
-        bad: the numbers of the damaged lines, from 1.
-        problem: why the path can't be read, such as a directory in place of a file; empty without a problem.
+        bad_lines: numbers of damaged lines, from 1.
+        problem: why the path can't be read, such as a folder in place of a file; empty otherwise.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class JournalRows:
     problem: str = ""
 
     def damage(self, path: Path, instead: str) -> list[str]:
-        """Returns a line for the user if lines are damaged; `instead` names the replacement."""
+        """Returns a line for the user about damage; `instead` names the replacement."""
         if self.problem:
             return [f"{self.problem}: {instead}"]
         if not self.bad_lines:
@@ -85,11 +85,8 @@ class JournalRows:
 
 
 def read_events(path: Path) -> JournalRows:
-    """Returns the journal's events; an incomplete line, which a kill leaves at a process's end, is no damage."""
-    return _read_rows(
-        path,
-        lambda row: EVENT_TYPES.get(row["event"], JournalEvent) if isinstance(row.get("event"), str) else JournalEvent,
-    )
+    """Returns the journal's events; an incomplete line, which a kill leaves, doesn't count as damage."""
+    return _read_rows(path, lambda row: EVENT_TYPES.get(str(row.get("event")), JournalEvent))
 
 
 def read_metrics(path: Path) -> JournalRows:
@@ -105,39 +102,31 @@ def _read_rows(path: Path, schema: Any) -> JournalRows:
     for number, line in enumerate((content or b"").split(b"\n"), 1):
         if not line.strip():
             continue
-        row = _parse_row(line)
         try:
-            if row is None:
+            row = json.loads(line)
+            if not isinstance(row, dict):
                 raise ValueError
             schema(row).model_validate(row)
             rows.append(row)
-        except ValueError:  # ValidationError is a ValueError
+        except (ValueError, RecursionError):  # ValidationError is a ValueError
             if not _is_incomplete(line):
                 bad.append(number)
     return JournalRows(rows, bad)
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _is_incomplete(line: bytes) -> bool:
-    """Whether a line is incomplete: a kill while a line is written leaves its beginning."""
+    """Returns whether a kill during the write may have left the line."""
     return line.startswith(b"{"[: len(line)]) and not line.rstrip().endswith(b"}") and line.isascii()
 
 
 def read_step(path: Path) -> tuple[int | None, str]:
-    """Returns the step that a file contains, or None, and the file's problem; empty without a problem."""
+    """Returns the step number in a file or None, and the file's problem; empty without one."""
     try:
         content = read_regular(path)
     except RunError as error:
         return None, error.given
-    if not content:  # the process was killed after it created the file and before it wrote
+    if not content:  # a kill between creation and write
         return None, ""
-    if content.isdigit() and len(content) <= 20 and int(content) < 2**63:  # isdigit of bytes accepts ASCII digits alone
+    if content.isdigit() and len(content) <= 20 and int(content) < 2**63:  # ASCII digits alone
         return int(content), ""
     return None, f"{path} is damaged"

@@ -1,4 +1,4 @@
-"""The files that a Task is made of: which they are, and how a run's copies of them are imported."""
+"""Finds the source files of a Task, and imports a run's copies of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import Any
 
 from hotloop.errors import TaskError
 
-_VERSION_PATTERN = ("hotloop", "torch", *sys.stdlib_module_names)
-"""Packages that count by their versions, wherever they lie."""
+_VERSIONED_PACKAGES = ("hotloop", "torch", *sys.stdlib_module_names)
+"""Packages that are identified by their versions, whatever their path."""
 
 
 def split_reference(reference: str) -> tuple[str, str]:
-    """`(file or module, name)` of what a user typed; the colon of `C:\\task.py` belongs to the file."""
+    r"""Returns `(file or module, name)` of a reference; the colon of `C:\task.py` belongs to the file."""
     where, colon, attribute = reference.rpartition(":")
     if not colon or "/" in attribute or "\\" in attribute or attribute.endswith(".py"):
         return reference, "task"
@@ -33,10 +33,10 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 
 def file_of_reference(where: str) -> Path | None:
-    """The file that a reference names; None if it names a module.
+    """Returns the file of a reference; None for a module.
 
     Raises:
-        TaskError: there is no such file, or it holds no Python.
+        TaskError: the file is missing, or is no Python file.
     """
     path = Path(where)
     if not where.endswith(".py") and not path.is_file():
@@ -49,13 +49,13 @@ def file_of_reference(where: str) -> Path | None:
 
 
 def defines_task(path: Path, name: str) -> bool:
-    """Whether a file defines a Task of that name, as far as its text tells; it isn't run.
+    """Returns whether a file's text defines a Task of that name; the file isn't executed.
 
-    A file that hotloop reads Tasks from imports hotloop, and has at its top level a function or a call's result of that
-    name, or imports it; or it imports it from a local file that does.
+    Such a file imports hotloop, and has at its top level a function, an assigned call or an import of that name; or it
+    imports the name from a local file that does.
 
     Raises:
-        TaskError: it can't be read.
+        TaskError: the file can't be read.
     """
     return _defines_task(path, name, set())
 
@@ -67,24 +67,22 @@ def _defines_task(path: Path, name: str, seen: set[tuple[Path, str]]) -> bool:
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return False  # whoever runs it says what is wrong with it
+        return False  # running the file reports the error
     except OSError as error:
         raise TaskError(f"{path} can't be read ({error.strerror})", fix="check the path") from error
-    ours = any(name.partition(".")[0] == "hotloop" for name in _imported_modules(tree, ""))
+    imports_hotloop = any(name.partition(".")[0] == "hotloop" for name in _imported_modules(tree, ""))
     for statement in _top_level_statements(tree.body):
         if isinstance(statement, ast.ImportFrom):
             names = [alias.name for alias in statement.names if (alias.asname or alias.name) == name]
-            if names and (
-                ours or any(_defines_task(file, names[0], seen) for file in _candidate_files(statement, path))
-            ):
+            files = _candidate_files(statement, path) if names else []
+            if (names and imports_hotloop) or any(_defines_task(file, names[0], seen) for file in files):
                 return True
-        elif ours and _defines_name(statement, name):
+        elif imports_hotloop and _defines_name(statement, name):
             return True
     return False
 
 
 def _candidate_files(statement: ast.ImportFrom, path: Path) -> list[Path]:
-    """The files beside a file, or below the working directory, that it may import from."""
     start = path.absolute().parents[max(0, statement.level - 1)]
     stem = (statement.module or "").replace(".", "/")
     files = [base / stem / "__init__.py" for base in (start, Path.cwd())]
@@ -93,7 +91,7 @@ def _candidate_files(statement: ast.ImportFrom, path: Path) -> list[Path]:
 
 
 def _top_level_statements(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """What runs when a file is imported; not what stands under `if __name__ == "__main__"`."""
+    """Yields the statements that an import executes, without `if __name__ == "__main__"`."""
     for statement in statements:
         yield statement
         if (isinstance(statement, ast.If) and "__main__" not in ast.dump(statement.test)) or isinstance(
@@ -107,13 +105,12 @@ def _defines_name(statement: ast.stmt, name: str) -> bool:
         return statement.name == name
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        made = isinstance(statement.value, ast.Call | ast.Name | ast.IfExp)
-        return made and any(isinstance(target, ast.Name) and target.id == name for target in targets)
+        is_made = isinstance(statement.value, ast.Call | ast.Name | ast.IfExp)
+        return is_made and any(isinstance(target, ast.Name) and target.id == name for target in targets)
     return False
 
 
 def source_digest(files: Mapping[str, bytes]) -> str:
-    """SHA-256 over names and contents."""
     total = hashlib.sha256()
     for name in sorted(files):
         total.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
@@ -121,13 +118,13 @@ def source_digest(files: Mapping[str, bytes]) -> str:
 
 
 def imported_packages(files: Mapping[str, bytes]) -> set[str]:
-    """Names of the packages and modules, local ones too, that a Task's files may import."""
+    """Returns the names of packages and modules, also local ones, that a Task's files may import."""
     return {name.partition(".")[0] for content in files.values() for name in _imports_of_file(content, "")} - {""}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed and say one; Python's own and local ones say none."""
-    return {name: said for name in sorted(packages) if (said := _installed_version(name)) is not None}
+    """Returns the versions of the installed packages; Python's and local modules have none."""
+    return {name: version for name in sorted(packages) if (version := _installed_version(name)) is not None}
 
 
 def _installed_version(package: str) -> str | None:
@@ -135,25 +132,25 @@ def _installed_version(package: str) -> str | None:
         return None
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # it goes by another name there
-        said = getattr(sys.modules.get(package), "__version__", None)
-        return said if isinstance(said, str) else None
+    except metadata.PackageNotFoundError:  # installed under another name
+        version = getattr(sys.modules.get(package), "__version__", None)
+        return version if isinstance(version, str) else None
 
 
 def module_name(path: Path) -> str:
-    """The name under which a file is imported: its own, unless an installed module has that one."""
+    """Returns the import name of a file: its stem, unless an installed module has that name."""
     return f"_{path.stem}_task" if is_taken(path.stem) else path.stem
 
 
 def enclosing_package(path: Path) -> str:
-    """The dotted package of a file that imports relatively, as `from .net import build` does; empty for other files.
+    """Returns the dotted package of a file with relative imports (`from .net import build`); empty for other files.
 
-    The package is made of the folders above the file with an `__init__.py`, and of as many as its imports go up.
+    The package consists of the folders above the file with an `__init__.py`, and of as many as the imports go up.
     """
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
-        return ""  # running the file says what is wrong with it
+        return ""  # running the file reports the error
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if not any(levels):
         return ""
@@ -169,19 +166,18 @@ def is_taken(name: str) -> bool:
 
 
 def is_installed(path: str) -> bool:
-    """Whether a file or folder is that of an installed package."""
     return "site-packages" in path or "dist-packages" in path
 
 
 def make_importable(folder: Path) -> None:
-    """Puts `folder` before the installed packages, but after Python's own modules, which all else relies on."""
+    """Inserts the folder into `sys.path` before installed packages and after Python's own modules."""
     if str(folder) not in sys.path:
         installed = (place for place, entry in enumerate(sys.path) if is_installed(entry))
         sys.path.insert(next(installed, len(sys.path)), str(folder))
 
 
 def local_sources(module: ModuleType, root: Path) -> dict[str, bytes]:
-    """The module's file and those below `root` that it imports, now or later, directly or not."""
+    """Returns the module's file and all files below `root` that it imports, directly or not, by relative path."""
     files: dict[str, bytes] = {}
     waiting = [(module.__name__, Path(str(module.__file__)).resolve())]
     while waiting:
@@ -197,18 +193,17 @@ def local_sources(module: ModuleType, root: Path) -> dict[str, bytes]:
 
 
 _MAX_FILES = 300
-"""Files of code that isn't installed."""
+"""Number of external files after which imports inside functions are ignored: they may lead to thousands."""
 
 
 def external_sources(files: Mapping[str, bytes], also: Iterable[str] = ()) -> dict[str, bytes]:
-    """Module -> content of what `files` import, now or later, directly or not, that is neither among them nor installed.
+    """Returns the content by module of imports, direct or not, that are neither in `files` nor installed.
 
-    So it is with a package installed to be edited, or found by PYTHONPATH: its code changes and its version doesn't. Of many
-    files, what functions import is followed no further: it may lead to thousands.
+    Packages in editable installs and on PYTHONPATH are such modules: their code changes without their version.
 
     Args:
-        files: of a Task, by their paths.
-        also: names of modules to begin with beside them.
+        files: of a Task, by path.
+        also: further module names to start from.
     """
     found: dict[str, bytes] = {}
     seen = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
@@ -231,7 +226,7 @@ def external_sources(files: Mapping[str, bytes], also: Iterable[str] = ()) -> di
 
 
 def _module_content(spec: ModuleSpec) -> bytes | None:
-    """Of a module's file, which may lie in an archive; None where it can't be read."""
+    """Returns the content of a module's file, also in an archive; None if it can't be read."""
     try:
         with suppress(AttributeError):
             return spec.loader.get_data(str(spec.origin))  # type: ignore[union-attr]
@@ -241,9 +236,9 @@ def _module_content(spec: ModuleSpec) -> bytes | None:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """What importing a module would take, without importing it or its parents."""
+    """Returns the spec of a module without importing the module or its parents."""
     parent = name.rpartition(".")[0]
-    if name.partition(".")[0] in _VERSION_PATTERN:
+    if name.partition(".")[0] in _VERSIONED_PACKAGES:
         return None
     try:
         if not parent:
@@ -251,13 +246,12 @@ def _find_spec(name: str) -> ModuleSpec | None:
         above = _find_spec(parent)
         folders = None if above is None else above.submodule_search_locations
         return None if folders is None else PathFinder.find_spec(name, folders)
-    except Exception:  # other people's finders may raise anything; a module put together by hand has no spec
+    except Exception:  # finders may raise anything; modules made by hand have no spec
         return None
 
 
-@cache  # by content: a Task is looked at several times in one run
+@cache  # a run reads a Task's files several times
 def _imports_of_file(content: bytes, package: str, late: bool = True) -> frozenset[str]:
-    """`_imported_modules` of a file's text; nothing where Python met an error in it and went on without it, or never will."""
     try:
         return frozenset(_imported_modules(ast.parse(content), package, late))
     except (SyntaxError, ValueError, RecursionError):
@@ -265,7 +259,7 @@ def _imports_of_file(content: bytes, package: str, late: bool = True) -> frozens
 
 
 def _ast_nodes(tree: ast.AST, late: bool) -> Iterator[ast.AST]:
-    """All nodes, or those that run when the file is imported."""
+    """Yields all nodes, or without `late` those that an import executes."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -284,7 +278,6 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 
 def _imported_modules(tree: ast.Module, package: str, late: bool = True) -> set[str]:
-    """Names of the modules that a file of `package` may import."""
     names: set[str] = set()
     for node in _ast_nodes(tree, late):
         if isinstance(node, ast.Import):
@@ -298,13 +291,13 @@ def _imported_modules(tree: ast.Module, package: str, late: bool = True) -> set[
 
 
 def _package_prefixes(name: str) -> set[str]:
-    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
+    """Returns `a`, `a.b` and `a.b.c` of `a.b.c`."""
     parts = name.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
 
 def _file_below(name: str, root: Path) -> Path | None:
-    """The file below `root` of a module that is loaded, or that would be if it were imported now."""
+    """Returns the file below `root` of a module that is loaded, or would be if it were imported."""
     module = sys.modules.get(name)
     if module is not None:
         return _code_file(module) if _is_below(module, root) else None
@@ -313,7 +306,6 @@ def _file_below(name: str, root: Path) -> Path | None:
 
 
 def _code_file(module: ModuleType) -> Path | None:
-    """Where a module's code lies, whatever its `__file__` says."""
     spec = getattr(module, "__spec__", None)
     file = getattr(spec, "origin", None) or getattr(module, "__file__", None)
     return Path(file).resolve() if file and file.endswith(".py") else None
@@ -327,14 +319,14 @@ def _is_below(module: ModuleType, root: Path) -> bool:
 
 
 class _CopyLoader(SourceFileLoader):
-    """Loads a copy of a file; while it runs and after, its `__file__` is the original's, beside which its data lies."""
+    """Loads a copy of a file with the original's `__file__`, because the Task's data lies beside the original."""
 
     def __init__(self, name: str, path: Path, original: Path) -> None:
         super().__init__(name, str(path))
         self.original = original
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiled anew each time: bytecode has no place in a run folder, and a full disk tears it."""
+        """Compiles without bytecode files: a run folder has none, and a full disk damages them."""
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
@@ -346,12 +338,12 @@ class _CopyLoader(SourceFileLoader):
 
 @dataclass(frozen=True, eq=False)
 class SourceCopies(MetaPathFinder):
-    """Finds modules among a run's copies, before any of the same names elsewhere.
+    """Finds modules among a run's copies before modules of the same names elsewhere.
 
     Attributes:
         folder: of the copies.
-        origin: the folder that they were taken from.
-        files: their paths, relative to both.
+        origin: the original folder.
+        files: paths relative to both.
     """
 
     folder: Path
@@ -363,14 +355,13 @@ class SourceCopies(MetaPathFinder):
         return next((self.spec(fullname, f) for f in (f"{stem}/__init__.py", f"{stem}.py") if f in self.files), None)
 
     def spec(self, name: str, file: str) -> ModuleSpec:
-        """What importing `file` as module `name` takes."""
         loader = _CopyLoader(name, self.folder / file, self.origin / file)
         spec = importlib.util.spec_from_file_location(name, self.folder / file, loader=loader)
         assert spec is not None
         return spec
 
     def install(self) -> None:
-        """Makes these the copies in use, and drops modules of their names that were loaded from elsewhere."""
+        """Activates these copies; unloads modules of their names from elsewhere."""
         forget_copies()
         for file in self.files:
             name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -381,7 +372,7 @@ class SourceCopies(MetaPathFinder):
 
 
 def forget_copies() -> None:
-    """Undoes `SourceCopies.install`, so that originals can be imported again."""
+    """Reverts `SourceCopies.install`, so that originals can be imported again."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SourceCopies)]
     for name, module in list(sys.modules.items()):
         if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _CopyLoader):

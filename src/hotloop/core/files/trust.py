@@ -1,7 +1,7 @@
-"""Permission to execute the code in a run's folder, for the user's own runs and for runs that the user trusts.
+"""Permission to execute the code in a run folder: for the user's own runs, and for runs that the user trusts.
 
-Each run has an id. The ids of trusted runs are stored outside the run's folder. So a copied or moved run remains trusted,
-and a folder from somebody else can't claim trust.
+The ids of trusted runs are stored outside the run folder. So a copied or moved run remains trusted, and a folder can't
+claim trust for itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRUST_VARIABLE = "HOTLOOP_TRUST"
 
 
 def run_id(record: RunRecord) -> str:
-    """Returns a run's id; for runs of older versions without ids, a hash of the name and the creation time."""
+    """Returns the run's id; for runs of older versions, a hash of name and creation time."""
     if record.id:
         return record.id
     started = "\n".join(["before ids", record.name, record.created])
@@ -29,10 +29,10 @@ def run_id(record: RunRecord) -> str:
 
 
 def require_trust(record: RunRecord, path: Path, asked: bool, say: Callable[[str], None]) -> None:
-    """Checks that a run's code may run.
+    """Checks that a run's code may execute.
 
     Args:
-        asked: whether the user asks to trust the run; the trust is stored.
+        asked: whether the user grants trust, which is then stored.
 
     Raises:
         RunError: the run isn't trusted.
@@ -45,10 +45,10 @@ def require_trust(record: RunRecord, path: Path, asked: bool, say: Callable[[str
 
 
 def store_trust(record: RunRecord, path: Path) -> list[str]:
-    """Stores that a run is trusted; returns a line for the user if storing fails.
+    """Stores trust in a run; returns a line for the user after a failure.
 
     Args:
-        path: the run's folder, which the stored file names for its readers.
+        path: the run folder, written into the file for its readers.
     """
     stored = _trust_file(record)
     if stored is None:
@@ -62,7 +62,7 @@ def store_trust(record: RunRecord, path: Path) -> list[str]:
 
 
 def check_trusted(record: RunRecord, path: Path) -> None:
-    """Raises RunError if a run has code, and the user neither started the run nor trusts it."""
+    """Raises RunError if a run with code was neither started nor trusted by the user."""
     if record.source is None or os.environ.get(TRUST_VARIABLE) == "1":
         return
     stored = _trust_file(record)
@@ -77,7 +77,7 @@ def check_trusted(record: RunRecord, path: Path) -> None:
 
 
 def _trust_file(record: RunRecord) -> Path | None:
-    """Returns the file that marks a run as trusted; its name includes the code's digest, so that changed code isn't trusted."""
+    """Returns the file that marks a run as trusted; its name depends on the code's digest, so changes end the trust."""
     folder = data_folder()
     digest = record.source.digest if record.source else ""
     name = hashlib.sha256(f"{run_id(record)}\n{digest}".encode(errors="replace")).hexdigest()

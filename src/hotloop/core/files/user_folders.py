@@ -15,27 +15,24 @@ import pooch
 
 
 def cache_folder() -> Path:
-    """Returns the folder for cached measurements and packages; without a home, a folder in the temporary folder."""
+    """Returns the folder for cached measurements and packages; without a home, in the temporary folder."""
+    owner = os.getuid() if hasattr(os, "getuid") else 0
     folder = _home_folder(lambda: pooch.os_cache("hotloop"))
-    return Path(tempfile.gettempdir()) / f"hotloop-{_owner_id()}" if folder is None else folder
+    return Path(tempfile.gettempdir()) / f"hotloop-{owner}" if folder is None else folder
 
 
 def data_folder() -> Path | None:
-    """Returns the folder for data that a cleanup of caches must not remove; None without a home."""
+    """Returns the folder for data that a cache cleanup must not remove; None without a home."""
     return _home_folder(lambda: platformdirs.user_data_dir("hotloop", appauthor=False))
 
 
 def _home_folder(find: Callable[[], str | Path]) -> Path | None:
-    """Returns a folder in the user's home; None without a home, for which some versions of platformdirs raise an error."""
+    """Returns a folder in the user's home; None without a home (some versions of platformdirs raise RuntimeError)."""
     try:
         folder = Path(find())
     except RuntimeError:
         return None
     return folder if folder.is_absolute() else None
-
-
-def _owner_id() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
 
 
 def key_digest(key: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Measures what a device achieves, within a few seconds each.
+"""Measures the speed of a device within a few seconds.
 
-Other programs on the machine can only slow a measurement, so each figure is the best of many short windows.
+Other programs can only slow a measurement, so each figure is the best of many short windows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch import Tensor
 from hotloop.core.hardware.machine import current_time
 from hotloop.core.records.hardware import Device, Figure, Speed, Unit
 
-METHOD = 2  # goes up when figures are measured differently, so that stored ones are no longer used
+METHOD = 2  # increases with changes of the measurement, which invalidate stored figures
 
-# Short windows slip in between the turns of other programs. On an accelerator they must be so long that
-# waiting for it doesn't count.
+# Short windows fit between other programs' time slices. On an accelerator the wait for the device must be negligible.
 CPU_WINDOW_S, ACCELERATOR_WINDOW_S = 0.0005, 0.01
-BUDGET_S = 0.5  # for one figure
-LONG_S = 0.005  # a matrix product of this time is large enough
+BUDGET_S = 0.5  # per figure
+LONG_S = 0.005  # time of a sufficiently large matrix product
 BUSY_NOTE = (
     "cpu: one thread was faster than {threads}, so other programs kept it busy and its true speed is higher: "
     "measure with --refresh when the machine is quiet"
@@ -30,7 +29,7 @@ BUSY_NOTE = (
 
 
 def is_of_busy_machine(note: str) -> bool:
-    """Whether a note of `measure_speed` says that other programs used the CPU meanwhile."""
+    """Returns whether a note of `measure_speed` reports other programs on the CPU."""
     return note.endswith(BUSY_NOTE.rpartition("}")[2])
 
 
@@ -45,16 +44,15 @@ BANDWIDTH, LAUNCH, LINK = "memory bandwidth", "launch overhead", "host to device
 
 
 def figure_names(device: Device) -> list[str]:
-    """Names of the figures that `measure_speed` takes, in its order."""
     return [*device.precisions, BANDWIDTH, LAUNCH, *([LINK] if device.is_accelerator else [])]
 
 
 def measure_speed(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[Speed, list[str]]:
-    """What the device achieves, and notes: on each figure that couldn't be taken, and on a busy CPU.
+    """Returns the device's speed, and notes on figures that couldn't be measured and on a busy CPU.
 
     Args:
         threads: of one operation on the CPU.
-        tick: called with the name of each figure before it is taken.
+        tick: called with each figure's name before its measurement.
     """
     bench = DeviceBenchmark(device, threads)
     figures: dict[str, Figure] = {}
@@ -64,7 +62,7 @@ def measure_speed(device: Device, threads: int, tick: Callable[[str], None]) -> 
             tick(name)
             try:
                 figures[name] = bench.figure(name)
-            except RuntimeError as error:  # torch's for out of memory and for what a device can't do
+            except RuntimeError as error:  # out of memory, or unsupported on the device
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 notes.append(f"{device.name}: {name} couldn't be measured: {reason}")
         if bench.busy:
@@ -76,14 +74,12 @@ def measure_speed(device: Device, threads: int, tick: Callable[[str], None]) -> 
 
 
 def is_complete(device: Device, speed: Speed) -> bool:
-    """Whether every figure could be taken."""
     rest = (speed.memory_bandwidth, speed.launch_overhead, *([speed.host_to_device] * device.is_accelerator))
     return set(speed.flop_per_s) == set(device.precisions) and None not in rest
 
 
 @contextmanager
 def _without_autograd(kind: str, threads: int) -> Iterator[None]:
-    """No autograd, no autocast, the given number of threads; afterwards all is as it was."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -95,7 +91,7 @@ def _without_autograd(kind: str, threads: int) -> Iterator[None]:
 
 @contextmanager
 def _float32_arithmetic(kind: str) -> Iterator[None]:
-    """float32 matrix products in `ieee` arithmetic or in `tf32`, whatever the program has chosen."""
+    """Sets the arithmetic of float32 matrix products (`ieee` or `tf32`) within the context."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -104,20 +100,19 @@ def _float32_arithmetic(kind: str) -> Iterator[None]:
         yield
     finally:
         for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = "none"  # takes on what is chosen for all backends together
+            backend.fp32_precision = "none"  # "none" selects the value of the common switch
             if backend.fp32_precision != precision:
                 backend.fp32_precision = precision
 
 
 class BenchmarkClock:
-    """Times work on one device, waiting for it where the device runs on its own."""
+    """Times work on one device, including the wait for an asynchronous device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.window_s = CPU_WINDOW_S if device.type == "cpu" else ACCELERATOR_WINDOW_S
 
     def seconds(self, work: Callable[[], object], calls: int = 1) -> float:
-        """Seconds for that many calls in a row."""
         self._wait()
         start = perf_counter()
         for _ in range(calls):
@@ -126,8 +121,8 @@ class BenchmarkClock:
         return perf_counter() - start
 
     def best(self, work: Callable[[], object], budget_s: float = BUDGET_S) -> float:
-        """Seconds per call, in the best of the windows that fit into the budget (at least three)."""
-        self.seconds(work)  # loads libraries, chooses kernels, touches memory for the first time
+        """Returns the seconds per call in the best window within the budget (at least three windows)."""
+        self.seconds(work)  # loads libraries, selects kernels, allocates memory
         calls = 1
         while (took := self.seconds(work, calls)) < self.window_s:
             calls *= 2
@@ -142,16 +137,13 @@ class BenchmarkClock:
 
 
 class DeviceBenchmark:
-    """The figures of one device."""
-
     def __init__(self, device: Device, threads: int) -> None:
         self.device = torch.device(device.name)
-        # On a busy CPU one thread alone can be faster than several that wait for each other.
+        # On a busy CPU one thread can be faster than several that wait for each other.
         self.teams = (threads, 1) if device.kind == "cpu" and threads > 1 else (threads,)
         self.busy = False
         self.clock = BenchmarkClock(self.device)
-        # Room for the tests' tensors. Where the free memory isn't known, small enough for any device.
-        self.room_bytes = device.memory_free.value / 8 if device.memory_free else 2.0**27
+        self.tensor_bytes = device.memory_free.value / 8 if device.memory_free else 2.0**27
 
     def figure(self, name: str) -> Figure:
         if name == BANDWIDTH:
@@ -163,7 +155,7 @@ class DeviceBenchmark:
         return self.matrix(name)
 
     def matrix(self, precision: str) -> Figure:
-        """FLOP/s of the product of two square matrices, of the best among growing sizes and torch's libraries for it."""
+        """FLOP/s of a product of square matrices: the best of growing sizes and of torch's libraries."""
         with _float32_arithmetic("tf32" if precision == "tf32" else "ieee"):
             rate, size, team, by = max(trial for team in self.teams for trial in self._products(precision, team))
         self.busy |= team != self.teams[0]
@@ -171,22 +163,23 @@ class DeviceBenchmark:
         return _measured_figure(rate, "flop_per_s", f"product of two {size} x {size} matrices by {by}{threads}")
 
     def _products(self, precision: str, team: int) -> Iterator[tuple[float, int, int, str]]:
-        """(FLOP/s, size, threads, library) of growing products, until the fastest takes long or the memory ends."""
+        """Yields (FLOP/s, size, threads, library) of growing products, until one takes `LONG_S` or memory ends."""
         dtype = DTYPES[precision]
-        largest = min(8192, math.isqrt(int(self.room_bytes / 3 / dtype.itemsize)))
+        largest = min(8192, math.isqrt(int(self.tensor_bytes / 3 / dtype.itemsize)))
         size, seconds = (256 if self.device.type == "cpu" else 2048), 0.0
         torch.set_num_threads(team)
         while seconds < LONG_S and (size <= largest or not seconds):
-            each = {by: self.clock.best(work, BUDGET_S / 3) for by, work in self._product(size, dtype).items()}
-            yield from ((2 * size**3 / took, size, team, by) for by, took in each.items())
-            size, seconds = 2 * size, min(each.values())
+            times = {by: self.clock.best(work, BUDGET_S / 3) for by, work in self._product(size, dtype).items()}
+            yield from ((2 * size**3 / took, size, team, by) for by, took in times.items())
+            size, seconds = 2 * size, min(times.values())
         torch.set_num_threads(self.teams[0])
 
     def _product(self, size: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-        """By `torch.mm`, and in float32 on a CPU by oneDNN too: the library of `torch.mm` may leave a processor's widest
-        instructions aside (see `lowering/rewrites/mm_by_onednn.py`)."""
-        # Random numbers, since constant ones need less power and make some GPUs faster than they are; from a
-        # generator of its own, since the user's random stream must not move.
+        """Returns the product by `torch.mm`, and in float32 on a CPU by oneDNN: `torch.mm`'s library may not use a
+        processor's widest instructions (see `lowering/rewrites/mm_by_onednn.py`).
+        """
+        # Random numbers, since constants need less power and make some GPUs faster; a separate generator leaves the
+        # user's random stream unchanged.
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (size, size)
         a, b = (torch.randn(shape, generator=generator, dtype=torch.float32, device=self.device) for _ in range(2))
@@ -203,13 +196,12 @@ class DeviceBenchmark:
         source = torch.ones(count, dtype=torch.float32, device=self.device)
         target = torch.empty_like(source)
         seconds = self.clock.best(lambda: target.copy_(source))
-        return _measured_figure(
-            2 * source.nbytes / seconds, "bytes_per_s", f"copy of {_mebibytes(source)} MiB, read and written"
-        )
+        how = f"copy of {source.nbytes / 2**20:.0f} MiB, read and written"
+        return _measured_figure(2 * source.nbytes / seconds, "bytes_per_s", how)
 
     def _numbers(self, most_bytes: float) -> int:
-        """How many float32 numbers to copy; if the memory has no room even for a few, the copy fails."""
-        return max(2**20, int(min(most_bytes, self.room_bytes / 2)) // 4)
+        """Returns the number of float32 numbers to copy, at least 2**20: without memory for them the copy fails."""
+        return max(2**20, int(min(most_bytes, self.tensor_bytes / 2)) // 4)
 
     def launch(self) -> Figure:
         """Microseconds per operation on a single number."""
@@ -218,20 +210,14 @@ class DeviceBenchmark:
         return _measured_figure(seconds * 1e6, "us", "adding to a single number in place, many times in a row")
 
     def link(self) -> Figure:
-        """bytes/s from the host's memory; pinned memory where the device has a link of its own."""
+        """bytes/s from host memory, pinned except for devices that share the host's memory."""
         pinned = self.device.type != "mps"  # shares the host's memory
         count = self._numbers(2.0**28)
         host = torch.ones(count, dtype=torch.float32, device="cpu", pin_memory=pinned)
         target = torch.empty(count, dtype=torch.float32, device=self.device)
         seconds = self.clock.best(lambda: target.copy_(host, non_blocking=pinned))
-        kind = "pinned" if pinned else "ordinary"
-        return _measured_figure(
-            host.nbytes / seconds, "bytes_per_s", f"copy of {_mebibytes(host)} MiB from {kind} memory"
-        )
-
-
-def _mebibytes(tensor: Tensor) -> str:
-    return f"{tensor.nbytes / 2**20:.0f}"
+        how = f"copy of {host.nbytes / 2**20:.0f} MiB from {'pinned' if pinned else 'ordinary'} memory"
+        return _measured_figure(host.nbytes / seconds, "bytes_per_s", how)
 
 
 def _measured_figure(value: float, unit: Unit, how: str) -> Figure:

@@ -1,4 +1,4 @@
-"""Which devices torch can use here, and whether a name given by a user is one of them."""
+"""The devices that torch can use here, and checks of device names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MISNAMED = {
 
 
 def device_names() -> list[str]:
-    """Names of the devices that torch can compute on here, the CPU first: `cpu`, `cuda:0`, `mps`."""
+    """Returns the names of torch's devices here, the CPU first: `cpu`, `cuda:0`, `mps`."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type not in ACCELERATORS:
         return ["cpu"]
@@ -38,37 +38,34 @@ def device_names() -> list[str]:
 
 
 def check_device(name: str | torch.device, option: str = "--device") -> torch.device:
-    """The device of that name, if it's on this machine.
-
-    `cuda` and `xpu` without a number are torch's current device of that kind.
+    """Returns the device of that name; `cuda` and `xpu` without a number are torch's current device of the kind.
 
     Args:
-        option: by which it was asked for, and another may be.
+        option: the option that set the name, for messages.
 
     Raises:
-        DeviceError: there is no such device here, or hotloop can't train on it. No other takes its place.
+        DeviceError: the device is missing here, or hotloop can't train on it. No other device replaces it.
     """
-    given = str(name)
-    here = device_names()
+    given, names = str(name), device_names()
     match = _DEVICE_NAME.fullmatch(given)
     if match is None:
-        raise _unknown_device(given, here, option)
+        raise _unknown_device(given, names, option)
     kind, index = match.groups()
     if kind in ("cpu", "mps"):
-        if kind not in here or index not in (None, "0"):
-            raise _absent_device(given, kind, here, option)
+        if kind not in names or index not in (None, "0"):
+            raise _absent_device(given, kind, names, option)
         return torch.device(kind)
-    if not any(one.startswith(kind) for one in here):
-        raise _absent_device(given, kind, here, option)
+    if not any(device.startswith(kind) for device in names):
+        raise _absent_device(given, kind, names, option)
     found = f"{kind}:{torch.accelerator.current_device_index() if index is None else index}"
-    if found not in here:
-        raise _absent_device(given, kind, here, option)
+    if found not in names:
+        raise _absent_device(given, kind, names, option)
     return torch.device(found)
 
 
-def _unknown_device(given: str, here: list[str], option: str) -> DeviceError:
-    expected, kind = _join_names(here), given.partition(":")[0].strip().lower()
-    advice = f"Use {option} {_fastest_device(here)}"
+def _unknown_device(given: str, names: list[str], option: str) -> DeviceError:
+    expected, kind = "one of: " + ", ".join(names), given.partition(":")[0].strip().lower()
+    advice = f"Use {option} {_fastest_device(names)}"
     if kind in ("tpu", "xla"):
         return DeviceError(f"device {given!r} is a TPU, which hotloop can't train on", expected=expected, fix=advice)
     if kind == "meta":
@@ -76,21 +73,21 @@ def _unknown_device(given: str, here: list[str], option: str) -> DeviceError:
         return DeviceError(problem, expected=expected, fix=advice)
     if kind in _MISNAMED:
         return DeviceError(f"device {given!r} has another name: {_MISNAMED[kind]}", expected=expected, fix=advice)
-    if close := get_close_matches(given.strip().lower(), [*here, *ACCELERATORS], n=1):
+    if close := get_close_matches(given.strip().lower(), [*names, *ACCELERATORS], n=1):
         advice = f"Did you mean {close[0]}?"
     return DeviceError(f"there is no device called {given!r}", expected=expected, fix=advice)
 
 
-def _absent_device(given: str, kind: str, here: list[str], option: str) -> DeviceError:
-    alike = [one for one in here if one.startswith(kind)]
-    advice = f"Use {option} {alike[0] if alike else _fastest_device(here)}"
+def _absent_device(given: str, kind: str, names: list[str], option: str) -> DeviceError:
+    alike = [device for device in names if device.startswith(kind)]
+    advice = f"Use {option} {alike[0] if alike else _fastest_device(names)}"
     if not alike:
         advice += f", or {_remedy(kind)}"
-    return DeviceError(f"device {given!r} isn't on this machine", expected=_join_names(here), fix=advice)
+    return DeviceError(f"device {given!r} isn't on this machine", expected="one of: " + ", ".join(names), fix=advice)
 
 
 def _remedy(kind: str) -> str:
-    """What may bring a kind of accelerator back that torch doesn't find."""
+    """Returns what may make a missing kind of accelerator available."""
     if kind == "mps":
         return "run on a Mac with Apple silicon, where mps is the GPU"
     if kind == "xpu":
@@ -103,16 +100,12 @@ def _remedy(kind: str) -> str:
     return "install a CUDA build of torch if there's an NVIDIA GPU"
 
 
-def _fastest_device(here: list[str]) -> str:
-    return here[1] if len(here) > 1 else here[0]
-
-
-def _join_names(here: list[str]) -> str:
-    return "one of: " + ", ".join(here)
+def _fastest_device(names: list[str]) -> str:
+    return names[1] if len(names) > 1 else names[0]
 
 
 def resolve_device(plan: Plan, device: str | None = None) -> Plan:
-    """The plan on the device asked for, else on this machine's accelerator if there is one; DeviceError if it lacks the device."""
+    """Returns the plan on the requested device, or else on this machine's accelerator; raises DeviceError."""
     if device is None and "device" not in plan.model_fields_set:
         device = next((name for name in device_names() if name != "cpu"), "cpu")
     return plan.with_axes(device=str(check_device(plan.device if device is None else device)))

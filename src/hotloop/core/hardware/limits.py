@@ -1,4 +1,4 @@
-"""How much of the machine this process may use: affinity, containers' limits (cgroups), kinds of cores."""
+"""This process's share of the machine: affinity, containers' limits (cgroups), kinds of cores."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ import psutil
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
-
 MEMBERSHIP = Path("/proc/self/cgroup")
-
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """Limits of Linux control groups; None where none is set.
+    """Limits of Linux control groups; None without a limit.
 
     Attributes:
         cores: CPU time, in cores.
-        memory_bytes: memory in all.
-        memory_room_bytes: what is left of it, counting file cache that the kernel would give up.
+        memory_bytes: total memory.
+        free_bytes: the unused part, including file cache that the kernel can release.
     """
 
     cores: float | None = None
@@ -33,22 +31,21 @@ class CgroupLimits:
 
 
 def cgroup_limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> CgroupLimits:
-    """The tightest limits on the way from this process's control group up to the root, in version 1 or 2."""
+    """Returns the tightest limits from this process's control group up to the root (version 1 or 2)."""
     cores: list[float] = []
     memory: list[int] = []
-    room: list[int] = []
+    free: list[int] = []
     for controllers, folder in _control_groups(root, membership):
         if "cpu" in controllers:
             cores += _core_limits(folder)
         if "memory" in controllers:
             limit, used = _memory_limits(folder)
             memory += limit
-            room += [max(0, limit[0] - used)] if limit else []
-    return CgroupLimits(min(cores, default=None), min(memory, default=None), min(room, default=None))
+            free += [max(0, limit[0] - used)] if limit else []
+    return CgroupLimits(min(cores, default=None), min(memory, default=None), min(free, default=None))
 
 
 def _control_groups(root: Path, membership: Path) -> list[tuple[set[str], Path]]:
-    """Every control group that this process stands in, with the controllers that are set there."""
     found = []
     for line in _read_text(membership).splitlines():
         _, names, place = line.split(":", 2)
@@ -60,31 +57,25 @@ def _control_groups(root: Path, membership: Path) -> list[tuple[set[str], Path]]
 
 
 def _core_limits(folder: Path) -> list[float]:
-    both = _read_text(folder / "cpu.max").split()
-    quota, period = (
-        both
-        if len(both) == 2
-        else (
-            _read_text(folder / "cpu.cfs_quota_us").strip(),
-            _read_text(folder / "cpu.cfs_period_us").strip(),
-        )
-    )
+    values = _read_text(folder / "cpu.max").split()
+    if len(values) != 2:
+        values = [_read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    quota, period = values
     return [int(quota) / int(period)] if quota.isdigit() and period.isdigit() and int(period) else []
 
 
 def _memory_limits(folder: Path) -> tuple[list[int], int]:
-    """The limit in bytes, if any, and the bytes that are used and can't be given up."""
+    """Returns the limit in bytes, if any, and the used bytes without releasable file cache."""
     limit = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes")
     used = _read_text(folder / "memory.current") or _read_text(folder / "memory.usage_in_bytes")
     if not (limit.strip().isdigit() and used.strip().isdigit()):
         return [], 0
-    kept = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines() if " " in line)
-    cache = int(kept.get("total_inactive_file") or kept.get("inactive_file") or 0)
+    stats = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines() if " " in line)
+    cache = int(stats.get("total_inactive_file") or stats.get("inactive_file") or 0)
     return [int(limit)], max(0, int(used) - cache)
 
 
 def _read_text(path: Path) -> str:
-    """The file's text; empty where the system has no such file, or doesn't let us read it."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -92,7 +83,6 @@ def _read_text(path: Path) -> str:
 
 
 def allowed_cores() -> list[int]:
-    """Numbers of the logical cores that this process may run on."""
     process = psutil.Process()
     if hasattr(process, "cpu_affinity"):  # not on macOS
         return process.cpu_affinity()
@@ -100,14 +90,13 @@ def allowed_cores() -> list[int]:
 
 
 def physical_core_count(cores: list[int], topology: Path = TOPOLOGY) -> int | None:
-    """How many physical cores stand behind these logical ones; None where the system doesn't tell."""
+    """Returns the number of physical cores behind these logical cores; None if unknown."""
     if sys.platform == "darwin":
-        return _performance_cores() or psutil.cpu_count(logical=False)
+        # The fast cores of Apple silicon: an operation waits for its slowest thread.
+        number = program_output("sysctl", "-n", "hw.perflevel0.physicalcpu") or ""
+        return (int(number) if number.isdigit() else 0) or psutil.cpu_count(logical=False)
     places = {
-        (
-            _read_text(topology / f"cpu{core}/topology/physical_package_id"),
-            _read_text(topology / f"cpu{core}/topology/core_id"),
-        )
+        tuple(_read_text(topology / f"cpu{core}/topology/{name}") for name in ("physical_package_id", "core_id"))
         for core in cores
     }
     if any("" in place for place in places):
@@ -116,23 +105,17 @@ def physical_core_count(cores: list[int], topology: Path = TOPOLOGY) -> int | No
     return len(places)
 
 
-def _performance_cores() -> int | None:
-    """Fast cores of a Mac with Apple silicon: an operation waits for its slowest thread, on a slow core."""
-    number = program_output("sysctl", "-n", "hw.perflevel0.physicalcpu")
-    return int(number) if number and number.isdigit() else None
-
-
 def sensible_threads(allowed: int, physical: int | None, quota: float | None) -> int:
-    """Threads for one operation: one per physical core that may be used; more would get in each other's way.
+    """Returns the number of threads for one operation: one per allowed physical core.
 
-    A quota counts in whole cores, since threads beyond it are stopped in mid-operation while the others wait.
+    A quota counts in whole cores: the system stops threads beyond it in mid-operation while the others wait.
     """
     bounds = [allowed, physical or allowed, int(quota) if quota is not None else allowed]
     return max(1, min(bounds))
 
 
 def program_output(*command: str) -> str | None:
-    """What a small program of the system prints; None if it isn't there, fails, or takes over 20 s."""
+    """Returns the output of a system program; None if it is missing, fails, or takes over 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, errors="replace")
     except (OSError, subprocess.SubprocessError):
@@ -144,7 +127,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def format_binary_bytes(number: float) -> str:
-    """`12.3 GiB`: bytes as one reads them."""
+    """Returns a text such as `12.3 GiB`."""
     power = 0
     while number >= 1024 and power < len(UNITS) - 1:
         number, power = number / 1024, power + 1
@@ -152,7 +135,7 @@ def format_binary_bytes(number: float) -> str:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that this process could still get."""
+    """Returns the bytes that this process can still allocate."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         free, _ = module.mem_get_info(device)
@@ -162,7 +145,6 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def _free_address_space() -> int | None:
-    """What `ulimit -v` leaves; None without such a limit."""
     if sys.platform == "win32":
         return None
     import resource

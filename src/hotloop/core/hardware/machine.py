@@ -1,4 +1,4 @@
-"""What the operating system, the drivers and torch say of this machine, without measuring."""
+"""Facts of this machine from the operating system, drivers and torch, without measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hotloop import __version__
 from hotloop.core.hardware import limits
 from hotloop.core.records.hardware import PRECISIONS, Device, Figure, Processor
 
-# In the order shown; any other entry of torch's list is no vector or matrix extension.
+# Vector and matrix extensions in torch's list, in the order of display.
 VECTOR_INSTRUCTIONS = (
     *("sse4_2", "avx", "fma3", "avx2", "avx_vnni", "avx_vnni_int8", "avx_vnni_int16", "avx_ne_convert"),
     *("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -26,19 +26,17 @@ VECTOR_INSTRUCTIONS = (
 )
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"}
-
 FP16_INSTRUCTIONS = {"avx512_fp16", "amx_fp16", "fp16_arith"}
 
 
 def read_processor() -> Processor:
-    """The CPU and how much of it this process may use."""
-    told = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     allowed = limits.allowed_cores()
     quota = limits.cgroup_limits().cores
     return Processor(
         model=_cpu_model(),
         architecture=platform.machine(),
-        vectors=tuple(name for name in VECTOR_INSTRUCTIONS if told.get(name)),
+        vectors=tuple(name for name in VECTOR_INSTRUCTIONS if capabilities.get(name)),
         kernels=torch.backends.cpu.get_cpu_capability(),
         physical_cores=psutil.cpu_count(logical=False),
         logical_cores=psutil.cpu_count(),
@@ -53,7 +51,7 @@ def _cpu_model() -> str | None:
 
 
 def describe_device(name: str, vectors: tuple[str, ...]) -> Device:
-    """A device of `hotloop.core.hardware.probe.device_names()`, not measured. `vectors` are the CPU's extensions."""
+    """Returns a device of `device_names()` without speeds; `vectors` are the CPU's extensions."""
     kind, _, number = name.partition(":")
     index = int(number or 0)
     model, capability, precisions = _identity(kind, index, vectors)
@@ -63,23 +61,23 @@ def describe_device(name: str, vectors: tuple[str, ...]) -> Device:
 
 
 def _identity(kind: str, index: int, vectors: tuple[str, ...]) -> tuple[str | None, str | None, tuple[str, ...]]:
-    """Model, capability and precisions of a device."""
     if kind == "cuda":
         return _cuda(index)
     if kind == "xpu":
         return _xpu(index)
     if kind == "mps":
-        return _mps_model(), None, _mps_precisions()
+        model = limits.program_output("sysctl", "-n", "machdep.cpu.brand_string") or None
+        bf16 = ("bf16",) if torch.backends.mps.is_macos_or_newer(14, 0) else ()
+        return model, None, ("fp32", *bf16, "fp16")
     return _cpu_model(), None, cpu_precisions(vectors)
 
 
 def device_free_bytes(device: torch.device) -> int | None:
-    """Free bytes of a device's memory, within the container's limits on a CPU; None where nobody says."""
+    """Returns the free bytes of a device, on a CPU within the container's limits; None if unknown."""
     return _device_memory(device.type, device.index or 0)[1]
 
 
 def _device_memory(kind: str, index: int) -> tuple[int | None, int | None]:
-    """Total and free bytes of a device; None where nobody says."""
     if kind == "cpu":
         return _host_memory()
     if kind == "mps":
@@ -87,7 +85,7 @@ def _device_memory(kind: str, index: int) -> tuple[int | None, int | None]:
         return total, max(0, total - torch.mps.driver_allocated_memory())
     try:
         free, total = torch.get_device_module(kind).mem_get_info(index)
-    except RuntimeError:  # some drivers of integrated GPUs don't say
+    except RuntimeError:  # unknown to some drivers of integrated GPUs
         return None, None
     return total, free
 
@@ -101,7 +99,6 @@ def current_time() -> str:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Total and free bytes of the host's memory, within the container's limits."""
     memory, within = psutil.virtual_memory(), limits.cgroup_limits()
     total = min(memory.total, within.memory_bytes or memory.total)
     room = memory.available if within.free_bytes is None else within.free_bytes
@@ -109,7 +106,7 @@ def _host_memory() -> tuple[int, int]:
 
 
 def cpu_precisions(vectors: tuple[str, ...]) -> tuple[str, ...]:
-    """fp32 and fp64 anywhere; bf16 and fp16 only where the CPU has instructions, for emulation is slow."""
+    """Returns fp32 and fp64, and bf16 and fp16 if the CPU has instructions: emulation is slow."""
     half = {
         "bf16": bool(BF16_INSTRUCTIONS & set(vectors)),
         "fp16": bool(FP16_INSTRUCTIONS & set(vectors)),
@@ -119,7 +116,7 @@ def cpu_precisions(vectors: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def cuda_precisions(capability: tuple[int, int], amd: str | None) -> tuple[str, ...]:
-    """Precisions of a GPU of NVIDIA by its compute capability, or of AMD by its architecture (`gfx942`)."""
+    """Returns the precisions of an NVIDIA GPU by compute capability, or of an AMD GPU by architecture (`gfx942`)."""
     bf16 = True if amd else capability >= (8, 0)
     tf32 = amd.startswith(("gfx94", "gfx95")) if amd else capability >= (8, 0)
     has = {"bf16": bf16, "tf32": tf32}
@@ -143,17 +140,7 @@ def _xpu(index: int) -> tuple[str, None, tuple[str, ...]]:
     return facts.name, None, tuple(precision for precision in PRECISIONS if has.get(precision))
 
 
-def _mps_model() -> str | None:
-    return limits.program_output("sysctl", "-n", "machdep.cpu.brand_string") or None
-
-
-def _mps_precisions() -> tuple[str, ...]:
-    bf16 = torch.backends.mps.is_macos_or_newer(14, 0)
-    return ("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")
-
-
 def library_versions(driver: str | None) -> dict[str, str | None]:
-    """Versions of what the figures depend on; None where there is none."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -166,23 +153,23 @@ def library_versions(driver: str | None) -> dict[str, str | None]:
 
 
 def nvidia_gpus() -> tuple[list[str], str | None]:
-    """Models of the NVIDIA GPUs that the driver lists, and the driver's version; nothing without a driver."""
+    """Returns the models of NVIDIA GPUs that the driver lists, and the driver's version; empty without a driver."""
     rows = limits.program_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     found = [line.rsplit(", ", 1) for line in (rows or "").splitlines() if ", " in line]
     return [model for model, _ in found], found[0][1] if found else None
 
 
 def find_compiler() -> str | None:
-    """Path of the C++ compiler that torch.compile would use on the CPU; None if there is none."""
+    """Returns the path of the C++ compiler that torch.compile would use on the CPU; None without one."""
     usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     path = shutil.which(os.environ.get("CXX") or usual)  # torch.compile reads CXX too
     if path == "/usr/bin/clang++" and sys.platform == "darwin" and limits.program_output("xcode-select", "-p") is None:
-        return None  # a stand-in that only offers to install the real one
+        return None  # a stub that offers to install the compiler
     return path
 
 
 def compiler_build() -> str | None:
-    """The compiler's own file and when it was made (ns), which tells it from the next one without running it."""
+    """Returns the compiler's real path and modification time (ns), which identify it without a call."""
     path = find_compiler()
     if path is None:
         return None
@@ -195,20 +182,19 @@ def operating_system() -> str:
 
 
 GLIBC = "glibc"
-
 _SET_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-"""Variables of the environment by which a user has told glibc already."""
+"""Environment variables that configure glibc's malloc."""
 
 
 def active_allocator() -> str | None:
-    """`glibc`, where a program may tell it what to keep; None for any other, or where the environment has told it."""
-    told = any(map(os.environ.get, _SET_BY)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    return GLIBC if _is_glibc_malloc() and not told else None
+    """Returns `glibc` if a program can configure it; None for other allocators, or if the environment configures it."""
+    is_configured = any(map(os.environ.get, _SET_BY)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    return GLIBC if _is_glibc_malloc() and not is_configured else None
 
 
 @cache
 def _is_glibc_malloc() -> bool:
-    """Whether glibc's own `malloc` is the one in use: jemalloc and tcmalloc take its place where they are preloaded."""
+    """Returns whether `malloc` is glibc's: preloaded jemalloc and tcmalloc replace it."""
     if not sys.platform.startswith("linux"):
         return False
     try:

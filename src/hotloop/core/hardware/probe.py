@@ -1,4 +1,4 @@
-"""This machine -> Hardware: the only place that asks it."""
+"""Collects the facts of this machine as a Hardware record."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hotloop.core.records.hardware import Device, Hardware, Speed
 __all__ = ["ProbeProgress", "check_device", "device_names", "measure_hardware", "probe_hardware"]
 
 ProbeProgress = Callable[[str, int, int], None]
-"""Called with what is measured next, how many figures are done, and how many there are in all."""
+"""Called with the next figure's name, the number of measured figures, and their total."""
 
 
 def measure_hardware(
     device: str | None = None, *, refresh: bool = False, progress: ProbeProgress | None = None
 ) -> Hardware:
-    """The facts of this machine, its speed measured (a few seconds, at the first time only) or as stored.
+    """Returns the facts of this machine with speeds, which are measured in a few seconds or read from the cache.
 
     Args:
-        device: look at this device alone; None looks at all.
-        refresh: measure anew, whatever is stored.
-        progress: told of each figure before it is measured, and once at the end; never if all are stored.
+        device: the only device to describe; None is all.
+        refresh: measure again in spite of the cache.
+        progress: called before each figure and once at the end; never if the cache has all speeds.
 
     Raises:
-        DeviceError: there is no such device here.
+        DeviceError: the device is missing.
     """
     names = device_names() if device is None else [str(check_device(device))]
     processor = machine.read_processor()
@@ -47,8 +47,7 @@ def measure_hardware(
         taken, remarks = benchmarks.measure_speed(one, processor.threads, counter.count_devices(one.name))
         speeds[one.name] = taken
         notes += remarks
-        # What couldn't be taken may have met a program that filled the device just now: not to be remembered.
-        if benchmarks.is_complete(one, taken):
+        if benchmarks.is_complete(one, taken):  # a missing figure may have a passing cause, such as a full device
             notes += speed_cache.write_speed(keys[one.name], taken, remarks)
     counter.end()
 
@@ -66,10 +65,10 @@ def measure_hardware(
 
 
 def probe_hardware(device: str = "cpu") -> Hardware:
-    """The facts of this machine that take no time: nothing is measured, and no other program is asked.
+    """Returns the facts of this machine without measurements and without other programs.
 
-    The CPU and `device`, a name that `check_device` gave, are described; others are named only, since asking an
-    accelerator for its memory takes some of it.
+    Only the CPU and `device`, a name from `check_device`, are described; other devices have only names, since a query
+    of an accelerator's memory takes some of it.
     """
     processor = machine.read_processor()
     described = ("cpu", device)
@@ -89,8 +88,6 @@ def probe_hardware(device: str = "cpu") -> Hardware:
 
 
 class _Counter:
-    """Counts the figures taken, for a progress bar."""
-
     def __init__(self, progress: ProbeProgress | None, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
 

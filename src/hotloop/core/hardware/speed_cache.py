@@ -1,4 +1,4 @@
-"""Measured speeds, kept in the user's cache folder, so that a machine is measured once."""
+"""Caches measured speeds in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,11 @@ from hotloop.errors import HotloopError
 
 
 def speed_folder() -> Path:
-    """Where this user's measured speeds are kept."""
     return cache_folder() / "devices"
 
 
 def speed_key(device: Device, processor: Processor) -> dict[str, Any]:
-    """All that a stored speed depends on.
-
-    The host's name counts, for homes shared by many machines, but as a hash alone: it is nobody's business.
-    """
+    """Returns everything that a stored speed depends on; the host's name, for shared homes, as a hash."""
     return {
         "method": METHOD,
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
@@ -40,7 +36,7 @@ def speed_key(device: Device, processor: Processor) -> dict[str, Any]:
 
 
 def read_speed(wanted: dict[str, Any]) -> tuple[Speed | None, list[str]]:
-    """The stored speed with its notes, or None; then with a note if there is one that can't be used."""
+    """Returns the stored speed or None, and notes, such as on a file that can't be used."""
     path = _speed_file(wanted)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +50,7 @@ def read_speed(wanted: dict[str, Any]) -> tuple[Speed | None, list[str]]:
 
 
 def write_speed(wanted: dict[str, Any], speed: Speed, notes: list[str]) -> list[str]:
-    """Stores a speed; returns a note if that failed, which costs nothing but measuring again."""
+    """Stores a speed; returns a note after a failure."""
     content = {"key": wanted, "speed": speed.to_dict(), "notes": notes}
     try:
         write_atomic(_speed_file(wanted), json.dumps(content, indent=2))

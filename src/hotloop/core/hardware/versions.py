@@ -1,4 +1,4 @@
-"""What a result depends on beside Task and Plan: the machine, and the versions of what computes."""
+"""The machine and the versions that results and speeds depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hotloop.core.number_formats import describe_switches
 
 
 def result_versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
     return {
         "hotloop": __version__,
         "python": platform.python_version(),
@@ -25,7 +24,7 @@ def result_versions() -> dict[str, str]:
 
 
 def machine_name() -> str:
-    """The processor, how much of it this process may use, torch's threads (unless a plan says so) and kernels, accelerators."""
+    """Returns a text with processor, this process's cores, torch's threads and kernels, and accelerators."""
     processor = machine.read_processor()
     found = [machine.describe_device(name, processor.vectors) for name in device_names() if name != "cpu"]
     cores = f"{processor.model or processor.architecture}, {processor.allowed_cores} cores"
@@ -36,8 +35,9 @@ def machine_name() -> str:
 
 
 def speed_versions() -> dict[str, str]:
-    """Versions of what speed depends on: the above, the C++ compiler, the driver of NVIDIA's GPUs and an allocator that
-    can be told, where there are any; and torch's switches of precision that aren't as torch begins."""
+    """Returns the versions and settings that speeds depend on: `result_versions`, the C++ compiler, NVIDIA's driver, a
+    configurable allocator, and float32 switches that differ from torch's defaults.
+    """
     driver = machine.nvidia_gpus()[1] if any(name.startswith("cuda") for name in device_names()) else None
     found = {"compiler": machine.compiler_build(), "nvidia_driver": driver, "allocator": machine.active_allocator()}
     found["switches"] = describe_switches(read_switches()) or None

@@ -1,4 +1,4 @@
-"""A child process that compiles and measures code, so that the parent can stop the work at any time."""
+"""A child process that compiles and measures code; the parent can stop the process at any time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Work = Callable[[], dict[str, Any]]
 
 
 class CompileProcess:
-    """A fork of this process that calls `work` with copies of all of the parent's objects.
+    """A fork of this process that calls `work` with copies of the parent's objects.
 
-    Compilers that the child starts belong to the child's process group and end with the child. A fork can't use the CUDA
-    context of its parent, so `work` must use the CPU alone.
+    Compilers that the child starts belong to its process group and end with the child. A fork can't use its parent's
+    CUDA context, so `work` must use the CPU alone.
 
     Args:
         work: returns values that JSON can represent.
 
     Attributes:
-        pid: the process id of the child.
+        pid: the child's process id.
     """
 
     def __init__(self, work: Work) -> None:
@@ -42,7 +42,7 @@ class CompileProcess:
             _run_child(work, writing, parent)
         os.close(writing)
         with suppress(OSError):
-            os.setpgid(self.pid, self.pid)  # the child makes the same call; either call may be the first
+            os.setpgid(self.pid, self.pid)  # the child calls setpgid too: either process may be first
         self._reading, self._ended = reading, False
 
     def __enter__(self) -> CompileProcess:
@@ -54,7 +54,7 @@ class CompileProcess:
         self.end()
 
     def result(self, seconds: float) -> dict[str, Any]:
-        """Returns the result of `work`; `{"failure": why}` if it raised an error, died or took longer than `seconds`."""
+        """Returns the result of `work`; `{"failure": why}` after an error, a death or more than `seconds`."""
         until, text = time.monotonic() + seconds, b""
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._reading, selectors.EVENT_READ)
@@ -79,15 +79,14 @@ class CompileProcess:
 
 
 def _parse_result(text: bytes) -> dict[str, Any]:
-    """The child's result; a child that died wrote no result or a part of one."""
     try:
         return dict(json.loads(text))
-    except ValueError:
+    except ValueError:  # the child died before it wrote its whole result
         return {"failure": "the compiling process died"}
 
 
 def _run_child(work: Work, writing: int, parent: int) -> NoReturn:
-    """Runs in the child: detaches it from the parent's signals and streams, calls `work` and exits."""
+    """Detaches the child from the parent's signals and streams, calls `work` and exits."""
     try:
         with suppress(OSError):
             os.setpgid(0, 0)
@@ -107,7 +106,7 @@ def _run_child(work: Work, writing: int, parent: int) -> NoReturn:
 
 
 def _allow_threads() -> None:
-    """Allows new executors, which torch's compiler needs: CPython (3.9 to 3.13) refuses them if the parent is exiting."""
+    """Allows new executors for torch's compiler: CPython (3.9 to 3.13) refuses them if the parent is exiting."""
     for module, name in (("threading", "_SHUTTING_DOWN"), ("concurrent.futures.thread", "_shutdown")):
         if getattr(sys.modules.get(module), name, False):
             setattr(sys.modules[module], name, False)
@@ -115,8 +114,8 @@ def _allow_threads() -> None:
 
 def _report_result(work: Work, writing: int) -> None:
     try:
-        found = work()
+        result = work()
     except BaseException as error:
-        found = {"failure": describe_error(error)}
+        result = {"failure": describe_error(error)}
     with os.fdopen(writing, "wb") as pipe:
-        pipe.write(json.dumps(found).encode())
+        pipe.write(json.dumps(result).encode())

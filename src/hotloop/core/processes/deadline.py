@@ -1,4 +1,4 @@
-"""A deadline for work: work that would exceed the deadline is skipped, and work that exceeds it is ended."""
+"""Deadlines of work: work that would exceed a deadline is skipped, and work that exceeds it is ended."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hotloop.core.processes.signals import time_limit
 from hotloop.errors import TimeOverError
 
 SEARCH_SHARE = 1 / 3
-"""Largest share of the time until a run's stop that a search may use; the rest is for training."""
+"""Largest share of the time until a run's stop that a search may use."""
 
 GRACE_S = 2.0
-"""Seconds after the deadline for the cleanup of ended work."""
+"""Seconds after a deadline for the cleanup of ended work."""
 
 _MIN_S = 1.0
-"""Shortest time for one piece of work, in seconds: a limit of milliseconds ends a command within seconds."""
+"""Shortest time of one piece of work, in seconds: a limit of milliseconds ends a command within seconds."""
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Deadline:
 
     Attributes:
         at: the deadline, in seconds of `time.monotonic()`.
-        met: whether the deadline skipped or shortened any work.
-        of: the name of the time budget in messages.
+        is_met: whether the deadline skipped or shortened work.
+        from_seconds: the origin of the time in messages.
     """
 
     at: float = math.inf
@@ -49,11 +49,10 @@ class Deadline:
 
     @classmethod
     def from_limit(cls, limit_s: float | None, began: float | None = None) -> Deadline:
-        """Returns the deadline of a time limit in seconds; None is no limit.
+        """Returns the deadline of a time limit; None is no limit.
 
         Args:
-            limit_s: the limit.
-            began: the begin of the work, in seconds of `time.monotonic()`; None is now.
+            began: start of the work, in seconds of `time.monotonic()`; None is now.
         """
         if limit_s is None:
             return cls(from_seconds="of the time limit")
@@ -64,18 +63,16 @@ class Deadline:
         return self.at - time.monotonic()
 
     def has_time_for(self, seconds: float) -> bool:
-        """Whether so many seconds remain; records in `met` that they don't."""
+        """Returns whether so many seconds remain; sets `is_met` if not."""
         allowed = seconds <= self.left_s
         self.is_met |= not allowed
         return allowed
 
     def fraction(self, share: float) -> Deadline:
-        """Returns the deadline of a piece of the work that may take a share of the remaining time."""
-        return (
-            self
-            if math.isinf(self.at)
-            else Deadline(self.at - (1 - share) * max(0.0, self.left_s), from_seconds=self.from_seconds)
-        )
+        """Returns the deadline of a piece of work that may use a share of the remaining time."""
+        if math.isinf(self.at):
+            return self
+        return Deadline(self.at - (1 - share) * max(0.0, self.left_s), from_seconds=self.from_seconds)
 
     @contextmanager
     def enforce(self, what: str, *, reserve_s: float = 0.0) -> Iterator[None]:
@@ -85,7 +82,7 @@ class Deadline:
             what: the work's name in the message, such as `its proof`.
 
         Raises:
-            TimeOverError: the work was ended.
+            TimeOverError: the deadline ended the work.
         """
         if math.isinf(self.at):
             yield

@@ -1,4 +1,4 @@
-"""Child processes that end when their parent process is killed (Linux)."""
+"""Ends child processes when their parent process is killed (Linux)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import signal
 import sys
 
 LAUNCHER = "HOTLOOP_LAUNCHER"
-"""Environment variable with the process id of the command that started the ranks."""
+"""Environment variable with the process id of the launcher of the ranks."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """Makes the system send this child a signal when its parent ends; the child calls this function first.
+    """Makes the system send this child a signal when its parent ends; ends the child if the parent is already dead.
 
-    Linux sends the signal when the thread that started the child ends. So that thread must live as long as the child is
-    needed. If the parent was killed before this call, the child ends at once.
+    Linux sends the signal when the thread that started the child ends, so this thread must live as long as the child.
 
     Args:
         parent: the parent's process id.
-        number: the signal.
     """
     if not sys.platform.startswith("linux"):
         return

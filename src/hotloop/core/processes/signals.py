@@ -1,4 +1,4 @@
-"""Hearing Ctrl-C, SIGTERM and the clock, so that training stops between two steps and saves."""
+"""Handles Ctrl-C, SIGTERM, SIGHUP and time limits: training stops between two steps and saves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from types import FrameType
 from hotloop.errors import HotloopError
 
 HANGUP: tuple[signal.Signals, ...] = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
-"""The terminal is gone (not on Windows)."""
+"""The signal of a closed terminal (not on Windows)."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *HANGUP)
-"""Ctrl-C, how systems ask for an end, and a terminal that is closed."""
 
 REPEAT_SIGNAL_S = 1.0
-"""A key that is held down sends Ctrl-C many times: those that follow an interruption within this time mean the same one."""
+"""Signals within this time after an interruption count as the same interruption: a held key repeats Ctrl-C."""
 
 
 class StopRequested(Exception):
-    """Something was given up on the way, for `reason`."""
+    """Work was stopped for `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -32,46 +31,41 @@ class StopRequested(Exception):
 
 
 @contextmanager
-def signal_handlers(hear: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[bool]:
-    """Has `hear` handle signals meanwhile; those that did before do so again afterwards.
+def signal_handlers(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[bool]:
+    """Sets `handler` as the handler of signals within the context, then restores the previous handlers.
 
-    Yields whether it does: only the main thread may set handlers, and whoever runs another hears the signals.
+    Yields whether the handler is set: only the main thread may set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield False
         return
-    heard = [number for number in numbers if not _is_ignored(number)]
-    before = {number: signal.signal(number, hear) for number in heard}
+    before = {number: signal.signal(number, handler) for number in numbers if not _is_ignored(number)}
     try:
         yield True
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _is_ignored(number: signal.Signals) -> bool:
-    """Whether somebody, such as nohup, decided that it means nothing here."""
+    """Returns whether the process ignores SIGHUP, as under nohup."""
     return number in HANGUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 REASONS = (None, "stop-after", "SIGHUP", "SIGTERM", "SIGINT")
-"""Why to stop: what several ranks have heard comes down to the last of these."""
+"""Reasons to stop, by increasing priority; ranks that stop together agree on the last reason of all."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came where there was nothing to save.
+    """SIGTERM or SIGHUP (`number`) arrived during work without a state to save."""
 
-    Attributes:
-        number: which of them.
-    """
-
-    def __init__(self, *said: object, number: int = signal.SIGTERM) -> None:
-        super().__init__(*said)
+    def __init__(self, *arguments: object, number: int = signal.SIGTERM) -> None:
+        super().__init__(*arguments)
         self.number = number
 
 
 def end_reason(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, str]:
-    """`ended_by` and `ended` of a record of work that something kept from its end, at what was then done."""
+    """Returns the fields `ended_by` and `ended` of a record of work that ended early; `at` names the current work."""
     if isinstance(error, HotloopError):
         return {"ended_by": "failure", "ended": f"{at}: {error}"}
     by = signal.Signals(error.number).name if isinstance(error, Terminated) else "SIGINT"
@@ -80,27 +74,27 @@ def end_reason(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, st
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise Terminated, and Ctrl-C raises KeyboardInterrupt: once, however often they come in a moment."""
+    """Makes SIGTERM and SIGHUP raise Terminated, and Ctrl-C KeyboardInterrupt, once per `REPEAT_SIGNAL_S`."""
     owner, raised_at = os.getpid(), -math.inf
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal raised_at
-        if os.getpid() != owner:  # a forked worker, which ends without a word
+        if os.getpid() != owner:  # a forked worker
             os._exit(128 + number)
         before, raised_at = raised_at, time.monotonic()
         if raised_at - before < REPEAT_SIGNAL_S:
             return
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number=number)
 
-    with signal_handlers(hear, *STOP_SIGNALS):
+    with signal_handlers(on_signal, *STOP_SIGNALS):
         yield
 
 
 class StopSignals:
-    """Whether to stop, and why.
+    """Decides whether training must stop.
 
     Attributes:
-        stop_after_s: stop this long after `start`; None for never.
+        stop_after_s: seconds from construction until the stop; None for never.
     """
 
     def __init__(self, stop_after_s: float | None = None) -> None:
@@ -111,7 +105,7 @@ class StopSignals:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Notes SIGINT, SIGTERM and SIGHUP instead of dying of them; a second SIGINT does interrupt."""
+        """Records SIGINT, SIGTERM and SIGHUP within the context; a second SIGINT raises KeyboardInterrupt."""
         with signal_handlers(self._on_signal, *STOP_SIGNALS):
             yield
 
@@ -123,7 +117,7 @@ class StopSignals:
         self._signal = signal.Signals(number)
 
     def reason(self, reserve_s: float = 0.0) -> str | None:
-        """`SIGINT`, `SIGTERM`, `SIGHUP`, `stop-after`, or None; `reserve_s` is the time that saving will take."""
+        """Returns `SIGINT`, `SIGTERM`, `SIGHUP`, `stop-after`, or None; `reserve_s` is the expected time of saving."""
         if self._signal is not None:
             return self._signal.name
         if self.stop_after_s is not None and time.monotonic() - self._start + reserve_s >= self.stop_after_s:
@@ -131,22 +125,22 @@ class StopSignals:
         return None
 
     def check(self, reserve_s: float = 0.0, largest: Callable[[list[int]], list[int]] = list) -> None:
-        """Raises Stopped if there is a reason to stop; `largest` makes one of the reasons of ranks that stop together."""
+        """Raises StopRequested if there is a reason to stop; `largest` computes the maximum over all ranks."""
         (place,) = largest([REASONS.index(self.reason(reserve_s))])
         if reason := REASONS[place]:
             raise StopRequested(reason)
 
 
 _REPEAT_ALARM_S = 5.0
-"""Seconds after which the message is repeated."""
+"""Seconds after which SIGALRM is repeated, in case code swallowed the error."""
 
 
 class _TimeLimitReached(BaseException):
-    """No Exception, which libraries catch on the way."""
+    """A BaseException, since libraries catch Exception."""
 
 
 class _Alarm:
-    """Handles SIGALRM; `at` is when the signal comes, by `time.monotonic()`."""
+    """Handles SIGALRM; `at` is the time of the signal by `time.monotonic()`."""
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -157,10 +151,10 @@ class _Alarm:
 
 @contextmanager
 def time_limit(seconds: float, too_long: Callable[[], Exception]) -> Iterator[None]:
-    """Ends what is done within it after so many seconds, as Ctrl-C would, with the error that `too_long` makes.
+    """Ends the work within the context after so many seconds, with the error that `too_long` returns.
 
-    Inside of another `time_limit` that ends earlier, the outer one alone counts. Only the main thread can be interrupted, and
-    where there are no alarms (Windows) nothing is.
+    An enclosing `time_limit` that ends earlier takes precedence. Only the main thread can be interrupted. Windows has
+    no alarms, and so no limit.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
@@ -171,7 +165,7 @@ def time_limit(seconds: float, too_long: Callable[[], Exception]) -> Iterator[No
     if isinstance(outer, _Alarm) and outer.at <= alarm.at:
         yield
         return
-    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, 0.0)  # of somebody else, which goes on afterwards
+    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, 0.0)  # another library's timer, restored below
     try:
         with signal_handlers(alarm, signal.SIGALRM), _alarm(seconds):
             yield

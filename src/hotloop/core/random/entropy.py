@@ -1,4 +1,4 @@
-"""Detection of user functions that draw random numbers from the operating system, independent of any seed."""
+"""Detects user functions that take random numbers from the operating system, independent of any seed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SOURCES: dict[str, frozenset[str]] = {
     "cv2": frozenset({"randn", "randu", "randShuffle"}),  # OpenCV has a separate global generator
 }
 _UNSEEDED = frozenset({"default_rng", "RandomState", "Random", "SystemRandom", "SeedSequence", "seed"})
-"""Functions that create or seed a generator from the operating system if they are called without arguments."""
+"""Functions that, without arguments, create or seed a generator from the operating system."""
 
 _LOAD_INSTRUCTIONS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
 _SKIPPED_INSTRUCTIONS = ("PUSH_NULL", "PRECALL", "CACHE", "NOP")
 
 
 def entropy_calls(functions: Iterable[tuple[str, FunctionType]]) -> Iterator[str]:
-    """Yields one line for each call that draws such numbers.
+    """Yields one line for each such call.
 
     Args:
         functions: (path, function) of the user's functions except constructors, whose generators are seeded later.
@@ -40,20 +40,19 @@ def _called_functions(function: FunctionType) -> Iterator[str]:
     for name in names:
         value = function.__globals__.get(name, sys.modules.get(name))  # the function may contain the import
         if isinstance(value, ModuleType):
-            yield from (f"{name}.{one}()" for one in names if one in _SOURCES.get(value.__name__, ()))
-        elif value is not None and any(value is one for one in _entropy_functions()):
+            yield from (f"{name}.{inner}()" for inner in names if inner in _SOURCES.get(value.__name__, ()))
+        elif value is not None and any(value is source for source in _entropy_functions()):
             yield f"{name}()"
 
 
 def _entropy_functions() -> Iterator[Any]:
-    """Yields the functions of `_SOURCES` whose modules are imported."""
     for module, names in _SOURCES.items():
         yield from (vars(sys.modules[module])[name] for name in names if name in vars(sys.modules.get(module, object)))
 
 
 def _unseeded_generators(code: CodeType) -> Iterator[str]:
-    """Yields calls without arguments that create a generator without storing it in an object, or that seed a global one."""
-    steps = [one for one in dis.get_instructions(code) if one.opname not in _SKIPPED_INSTRUCTIONS]
+    """Yields calls without arguments that seed a global generator, or create a generator that no object stores."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED_INSTRUCTIONS]
     for number, (before, call) in enumerate(itertools.pairwise(steps), 2):
         name = str(before.argval).removeprefix("NULL + ")
         called = call.opname.startswith("CALL") and call.arg == 0 and before.opname in _LOAD_INSTRUCTIONS
@@ -63,9 +62,9 @@ def _unseeded_generators(code: CodeType) -> Iterator[str]:
 
 
 def _is_stored(steps: Sequence[dis.Instruction]) -> bool:
-    """Whether the code stores the new generator in an attribute; hotloop seeds generators in attributes."""
+    """Returns whether the code stores the new generator in an attribute; hotloop seeds generators in attributes."""
     if not steps or not steps[0].opname.startswith("STORE_FAST"):
-        return any(one.opname == "STORE_ATTR" for one in steps[:3])
+        return any(step.opname == "STORE_ATTR" for step in steps[:3])
     variable = str(steps[0].argval)
-    stores = [place for place, one in enumerate(steps) if one.opname == "STORE_ATTR"]
-    return any(variable in one.argrepr for place in stores for one in steps[max(1, place - 2) : place])
+    stores = [place for place, step in enumerate(steps) if step.opname == "STORE_ATTR"]
+    return any(variable in step.argrepr for place in stores for step in steps[max(1, place - 2) : place])

@@ -1,7 +1,7 @@
-"""Random generators in a user's objects. hotloop seeds these generators as it seeds the global generators.
+"""Random generators in a user's objects, which hotloop seeds like the global generators.
 
-A generator's name is its path, such as `data.transform.rng`. Each path has its own stream of random numbers, so that a
-generator draws the same numbers in each process that has a copy of the object.
+A generator's name is its path, such as `data.transform.rng`. Each path has a stream of its own, so a generator draws
+the same numbers in every process with a copy of the object.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from hotloop.core.random.rng import mix_bits, seed_word
 _PYTHON_RANDOM = random.Random.__mro__[1]  # `_random.Random`, implemented in C
 _GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, _PYTHON_RANDOM)
 _ITERATORS = frozenset({"builtins", "itertools", "numpy"})
-"""Modules whose iterators can't be restarted; files, in contrast, can be read again."""
+"""Modules whose iterators can't be restarted."""
 
 _UNSUPPORTED_NAMES = frozenset(
-    {"RNG", "Generator", "RandomState", "RandomGenerator", "BitGenerator", "ExtendedGenerator"}
+    ("RNG", "Generator", "RandomState", "RandomGenerator", "BitGenerator", "ExtendedGenerator")
 )
 _SEQUENCE_NAMES = frozenset({"SobolEngine", "Sobol", "Halton", "SystemRandom"})
-"""Names of classes whose objects draw random numbers. Objects of `_SEQUENCE_NAMES` have more state than the generator in them."""
+"""Names of classes with random state; objects of `_SEQUENCE_NAMES` have more state than the generator in them."""
 
 _MAX_GENERATORS = 256
-"""Largest number of generators that are seeded. Seeding this number takes about 0.7 ms."""
+"""Largest number of seeded generators, whose seeding takes about 0.7 ms."""
 
 _NEAREST_OBJECTS = 32
-"""Number of objects nearest to the owner whose attributes are compared for each sample; one comparison takes 0.3 us."""
+"""Number of objects nearest to the owner whose attribute types are compared per sample (0.3 us each)."""
 
 _MAX_EMPTY_WALKS = 8
-"""Number of walks without a new generator after which a changed attribute type starts no further walk."""
+"""Walks without a new generator after which changed attribute types start no further walk."""
 
 _WALK_SHARE = 0.01
-"""Largest share of the time for walks that no change requires."""
+"""Largest share of time for walks without a detected change."""
 
 _REASON = "hotloop can't set what it draws next, so a resumed run may differ"
 
@@ -49,11 +49,11 @@ _Set = Callable[[int], Any]
 
 
 class OwnedGenerators:
-    """The random generators in the owners' objects. A generator that several owners share is seeded once.
+    """The random generators in the owners' objects. A generator of several owners is seeded once.
 
     Args:
-        owners: the owners by their names in messages; `None` has no generators.
-        near: the number of objects whose attributes `has_changed` compares.
+        owners: by their names in messages; `None` has no generators.
+        near: number of objects whose attributes `has_changed` compares.
         left_out: generators that are seeded elsewhere.
     """
 
@@ -69,11 +69,11 @@ class OwnedGenerators:
         self._empty_walks = 0
 
     def find(self) -> list[str]:
-        """Visits the owners' objects; returns the paths of generators that the previous visit didn't find."""
+        """Walks the owners' objects; returns the paths of generators that the previous walk didn't find."""
         began = time.monotonic()
         found = walk_objects(self._owners, is_random_class)
         self._found = found.matches
-        self._places = [(*one.place, one.value) for one in found.matches if one.place is not None]
+        self._places = [(*match.place, match.value) for match in found.matches if match.place is not None]
         self._types = [(own, list(map(type, own.values()))) for own in found.attributes[: self._near]]
         named = _settable_generators(found, self._left_out)
         self._setters = [(_make_setter(named[path], path), seed_word(path)) for path in list(named)[:_MAX_GENERATORS]]
@@ -83,13 +83,13 @@ class OwnedGenerators:
         return [] if before is None else sorted(self._paths - before)
 
     def refresh(self) -> None:
-        """Visits the owners' objects again if `has_changed`, or if visits take 1 % of the time or less."""
+        """Walks again after a change, or if walks take at most 1 % of the time."""
         idle_s = time.monotonic() - self._walked_at
         if self._paths is None or self.has_changed() or self._walk_s < _WALK_SHARE * idle_s:
             self.find()
 
     def has_changed(self) -> bool:
-        """Whether a generator was replaced, or the type of an attribute changed, since the last visit."""
+        """Returns whether a generator or an attribute's type has changed since the last walk."""
         try:
             for get, holder, key, generator in self._places:
                 if get(holder, key) is not generator:
@@ -99,10 +99,10 @@ class OwnedGenerators:
         return any(list(map(type, own.values())) != types for own, types in self._types)
 
     def has_late_finds(self, *, thorough: bool = False) -> list[str]:
-        """Returns the paths of generators that were created since the last visit.
+        """Returns the paths of generators that were created since the last walk.
 
         Args:
-            thorough: visit the owners' objects even if `has_changed` is false.
+            thorough: walk even without a detected change.
         """
         if not (thorough or self.has_changed()):
             return []
@@ -113,49 +113,46 @@ class OwnedGenerators:
         return late
 
     def seed(self, seed: int) -> None:
-        """Seeds each generator. Its state depends on the seed and the generator's path alone."""
         for set_state, own in self._setters:
             set_state(mix_bits(seed ^ own))
 
     @property
     def paths(self) -> list[str]:
-        """The paths of the seeded generators."""
         return sorted(self._paths or ())
 
     def find_path(self, generator: torch.Generator) -> str:
-        """Returns the path of a generator, also of another Python object for the same generator; empty if no owner has it."""
-        same = (one for one in self._found if getattr(one.value, "_cdata", None) == generator._cdata)  # type: ignore[attr-defined]
-        return next((one.path for one in same), "")
+        """Returns the generator's path, also for another Python object of the same generator; empty if unknown."""
+        handle = generator._cdata  # type: ignore[attr-defined]
+        return next((match.path for match in self._found if getattr(match.value, "_cdata", None) == handle), "")
 
     def states(self) -> dict[str, bytes]:
-        """Returns the generators' states by path; equal states compare equal with ==."""
-        return {one.path: _state_bytes(one.value) for one in self._found if not _why_not_settable(one)}
+        """Returns the generators' states by path, for comparison with ==."""
+        return {match.path: _state_bytes(match.value) for match in self._found if not _why_not_settable(match)}
 
 
 @cache
 def is_random_class(kind: type) -> bool:
-    """Whether objects of a class are random generators, or iterators that may use a generator."""
+    """Returns whether objects of a class are random generators, or iterators that may use one."""
     return issubclass(kind, _GENERATOR_TYPES) or (hasattr(kind, "__next__") and kind.__module__ in _ITERATORS)
 
 
 def unset_generators(owners: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each generator that can't be seeded, and for each call that draws from the operating system.
+    """Returns a line for each generator that can't be seeded, and for each call that draws from the operating system.
 
     Args:
-        owners: the owners by their names in messages.
+        owners: by their names in messages.
     """
     found = walk_objects(
         {name: owner for name, owner in owners.items() if owner is not None},
         is_random_class,
         _UNSUPPORTED_NAMES | _SEQUENCE_NAMES,
     )
-    lines = [f"{one.path} {why}: {_REASON}" for one in found.matches if (why := _why_not_settable(one))]
-    paths = [one.path for one in found.matches]
-    for one in found.named:
-        is_set = type(one.value).__name__ not in _SEQUENCE_NAMES and any(
-            path.startswith(f"{one.path}.") for path in paths
-        )
-        lines += [] if is_set else [f"{one.path} is a {_generator_kind(one.value)}: {_REASON}"]
+    lines = [f"{match.path} {why}: {_REASON}" for match in found.matches if (why := _why_not_settable(match))]
+    paths = [match.path for match in found.matches]
+    for owner in found.named:
+        has_generator = any(path.startswith(f"{owner.path}.") for path in paths)
+        if type(owner.value).__name__ in _SEQUENCE_NAMES or not has_generator:
+            lines.append(f"{owner.path} is a {_generator_kind(owner.value)}: {_REASON}")
     for container in found.is_cut_short:
         inside = [path for path in paths if path.startswith(f"{container}[")]
         if inside := [path for path in inside if not path.endswith("]") or path.rfind("[") > len(container)]:
@@ -164,9 +161,8 @@ def unset_generators(owners: Mapping[str, Any]) -> list[str]:
                 "hotloop doesn't set the generators of all items, so a resumed run may differ"
             )
     if len(settable := _settable_generators(found)) > _MAX_GENERATORS:
-        lines.append(
-            f"{list(settable)[_MAX_GENERATORS]} is one of more than {_MAX_GENERATORS} random generators: {_REASON}"
-        )
+        path = list(settable)[_MAX_GENERATORS]
+        lines.append(f"{path} is one of more than {_MAX_GENERATORS} random generators: {_REASON}")
     lines += entropy_calls(found.functions)
     if not found.is_complete:
         lines.append(
@@ -177,27 +173,25 @@ def unset_generators(owners: Mapping[str, Any]) -> list[str]:
 
 
 def _settable_generators(found: ObjectWalk, left_out: Sequence[Any] = ()) -> dict[str, Any]:
-    """Returns the generators that can be seeded by path, each once."""
     sources = set(map(id, left_out))
     paths: dict[str, Any] = {}
-    for one in found.matches:
-        source = _state_holder(one.value)
-        if id(source) in sources or _is_global(source) or _why_not_settable(one):
+    for match in found.matches:
+        source = _state_holder(match.value)
+        if id(source) in sources or _is_global(source) or _why_not_settable(match):
             continue
-        path = one.path if one.path not in paths else f"{one.path}#{len(paths)}"
+        path = match.path if match.path not in paths else f"{match.path}#{len(paths)}"
         sources.add(id(source))
-        paths[path] = one.value
+        paths[path] = match.value
     return paths
 
 
-def _why_not_settable(one: ReachedObject) -> str:
-    """Returns why a generator can't be seeded; empty if it can."""
-    value = one.value
+def _why_not_settable(match: ReachedObject) -> str:
+    value = match.value
     if not isinstance(value, _GENERATOR_TYPES):
         return f"is an iterator ({_generator_kind(value)}), which goes on from where it is"
     if _is_global(_state_holder(value)):
         return ""
-    if "{}" in one.path:
+    if "{}" in match.path:
         return f"is a {_generator_kind(value)} in a set, whose items have no order"
     if isinstance(value, _PYTHON_RANDOM) and not _is_plain(type(value)):
         return f"is a {_generator_kind(value)}, which draws in a way of its own"
@@ -213,27 +207,22 @@ def _generator_kind(value: Any) -> str:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether a subclass of Python's generator inherits its methods for drawing and seeding."""
+    """Returns whether a subclass of Python's generator inherits the methods for drawing and seeding."""
     names = ("seed", "random", "getrandbits", "getstate", "setstate")
     return all(getattr(kind, name) in (getattr(_PYTHON_RANDOM, name), getattr(random.Random, name)) for name in names)
 
 
 def _state_holder(value: Any) -> Any:
-    """Returns the object that has the state: several NumPy generators may share one bit generator."""
+    """Returns the object with the state: several NumPy generators may share a bit generator."""
     if isinstance(value, np.random.Generator):
         return value.bit_generator
     return value._bit_generator if isinstance(value, np.random.RandomState) else value
 
 
 def _is_global(source: Any) -> bool:
-    """Whether the source belongs to a global generator, which `RandomStreams` seeds."""
-    shared = (
-        _state_holder(np.random.mtrand._rand),
-        random._inst,
-        torch.default_generator,
-        *torch.cuda.default_generators,
-    )
-    return any(source is one for one in shared)
+    numpy = _state_holder(np.random.mtrand._rand)
+    shared = (numpy, random._inst, torch.default_generator, *torch.cuda.default_generators)
+    return any(source is generator for generator in shared)
 
 
 def _state_bytes(value: Any) -> bytes:
@@ -251,7 +240,6 @@ def _state_bytes(value: Any) -> bytes:
 
 
 def _make_setter(value: Any, path: str) -> _Set:
-    """Returns a function that seeds a generator with 64 random bits."""
     if isinstance(value, torch.Generator):
         return value.manual_seed
     if isinstance(value, _PYTHON_RANDOM):
@@ -273,7 +261,7 @@ def _make_setter(value: Any, path: str) -> _Set:
 
 
 _FRESH_STATE = {"has_uint32": 0, "uinteger": 0, "has_gauss": 0, "gauss": 0.0, "buffer_pos": 4}
-"""State without buffered numbers; 4 is the end of Philox's buffer. NumPy ignores keys that a bit generator doesn't have."""
+"""State without buffered numbers; 4 is the end of Philox's buffer. NumPy ignores keys that a bit generator lacks."""
 
 _ODD, _WIDE = 0xDA942042E4DD58B5D1342543DE82EF95, (1 << 128) - 1
 

@@ -1,4 +1,4 @@
-"""Objects that a user's object refers to by its attributes and items, and by variables that its functions read."""
+"""Walks the objects that a user's object reaches through attributes, items, and variables of its functions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from hotloop.core.files.source_files import is_installed
 
 MAX_OBJECTS = 20_000
-"""Largest number of objects that a walk visits, which takes about 60 ms."""
+"""Largest number of objects in a walk, which takes about 60 ms."""
 
 MAX_ITEMS = 256
-"""Items of one container that a walk opens. Among further items, up to `_MAX_SCANNED`, a walk finds only wanted objects."""
+"""Items of a container that a walk opens; of further items, up to `_MAX_SCANNED`, a walk lists only matches."""
 
 _MAX_SCANNED = 100_000
 
@@ -43,19 +43,19 @@ _WALKED_MODULES = ("torch.utils.data", "torchvision", "hotloop.data")
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"})
 
 ObjectPlace = tuple[Callable[[Any, Any], Any], Any, Any]
-"""`(get, holder, key)`, where `get(holder, key)` returns the current object at the place."""
+"""`(get, holder, key)`; `get(holder, key)` returns the current object at the place."""
 
 _Child = tuple[str, Any, ObjectPlace | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ReachedObject:
-    """One object that a walk visits.
+    """An object of a walk.
 
     Attributes:
         path: the names that lead to the object, such as `data.transform.steps[2].rng`.
         value: the object.
-        place: where the object is stored; None if it can't be replaced there.
+        place: its place; None if nothing can replace the object there.
     """
 
     path: str
@@ -68,11 +68,11 @@ class ObjectWalk:
     """The result of a walk.
 
     Attributes:
-        wanted: the wanted objects; an object at several places is listed several times.
-        named: the objects of classes with one of the wanted names.
+        matches: the wanted objects; an object at several places is listed several times.
+        named: the objects of classes with a wanted name.
         functions: (path, function) of the user's own functions.
-        attributes: the dictionaries of objects' attributes, nearest objects first.
-        cut_short: the paths of containers with more than `MAX_ITEMS` items.
+        attributes: the attribute dictionaries, nearest objects first.
+        is_cut_short: paths of containers with more than `MAX_ITEMS` items.
         is_complete: False if there are more objects than a walk visits.
     """
 
@@ -87,14 +87,14 @@ class ObjectWalk:
 def walk_objects(
     owners: Mapping[str, Any], is_wanted: Callable[[type], bool], names: Set[str] = frozenset()
 ) -> ObjectWalk:
-    """Visits the objects that the owners refer to, nearest objects first, in the same order in each process.
+    """Visits the objects that the owners reach, nearest first, in the same order in each process.
 
     A walk visits attributes, items of containers, closures, default arguments, partial functions, the objects of bound
-    methods, classes, and globals that functions read. A walk doesn't open tensors, arrays, tables and modules' parameters.
-    For functions of installed packages, a walk visits only wanted globals.
+    methods, classes, and globals that functions read. A walk doesn't open tensors, arrays, tables and modules'
+    parameters. Of functions of installed packages, a walk visits only wanted globals.
 
     Args:
-        owners: the owners by their names in messages.
+        owners: by their names in messages.
         is_wanted: whether objects of a class are wanted.
         names: names of classes whose objects are listed in `ObjectWalk.named`.
     """
@@ -112,18 +112,18 @@ class _Walker:
         queue: deque[ReachedObject] = deque()
         self._add(queue, "", ((name, value, None) for name, value in owners.items()))
         while queue:
-            one = queue.popleft()
-            value, kind = one.value, type(one.value)
+            reached = queue.popleft()
+            value, kind = reached.value, type(reached.value)
             if self._is_wanted(kind):
-                self._found.matches.append(one)
+                self._found.matches.append(reached)
             elif len(self._seen) == MAX_OBJECTS:
                 self._found.is_complete = False
                 break
             elif id(value) not in self._seen:
                 self._seen[id(value)] = value
                 if kind.__name__ in self._names:
-                    self._found.named.append(one)
-                self._add(queue, one.path, self._open_object(one.path, value))
+                    self._found.named.append(reached)
+                self._add(queue, reached.path, self._open_object(reached.path, value))
         return self._found
 
     def _add(self, queue: deque[ReachedObject], path: str, children: Iterable[_Child]) -> None:
@@ -168,13 +168,8 @@ class _Walker:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self._found.attributes.append(own)
-            names = own.keys() - _LIBRARY_ATTRIBUTES[nn.Module] if isinstance(value, nn.Module) else own.keys()
-            names = (
-                names - _LIBRARY_ATTRIBUTES[torch.optim.Optimizer]
-                if isinstance(value, torch.optim.Optimizer)
-                else names
-            )
-            for name in sorted(names, key=str):
+            library = [names for base, names in _LIBRARY_ATTRIBUTES.items() if isinstance(value, base)]
+            for name in sorted(own.keys() - set().union(*library), key=str):
                 yield f".{name}", own[name], (operator.getitem, own, name)
         if isinstance(value, nn.Module):
             yield from (
@@ -225,7 +220,6 @@ class _Walker:
 
 
 def _callable_parts(value: Any) -> Iterator[_Child]:
-    """Yields the function that a bound method, a partial function or a wrapper calls, and the method's object."""
     if isinstance(value, MethodType):
         yield from (("", value.__self__, None), ("", value.__func__, None))
     elif isinstance(value, functools.partial):
@@ -237,7 +231,6 @@ def _callable_parts(value: Any) -> Iterator[_Child]:
 
 
 def _script_attributes(module: Any) -> Iterator[_Child]:
-    """Yields the TorchScript attributes of a scripted module."""
     kind = getattr(module, "_concrete_type", None)  # a loaded module has no concrete type and no generator
     for name in () if kind is None else kind.get_attributes():
         with suppress(AttributeError):
@@ -246,20 +239,18 @@ def _script_attributes(module: Any) -> Iterator[_Child]:
 
 @cache
 def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Returns the slots of a class and its bases, with their descriptors."""
     bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
     return tuple(item for base in bases for item in vars(base).items() if inspect.ismemberdescriptor(item[1]))
 
 
 @cache
 def _is_leaf(kind: type) -> bool:
-    """Whether objects of a class refer to no further objects that a walk visits."""
     return issubclass(kind, _LEAF_TYPES)
 
 
 @cache
 def _is_open(kind: type) -> bool:
-    """Whether attributes of such objects may contain the user's objects."""
+    """Returns whether attributes of such objects may contain the user's objects."""
     module = str(kind.__module__)
     if issubclass(kind, nn.Module | torch.optim.Optimizer):
         return True
@@ -269,7 +260,6 @@ def _is_open(kind: type) -> bool:
 
 
 def _belongs_to_user(value: Any) -> bool:
-    """Whether a function, class or module is the user's: no part of Python, torch or an installed package."""
     if isinstance(value, ModuleType):
         name, file = value.__name__, str(getattr(value, "__file__", "") or "")
     else:
@@ -280,7 +270,7 @@ def _belongs_to_user(value: Any) -> bool:
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields `(name, namespace, key)` of the globals that a function reads, also in the user's modules: `settings.rng`."""
+    """Yields `(name, namespace, key)` of a function's globals, also in the user's modules: `settings.rng`."""
     namespace, names = function.__globals__, names_of(function.__code__)
     for name in names:
         value = namespace.get(name, sys.modules.get(name))  # the function may contain the import
@@ -293,17 +283,13 @@ def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], s
 
 @cache
 def names_of(code: CodeType) -> tuple[str, ...]:
-    """Returns the global and attribute names in code and in its nested functions."""
     inside = [name for item in code.co_consts if isinstance(item, CodeType) for name in names_of(item)]
     return tuple(dict.fromkeys([*code.co_names, *inside]))
 
 
 @cache
 def _library_matches(kind: type, is_wanted: Callable[[type], bool]) -> tuple[tuple[str, Any, Any, Any], ...]:
-    """Returns the places of wanted objects in a class of an installed package and in the globals of its functions.
-
-    The result is cached, because such a class doesn't change.
-    """
+    """Returns the places of wanted objects in an installed class and in its functions' globals, which don't change."""
     if str(kind.__module__).partition(".")[0] in _SKIPPED_MODULES:
         return ()
     found: list[tuple[str, Any, Any, Any]] = []

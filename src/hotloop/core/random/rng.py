@@ -1,8 +1,8 @@
-"""Every random number of a run follows from the Task's seed and a named stream.
+"""Random numbers as functions of the Task's seed and a named stream.
 
-A stream is a path such as `("order", epoch)`, `("sample", epoch, index)` or `("step", step, rank)`. Two streams of one
-seed share nothing, and a stream doesn't depend on what was drawn before it: that is what makes runs resumable,
-comparable, and independent of the number of workers.
+A stream is a path such as `("order", epoch)`, `("sample", epoch, index)` or `("step", step, rank)`. Streams are
+independent of each other and of earlier draws, so runs are resumable, comparable, and independent of the number of
+workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
 def mix_bits(x: int) -> int:
-    """The SplitMix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    """Returns SplitMix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     x = (x + _GOLDEN_RATIO) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -37,7 +37,7 @@ def seed_word(name: str) -> int:
 
 
 def seed_for(seed: int, *stream: int | str) -> int:
-    """A 63-bit seed for one stream of `seed`; equal arguments give equal seeds on every machine."""
+    """Returns the 63-bit seed of a stream, equal on all machines."""
     state = _root_word(seed, stream[0]) if stream else mix_bits(seed & _MASK)
     for part in stream[1:]:
         state = mix_bits(state ^ (seed_word(part) if isinstance(part, str) else part & _MASK))
@@ -46,21 +46,20 @@ def seed_for(seed: int, *stream: int | str) -> int:
 
 @lru_cache(maxsize=1024)
 def _root_word(seed: int, part: int | str) -> int:
-    """Where the streams whose path begins with `part` branch off: the same at each step, so it is kept."""
+    """Caches the state after the first part, which is the same at each step."""
     return mix_bits(mix_bits(seed & _MASK) ^ (seed_word(part) if isinstance(part, str) else part & _MASK))
 
 
 def generator_for(seed: int, *stream: int | str) -> torch.Generator:
-    """A CPU generator at the beginning of one stream."""
+    """Returns a CPU generator at the beginning of a stream."""
     return torch.Generator().manual_seed(seed_for(seed, *stream))
 
 
 class RandomStreams:
-    """The global generators (Python, NumPy, torch's CPU and devices), reseeded stream by stream.
+    """The global generators of Python, NumPy, torch's CPU and the devices, with one seed per stream.
 
-    Of several devices the second and later ones get seeds of their own: equal GPUs draw equal numbers from one seed.
-
-    `torch.manual_seed` does the same for all devices but takes 0.2 ms, which is too long for each step.
+    The second and later devices get other seeds, because equal GPUs draw equal numbers from equal seeds.
+    `torch.manual_seed` seeds all devices too, but its 0.2 ms are too long for each step.
     """
 
     def __init__(self, seed: int, *devices: torch.device) -> None:
@@ -70,30 +69,25 @@ class RandomStreams:
         self._others = [(str(device), _device_seeder(device)) for device in devices[1:] if device.type != "cpu"]
 
     def reseed(self, *stream: int | str) -> int:
-        """Sets all of them; returns the seed, from which further generators can be set."""
         self.reseed_python(*stream)
         return self.reseed_torch(*stream)
 
     def reseed_python(self, *stream: int | str) -> None:
-        """Python's and NumPy's generators alone."""
         seed = seed_for(self.seed, *stream)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
 
     def reseed_torch(self, *stream: int | str) -> int:
-        """Torch's generators alone; returns the seed."""
+        """Seeds torch's generators; returns the seed."""
         seed = seed_for(self.seed, *stream)
-        self._seed_torch(seed)
-        return seed
-
-    def _seed_torch(self, seed: int) -> None:
         for manual_seed in self._seeders:
             manual_seed(seed)
         for name, manual_seed in self._others:
             manual_seed(seed_for(seed, name))
+        return seed
 
     def has_drawn(self, *stream: int | str) -> bool:
-        """Whether anybody drew from Python's or NumPy's generator since `reseed(*stream)`."""
+        """Returns whether code drew from Python's or NumPy's generator since `reseed(*stream)`."""
         seed = seed_for(self.seed, *stream)
         (_, key, *rest), (_, seeded, *at_first) = (
             generator.get_state() for generator in (np.random, np.random.RandomState(seed & 0xFFFFFFFF))
@@ -106,17 +100,18 @@ class RandomStreams:
 class StepSeeds:
     """Seeds the global generators step by step.
 
-    torch's generators follow from (seed, step) at each step. Seeding Python's and NumPy's costs a step of a millisecond 2 %
-    of its time, and hardly any step draws from them. So both are seeded for step 0, and at the beginning of a span again,
-    until a step draws from one of them. That step draws what step 0 would have drawn. From the next step on both follow
-    from (seed, step), too. Whether a step has drawn is part of State: a resumed run draws the same numbers.
+    torch's generators are seeded from (seed, step) at each step. Seeding Python's and NumPy's would take 2 % of a step
+    of 1 ms, and few steps draw from them. So these two are seeded for step 0 at the beginning of each span, until a
+    step draws from them; that step draws step 0's numbers. From the next step on, they are seeded from (seed, step)
+    too. `drawn` is part of State, so a resumed run draws the same numbers.
 
     Attributes:
-        spare: False where others seed both generators between two steps, so that each step must seed them.
-        always: whether both follow from (seed, step) from the first step on, as on ranks, which may draw at different steps.
+        spare: False if other code seeds both generators between steps, so that each step must seed them.
+        always: whether both are seeded from (seed, step) from the first step on, as on ranks, which may draw at
+            different steps.
         drawn: whether a step has drawn from Python's or NumPy's generator.
-        rank: of the process whose draws they are, where ranks are to draw different numbers.
-        further: sets further generators from the seed of a step.
+        rank: included in the stream, for ranks with different numbers.
+        further: seeds further generators from the step's seed.
     """
 
     def __init__(
@@ -137,37 +132,36 @@ class StepSeeds:
         self._before: tuple[int, ...] = ()
 
     def begin_span(self) -> None:
-        """The next step seeds all."""
+        """Makes the next step seed all generators."""
         self._is_seeded = False
 
     def seed(self, step: int) -> None:
-        """What step number `step` draws follows from it, and from whether a step before it has drawn."""
         if not self._is_seeded or not self.spare or self.drawn or self.always:
             self._seed_python(step)
         self._further(self._streams.reseed_torch("step", step, self._rank))
 
     def _seed_python(self, step: int) -> None:
-        if self.marks is not None and not self.marks.are_current():  # NumPy has another global generator now
+        if self.marks is not None and not self.marks.are_current():  # the program replaced NumPy's global generator
             self.marks, self.always = None, True
         self._streams.reseed_python("step", step if self.drawn or self.always else 0, self._rank)
         self._is_seeded = True
         self._before = self.marks.read() if self.marks is not None else ()
 
     def note(self) -> None:
-        """Notes, right after a step, whether it has drawn from Python's or NumPy's generator."""
+        """Records, right after a step, whether the step drew from Python's or NumPy's generator."""
         if not self.drawn and self._is_seeded and self.marks is not None and self.marks.read() != self._before:
             self.drawn = True
 
     def seed_of(self, step: int) -> int:
-        """What `seed` seeds torch's generators with."""
+        """Returns the seed of torch's generators at a step."""
         return seed_for(self._streams.seed, "step", step, self._rank)
 
 
 class GeneratorPositions:
-    """Reads in 0.2 us how far the global Mersenne Twisters of Python and NumPy are.
+    """Reads the positions of the global Mersenne Twisters of Python and NumPy in 0.2 us.
 
-    Both libraries give their state as a copy of 2.5 KB alone, which takes as long as seeding. So the few bytes that each
-    draw and each seeding changes are read where CPython and NumPy store them.
+    Both libraries only return copies of the 2.5 KB state, which takes as long as seeding. So this class reads the few
+    bytes that each draw and each seeding changes from the memory of CPython's and NumPy's structs.
     """
 
     def __init__(self, python: Any, numpy: Any) -> None:
@@ -181,28 +175,27 @@ class GeneratorPositions:
 
     @classmethod
     def generators(cls) -> GeneratorPositions | None:
-        """The marks of the global generators; None where they lie otherwise than it is known of them."""
+        """Returns the positions of the global generators; None for unknown memory layouts."""
         try:
             return cls(random.random.__self__, _numpy_generator()) if _layouts_are_known() else None  # type: ignore[attr-defined]
         except AttributeError:
             return None
 
     def are_current(self) -> bool:
-        """Whether the global generators are those that are read."""
+        """Returns whether NumPy's global generator is still the observed one."""
         return _numpy_generator() is self._owners[1]
 
     def read(self) -> tuple[int, ...]:
-        return tuple([one.value for one in self._read])
+        return tuple([word.value for word in self._read])
 
 
 def _numpy_generator() -> Any:
-    """The bit generator of NumPy's global functions."""
     return np.random.get_bit_generator()  # type: ignore[attr-defined]
 
 
 @cache
 def _layouts_are_known() -> bool:
-    """Whether the layouts of both are as expected, tried on generators of their kinds."""
+    """Returns whether reads of new generators of both kinds give the expected values."""
     python, numpy = random.Random(1), np.random.MT19937(1)
     if type(_numpy_generator()) is not type(numpy) or sys.implementation.name != "cpython":
         return False
@@ -220,13 +213,11 @@ def _layouts_are_known() -> bool:
 def _device_seeder(device: torch.device) -> Callable[[int], object]:
     module = torch.get_device_module(device)
     generators = getattr(module, "default_generators", None)
-    if generators:
-        return generators[device.index or 0].manual_seed
-    return module.manual_seed
+    return generators[device.index or 0].manual_seed if generators else module.manual_seed
 
 
 def generator_states() -> dict[str, Any]:
-    """States of the global CPU generators, by whose they are, to be compared with ==."""
+    """Returns the global CPU generators' states by owner, for comparison with ==."""
     _, key, *rest = np.random.get_state()
     return {
         "Python's": random.getstate(),
@@ -237,7 +228,7 @@ def generator_states() -> dict[str, Any]:
 
 @contextmanager
 def preserve_generators(*devices: torch.device) -> Iterator[None]:
-    """Leaves the caller's global generators as they were found: Python's, NumPy's, torch's CPU's and the devices'."""
+    """Restores the global generators (Python, NumPy, torch's CPU and the devices) after the context."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     modules = [(torch.get_device_module(device), device) for device in devices if device.type != "cpu"]
     states = [module.get_rng_state(device) for module, device in modules]

@@ -1,4 +1,4 @@
-"""What the layers of a network compute, forward and backward: frozen, versioned records. They need no torch to be read."""
+"""Equations of a network's layers, forward and backward: frozen, versioned records, readable without torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from hotloop.core.records.training import Record
 
 
 class MatrixRecord(Record):
-    """A tensor that takes part in a layer.
+    """A tensor of a layer.
 
     Attributes:
-        name: in the layer's equations, such as `X`, `W` or `Z`.
-        shape: for this batch.
-        parameter: by which name the model knows it; empty for what isn't a parameter.
+        name: in the equations, such as `X`, `W` or `Z`.
+        parameter: the model's name for a parameter; empty for other tensors.
     """
 
     name: str
@@ -22,18 +21,17 @@ class MatrixRecord(Record):
 
 
 class Equation(Record):
-    """How one matrix is computed.
+    """The computation of one matrix.
 
     Attributes:
-        result: its name; `dW` is the gradient of `W`.
+        result: the matrix's name; `dW` is the gradient of `W`.
         text: the right side, such as `dZ^T X`.
-        shape: of the result.
-        flops: multiplications and additions, a function such as `exp` being one.
-        bytes: operands read once and the result written once, in the dtype that trains.
-        difference: the largest between this equation, in plain matrix operations in float64 on this batch, and what torch
-            and its autograd compute in float64; None where nothing was compared, as for what stands between.
-        largest: the largest number that they were compared in.
-        agrees: whether the difference is no more than rounding; None where nothing was compared.
+        flops: multiplications and additions; a function such as `exp` counts as one.
+        bytes: operands read once and the result written once, in the dtype of the training.
+        difference: largest difference between the equation (plain matrix operations, float64) and torch's result and
+            autograd in float64; None without a comparison, as for intermediate results.
+        largest: largest compared number.
+        agrees: whether the difference is within rounding; None without a comparison.
     """
 
     result: str
@@ -47,18 +45,17 @@ class Equation(Record):
 
 
 class LayerExplanation(Record):
-    """One operation of the network in one forward pass and its backward.
+    """One operation of the network, forward and backward.
 
     Attributes:
-        module: by which name the model knows the innermost module that calls it; empty for the model itself, and `(loss)`
-            outside of it.
-        kind: class of that module.
-        operation: as torch calls it, such as `linear`.
-        call: how many times the module had been called before, plus one; modules may be shared.
-        where: the user's line that led to it, as `file:line`.
-        known: whether it is explained; otherwise its matrices are all that is said of it.
-        parameters: numbers in its parameters.
-        notes: what this equation leaves out, or why nothing was compared.
+        module: name of the innermost calling module; empty for the model itself, `(loss)` outside the model.
+        kind: the module's class.
+        operation: torch's name, such as `linear`.
+        call: number of this call of the module, from 1.
+        where: the user's line, as `file:line`.
+        known: whether there are equations; otherwise only matrices are listed.
+        parameters: number of elements of its parameters.
+        notes: what the equations omit, or why there is no comparison.
     """
 
     module: str
@@ -79,21 +76,18 @@ class LayerExplanation(Record):
 
 
 class Explanation(Record):
-    """The layers of a Task's model, for one batch.
+    """The layers of a Task's model for one batch.
 
     Attributes:
-        task: its name.
         batch: shapes of the batch's tensors.
-        parameters: trainable numbers.
+        parameters: number of trainable elements.
         layers: in the order of the forward pass.
-        flops: of all equations, forward and backward.
-        bytes: likewise.
-        worst: the equation furthest from autograd, as `module: result`, with its difference over the largest number.
-        difference: that ratio.
-        gradients: how many parameters' gradients, summed over all that use them, are the ones that the network's own
-            backward gave, within the rounding of the dtype that trains; of how many.
-        unexplained: parameters whose gradients aren't, or that take part in what isn't known.
-        written: the matrices of each layer of `hotloop.arrays` that does what one of these does, by its name.
+        flops, bytes: sums over all equations.
+        worst, difference: the equation with the largest relative difference from autograd, as `module: result`, and
+            that difference.
+        gradients: number of parameters whose gradients equal the network's own backward within rounding, and of all.
+        unexplained: parameters with other gradients, or in unknown operations.
+        written: matrices of the equivalent layer of `hotloop.arrays`, by layer name.
     """
 
     version: int = 1
@@ -112,5 +106,4 @@ class Explanation(Record):
 
     @property
     def wrong(self) -> list[tuple[LayerExplanation, Equation]]:
-        """Equations that differ from autograd by more than rounding."""
-        return [(layer, one) for layer in self.layers for one in layer.equations if one.agrees is False]
+        return [(layer, equation) for layer in self.layers for equation in layer.equations if equation.agrees is False]

@@ -1,7 +1,6 @@
-"""Hardware: the facts of one machine, as frozen records. No torch, and nobody is asked here: see `probe`.
+"""Facts of one machine as frozen records; this file imports no torch and probes nothing.
 
-Every number is a `Figure`, which knows its unit and where it comes from. What isn't known is None or missing:
-it is never filled in with the number of another chip.
+Every number is a `Figure` with unit and source. Unknown numbers are None or missing, never taken from another chip.
 """
 
 from __future__ import annotations
@@ -22,21 +21,19 @@ Source = Literal["measured", "datasheet", "os"]
 
 
 class _Record:
-    """What all records here have in common: read back, an unknown field is a mistake."""
-
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
 class Figure(_Record):
-    """One number with its unit and its source.
+    """One number with its unit and source.
 
     Attributes:
         value: finite and not negative.
         unit: `flop_per_s`, `bytes_per_s`, `bytes` or `us`.
-        source: `measured` here, told by the operating system or driver (`os`), or copied from a `datasheet`.
-        when: UTC time at which it was taken, ISO 8601; empty for a datasheet.
-        how: what was measured, or which datasheet, in a few words.
+        source: `measured` here, reported by the system or driver (`os`), or copied from a `datasheet`.
+        when: UTC time, ISO 8601; empty for a datasheet.
+        how: what was measured, or which datasheet.
     """
 
     value: float
@@ -58,14 +55,13 @@ class Figure(_Record):
 
 @dataclass(frozen=True)
 class Speed(_Record):
-    """What a device achieves, as opposed to what its datasheet promises.
+    """The measured speed of a device.
 
     Attributes:
-        flop_per_s: precision -> FLOP/s of a large matrix product, a multiplication and an addition being two
-            operations. Treat as read-only.
-        memory_bandwidth: bytes/s of a large copy within the device's memory, read and written both counted.
-        launch_overhead: microseconds per operation of a long row of tiny ones: the cost of asking alone.
-        host_to_device: bytes/s of a large copy from the host's memory; None for the CPU itself.
+        flop_per_s: FLOP/s of a large matrix product by precision; a multiplication and an addition are two operations.
+        memory_bandwidth: bytes/s of a large copy within device memory, reads plus writes.
+        launch_overhead: microseconds per operation in a long sequence of tiny operations.
+        host_to_device: bytes/s of a large copy from host memory; None for the CPU.
     """
 
     flop_per_s: dict[str, Figure] = field(default_factory=dict)
@@ -78,21 +74,21 @@ class Speed(_Record):
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The inverse of `to_dict`; raises HotloopError naming the first thing that is wrong."""
+        """Reads the result of `to_dict`; raises HotloopError for the first wrong field."""
         return _validated(cls, data)
 
 
 @dataclass(frozen=True)
 class Device(_Record):
-    """One device that torch can compute on.
+    """A device that torch can compute on.
 
     Attributes:
-        name: as torch writes it: `cpu`, `cuda:0`, `mps`, `xpu:0`.
-        kind: the part before the colon. AMD GPUs are `cuda` too, as in torch.
-        model: what the maker calls it; None if it doesn't say.
-        capability: generation of an accelerator, such as `9.0` (NVIDIA) or `gfx942` (AMD).
-        precisions: those it has instructions for, in the order of `PRECISIONS`.
-        memory_total, memory_free: bytes, within the limits set for this process.
+        name: torch's name: `cpu`, `cuda:0`, `mps`, `xpu:0`.
+        kind: the part before the colon; `cuda` for AMD GPUs too, as in torch.
+        model: the maker's name; None if unknown.
+        capability: generation, such as `9.0` (NVIDIA) or `gfx942` (AMD).
+        precisions: with instructions on the device, in the order of `PRECISIONS`.
+        memory_total, memory_free: bytes, within this process's limits.
         speed: measured figures.
     """
 
@@ -112,16 +108,16 @@ class Device(_Record):
 
 @dataclass(frozen=True)
 class Processor(_Record):
-    """The CPU of a machine and how much of it this process may use.
+    """The CPU, and this process's share.
 
     Attributes:
-        model: what the maker calls it; None if it doesn't say.
+        model: the maker's name; None if unknown.
         architecture: such as `x86_64` or `arm64`.
-        vectors: its vector and matrix extensions, as torch names them.
-        kernels: the extension that torch's own CPU kernels were chosen for, such as `AVX2`.
-        physical_cores, logical_cores: of the whole machine; None if the system doesn't say.
-        allowed_cores: logical cores this process may run on (its affinity).
-        quota_cores: CPU time this process may use, in cores, as a container sets it; None without a limit.
+        vectors: vector and matrix extensions, by torch's names.
+        kernels: the extension of torch's own CPU kernels, such as `AVX2`.
+        physical_cores, logical_cores: of the machine; None if unknown.
+        allowed_cores: logical cores in this process's affinity.
+        quota_cores: CPU time limit of a container, in cores; None without a limit.
         threads: a sensible number of threads for one operation.
     """
 
@@ -141,15 +137,14 @@ class Hardware(_Record):
     """The facts of one machine.
 
     Attributes:
-        system: operating system and its release.
+        system: operating system and release.
         processor: the CPU.
-        devices: what torch can compute on, the CPU first.
-        versions: `python`, `torch`, `hotloop`; `cuda`, `rocm`, `xpu` as torch was built for;
-            `nvidia_driver`. None where there is none.
-        compiler: path of the C++ compiler that torch.compile would use; None if there is none.
-        allocator: `glibc`, where the memory of this process is its, and it can be told to keep it; else None.
-        unused_gpus: NVIDIA GPUs that the driver's own tool lists and torch can't use.
-        notes: what went differently from planned while probing, one sentence each.
+        devices: the CPU first.
+        versions: `python`, `torch`, `hotloop`; `cuda`, `rocm`, `xpu` of torch's build; `nvidia_driver`; None if absent.
+        compiler: path of the C++ compiler for torch.compile; None if absent.
+        allocator: `glibc` if the process uses it and can configure it; else None.
+        unused_gpus: NVIDIA GPUs that the driver lists and torch can't use.
+        notes: problems while probing, one sentence each.
     """
 
     system: str
@@ -162,12 +157,11 @@ class Hardware(_Record):
     notes: tuple[str, ...] = ()
 
     def device(self, name: str) -> Device | None:
-        """The device of that name; None if this machine has none."""
+        """Returns the device of that name; None if this machine has none."""
         return next((device for device in self.devices if device.name == name), None)
 
     @property
     def compiler_remedy(self) -> str:
-        """How to get a C++ compiler here."""
         if self.system.startswith("Darwin"):
             return "run xcode-select --install"
         if self.system.startswith("Windows"):
@@ -175,15 +169,14 @@ class Hardware(_Record):
         return "install g++, such as with apt-get install g++"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, with the format's name and version."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The inverse of `to_dict`, from JSON too.
+        """Reads the result of `to_dict`, from JSON too.
 
         Raises:
-            HotloopError: it isn't such a record, is of another version, or a field is missing or wrong.
+            HotloopError: another kind of record, another version, or a missing or wrong field.
         """
         found = (data.get("format"), data.get("version")) if isinstance(data, dict) else (None, None)
         if found != (FORMAT, VERSION):
@@ -196,8 +189,7 @@ class Hardware(_Record):
 
 
 def _validated(kind: type[Any], data: Any) -> Any:
-    # Imported here, since `hotloop --help` should not wait for it.
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter, ValidationError  # slow to import
 
     try:
         return TypeAdapter(kind).validate_python(data)

@@ -1,4 +1,4 @@
-"""Where the time of a training goes, and what would help: frozen, versioned records. They need no torch to be read."""
+"""Profiles of a training step and remedies: frozen, versioned records, readable without torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ TAKE_ROWS = frozenset({"aten::index", "aten::index_select", "aten::embedding"})
 
 
 class ModuleTime(Record):
-    """A module of the network in one step; times are means of the middle half of the steps measured.
+    """A module's times in one step: means of the middle half of the measured steps.
 
     Attributes:
-        name: by which its model knows it; empty for the model itself. With several models, the model's name stands
-            before: `generator.conv1`. `(loss)` and the like, in parentheses, are parts that belong to no module.
+        name: the model's name for the module; empty for the model itself. With several models, the model's name is a
+            prefix: `generator.conv1`. Names in parentheses, such as `(loss)`, are parts without a module.
         kind: its class.
         calls: per step.
-        forward_ms, backward_ms: with everything inside it; None where it couldn't be told.
-        own_forward_ms, own_backward_ms: without the modules inside it.
-        update_ms: of its weights and of those inside it; None where the optimizer's update isn't told apart by module.
-        share: of the step's time, forward and backward with everything inside it.
-        flops, bytes: of forward and backward in a step, its own operators and those inside; None where unknown.
-        limit_share: the time that this machine's measured limits allow for them, over the time taken; None if unknown.
-        fused_with: other modules that shared a kernel with it, whose time was split by their arithmetic.
+        forward_ms, backward_ms: with inner modules; None if unknown.
+        own_forward_ms, own_backward_ms: without inner modules.
+        update_ms: of its parameters, with inner modules; None if the update isn't split by module.
+        share: of the step's time, forward and backward with inner modules.
+        flops, bytes: per step, forward and backward with inner modules; None if unknown.
+        limit_share: time at this machine's measured limits over the measured time; None if unknown.
+        fused_with: modules in the same kernels; the kernels' time is split by arithmetic.
     """
 
     name: str
@@ -47,26 +47,26 @@ class ModuleTime(Record):
 
 
 class OperatorTime(Record):
-    """What one operator takes in one step, at one place, with one kind of input.
+    """An operator's time in one step, at one place, with one kind of input.
 
     Attributes:
-        name: as torch calls it, such as `aten::convolution_backward`.
+        name: torch's name, such as `aten::convolution_backward`.
         phase: of the step.
-        module: whose forward it is, or whose forward made this backward; empty where none did.
-        where: the user's line that called it, or whose forward made this backward, as `file:line`; empty if unknown.
-        function: that this line is in.
-        calls, ms: per step, without operators inside it; on an accelerator the time of its kernels.
-        shapes: of its inputs, such as `8x10x28x28`.
-        dtype: of its first floating-point input, such as `float32`; empty if it has none.
-        device: where it ran.
-        flops, bytes: per step; None where unknown.
-        line_runs: how often that line ran in a step, as Python ran it; None where that wasn't seen.
-        used: whether its result took part in a backward; None where that doesn't matter or isn't known.
-        copies: from and to which device, such as `cpu>cuda:0`, for copies between devices; empty otherwise.
-        within: an optimizer's `step` or `zero_grad` that called it; empty if neither did.
-        outer: the outermost of torch's own operators, such as `aten::one_hot`, inside of which it ran; empty for none.
-        hooked: whether the user's own Python called it in a backward, between what autograd computes, as hooks do.
-        alike: how many modules like this one, or like one that it is in, were given the same input or slices of it; or 0.
+        module: the module of the forward, or of the backward's forward; empty without one.
+        where: the user's line of the call, or of the backward's forward, as `file:line`; empty if unknown.
+        function: the function of this line.
+        calls, ms: per step, without inner operators; on an accelerator the kernels' time.
+        shapes: of the inputs, such as `8x10x28x28`.
+        dtype: of the first floating-point input; empty without one.
+        device: of the computation.
+        flops, bytes: per step; None if unknown.
+        line_runs: executions of the line per step; None if unobserved.
+        used: whether a backward used the result; None if irrelevant or unknown.
+        copies: source and target of a copy between devices, such as `cpu>cuda:0`.
+        within: the optimizer's `step` or `zero_grad` that called the operator.
+        outer: the outermost enclosing torch operator, such as `aten::one_hot`.
+        hooked: whether the user's Python called the operator within a backward, as hooks do.
+        alike: number of modules like this one, or like its parent, with the same input or slices of it; or 0.
     """
 
     name: str
@@ -91,17 +91,17 @@ class OperatorTime(Record):
 
 
 class LineTime(Record):
-    """A line on the stack of the thread that trains, from samples of that stack taken during steps.
+    """A line on the stack of the training thread, from samples of the stack.
 
     Attributes:
-        where: as `file:line`; lines of the user's own files, and of libraries only where `library` says so.
-        function: that the line is in.
-        library: the library whose code it called into when sampled (`torch`, `PIL`, `matplotlib`); empty for none.
-        phase: of the step at that instant.
-        ms: per step, with everything that the line called.
-        own_ms: without other lines of the user's.
-        within: the line of the user's that its function was called from, most of the time; empty where there is none.
-        looks: samples that `own_ms` comes from; None where nobody counted.
+        where: `file:line` of the user's code; of a library's code only where `library` says so.
+        function: the line's function.
+        library: the called library in the samples (`torch`, `PIL`, `matplotlib`); empty for none.
+        phase: of the step.
+        ms: per step, with calls.
+        own_ms: without other lines of the user.
+        within: the user's line that most often called the function; empty for none.
+        looks: number of samples behind `own_ms`; None if uncounted.
     """
 
     where: str
@@ -115,9 +115,9 @@ class LineTime(Record):
 
 
 class GroupTime(Record):
-    """A parameter group; `ms` of its update is None where torch updates all groups in one go.
+    """A parameter group; the update's `ms` is None if torch updates all groups together.
 
-    Groups with the same number of `settings` are updated in the same way, whichever optimizer of a kind they belong to.
+    Groups with the same number of `settings` have the same kind of update.
     """
 
     name: str
@@ -128,17 +128,17 @@ class GroupTime(Record):
 
 
 class OptimizerUse(Record):
-    """An optimizer as it was used.
+    """An optimizer in use.
 
     Attributes:
-        kind: its class; `by hand` for updates written out in the loop.
-        where: the line that steps it.
-        implementation: `forloop`, `foreach`, `fused`, or empty if it has no such choice.
-        groups: per parameter group, its name or number, how many tensors and numbers it holds, and its update's ms.
+        kind: its class; `by hand` for updates in the loop.
+        where: the line that calls `step`.
+        implementation: `forloop`, `foreach`, `fused`, or empty without a choice.
+        groups: the parameter groups.
         steps: calls per training step.
         ms: per training step.
-        evaluations: how often a call runs the closure that it is given; 0 where there is none.
-        made: of its calls, the part that another one of its kind gets, made in its place.
+        evaluations: calls of the closure per call; 0 without one.
+        made: share of the calls that a newly created optimizer of the same kind receives.
     """
 
     kind: str
@@ -152,25 +152,26 @@ class OptimizerUse(Record):
 
 
 class LoaderUse(Record):
-    """A DataLoader as it was used for training.
+    """A DataLoader in use.
 
     Attributes:
-        where: the line that draws batches from it.
-        dataset: class of its data set.
-        sample_where: `file:line` of `__getitem__` or `__iter__`; `where` if a library's; empty if torch's own or not Python.
-        collate_where: where the user's own function puts a batch together; empty if there is none.
-        samples: in the data set; None where it doesn't say.
-        stream: whether it gives samples in an order of its own, by no numbers.
-        batch_size: samples that the loader asks for at a time; None where it hands on what the data set gives.
-        sample_ms: of one call of the data set, which makes one sample or a whole batch, where that is done in this process.
-        at_once: whether one call makes a whole batch.
-        share: of the steps, for each that draws from the loader used most, how many draw from this one.
-        draws: batches in a step that draws any.
-        batches: until it begins anew; None where that isn't known.
-        opened: times in a step that it begins anew, at the line `opened_where`.
-        drawing_ms: in a step, as the loader was seen to take; None where nobody looked.
-        opening_ms: of that, until the first sample is asked for, with workers until they gave the first batch.
-        evaluating_ms: of that, where the network is in evaluation mode or gradients don't count.
+        where: the line that takes batches.
+        dataset: class of the data set.
+        sample_where: `file:line` of `__getitem__` or `__iter__`; `where` for a library's; empty for torch's own or
+            non-Python.
+        collate_where: the user's collate function; empty without one.
+        samples: in the data set; None if unknown.
+        stream: whether the data set is iterable-style.
+        batch_size: samples per batch; None if the data set returns batches.
+        sample_ms: of one call of the data set in this process.
+        at_once: whether one call returns a whole batch.
+        share: batches of this loader over those of the most used loader.
+        draws: batches per step with any.
+        batches: per pass; None if unknown.
+        opened, opened_where: new passes per step, and their line.
+        drawing_ms: loader's time per step; None if unmeasured.
+        opening_ms: of that, until the first sample is requested, or until workers return the first batch.
+        evaluating_ms: of that, in evaluation mode or without gradients.
     """
 
     where: str
@@ -195,7 +196,7 @@ class LoaderUse(Record):
 
 
 class TimeOutsideSteps(Record):
-    """Time outside training steps, or at most once in many of them; seconds of the part of the run that was watched."""
+    """Seconds outside training steps, or of rare actions, in the observed part of the run."""
 
     warm_up_s: float = 0.0
     compile_s: float = 0.0
@@ -206,13 +207,14 @@ class TimeOutsideSteps(Record):
 
 
 class RareUpdate(Record):
-    """An optimizer that steps beside the one that ends a step, but in less than half of the steps, as a GAN's generator.
+    """An optimizer that steps in less than half of the steps, such as a GAN's generator.
 
     Attributes:
-        kind, where: its class and the line that steps it; of several that step together all of the first, one of the second.
-        every: so many steps, on average.
-        ms: by which such a step is longer than the others, on top of `step_ms`; None where none was measured.
-        phases: ms of each phase that make it longer.
+        kind, where: its class and line; of several that step together, all classes of the first and a line of the
+            second.
+        every: average number of steps between updates.
+        ms: extra time of such a step over `step_ms`; None if unmeasured.
+        phases: ms of each phase of the extra time.
     """
 
     kind: str
@@ -223,15 +225,15 @@ class RareUpdate(Record):
 
 
 class ThreadUse(Record):
-    """How the process used the cores.
+    """The process's use of cores.
 
     Attributes:
         torch: threads of one operation.
-        cores: that this process may use.
-        busy: cores that this process kept busy on average, from its CPU time.
-        others: cores that other programs kept busy.
-        slower: how many times as long operations take with so many threads as with fewer, where that was measured here.
-        where: the line that says how many; empty if none does.
+        cores: allowed cores.
+        busy: cores in use on average, from CPU time.
+        others: cores in use by other programs.
+        slower: duration of operations relative to fewer threads, if measured.
+        where: the line that sets the number; empty for none.
     """
 
     torch: int
@@ -243,8 +245,8 @@ class ThreadUse(Record):
 
 
 class PagingRecord(Record):
-    """Pages of memory that the system gives to a clean step, each zeroed before, where the process could keep them (glibc);
-    and milliseconds of processors' time that the system took in it, for them and for all else.
+    """Memory pages that the system zeroes and assigns in a clean step although the process could keep them (glibc), and
+    milliseconds of the system's CPU time in the step.
     """
 
     pages: float
@@ -252,9 +254,9 @@ class PagingRecord(Record):
 
 
 class HardwareLimits(Record):
-    """What this machine was measured to reach on the device that trains; None where it wasn't measured.
+    """Measured limits of the training device; None if unmeasured.
 
-    `busy` says that other programs used the machine meanwhile, so that the machine reaches more: nothing is judged by that.
+    `busy`: other programs used the machine, so the limits are too low and no judgement uses them.
     """
 
     flop_per_s: dict[str, float] = Field(default_factory=dict)
@@ -265,13 +267,13 @@ class HardwareLimits(Record):
 
 
 class RankTime(Record):
-    """One of the ranks that share a step.
+    """One rank's step.
 
     Attributes:
-        step_ms: as it has it by its own clock.
-        phases: ms per step, which add up to that.
-        waiting_ms, communication_ms: per step, as a training counts them: with what goes on while the rank computes, and
-            with steps that only come now and then. None where torch sends by itself, which nobody counts.
+        step_ms: by the rank's own clock.
+        phases: ms per step; their sum is `step_ms`.
+        waiting_ms, communication_ms: per step as a training counts them, also in parallel with computation and in rare
+            steps. None where torch communicates by itself.
     """
 
     step_ms: float | None
@@ -281,17 +283,17 @@ class RankTime(Record):
 
 
 class Remedy(Record):
-    """What would help.
+    """A way to make the step faster.
 
     Attributes:
-        cause: what is wrong, in a few words.
+        cause: the problem in a few words.
         where: `file:line` or a module's name.
-        remedy: what to do: the axis of a plan to set, or what to write instead.
-        gain: share of the step that it can win (Amdahl on the measured shares), 0 to 1.
-        evidence: the numbers that say so, in one sentence.
-        axes: of a plan that do it; empty where the user's own line must change.
-        note: whether it costs too little here to count.
-        won: the ratio that a race with these axes found, with its interval; None where it wasn't raced.
+        remedy: the plan axis to set, or the code to write.
+        gain: largest possible share of the step (Amdahl, measured shares), 0 to 1.
+        evidence: the measured numbers, in one sentence.
+        axes: of a plan; empty where the user's code must change.
+        note: whether the gain is too small to count.
+        won: ratio and interval of a race with these axes; None without a race.
     """
 
     cause: str
@@ -305,39 +307,39 @@ class Remedy(Record):
 
 
 CTRL_C = "Ctrl-C"
-"""What stopped the measuring of a Task."""
+"""Value of `Profile.stopped` after an interruption."""
 
 
 class Profile(Record):
-    """Where the time of a training step goes.
+    """The times of a training step.
 
     Attributes:
         source: the Task's reference, or the script.
-        busy: what to say of other programs that used the cores meanwhile, and what to do; empty where they don't count.
-        plan: in brief; empty for a script.
-        engine, device: of the plan; a script's engine is PyTorch's, `eager`.
-        steps: training steps watched; 0 where steps couldn't be told apart, and times are then of the whole watched part.
+        busy: a remark on other programs that used the cores; empty if they don't matter.
+        plan: a short description; empty for a script.
+        engine, device: of the plan; a script's engine is `eager`.
+        steps: observed training steps; 0 if no steps were recognised, and times are of the whole observed part.
         step_where: the line that ends a step.
-        step_ms: median wall time of the clean steps, from one step's end to the next's, what is `apart` left out.
-        phases: ms per step, which add up to the instrumented steps' wall time scaled to `step_ms`.
-        attributed: share of the step in phases other than `unattributed`, 0 to 1.
-        samples_per_step, batch, one_batch: how many or None, their shapes, and whether they are the same in each step.
-        bound: with `bound_evidence`, sentences with the numbers behind it.
-        identities: shapes of matrices that rows are taken of, `3000x3000`, of which there are none but identity matrices.
-        functions: each at its first line, of a script that has no steps; ms, and those of its lines, are of the whole run.
-        reduced: the format of fewer bits in which products of float32 are computed by torch's settings, such as `tf32`, by
-            class of operators: `matmul`, `conv`, `rnn`; empty where all are in fp32.
-        flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
+        step_ms: median wall time between the ends of clean steps, without `apart`.
+        phases: ms per step; instrumented times, scaled to the sum `step_ms`.
+        attributed: share of the step outside `unattributed`, 0 to 1.
+        samples_per_step, batch, one_batch: number of samples (or None), shapes, and whether each step has the same
+            batch.
+        bound, bound_evidence: the limit, and sentences with its numbers.
+        identities: shapes, such as `3000x3000`, at which all matrices that rows are taken from are identity matrices.
+        functions: of a script without steps, each at its first line; ms of the whole run.
+        reduced: format of float32 products by operator class, where torch's settings use fewer bits.
+        flops, bytes: per step; `limit_ms` is their time at this machine's measured limits.
         peak_memory_bytes: of the device, or of the process on the CPU.
-        candidates: remedies that only a measurement tells, such as compiling; they are no advice before one.
-        compiled: the race of the compiled network against the eager network; None without `--try`.
-        advice: lines that are no remedies: what to measure next, and what a measurement spoke against.
-        ranks: that share the step, by number; none of one process. All else but `samples_per_step` is the first one's own.
-        slowest: the rank that the others wait for: it spends least in waiting and communication; None of one process.
-        trace: file of the Chrome trace, if one was written.
+        candidates: remedies that need a measurement, such as compilation.
+        compiled: compiled against eager network; None without `--try`.
+        advice: what to measure next, and what a measurement excluded.
+        ranks: by number; empty for one process. All other fields except `samples_per_step` are of rank 0.
+        slowest: the rank with the least waiting and communication; None for one process.
+        trace: the Chrome trace's file.
         exit_code: of the script; None for a Task.
-        stopped: why watching ended before the script did, or a Task had all its steps; empty if it didn't.
-        notes: what couldn't be seen, and why.
+        stopped: why the observation ended early; empty otherwise.
+        notes: what couldn't be observed, and why.
     """
 
     version: int = 1
@@ -394,4 +396,4 @@ TimeOutsideSteps.model_rebuild()
 Profile.model_rebuild()
 
 COUNTS = 0.05
-"""Share of the step from which on something is worth a remedy; below, it's a note at most."""
+"""Smallest share of the step that makes a finding a remedy and not a note."""

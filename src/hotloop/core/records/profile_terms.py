@@ -1,4 +1,4 @@
-"""What a training loop does again and again that costs more than it gives."""
+"""Slow patterns, phases and bounds of a training step."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from hotloop.core.records.training import Record
 
 
 class SlowPattern(Record):
-    """Something that the loop does again and again, as it was seen to happen; not what its text says.
+    """A repeated action of the training loop that costs more than it gives, as observed at run time.
 
     Attributes:
-        what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
-            `carried graph`: such a one that later backwards go through as well, and so have more to do each time;
-            `retained graph`: a backward that keeps a graph that nobody walks again;
-            `created graph`: one that makes a graph of itself, and is the last of its step;
-            `wasted forward`: a forward whose graph no backward walked, of a network that is trained on the same inputs;
-            `unused graph`: such a one of other inputs, or of a network that isn't trained;
-            `evaluation`: a forward that no backward walks, of a network that is trained in the step: in evaluation mode, or
-            without a graph of inputs that it is trained on;
-            `autograd in evaluation`: a forward in evaluation that builds graphs which no backward walks;
-            `repeated forward`: a forward of the same network on the same inputs with the same outputs, both trained on;
-            `recomputed forward`: one that runs again within the backward, as checkpointing of activations has it;
-            `shared graph`: a backward that walks nodes of an earlier one of the same step, and adds to its gradients;
-            `unused gradients`: of parameters that no optimizer steps, and that stay as they are;
-            `cleared gradients`: of a network that a backward goes through, cleared before its optimizer steps;
-            `unread gradients`: of the weights of such a network, whose inputs need gradients;
+        what: `kept graph`: a loss whose graph lives several steps; memory grows by `bytes` each step;
+            `carried graph`: a kept graph that later backwards traverse again;
+            `retained graph`: a backward that retains a graph without a second backward;
+            `created graph`: a backward with `create_graph` that is the last of its step;
+            `wasted forward`: a forward without a backward, of a network that is trained on the same inputs;
+            `unused graph`: a forward without a backward, of other inputs or an untrained network;
+            `evaluation`: a forward without a backward of a trained network, in evaluation mode or without a graph;
+            `autograd in evaluation`: a forward in evaluation that builds graphs without a backward;
+            `repeated forward`: a second forward of a network with the same inputs and outputs, both trained;
+            `recomputed forward`: a forward within the backward, as in activation checkpointing;
+            `shared graph`: a backward through nodes of an earlier backward of the step, which adds to its gradients;
+            `unused gradients`: of parameters that no optimizer updates;
+            `cleared gradients`: of a network, cleared before its optimizer steps;
+            `unread gradients`: of the weights of a network whose input gradients are needed;
             `argument validation`: checks of torch.distributions;
-            `input gradients`: of other tensors, which nobody asked for by `torch.autograd.grad`;
+            `input gradients`: of other tensors, without a request by `torch.autograd.grad`;
             `hook`: torch's anomaly detection;
-            `profiler`: a profiler of the script's own;
-            `garbage collection`: of Python's;
-            `checkpoint`: what `torch.save` writes.
+            `profiler`: a profiler in the script;
+            `garbage collection`: Python's;
+            `checkpoint`: `torch.save`.
         where: the line.
-        per_step: times in a step; gradients, of which some are unused.
-        call_us: what a tiny operator takes meanwhile, and `calls`, how many operators there are; for `profiler` alone.
-        ms: what it takes per step, where it can be told.
+        per_step: occurrences per step; for unused gradients, their number.
+        call_us, calls: for `profiler`: duration of a tiny operator, and the number of operators.
+        ms: per step; None if unknown.
         bytes: per step.
     """
 
@@ -84,21 +83,21 @@ Phase = Literal[
     "python",
     "unattributed",
 ]
-"""What a step does, at each instant one of them.
+"""What a step does; each instant belongs to one phase.
 
-- `data`: waiting for the next batch: the loader, the samples, the workers, collating.
-- `batch`: making the batch out of what came: transforms and augmentation in the loop.
-- `copy`: tensors going from the host to a device or back.
-- `forward`: of the modules, from entering the outermost to leaving it.
-- `loss`: what autograd sees between forward and backward.
+- `data`: waiting for the next batch: loader, samples, workers, collating.
+- `batch`: transforms and augmentation of a batch in the loop.
+- `copy`: tensors copied between host and device.
+- `forward`: from entering to leaving the outermost module.
+- `loss`: autograd operations between forward and backward.
 - `backward`: gradients.
-- `update`: the optimizer's step and zeroing of gradients, gradient clipping, schedule, average.
+- `update`: optimizer step, zeroing and clipping of gradients, schedule, average.
 - `logging`: metrics, printing, writing files and pictures.
-- `synchronisation`: waiting for a device, as `.item()` does.
-- `waiting`: of a rank, until the others have come to the same place.
-- `communication`: between processes, as far as nothing is computed meanwhile.
-- `python`: Python of the loop itself.
-- `unattributed`: the rest; never hidden.
+- `synchronisation`: waiting for a device, as in `.item()`.
+- `waiting`: of a rank for other ranks.
+- `communication`: between processes, without concurrent computation.
+- `python`: Python code of the loop.
+- `unattributed`: the rest.
 """
 
 Bound = Literal[
@@ -112,4 +111,4 @@ Bound = Literal[
     "communication",
     "unknown",
 ]
-"""What holds a step up; `overhead` is Python and launches."""
+"""What limits a step; `overhead` is Python and launches."""

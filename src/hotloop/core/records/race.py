@@ -1,4 +1,4 @@
-"""What was proven and measured of plans: frozen, versioned records. They need no torch to be read."""
+"""Results of proofs and races: frozen, versioned records, readable without torch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from hotloop.core.records.training import Record
 from hotloop.plan import Plan
 
 ParityClass = Literal["bitwise", "fp32-equivalent", "reduced-precision", "unproven", "broken"]
-"""How true a plan's result is, against the baseline: from the best to the worst."""
+"""The class of a plan's numerical agreement with the baseline, from best to worst."""
 
 TRUSTED_CLASSES = ("bitwise", "fp32-equivalent")
-"""Classes of plans that may be chosen without asking."""
+"""Classes that automatic choices accept."""
 
 STATES = 16
-"""From so many states single steps are compared; of a shorter training from all, and then the proof is of that alone."""
+"""Number of states at which a proof compares single steps; a shorter training is compared at all its states."""
 
 MARGIN = 0.02
-"""Plans whose times differ by less than this are as good as equal: nobody would change a plan for it."""
+"""Smallest relevant difference between step times, as a share."""
 
 FIRST_PAIRS, FAR_BEHIND = 4, 0.05
-"""What a search looks at before it leaves a plan out, and by how much that must be behind while pairs are so few."""
+"""Number of pairs after which a search may drop a plan, and the lag that is required with so few pairs."""
 
 FAR_SLOWER = 2
-"""Times as long as another, for which a search leaves a plan out after still fewer pairs."""
+"""Ratio of times at which a search drops a plan after still fewer pairs."""
 
 
 class TensorError(Record):
-    """How far a tensor was off, against the same step in float64.
+    """A tensor's error against the same step in float64.
 
     Attributes:
-        what: `loss`, `gradient`, `update` (a parameter after the step minus before), `optimizer`, `buffer`, `average`.
+        what: `loss`, `gradient`, `update` (change of a parameter), `optimizer`, `buffer`, `average`.
         name: of the parameter or buffer.
-        error: the median over the states, as a share of the tensor's size.
-        floor: the worst of the baselines that differ harmlessly, measured the same way.
-        ratio: error over floor; at most 1 or so where the plan is as true as the baseline.
+        error: median over the states, relative to the tensor's size.
+        floor: the largest such error of the harmless variants of the baseline.
+        ratio: error over floor; about 1 or less for a plan as accurate as the baseline.
     """
 
     what: str
@@ -49,17 +49,17 @@ class TensorError(Record):
 
 
 class Convergence(Record):
-    """Whether a plan's training ends where the baseline's does, over several seeds.
+    """A comparison of final figures of a plan and the baseline, over several seeds.
 
     Attributes:
-        what: the figure, `validation_loss` or `train_loss`, after `epochs`.
-        baseline, plan: it for each seed, in the same order; the plan's lacks the last one where it ended in between.
-        difference: mean of the plan's minus the baseline's; `low` and `high` are the ends of its 90 % interval. None
-            where a training failed, or fewer than three seeds were trained both ways.
-        margin: what a difference may be: the spread of the baseline over the seeds, at least 1 % of its figure.
-        equivalent: whether the whole interval lies within the margin: two one-sided tests at 5 % (Schuirmann: A
-            comparison of the two one-sided tests procedure and the power approach, 1987).
-        ended_by: what kept it from training with the other seeds, and `ended` the same in words; None where all were.
+        what: the compared figure after `epochs`: `validation_loss` or `train_loss`.
+        baseline, plan: the figure for each seed; the plan's last one is missing if its training ended early.
+        difference: mean of plan minus baseline; `low` and `high` are its 90 % interval. None after a failed training,
+            or with fewer than three seeds.
+        margin: the allowed difference: the baseline's spread over the seeds, at least 1 % of the figure.
+        equivalent: whether the interval lies within the margin: two one-sided tests at 5 % (Schuirmann: A comparison of
+            the two one-sided tests procedure and the power approach, 1987).
+        ended_by, ended: why seeds are missing, as a code and in words; None for complete results.
     """
 
     what: str
@@ -77,21 +77,20 @@ class Convergence(Record):
 
 
 class Parity(Record):
-    """Whether a plan's result is as true as the baseline's.
+    """The result of a parity proof.
 
     Attributes:
-        plan: in brief.
-        parity: the class; `reason` says why, in one sentence.
-        states: from how many states of the baseline's path single steps were compared.
-        free_steps: steps of the free run that came after; 0 if it wasn't reached.
+        plan: a short description.
+        parity, reason: the class, and its reason in one sentence.
+        states: number of the baseline's states at which single steps were compared.
+        free_steps: steps of the free run; 0 without one.
         errors: worst first.
-        arithmetic: the format of the fewest bits in which each class of operators computes products: `matmul`, `conv`, `rnn`.
-        reductions: what of that has fewer bits than the baseline's, in words.
-        first: the first tensor that went wrong, and at which step; None where nothing did.
-        convergence: where it was asked for.
-        seconds: what the proof took.
-        short_of_memory: whether it is unproven for lack of memory or of room on the disk, of which there may be enough
-            another time, or since a compiler was killed or lacks parts.
+        arithmetic: format with the fewest bits of each operator class (`matmul`, `conv`, `rnn`).
+        reductions: descriptions of formats with fewer bits than the baseline's.
+        first: the first wrong tensor and its step; None without one.
+        convergence: None if it wasn't requested.
+        short_of_memory: whether the proof failed for a passing reason: memory, disk space, or a killed or incomplete
+            compiler.
     """
 
     version: int = 1
@@ -111,33 +110,30 @@ class Parity(Record):
 
 
 class Timing(Record):
-    """How fast a plan was, beside the baseline in the same race.
+    """A plan's speed, measured against the baseline in the same race.
 
     Attributes:
-        name: as it was asked for, such as `baseline`, `auto` or `mine.toml`.
-        plan: its axes.
-        step_ms: the baseline's is the median over its windows; that of another plan is this over `ratio`, since a plan
-            that was left out early had other windows, in which the machine may have been faster or slower.
-        samples_per_s: at that time of a step.
-        ratio: median of the baseline's time over this plan's, window by window; above 1 is faster. `ratio_low` and
-            `ratio_high` are the ends of its 99 % interval.
-        windows: pairs of windows that the ratio is from.
-        parity: its class against the baseline on its own device, and `parity_reason`; None where it wasn't asked for.
-            `states` says from how many states single steps were compared for it.
-        startup_s: from the Task to the first step, without compiling; `estimate_compile_s` compiling alone.
-        compile_warm_s: compiling once more, with what was kept of the first time; None where nobody asked.
-        looking_ms: what each step bears of seeing once in an epoch whether callbacks have changed what was compiled; it's
-            neither in `step_ms` nor in `ratio`.
-        run_s: time to finish this run of the Task, with all three; None where its number of steps is unknown.
-        pays_after: steps after which the plan has won back what it costs to start and compile; None if it never does.
-        peak_memory_bytes: the most that one step held at a time, beyond what was there before it.
-        feed_ms: what a batch takes to come onto the device, loaded and copied, with no step waiting for it.
-        verdict: `faster`, `slower` or `no difference` against the baseline; None with too few pairs to say.
-        left_out: whether it was left out before the end, clearly behind the baseline or another plan; a search does that
-            after so few pairs that there may be no verdict.
-        failure: why it couldn't be run or measured; then figures are None. `short_of_memory` says that it, or its proof,
-            lacked memory or room on the disk, of which there may be enough another time, or that a compiler was killed or
-            lacks parts.
+        name: as the user requested it, such as `baseline`, `auto` or `mine.toml`.
+        step_ms: median over the baseline's windows; for other plans the baseline's value over `ratio`, because a
+            dropped plan ran in other windows than the baseline's later ones.
+        samples_per_s: at `step_ms`.
+        ratio: median over pairs of windows of the baseline's time over this plan's time; above 1 is faster. `ratio_low`
+            and `ratio_high` are its 99 % interval.
+        windows: number of pairs of windows.
+        parity, parity_reason: the class against the baseline on the same device; None without a proof.
+        states: number of states of the proof.
+        startup_s: from the Task to the first step, without compilation.
+        compile_s, compile_warm_s: compilation without and with a filled cache; None if unmeasured.
+        looking_ms: a step's share of the check for callbacks' changes, once an epoch; excluded from `step_ms` and
+            `ratio`.
+        run_s: time to finish this run including start and compilation; None for an unknown number of steps.
+        pays_after: steps that compensate a longer start; None if no number of steps does.
+        peak_memory_bytes: maximum of one step beyond the memory before the step.
+        feed_ms: time to load and copy a batch to the device without a step in parallel.
+        verdict: against the baseline; None with too few pairs.
+        left_out: whether the search dropped the plan early, clearly behind another plan; the verdict may be None then.
+        failure: why the plan has no figures.
+        short_of_memory: whether the failure may pass: memory, disk space, or a killed or incomplete compiler.
     """
 
     name: str
@@ -166,48 +162,47 @@ class Timing(Record):
 
     @property
     def as_plan(self) -> Plan:
-        """Its axes as a plan to train with; a PlanError where they are those of another version of hotloop."""
+        """The axes as a Plan; raises PlanError for axes of another version of hotloop."""
         return Plan(**self.plan)
 
     @property
     def decided(self) -> bool:
-        """Whether it is known to be faster, slower, or as good as equal; False where more windows could change that."""
+        """Whether the verdict is final: faster, slower, or an interval within `MARGIN`."""
         if self.verdict != "no difference" or self.ratio_low is None or self.ratio_high is None:
             return self.verdict is not None
         return self.ratio_low > 1 / (1 + MARGIN) and self.ratio_high < 1 + MARGIN
 
     @property
     def behind(self) -> bool:
-        """Whether it was found slower than the baseline, or left out by as much as it would have been beside that alone."""
+        """Whether the plan is slower than the baseline, or was dropped far behind the baseline."""
         clearly = 1 - FAR_BEHIND if self.windows >= FIRST_PAIRS else 1 / FAR_SLOWER
         return self.verdict == "slower" or (self.left_out and (self.ratio or 1.0) < clearly)
 
     @property
     def starts_s(self) -> float:
-        """Seconds from the Task to the first step, with compiling for the first time."""
+        """Seconds from the Task to the first step, with a first compilation."""
         return (self.startup_s or 0.0) + (self.compile_s or 0.0)
 
     @property
     def training_s(self) -> float:
-        """Seconds of a step in training, with what it bears of looking."""
+        """Seconds of a training step, with its share of the check for callbacks' changes."""
         return ((self.step_ms or 0.0) + self.looking_ms) / 1e3
 
     @property
     def gain(self) -> float:
-        """How many times as fast as with the baseline training goes on, once it has started; 1 where that isn't known."""
+        """Speed of training relative to the baseline after the start; 1 if unknown."""
         return (self.ratio or 1.0) * (self.step_ms / 1e3 / self.training_s if self.step_ms else 1.0)
 
     def proven(self, parity: Parity) -> Timing:
-        """With what its proof found."""
         found = {"parity": parity.parity, "parity_reason": parity.reason, "states": parity.states}
         return self.model_copy(update=found | {"short_of_memory": parity.short_of_memory})
 
     def proven_for(self, steps: int | None) -> bool:
-        """Whether its proof is of a training as long as that: one of a few steps says nothing of those that come later."""
+        """Returns whether the proof covers a training of so many steps."""
         return self.states >= STATES or (steps is not None and steps <= self.states)
 
     def finishes(self, steps: int | None) -> float:
-        """Seconds that a run of so many steps takes from now on, what was compiled before being kept; or a step's."""
+        """Returns the seconds of a run of `steps` from now on, with a filled compile cache; for None, of a step."""
         if self.step_ms is None:
             return float("inf")
         if steps is None:
@@ -216,23 +211,21 @@ class Timing(Record):
         return (self.startup_s or 0.0) + (compile_s or 0.0) + steps * self.training_s
 
     def saves_s(self, other: Timing, steps: int | None) -> float:
-        """Seconds that such a run finishes before one under another plan."""
         return other.finishes(steps) - self.finishes(steps)
 
 
 class Verdict(Record):
-    """What a race found.
+    """The result of a race.
 
     Attributes:
-        task: its name; `fingerprint` tells it from others of that name.
-        plans: one for each plan, in the order asked for.
-        baseline: name of the plan that the ratios are against.
-        winner: name of the trusted plan that finishes this run first; None where too little was measured to say.
+        task, fingerprint: the Task's name, and its hash.
+        plans: in the requested order.
+        baseline: name of the plan that the ratios refer to.
+        winner: name of the trusted plan that finishes this run first; None with too few measurements.
         steps: of the whole run; None for a stream of unknown length.
-        left_open: of a search that ends with the baseline, whether nothing speaks against the plan of the rules.
-        notes: what there is to know, such as that the machine was busy.
-        machine, versions: what it was measured on and with.
-        ended_by: the signal that stopped the proof, after which nothing wins, and `ended` the same in words; None without.
+        left_open: whether a search that chose the baseline has no evidence against the plan of the rules.
+        machine, versions: where and with which versions the race ran.
+        ended_by, ended: the signal that stopped the proof, and a description; then there is no winner.
     """
 
     version: int = 1
@@ -255,7 +248,7 @@ class Verdict(Record):
 
 
 def with_payoff(timing: Timing, baseline: Timing) -> Timing:
-    """With the steps that win back what it costs more to start and compile than the baseline, where it is faster."""
+    """Returns the timing with `pays_after`: the steps that compensate a longer start than the baseline's."""
     saves_s = baseline.training_s - timing.training_s
     if timing.verdict != "faster" or saves_s <= 0:
         return timing.model_copy(update={"pays_after": None})
@@ -264,13 +257,13 @@ def with_payoff(timing: Timing, baseline: Timing) -> Timing:
 
 
 def best_plan_name(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | None:
-    """Name of the plan to choose: of the baseline and those shown to be faster, the one that finishes the run first.
+    """Returns the name of the plan that finishes the run first: the baseline or a plan with the verdict `faster`.
 
     Args:
-        proven: leave out plans whose parity isn't trusted.
+        proven: exclude plans whose parity isn't trusted.
 
     Returns:
-        None where too little was measured to say.
+        None with too few measurements.
     """
     base = next(timing for timing in plans if timing.name == baseline)
     if all(timing.failure for timing in plans if timing is not base):
@@ -283,15 +276,14 @@ def best_plan_name(plans: Sequence[Timing], baseline: str, *, proven: bool) -> s
 
 
 class Crossover(Record):
-    """Where a plan overtakes the baseline, or falls behind it, as a Task grows.
+    """The size of a Task at which a plan overtakes the baseline, or falls behind.
 
     Attributes:
-        name: of the plan.
-        at: the size at which both take the same time, between one where the plan was shown to be faster and one where it
-            was shown to be slower; None where no two sizes raced are such.
-        low, high: the sizes between which the ratio's interval holds 1.
-        faster: on which side of it the plan is.
-        reason: what decides it, in words.
+        at: size with equal times, between a size with verdict `faster` and a size with `slower`; None without such
+            sizes.
+        low, high: the sizes between which the ratio's interval contains 1.
+        faster: the side on which the plan is faster.
+        reason: the cause, in words.
     """
 
     name: str
@@ -306,10 +298,10 @@ class RaceScaling(Record):
     """Races of the same plans at several sizes of a Task.
 
     Attributes:
-        parameter: of the file's `task(...)` that was changed; `values` are its values, in the order asked for.
-        races: one for each value.
-        crossings: of each plan but the baseline, in the order of sizes; one without a size where it has none.
-        ended_by: what kept it from going on to the other sizes, and `ended` the same in words; None where all were raced.
+        parameter, values: the varied argument of the file's `task(...)`, and its values in the requested order.
+        races: one per value.
+        crossings: of each plan except the baseline, by size; an entry without a size for plans without a crossover.
+        ended_by, ended: why sizes are missing, as a code and in words; None for complete results.
     """
 
     version: int = 1

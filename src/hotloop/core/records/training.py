@@ -1,4 +1,4 @@
-"""Frozen, versioned records of what was seen, with units. They need no torch to be read."""
+"""Records of runs, evaluations and exports: frozen, versioned, with units, readable without torch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Record(BaseModel):
-    """A frozen value that goes to JSON and back without loss."""
+    """A frozen model with a lossless JSON form."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class EpochRecord(Record):
-    """One pass over the training data.
+    """One epoch.
 
     Attributes:
         epoch: from 1.
-        step: steps done since the beginning of the run.
-        train: `loss` and further scalars, averaged over the epoch while training went on.
+        step: steps since the beginning of the run.
+        train: `loss` and further scalars, averaged over the epoch's steps.
         validation: `loss` and metrics after the epoch; empty without validation data.
         learning_rate: of the first parameter group, at the end of the epoch.
-        samples: how many the batches were made of; `collate` may have left some out, which `train` doesn't count.
+        samples: in the batches; `train` excludes those that `collate` dropped.
         seconds: training and validation, without checkpoints.
-        samples_per_s: training alone.
+        samples_per_s: of training alone.
     """
 
     epoch: int
@@ -37,7 +37,7 @@ class EpochRecord(Record):
     samples_per_s: float
 
     def flat(self) -> dict[str, Any]:
-        """`train_loss`, `validation_loss`, `validation_accuracy` and so on beside the rest, in one level."""
+        """Returns all fields in one level, with names such as `train_loss` and `validation_accuracy`."""
         named: dict[str, float | None] = {f"train_{key}": value for key, value in self.train.items()}
         named |= {"validation_loss": None, "validation_accuracy": None}
         named |= {f"validation_{key}": value for key, value in self.validation.items()}
@@ -45,46 +45,44 @@ class EpochRecord(Record):
         return {"epoch": self.epoch, "step": self.step, **named, **rest}
 
     def figure(self, name: str) -> float | None:
-        """A monitored figure such as `validation_loss`."""
+        """Returns a monitored figure, such as `validation_loss`."""
         value = self.flat().get(name)
         return None if value is None else float(value)
 
 
 class Figures(Record):
-    """`loss` and metrics of one data set, and how many samples they are over."""
+    """`loss` and metrics of a data set, and the number of samples."""
 
     samples: int
     values: dict[str, float]
 
 
 class TaskFacts(Record):
-    """What is known of a Task without running it for long.
+    """Properties of a Task that need no long run.
 
     Attributes:
-        parameters, trainable: numbers of parameters; shared ones count once.
+        parameters, trainable: numbers of elements; shared parameters count once.
         samples: of the training data; None for a stream.
-        batches: in an epoch.
+        batches: per epoch.
         inputs: shapes of one sample's tensors.
-        data: its form: `Table`, `Samples` or `Stream`.
-        exact: whether a resumed run equals an uninterrupted run bit by bit: order and draws follow from the seed alone, and
-            all that training changes is saved.
-        inexact: why `exact` is False, one line for each reason; empty for data with an order of its own.
-        order: hash of what decides the order of the data and which of it is held out.
-        fingerprint: hash of the source, of what model and optimizer show of themselves, and of the sizes above, whatever
-            the seed.
+        data: `Table`, `Samples` or `Stream`.
+        exact: whether a resumed run equals an uninterrupted run bit by bit.
+        inexact: reasons why `exact` is False; empty for data with an order of its own.
+        order: hash of everything that determines the order and the splits of the data.
+        fingerprint: hash of source, model, optimizer and sizes, independent of the seed.
         optimizer: its class; of several, each with its name.
-        optimizers: the names of several optimizers, which the step updates in turn; empty for one.
-        implementations: those of `forloop`, `foreach` and `fused` that the optimizer can be switched to.
-        one_operation: whether the update is a single one for each parameter, as that of SGD without momentum and decay.
-        not_fused: why the optimizer's fused form can't update this model; empty if it can, or there is none.
-        closure: whether the optimizer asks for the loss itself, as LBFGS does.
-        images: whether an input or a parameter has the 4 or 5 dimensions of images.
-        convolutions: whether a parameter has them.
-        has_convolution_layers: whether the model convolves, over sequences too, as far as its layers and parameters show.
-        normed: whether a layer of torch's normalises over the batch.
-        recurrent: whether a layer is one of torch's recurrent ones.
-        drops: whether a layer of torch's drops numbers at random.
-        data_bytes: of the training data, where it lies in memory as arrays.
+        optimizers: names of several optimizers, which the step updates in turn; empty for one.
+        implementations: those of `forloop`, `foreach` and `fused` that the optimizer supports.
+        one_operation: whether the update is one operation per parameter, as of SGD without momentum and decay.
+        not_fused: why the fused optimizer can't update this model; empty otherwise.
+        closure: whether the optimizer calls the loss itself, as LBFGS does.
+        images: whether an input or a parameter has 4 or 5 dimensions.
+        convolutions: whether a parameter has 4 or 5 dimensions.
+        has_convolution_layers: whether layers or parameters show convolutions, also over sequences.
+        normed: whether a torch layer normalises over the batch.
+        recurrent: whether a torch layer is recurrent.
+        drops: whether a torch layer drops numbers at random.
+        data_bytes: of training data in memory.
         steps: of the whole run; None for a stream of unknown length.
     """
 
@@ -117,15 +115,15 @@ class TaskFacts(Record):
 
 
 class RunRecord(Record):
-    """What a run folder says of itself (`run.json`).
+    """The description of a run folder (`run.json`).
 
     Attributes:
-        id: of this run, which its copies share; empty in runs of versions before ids.
-        source: how to load the Task from the folder; None for a Task made in Python, which only Python can give again.
+        id: of this run and its copies; empty in runs of older versions.
+        source: how to load the Task from the folder; None for a Task made in Python.
         overrides: Task fields set by the command, such as `epochs`.
         checkpoint_every: `auto`, a number of steps, or seconds as `90s`.
-        switches: torch's switches of the format in which products are computed, as the process had them when the run
-            began, such as `cudnn.conv: tf32`; empty in runs of versions that recorded none.
+        switches: torch's float32 switches at the run's start, such as `cudnn.conv: tf32`; empty in runs of older
+            versions.
     """
 
     version: int = 1
@@ -143,16 +141,15 @@ class RunRecord(Record):
 
 
 class SourceRecord(Record):
-    """Where a Task's source lies in a run folder.
+    """The location of a Task's source in a run folder.
 
     Attributes:
         file: the Task's file, relative to the folder's `source`.
-        module: its dotted name.
-        attribute: the Task's name in it.
-        parameters: arguments for a `task(...)` that is a function.
+        attribute: the Task's name in the file.
+        parameters: arguments of a `task(...)` function.
         digest: SHA-256 of all source files.
-        reference: what the user typed.
-        origin: the folder that the source was in.
+        reference: as the user typed it.
+        origin: the original folder.
     """
 
     file: str
@@ -165,10 +162,10 @@ class SourceRecord(Record):
 
 
 class Picture(Record):
-    """An input as a picture.
+    """An input as an image.
 
     Attributes:
-        channels: 1 for grey, 3 for red, green and blue.
+        channels: 1 (grey) or 3 (RGB).
         pixels: `height * width * channels` bytes, row by row.
     """
 
@@ -179,13 +176,13 @@ class Picture(Record):
 
 
 class Mistake(Record):
-    """A wrong answer of a classifier.
+    """A wrong prediction of a classifier.
 
     Attributes:
-        index: the sample's place in the data, from 0.
+        index: the sample's index in the data.
         true, predicted: class numbers.
-        confidence: probability that the model gave to its answer.
-        picture: the input, if it is an image; it stays out of JSON.
+        confidence: probability of the predicted class.
+        picture: the input, if it is an image; excluded from JSON.
     """
 
     index: int
@@ -196,19 +193,17 @@ class Mistake(Record):
 
 
 class Evaluation(Record):
-    """A trained network on a data set.
+    """The figures of a trained network on a data set.
 
     Attributes:
-        run: the run's folder.
-        on: `test`, `validation`, `train`, or `data` for data of the caller's.
-        weights: `best` or `last`; `epoch` is the epoch they are of, and 0 that of an untrained network.
-        samples: how many there were.
+        on: `test`, `validation`, `train`, or `data` for the caller's data.
+        weights, epoch: `best` or `last`, and their epoch; 0 is an untrained network.
         metrics: the Task's, or the accuracy of a classification.
-        classes: names, in the order of their numbers; this and what follows is empty where there are no classes.
-        accuracy_per_class: share of each class's samples that were told; None for a class without samples.
-        confusion: `confusion[true][predicted]` counts samples (pixels or positions, if those are classified).
-        mistakes: the most confident wrong answers, worst first.
-        note: what there is to know, such as why there's no confusion matrix.
+        classes: names by class number; this and the following fields are empty without classes.
+        accuracy_per_class: share of each class's samples with correct predictions; None for a class without samples.
+        confusion: `confusion[true][predicted]`, numbers of samples (or classified pixels or positions).
+        mistakes: the most confident wrong predictions, worst first.
+        note: remarks, such as why there's no confusion matrix.
     """
 
     version: int = 1
@@ -227,7 +222,7 @@ class Evaluation(Record):
 
 
 class ExportPort(Record):
-    """An input or output of an exported file; `shape` has `batch` where any number of samples fits."""
+    """An input or output of an exported file; `batch` in `shape` allows any number of samples."""
 
     name: str
     dtype: str
@@ -235,18 +230,15 @@ class ExportPort(Record):
 
 
 class ExportRecord(Record):
-    """A file that a trained network was written to, and how it was checked.
+    """An exported file, and its check.
 
     Attributes:
-        run: the run's folder.
-        file, format: where, and `pt2`, `onnx`, `pt` or `safetensors`.
-        weights: `best` or `last`; `epoch` is the epoch they are of.
-        prepare: whether the Task's `prepare` is in the file; None where it has none, or the file holds weights alone.
-        inputs, outputs: what the file takes and gives; empty for weights alone.
-        batch_sizes: sizes of the real batches that the loaded file was run on.
-        difference: largest difference to the model's own output on them.
-        tolerance: what it may be.
-        versions: of what wrote it.
+        file, format: the path, and `pt2`, `onnx`, `pt` or `safetensors`.
+        weights, epoch: `best` or `last`, and their epoch.
+        prepare: whether the file contains the Task's `prepare`; None without one, or for weights alone.
+        inputs, outputs: empty for weights alone.
+        batch_sizes: sizes of the real batches of the check.
+        difference, tolerance: largest difference from the model's output, and its limit.
     """
 
     version: int = 1

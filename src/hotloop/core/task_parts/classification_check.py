@@ -1,4 +1,4 @@
-"""Detection of classification: accuracy is reported only if outputs are certainly class scores and targets are labels."""
+"""Detects classification: outputs are class scores and targets are labels with certainty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _COMPARISONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
-"""Losses that read scores (batch, classes, ...) and labels (batch, ...)."""
+"""Losses of scores (batch, classes, ...) and labels (batch, ...)."""
 
 _SOFTMAX_FUNCTIONS = (
     *(F.softmax, torch.softmax, Tensor.softmax),
@@ -19,7 +19,7 @@ _SOFTMAX_FUNCTIONS = (
 
 
 class LossReads(TorchFunctionMode):
-    """Records the tensors that torch's classification losses and softmax read while a loss is computed."""
+    """Records the tensors that torch's classification losses and softmax functions read in a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LossReads(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def as_classes(self, output: Any, target: Any) -> bool:
-        """Whether the loss read the output as scores of the target's classes, along the output's second dimension."""
+        """Returns whether the loss read the output as class scores of the target, along dimension 1."""
         if not has_class_shapes(output, target) or output.shape[1] < 2:
             return False
         compared = any(
@@ -50,14 +50,14 @@ class LossReads(TorchFunctionMode):
 
 
 def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share their memory, or one may be a cast of the other."""
+    """Returns whether two tensors share their memory, or one may be a cast of the other."""
     if one.dtype != other.dtype:
         return one.shape == other.shape and one.ndim <= 2
     return one.shape == other.shape and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
 
 
 def has_class_shapes(output: Any, target: Any) -> bool:
-    """Whether shapes and dtypes are those of class scores (batch, classes, ...) and int64 labels (batch, ...)."""
+    """Returns whether shapes and dtypes fit class scores (batch, classes, ...) and int64 labels (batch, ...)."""
     return (
         isinstance(output, Tensor)
         and isinstance(target, Tensor)
@@ -69,12 +69,12 @@ def has_class_shapes(output: Any, target: Any) -> bool:
 
 
 def count_correct(output: Tensor, target: Tensor, ignored: int | None = None) -> tuple[Tensor, Tensor | int]:
-    """Returns the number of targets whose class has the highest score, and the number of targets that count.
+    """Returns the number of correct predictions and the number of counted targets.
 
     Args:
         output: class scores (batch, classes, ...).
         target: int64 labels (batch, ...).
-        ignored: the label that doesn't count, such as the loss's `ignore_index`.
+        ignored: a label that doesn't count, such as the loss's `ignore_index`.
     """
     hits = output.argmax(dim=1) == target
     if ignored is None:

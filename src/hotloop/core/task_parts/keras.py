@@ -1,7 +1,4 @@
-"""Where the modules of another library don't behave as torch's own: Keras 3, on its torch backend.
-
-Nothing here imports Keras; there are Keras models only where the user has imported it.
-"""
+"""Differences of Keras 3 modules (torch backend) from torch's modules. This file doesn't import Keras."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import nn
 
 
 def call_arguments(model: nn.Module) -> dict[str, Any]:
-    """What a call of `model` needs beside its inputs: Keras is told by each call whether this is training."""
+    """Returns the keyword arguments of a call of `model`: a Keras model takes `training` in each call."""
     return {"training": model.training} if _is_keras(type(model).__mro__) else {}
 
 
@@ -24,7 +21,7 @@ def _is_keras(bases: tuple[type, ...]) -> bool:
 
 
 def default_device(model: nn.Module | None) -> AbstractContextManager[Any]:
-    """Within it, Keras makes its tensors where `model` is (None: on the CPU), not on the accelerator that it finds."""
+    """Makes Keras create tensors on the model's device (None: the CPU), not on its default, the accelerator."""
     if "keras.src.backend.torch" not in sys.modules:
         return nullcontext()
     parameter = next(model.parameters(), None) if model is not None else None
@@ -32,10 +29,10 @@ def default_device(model: nn.Module | None) -> AbstractContextManager[Any]:
 
 
 def restart_names() -> None:
-    """Makes Keras number its layers from the beginning, since `dense_3` is part of its parameters' names.
+    """Makes Keras number its layers from the beginning.
 
-    It counts through the whole process, so that the same model built twice would have other names, and a checkpoint
-    of one wouldn't fit the other.
+    Keras counts layers per process, and parameter names contain the numbers (`dense_3`). Without a restart, a second
+    copy of a model would have other names than its checkpoint.
     """
     naming = sys.modules.get("keras.src.utils.naming")
     if naming is not None:
@@ -43,5 +40,5 @@ def restart_names() -> None:
 
 
 def is_built(module: nn.Module) -> bool:
-    """Whether a module has all its variables; Keras makes them when it first sees an input."""
+    """Returns whether a module has all its variables; Keras creates variables at the first input."""
     return getattr(module, "built", True) is not False

@@ -1,4 +1,4 @@
-"""Checks for parameters and buffers without separate memory per element: sparse, quantized, expanded or overlapping."""
+"""Checks for tensors without separate memory per element: sparse, quantized, expanded or overlapping."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_memory(model: nn.Module, owner: str = "model") -> None:
 
 
 def has_overlap(value: Tensor) -> bool:
-    """Whether two elements of a tensor share memory, as in an expanded tensor."""
+    """Returns whether two elements of a tensor share memory, as in an expanded tensor."""
     dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)
     reach = 0
     for stride, size in dims:
@@ -48,7 +48,7 @@ def has_overlap(value: Tensor) -> bool:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors share the memory of any element."""
+    """Returns whether two dense tensors share the memory of any element."""
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not (one.numel() and other.numel()):
         return False
     first, second = _byte_range(one), _byte_range(other)
@@ -57,14 +57,13 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     if one.itemsize != other.itemsize:
         return True
     places = torch.arange(max(first.stop, second.stop) // one.itemsize)
-    mine, others = (
+    first_elements, second_elements = (
         places.as_strided(value.shape, value.stride(), value.storage_offset()).flatten() for value in (one, other)
     )
-    return bool(torch.isin(mine, others).any())
+    return bool(torch.isin(first_elements, second_elements).any())
 
 
 def _byte_range(value: Tensor) -> range:
-    """Returns the range of bytes in its storage that a tensor covers."""
     reach = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
     first = int(value.storage_offset())
     return range(first * value.itemsize, (first + int(reach) + 1) * value.itemsize)

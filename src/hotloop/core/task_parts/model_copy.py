@@ -13,14 +13,14 @@ from hotloop.errors import TaskError, describe_error, is_out_of_memory
 
 
 class NotCopiedError(TaskError):
-    """`copy_model` can't copy the model."""
+    """A model can't be copied."""
 
 
 def copy_model(model: nn.Module) -> nn.Module:
     """Returns a deep copy of a model.
 
-    Other than `copy.deepcopy`, this function copies uninitialised buffers, and attributes that are computed from parameters,
-    such as the `weight` of `torch.nn.utils.weight_norm` and of pruned layers. Each forward computes such attributes anew.
+    Unlike `copy.deepcopy`, the function also copies uninitialised buffers, and attributes that each forward computes
+    from parameters, such as the `weight` of `torch.nn.utils.weight_norm` and of pruned layers.
 
     Raises:
         NotCopiedError: the model has an object that can't be copied.

@@ -1,8 +1,8 @@
-"""Training and evaluation mode of modules, and of optimizers that have both modes.
+"""Training and evaluation mode of modules, and of optimizers with both modes.
 
-A module that the model factory puts into evaluation mode, such as a frozen batch normalisation, stays in this mode during
-training. A switch of modes may change weights: a module may merge weights in `eval()`, and a schedule-free optimizer
-replaces the weights by their average. hotloop restores such weights bit by bit.
+A module that the model factory puts into evaluation mode, such as a frozen batch normalisation, stays in this mode
+during training. A switch may change weights: a module may merge weights in `eval()`, and a schedule-free optimizer
+replaces weights by their average. hotloop restores such weights bit by bit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.nn.parameter import is_lazy
 
 
 def modules_in_eval(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the modules in evaluation mode, which stay in this mode during training.
+    """Returns the names of the modules that stay in evaluation mode during training.
 
-    If all modules are in evaluation mode, as in a library's pretrained model, all of them are trained in training mode.
+    A model that is in evaluation mode as a whole, such as a library's pretrained model, is trained in training mode.
     """
     modes = {name: module.training for name, module in model.named_modules()}
     return frozenset(name for name, training in modes.items() if not training) if any(modes.values()) else frozenset()
 
 
 def describe_modes(model: nn.Module) -> str:
-    """Returns one line on modules that the model factory returned in evaluation mode; empty if there are none."""
+    """Returns a line on modules that the model factory returned in evaluation mode; empty without such modules."""
     names = sorted(modules_in_eval(model))
     if names:
         module, more = model.get_submodule(names[0]), f" and {len(names) - 1} more" * (len(names) > 1)
@@ -42,8 +42,8 @@ def describe_modes(model: nn.Module) -> str:
 def set_training(model: nn.Module, in_eval: Collection[str]) -> nn.Module:
     """Switches the model to training mode except for the named modules; returns the model.
 
-    The function calls the root's `train()`, which a class may override. The function sets only the flag of the named modules,
-    because their own `train()` might change weights.
+    Calls the root's `train()`, which a class may override. The named modules' own `train()` might change weights, so
+    the function sets only their flag.
     """
     model.train()
     for name in in_eval:
@@ -52,10 +52,10 @@ def set_training(model: nn.Module, in_eval: Collection[str]) -> nn.Module:
 
 
 def switchable_optimizers(optimizer: torch.optim.Optimizer, wrapped: Sequence[torch.optim.Optimizer] = ()) -> list[Any]:
-    """Returns the optimizers with `train()` and `eval()`: `optimizer` if it has both methods, else those of `wrapped`."""
+    """Returns the optimizers with `train()` and `eval()`: `optimizer`, or else those of `wrapped`."""
     if _has_both_modes(optimizer):
         return [optimizer]
-    return [one for one in wrapped if _has_both_modes(one)]
+    return list(filter(_has_both_modes, wrapped))
 
 
 def _has_both_modes(optimizer: Any) -> bool:
@@ -64,7 +64,7 @@ def _has_both_modes(optimizer: Any) -> bool:
 
 @contextmanager
 def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()) -> Iterator[None]:
-    """Switches the optimizers, then the modules, to evaluation mode; restores modes and weights after the context."""
+    """Switches optimizers, then modules, to evaluation mode; restores modes and weights after the context."""
     modes = [(module, module.training) for root in modules for module in root.modules()]
     roots = [root.training for root in modules]
     contents = _SavedContents(modules) if optimizers or any(map(may_rewrite_weights, modules)) else None
@@ -88,7 +88,7 @@ def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()
 
 
 def may_rewrite_weights(model: nn.Module) -> bool:
-    """Whether a module of the model overrides `train` or `eval`, and so may change weights at a switch."""
+    """Returns whether a module overrides `train` or `eval`, and so may change weights at a switch."""
     return any(_has_mode_override(module) for module in model.modules())
 
 
@@ -102,11 +102,9 @@ def _has_mode_override(module: nn.Module) -> bool:
 
 
 class _SavedContents:
-    """The parameters and buffers of modules, with copies of their numbers."""
-
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         owners = [module for root in modules for module in root.modules()]
-        self._members = [(one, dict(one._parameters), dict(one._buffers)) for one in owners]
+        self._members = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in owners]
         tensors = [value for root in modules for value in (*root.parameters(), *root.buffers())]
         built = {id(value): value for value in tensors if not is_lazy(value)}.values()
         self._tensors = [(tensor, tensor.data, tensor.detach().clone()) for tensor in built]

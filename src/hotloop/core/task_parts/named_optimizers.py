@@ -12,10 +12,10 @@ from hotloop.errors import TaskError, type_name
 
 
 class NamedOptimizers(Optimizer):
-    """Optimizers of disjoint parameters of one model, with the groups and the state of a single optimizer.
+    """Optimizers of disjoint parameters of a model, with the groups and state of a single optimizer.
 
     Attributes:
-        members: name -> optimizer; each optimizer updates only its own parameters.
+        members: name -> optimizer.
     """
 
     def __init__(self, members: Mapping[str, Optimizer]) -> None:  # torch's constructor would create further groups
@@ -28,7 +28,7 @@ class NamedOptimizers(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """A new dict at each access, with the members' own values."""
+        """A new dict at each access, which contains the members' values."""
         return {holder: values for member in self.members.values() for holder, values in member.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -45,14 +45,16 @@ def member_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def owner_optimizer(optimizer: Optimizer, parameter: Tensor) -> Optimizer:
-    """Returns the optimizer that updates a parameter; the first one if no optimizer updates it."""
+    """Returns the optimizer that updates a parameter; the first optimizer for a parameter without one."""
     members = member_optimizers(optimizer)
-    owners = (one for one in members for group in one.param_groups if any(v is parameter for v in group["params"]))
-    return next(owners, members[0])
+    for member in members:
+        if any(value is parameter for group in member.param_groups for value in group["params"]):
+            return member
+    return members[0]
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
-    """Returns a description such as `Adam`, or `Adam 'critic' and SGD 'generator'`."""
+    """Returns a text such as `Adam`, or `Adam 'critic' and SGD 'generator'`."""
     if isinstance(optimizer, NamedOptimizers):
         return " and ".join(f"{type(member).__name__} {name!r}" for name, member in optimizer.members.items())
     return type(optimizer).__name__

@@ -1,7 +1,7 @@
 """An optimizer's state as part of State: by parameter name, or by the class's own `state_dict`.
 
-A class that overrides `state_dict` or `load_state_dict`, or has hooks on them, defines its state by these two methods.
-The state of wrapped optimizers is saved separately if the wrapper's `state_dict` excludes it.
+A class that overrides `state_dict` or `load_state_dict`, or has hooks on them, defines its state by these methods. The
+state of a wrapped optimizer is saved separately if the wrapper's `state_dict` excludes it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotloop.core.state import (
-    bytes_of,
     capture_groups,
     capture_optimizer,
+    differing_leaves,
     host_copy,
     restore_optimizer,
     shard_like,
@@ -34,18 +34,18 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
-"""Keys of a group that the Plan sets; restoring a checkpoint doesn't change them."""
+"""Group keys that the Plan sets; restoring a checkpoint keeps their values."""
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Whether the class, the object or a hook replaces the state_dict of torch.optim.Optimizer."""
+    """Returns whether the class, the object or a hook replaces the state_dict of torch.optim.Optimizer."""
     kind, attributes = type(optimizer), getattr(optimizer, "__dict__", {})
     replaced = any(name in attributes or getattr(kind, name) is not getattr(Optimizer, name) for name in _METHODS)
     return replaced or any(attributes.get(name) for name in _HOOKS)
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Returns the optimizers that this optimizer wraps, by their attribute paths."""
+    """Returns the wrapped optimizers by their attribute paths."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
     return dict(_wrapped_optimizers(vars(optimizer), "", {id(optimizer)}))
@@ -65,34 +65,36 @@ def _wrapped_optimizers(values: Any, path: str, seen: set[int]) -> Iterator[tupl
 
 
 def capture_state(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
-    """Returns the optimizer's state on the CPU; with `lent`, tensors on the CPU are shared and not copied."""
+    """Returns the optimizer's state on the CPU; `lent` shares tensors that are on the CPU."""
     if isinstance(optimizer, NamedOptimizers):
-        members = {name: capture_state(one, model, lent=lent) for name, one in optimizer.members.items()}
+        members = {name: capture_state(member, model, lent=lent) for name, member in optimizer.members.items()}
         groups = [{"params": names} for names in capture_groups(optimizer, model)]
         return {"name": describe_optimizer(optimizer), "groups": groups, "members": members}
     inner, own = inner_optimizers(optimizer), optimizer.state_dict()
     if has_own_state_dict(optimizer):
         groups = [{"params": names} for names in capture_groups(optimizer, model)]
-        found = {"name": type(optimizer).__name__, "state": {}, "own": {}, "groups": groups}
-        found["state_dict"] = to_host(own, lent=lent)
+        captured = {"name": type(optimizer).__name__, "state": {}, "own": {}, "groups": groups}
+        captured["state_dict"] = to_host(own, lent=lent)
     else:
-        found = capture_optimizer(optimizer, model, lent=lent)
-    optimizers = {"": optimizer, **inner} if "state_dict" in found else inner
+        captured = capture_optimizer(optimizer, model, lent=lent)
+    optimizers = {"": optimizer, **inner} if "state_dict" in captured else inner
     if optimizers:
         covered = {id(value) for _, value in tree_leaves(own) if isinstance(value, Tensor)}
-        left_out = {path: one for path, one in optimizers.items() if not _is_captured(one, covered)}
-        found["inner"] = {path: _full_state(one, model, lent=lent) for path, one in left_out.items()}
-    return found
+        captured["inner"] = {
+            path: _full_state(member, model, lent=lent)
+            for path, member in optimizers.items()
+            if not _is_captured(member, covered)
+        }
+    return captured
 
 
 def _is_captured(optimizer: Optimizer, covered: set[int]) -> bool:
-    """Whether the wrapper's state_dict contains all tensors of an optimizer's state."""
     tensors = [value for _, value in tree_leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
     return bool(tensors) and all(id(value) in covered for value in tensors)
 
 
 def _full_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[str, Any]:
-    """Returns state and groups by parameter name; the optimizer's `state_dict` if a parameter isn't the model's."""
+    """Returns state and groups by parameter name; the `state_dict` if a parameter isn't the model's."""
     known = {id(value) for value in model.parameters()}
     if all(id(value) in known for group in optimizer.param_groups for value in group["params"]):
         return capture_optimizer(optimizer, model, lent=lent)
@@ -100,9 +102,7 @@ def _full_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[s
 
 
 def restore_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> list[str]:
-    """Restores a saved state.
-
-    Returns the paths of values that the optimizer's `load_state_dict` doesn't restore bit by bit.
+    """Restores a saved state; returns the paths of values that `load_state_dict` doesn't restore bit by bit.
 
     Raises:
         CheckpointError: the state belongs to another optimizer, or `load_state_dict` raises an error.
@@ -132,12 +132,12 @@ def _restore_members(optimizer: NamedOptimizers, model: nn.Module, saved: dict[s
             expected="the same optimizers",
             fix="use the Task that the run was started with",
         )
-    members = optimizer.members.items()
-    return [f"{name}{path}" for name, one in members for path in restore_state(one, model, saved["members"][name])]
+    states, members = saved["members"], optimizer.members.items()
+    return [f"{name}{path}" for name, member in members for path in restore_state(member, model, states[name])]
 
 
 def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Adds the saved optimizer's additional groups and parameters, such as from `add_param_group` in a callback."""
+    """Adds the saved optimizer's further groups and parameters, such as from `add_param_group` in a callback."""
     named = dict(model.named_parameters())
     now = capture_groups(optimizer, model)
     before = {name for names in now for name in names}
@@ -166,7 +166,7 @@ def check_same_groups(optimizer: Optimizer, model: nn.Module, saved: dict[str, A
 
 
 def _load_state(optimizer: Optimizer, state: Any) -> list[str]:
-    """Calls `load_state_dict`, then restores values that it rounded; returns the paths that still differ."""
+    """Calls `load_state_dict` and restores rounded values; returns the paths that still differ."""
     try:
         optimizer.load_state_dict(_with_implementation_of(optimizer, host_copy(state)))
     except Exception as error:
@@ -177,7 +177,7 @@ def _load_state(optimizer: Optimizer, state: Any) -> list[str]:
         ) from error
     _repair_state(optimizer.state_dict(), state)
     _match_strides(optimizer)
-    return _group_differences(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
+    return differing_leaves(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
 
 
 def _with_implementation_of(optimizer: Optimizer, tree: Any) -> Any:
@@ -193,7 +193,7 @@ def _with_implementation_of(optimizer: Optimizer, tree: Any) -> Any:
 
 
 def _repair_state(live: Any, saved: Any) -> None:
-    """Replaces tensors whose dtype `load_state_dict` changed; torch's method casts state to its parameter's dtype."""
+    """Replaces tensors whose dtype changed: torch's `load_state_dict` casts state to the parameter's dtype."""
     if isinstance(live, dict) and isinstance(saved, dict):
         pairs = [(key, live[key], saved[key]) for key in live.keys() & saved.keys()]
     elif isinstance(live, list) and isinstance(saved, list) and len(live) == len(saved):
@@ -209,9 +209,9 @@ def _repair_state(live: Any, saved: Any) -> None:
 
 
 def _match_strides(optimizer: Optimizer) -> None:
-    """Gives state of a parameter's shape the parameter's strides, as fused kernels read both in memory order."""
-    for one in (optimizer, *inner_optimizers(optimizer).values()):
-        for parameter, values in one.state.items():
+    """Gives state of a parameter's shape the parameter's strides: fused kernels read both in memory order."""
+    for member in (optimizer, *inner_optimizers(optimizer).values()):
+        for parameter, values in member.state.items():
             if isinstance(parameter, Tensor) and isinstance(values, dict):
                 values.update({key: _with_strides_of(value, parameter) for key, value in values.items()})
 
@@ -221,16 +221,3 @@ def _with_strides_of(value: Any, parameter: Tensor) -> Any:
         return value
     like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     return like.copy_(shard_like(value, parameter))
-
-
-def _group_differences(live: Any, saved: Any) -> list[str]:
-    now, before = (dict(tree_leaves(tree)) for tree in (live, saved))
-    paths = sorted(now.keys() ^ before.keys())
-    return paths + [path for path in sorted(now.keys() & before.keys()) if not _is_same_value(now[path], before[path])]
-
-
-def _is_same_value(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and bytes_of(one).equal(bytes_of(other))
-    return type(one) is type(other) and repr(one) == repr(other)

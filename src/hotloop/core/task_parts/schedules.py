@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of a Task: a single one, or several by name."""
+"""Learning-rate schedulers of a Task: one, or several by name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from hotloop.errors import TaskError, call_user_code, type_name
 
 _MARK = -987654321
-"""A number of steps that doesn't occur in a scheduler."""
+"""A number of steps that no scheduler reaches."""
 
 
 class NamedSchedules:
-    """Schedulers by name, such as one for each of several optimizers.
-
-    Attributes:
-        members: name -> scheduler.
-    """
+    """Schedulers by name (`members`), such as one for each of several optimizers."""
 
     def __init__(self, members: Mapping[str, Any]) -> None:
         self.members = dict(members)
@@ -39,17 +35,17 @@ class NamedSchedules:
 
 
 def schedules_of(schedule: Any) -> list[Any]:
-    """Returns the members of a `NamedSchedules`, or a list with the single scheduler; empty for None."""
+    """Returns the members of a `NamedSchedules`, or a list of the single scheduler; empty for None."""
     if isinstance(schedule, NamedSchedules):
         return list(schedule.members.values())
     return [] if schedule is None else [schedule]
 
 
 def schedule_state(schedule: Any) -> dict[str, Any]:
-    """Returns a scheduler's state without functions, which belong to the Task; empty without a scheduler."""
-    return (
-        {} if schedule is None else _without_functions(call_user_code("the schedule's state_dict", schedule.state_dict))
-    )
+    """Returns a scheduler's state without functions, which belong to the Task; empty for None."""
+    if schedule is None:
+        return {}
+    return _without_functions(call_user_code("the schedule's state_dict", schedule.state_dict))
 
 
 def _without_functions(tree: Any) -> Any:
@@ -70,7 +66,7 @@ def check_schedule(made: Any) -> Any:
     """Returns the result of a schedule factory as one scheduler.
 
     Raises:
-        TaskError: `made` is no scheduler, or its state excludes the state of a scheduler inside it.
+        TaskError: `made` is no scheduler, or its state excludes the state of an inner scheduler.
     """
     members = made if isinstance(made, Mapping) and made else {"": made}
     for name, member in members.items():
@@ -110,7 +106,7 @@ def _check_storable(schedule: Any) -> None:
 
 
 def _inner_schedules(holder: Any, path: str, seen: set[int]) -> Iterator[tuple[str, LRScheduler]]:
-    """Yields the schedulers in a scheduler's attributes, lists, tuples and dicts, at any depth, with their paths."""
+    """Yields the paths and schedulers in a scheduler's attributes, lists, tuples and dicts, at any depth."""
     if isinstance(holder, list | tuple):
         items = [(f"{path}[{place}]", value) for place, value in enumerate(holder)]
     elif isinstance(holder, dict):
@@ -127,13 +123,12 @@ def _inner_schedules(holder: Any, path: str, seen: set[int]) -> Iterator[tuple[s
 
 
 def _is_saved(inner: LRScheduler, schedule: Any) -> bool:
-    """Whether the outer scheduler's state changes with the inner one's number of steps."""
+    """Returns whether the outer scheduler's state changes with the inner scheduler's number of steps."""
     before = dict(vars(inner))
     inner.last_epoch = _MARK
     try:
-        return any(
-            value is _MARK for value in _value_leaves(call_user_code("the schedule's state_dict", schedule.state_dict))
-        )
+        state = call_user_code("the schedule's state_dict", schedule.state_dict)
+        return any(value is _MARK for value in _value_leaves(state))
     finally:
         vars(inner).clear()
         vars(inner).update(before)

@@ -1,4 +1,4 @@
-"""The losses that a `step` yields for a Task with several optimizers: one loss per update."""
+"""The losses that the `step` of a Task with several optimizers yields, one per update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORM = "(name, loss) or (name, loss, {'figure': value}), with the name of an op
 
 
 class YieldedLoss(NamedTuple):
-    """The values that a step yields for one update: the optimizer's name, the loss (0-dim) and further figures."""
+    """One yielded update: the optimizer's name, the loss (0-dim) and further scalars."""
 
     name: str
     loss: Tensor
@@ -23,7 +23,7 @@ class YieldedLoss(NamedTuple):
 
 
 class YieldedLosses:
-    """Runs a step's generator up to each yielded loss, and collects the yielded and returned figures."""
+    """Runs a step's generator from loss to loss, and collects the yielded and returned scalars."""
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:
         self._generator = generator
@@ -47,13 +47,13 @@ class YieldedLosses:
             self._scalars.setdefault(name, []).append(value.detach())
 
     def figures(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the batch's loss and its figures.
+        """Returns the batch's loss and its scalars.
 
-        The figures are `<name>_loss` for each optimizer, the mean of its losses, and the step's own figures. The batch's
-        loss is the sum of these means.
+        The scalars are `<name>_loss`, the mean of the losses of each optimizer, and the step's own scalars. The batch's
+        loss is the sum of the means.
 
         Raises:
-            TaskError: the step yielded no loss, or one of its own figures has the name of an optimizer's loss.
+            TaskError: the step yielded no loss, or gave a scalar the name of an optimizer's loss.
         """
         if not self._losses:
             raise TaskError("step yielded no loss", expected=_FORM, fix="yield one for each update")
@@ -65,7 +65,7 @@ class YieldedLosses:
 
 
 def sum_for_evaluation(generator: Generator[Any, Any, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Runs a step's generator without updates; returns the loss and the figures.
+    """Runs a step's generator without updates; returns the loss and the scalars.
 
     Gradients are enabled, because a loss may contain the gradient of another loss.
     """
@@ -77,7 +77,7 @@ def sum_for_evaluation(generator: Generator[Any, Any, Any]) -> tuple[Tensor, dic
 
 
 def named_scalars(figures: Any) -> dict[str, Tensor]:
-    """Returns a step's own figures as 0-dim tensors.
+    """Returns a step's own scalars as 0-dim tensors.
 
     Raises:
         TaskError: `figures` is no mapping of single numbers, or a name is reserved for hotloop.
