@@ -41,6 +41,7 @@ def test_each_check_has_its_file_and_each_part_a_limit_above_its_estimate() -> N
     assert [each.name for each in CHECKS][:2] == ["devices", "train"]
 
 
+@pytest.mark.more
 def test_a_part_of_the_rehearsal_as_the_command_runs_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--only", "steps/mlp-1e3,steps/W8"]
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
@@ -63,6 +64,7 @@ def test_a_part_of_the_rehearsal_as_the_command_runs_it(tmp_path: Path) -> None:
     assert abs(int(rows[1]["parameters"]) - 1000) < 100
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("part", ["W7", pytest.param("W6-bf16", marks=pytest.mark.more)])
 def test_plans_are_proven(rehearsal: Setting, part: str) -> None:
     assert check.run(part, rehearsal).wrong == ""
@@ -71,6 +73,7 @@ def test_plans_are_proven(rehearsal: Setting, part: str) -> None:
 MORE = ("bf16-convolution", "stale-input", "dropped-gradient")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "part", ["tf32-product", "wrong-reduction", *(pytest.param(name, marks=pytest.mark.more) for name in MORE)]
 )

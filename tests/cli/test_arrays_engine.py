@@ -42,6 +42,7 @@ def test_it_trains_and_goes_on_with_another_plan(hotloop: Hotloop, monkeypatch: 
     assert steps == list(range(8))
 
 
+@pytest.mark.more
 def test_a_race_against_the_baseline_and_auto(hotloop: Hotloop) -> None:
     done = hotloop("race", "task.py", "--plans", "arrays,baseline,auto", "--time-limit", "30s", "--json")
     assert done.code == 0, done.err

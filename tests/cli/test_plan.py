@@ -184,6 +184,7 @@ def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, ru
     assert plan_of(task.parent / "run") == FUSED
 
 
+@pytest.mark.more
 def test_without_a_compiler_auto_says_so_in_a_short_run_too(task: Path, run_cli: RunCli, no_compiler) -> None:
     done = run_cli("train", task, "--run", "run", "--plan", "auto", *CPU, env=no_compiler)
     assert done.returncode == 0, done.stderr

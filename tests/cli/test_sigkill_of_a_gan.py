@@ -14,6 +14,7 @@ GAN = Path(__file__).parents[1] / "support/tasks/state_kinds.py:gan"
 EPOCHS, EVERY = 4, 5
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.more)])
 def test_a_killed_gan_ends_as_one_that_was_never_interrupted(workers: int, tmp_path: Path, server: Server) -> None:
     whole = Training(tmp_path / "whole", EPOCHS, EVERY, task=GAN, server=server)

@@ -34,6 +34,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 # --- which Task
 
 
+@pytest.mark.few("task.py-task", "./task.py:task-task")
 @pytest.mark.parametrize(
     ("reference", "name"),
     [
@@ -202,6 +203,7 @@ def test_a_changed_copy_is_refused(hotloop: Hotloop, tmp_path: Path) -> None:
     assert "source" in done.err and "was changed since the run was started" in done.err and "Put them back" in done.err
 
 
+@pytest.mark.few("random", "my-task")
 @pytest.mark.parametrize(
     "name", ["random", "train", "torch_task", "numpy", "hotloop", "types", "my-task", "queue", "rich", "task.v2"]
 )
@@ -221,6 +223,7 @@ def test_a_file_may_have_the_name_of_an_installed_module(name: str, hotloop: Hot
     assert "site-packages" in numpy.__file__ and "site-packages" in rich.__file__
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["statistics"])
 def test_the_same_in_a_real_process_with_workers(name: str, tmp_path: Path) -> None:
     put(tmp_path, """

@@ -74,6 +74,7 @@ def plan_of(folder: Path) -> dict[str, Any]:
     return {axis: value for axis, value in plan.items() if value != getattr(Plan(), axis)}
 
 
+@pytest.mark.more
 def test_what_it_finds_is_what_training_takes(hotloop: Hotloop, tmp_path: Path) -> None:
     done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s", "--json")
     assert done.code == 0
@@ -177,6 +178,7 @@ FAILURES: dict[str, tuple[Exception, bool]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked(
     name: str, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
@@ -201,6 +203,7 @@ def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked
     assert any("fused" in note and "failed before" in note for note in again.document["notes"]) != retried
 
 
+@pytest.mark.more
 def test_what_was_raced_before_the_proof_ended_is_kept(
     hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,7 @@ REAL = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("what", REAL)
 def test_a_real_process_prints_the_line_and_nothing_else(what: str, run_cli, tmp_path: Path) -> None:
     body, options, says = REAL[what]

@@ -71,6 +71,7 @@ def test_every_place_is_equally_likely_for_every_sample() -> None:
     assert ((places - 500) ** 2 / 500).sum() < 33.7
 
 
+@pytest.mark.more
 def test_it_is_the_same_in_another_process() -> None:
     shown = "Order(50, 7, 12).epoch(3).tolist(), split(50, 0.2, 12)[1].tolist()"
     code = f"from hotloop.data.order import Order, split_positions; print({shown})"
@@ -171,6 +172,7 @@ def test_batches_arrive_in_the_tasks_order(form: str, drop_last: bool) -> None:
         assert arrived == [(piece, len(piece)) for piece in batches(order, epoch)]
 
 
+@pytest.mark.few("table")
 @pytest.mark.parametrize("form", ["table", "samples", "one epoch"])
 @given(epoch=st.integers(0, 5), start=st.integers(0, 3), seed=SEEDS)
 def test_an_epoch_can_be_entered_anywhere(form: str, epoch: int, start: int, seed: int) -> None:

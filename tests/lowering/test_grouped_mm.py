@@ -97,6 +97,7 @@ def experts() -> hotloop.Task:
     return a_task(model=Experts, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01), batch_size=8)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("plan", [pytest.param(STEP, marks=pytest.mark.more), PACKAGE], ids=Plan.brief)
 def test_a_mixture_of_experts_is_compiled_and_proven(plan: Plan) -> None:
     found = prove(experts(), plan)
@@ -116,6 +117,7 @@ def test_a_truth_with_the_wrong_experts_is_seen(monkeypatch: pytest.MonkeyPatch)
     assert prove(experts(), STEP).parity not in ("fp32-equivalent", "bitwise")
 
 
+@pytest.mark.more
 def test_it_goes_on_to_the_bit() -> None:
     program, again = hotloop.lower(experts(), STEP), hotloop.lower(experts(), STEP)
     advance(program, 4)

@@ -163,6 +163,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.few("at a State that is compared", "on the way to the next", "with a smaller batch")
 @pytest.mark.parametrize("where", FAILING)
 def test_a_training_that_fails_is_no_fault_of_the_proof(where: str) -> None:
     """Not of float64 either; `race` shows the speed all the same."""
@@ -192,6 +193,7 @@ def pictures(**fields: Any) -> hotloop.Task:
     return a_task(**{"model": Flattening, "data": (x, x.flatten(1)[:, :3].argmax(1)), "epochs": 3} | fields)
 
 
+@pytest.mark.more
 def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
     found = prove(pictures(), Plan(layout="channels_last"))
     assert found.parity == "broken" and found.first == "step 1"

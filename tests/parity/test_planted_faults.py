@@ -70,6 +70,7 @@ def test_a_planted_fault_is_broken_and_its_place_is_named(judged: dict[str, Pari
     assert found.first is not None and found.first.startswith(FAULTS[fault][1]), found.first
 
 
+@pytest.mark.more
 def test_pieces_that_are_not_divided_are_broken() -> None:
     task = family("mlp")
     program = hotloop.lower(task, Plan(accumulation=2))
@@ -84,6 +85,7 @@ def graphs() -> Graphs:
     return Graphs(family("cnn"), "step")
 
 
+@pytest.mark.more
 def test_a_stale_rate_in_a_graph_is_broken() -> None:
     """The schedule of the captured step: each update with the rate of the step before."""
 
@@ -116,6 +118,7 @@ class _Before:
         return value if given is None else given
 
 
+@pytest.mark.more
 def test_mutants_that_change_a_step_clearly_are_caught(graphs: Graphs) -> None:
     """At random from the fuzzer; what a mutant does is measured apart from parity, which has to agree."""
     yardstick = Yardstick(graphs.program(), steps=10)
@@ -134,6 +137,7 @@ def test_mutants_that_change_a_step_clearly_are_caught(graphs: Graphs) -> None:
 # ---------------------------------------------------------------- reduced precision
 
 
+@pytest.mark.more
 def test_bf16_is_reduced_precision_and_a_fault_in_it_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)  # this CPU may only emulate it
     task = family("mlp")
@@ -144,6 +148,7 @@ def test_bf16_is_reduced_precision_and_a_fault_in_it_is_still_seen(monkeypatch: 
     assert found == ["reduced-precision", "broken", "broken"]
 
 
+@pytest.mark.more
 def test_an_optimizer_that_calls_the_loss_itself_is_compared() -> None:
     task = a_task(optimizer=lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2), epochs=4)
     honest, faulty = hotloop.lower(task), hotloop.lower(task)
@@ -151,6 +156,7 @@ def test_an_optimizer_that_calls_the_loss_itself_is_compared() -> None:
     assert [one.parity for one in prove_programs(task, [honest, faulty])] == ["bitwise", "broken"]
 
 
+@pytest.mark.more
 def test_one_program_s_class_does_not_depend_on_the_others() -> None:
     """An honest plan stays trusted beside others that are broken."""
     task = family("mlp", clip_norm=None)  # which would undo a scaled loss

@@ -60,6 +60,7 @@ def dropping() -> hotloop.Task:
     return a_task(model=Dropping, epochs=9)
 
 
+@pytest.mark.few("dropping")
 @pytest.mark.parametrize(
     ("task", "plans"),
     [
@@ -146,6 +147,7 @@ def looked_at(task: hotloop.Task, program: Program) -> StepErrors:
     return account
 
 
+@pytest.mark.few("with_another_rate")
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_a_plan_draws_is_looked_at_by_itself(plant: Callable[[Program], None]) -> None:
     task = many()
@@ -216,6 +218,7 @@ IN_GRAPHS: dict[str, tuple[Callable[[Graph], Graph], str]] = {
 }
 
 
+@pytest.mark.few("another rate-1")
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("name", IN_GRAPHS)
 def test_what_a_captured_step_draws_is_looked_at_by_itself(name: str, pieces: int) -> None:
@@ -227,6 +230,7 @@ def test_what_a_captured_step_draws_is_looked_at_by_itself(name: str, pieces: in
     assert found.draw_notes and says in str(found.draws)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_faults_in_what_a_captured_step_draws_are_broken(pieces: int) -> None:
     """Also where the numbers that are drawn are right, and others are computed with."""
@@ -316,6 +320,7 @@ class Mixed(nn.Module):
         return self.layer(F.dropout(x, 0.3)) + 0.0 * float(np.random.beta(2, 2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "says"),
     [

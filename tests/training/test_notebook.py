@@ -67,6 +67,7 @@ def _text(outputs: list) -> str:
     return "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs)
 
 
+@pytest.mark.more
 def test_a_class_defined_in_the_notebook_trains_and_shows_a_line_per_epoch(outputs: list[list]) -> None:
     shown = _text(outputs[1])
     assert "epoch 1/2" in shown

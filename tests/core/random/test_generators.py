@@ -118,12 +118,14 @@ OWNERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few("data-*", "*-PCG64", "*-torch.Generator")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("owner", OWNERS)
 def test_a_resumed_run_draws_the_same(owner: str, kind: str) -> None:
     assert_resumes(lambda: task_of(**OWNERS[owner](KINDS[kind]())))
 
 
+@pytest.mark.few("closure", "default argument", "class attribute")
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_wherever_the_generator_is(holder: str) -> None:
     assert_resumes(lambda: task_of(data=Transformed(HOLDERS[holder]())))
@@ -233,6 +235,7 @@ def test_validation_draws_the_same_in_each_epoch() -> None:
     assert evaluate(program, source).values["loss"] == first != other
 
 
+@pytest.mark.more
 def test_validation_is_the_same_in_a_resumed_run(tmp_path: Path) -> None:
     def make(epochs: int) -> hotloop.Task:
         return task_of(data=Noisy(np.random.default_rng(0)), validation=Noisy(np.random.RandomState(0)), epochs=epochs)

@@ -196,6 +196,7 @@ def test_the_trained_weights_are_in_the_torch_model(tmp_path: Path) -> None:
     torch.testing.assert_close(model(x), other(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.more
 def test_check_finds_it_equal_and_sees_a_sign_turned_round(monkeypatch: pytest.MonkeyPatch) -> None:
     task = family("cnn")
     assert [one.parity for one in prove_plans(task, [ARRAYS])] == ["fp32-equivalent"]

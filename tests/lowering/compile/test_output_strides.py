@@ -134,6 +134,7 @@ class Again(Rows):
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", [Rows, Again])
 def test_no_layer_of_onednn_s_is_captured_that_the_compiler_does_not_know(model: type[nn.Module]) -> None:
     names = {str(node.target) for node in captured(seeing(model)).graph.graph.nodes}
@@ -141,6 +142,7 @@ def test_no_layer_of_onednn_s_is_captured_that_the_compiler_does_not_know(model:
     assert any("convolution" in name for name in names)
 
 
+@pytest.mark.more
 def test_where_onednn_is_off_a_step_is_captured_so() -> None:
     """Also if it was on before, and afterwards again."""
     assert not laid_otherwise(seeing(Patches))
@@ -152,6 +154,7 @@ def test_where_onednn_is_off_a_step_is_captured_so() -> None:
 NETWORKS = {"patches": Patches, "mixing": Mixing, "rows": Rows}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", NETWORKS)
 def test_libraries_lay_out_what_they_compute_as_captured(name: str) -> None:
     assert not laid_otherwise(seeing(NETWORKS[name]))
@@ -172,6 +175,7 @@ def unasked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
     FakeTensorMode.cache_clear()
 
 
+@pytest.mark.more
 @nnpack
 @pytest.mark.usefixtures("unasked")
 @pytest.mark.parametrize("name", ["patches", "mixing"])
@@ -179,6 +183,7 @@ def test_unasked_they_are_captured_otherwise(name: str) -> None:
     assert laid_otherwise(seeing(NETWORKS[name]))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "plan"), [pytest.param("patches", STEP, marks=pytest.mark.more), ("patches", PACKAGE), ("mixing", PACKAGE)]
 )

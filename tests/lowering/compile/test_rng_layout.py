@@ -137,6 +137,7 @@ def as_it_likes() -> Iterator[None]:
     yield
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled", "one_thread")
 @pytest.mark.parametrize("mends", [True, pytest.param(False, marks=pytest.mark.more)])

@@ -297,6 +297,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few("loss", "model")
 @pytest.mark.parametrize("name", PARTS)
 def test_counts_of_all_parts_of_a_task_go_on_after_a_resume(tmp_path: Path, name: str) -> None:
     assert difference_of_resumed(lambda: a_task(**PARTS[name](), epochs=4), tmp_path) == []

@@ -63,6 +63,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.more
 def test_ranks_stop_on_a_signal_and_one_process_goes_on(
     file: Path, server: Server, run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_ranks_stop_on_a_signal_and_one_process_goes_on(
     assert disagreements(run, alone) != []  # bits do differ: nothing above compared a run with itself
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("parallel", ["data", "sharded"])
 def test_ranks_go_on_with_what_one_process_has_left(parallel: Any, tmp_path: Path) -> None:
     task = images(torch.float64, samples=110, batch_size=25, validation=20, epochs=2, average=None)
@@ -121,6 +123,7 @@ def nearly(one: Path, other: Path) -> bool:
     return a.position == b.position and max(far) < 1e-10
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -139,6 +142,7 @@ def test_what_can_be_known_at_once_is_said_before_ranks_are_started(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.more
 def test_an_error_that_all_ranks_have_is_told_once(file: Path, run_cli: RunCli) -> None:
     done = run_cli("train", file, "--ranks", "2", "--set", "accumulation=2", "--json")
     assert done.returncode == 1

@@ -93,6 +93,7 @@ def distance(one: Any, other: Any) -> dict[str, float]:
     return {path: float((a[path] - b[path]).norm() / b[path].norm().clamp(min=1e-3)) for path in a}
 
 
+@pytest.mark.few("('data', 3)-images", "('data', 3)-tokens")
 @pytest.mark.parametrize("case", CASES)
 def test_in_fp64_all_comes_out_the_same_but_for_the_last_bits(shared: list[Any], sharded: bool, case: str) -> None:
     for rank in shared:
@@ -141,6 +142,7 @@ class Recomputed(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("parallel", "norms"),
     [

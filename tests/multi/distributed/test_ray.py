@@ -104,6 +104,7 @@ def ranks_of(run: Path) -> list[psutil.Process]:
     return [one for one in found if str(run) in (one.info["cmdline"] or []) and "train" in one.info["cmdline"]]
 
 
+@pytest.mark.more
 def test_ranks_in_a_cluster_of_its_own_end_as_those_without_ray(whole: Path, run_cli: RunCli, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")
     done = run_cli("train", whole.parent / "task.py", *ON_RAY, "--run", tmp_path / "run", "--json")
@@ -129,6 +130,7 @@ def test_ranks_on_two_machines_start_again_where_one_is_killed_and_end_the_same(
     assert disagreements(whole, run) == []
 
 
+@pytest.mark.more
 def test_an_error_of_a_rank_is_told_in_a_line(
     folder: Path, two_machines: dict[str, str], run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_an_error_of_a_rank_is_told_in_a_line(
     assert ranks_of(run) == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=str)
 def test_what_ends_the_command_has_ranks_save_and_stop(
     folder: Path, two_machines: dict[str, str], server: Server, tmp_path: Path, number: int, code: int
@@ -187,6 +190,7 @@ class Rays:
         return self.resources
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("axes", "resources", "says"),
     [
@@ -201,11 +205,13 @@ def test_what_the_cluster_does_not_have_is_told(axes: dict, resources: dict[str,
         ray_launch._rank_count(ray, plan, ray_launch._device_kind(ray, plan))
 
 
+@pytest.mark.more
 def test_ranks_are_as_many_as_the_cluster_has_gpus() -> None:
     plan, ray = Plan(parallel="data"), Rays(CPU=64, GPU=4)
     assert ray_launch._rank_count(ray, plan, ray_launch._device_kind(ray, plan)) == 4
 
 
+@pytest.mark.more
 def test_ranks_of_a_machine_see_all_its_gpus_and_take_one_each() -> None:
     found = ray_launch.rank_environments(["a", "a", "b"], ["3", "1", "0"])
     assert [(seat["RANK"], seat["LOCAL_RANK"], seat["LOCAL_WORLD_SIZE"]) for seat in found] == [
@@ -217,6 +223,7 @@ def test_ranks_of_a_machine_see_all_its_gpus_and_take_one_each() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in ray_launch.rank_environments(["a", "a"], ["", ""])[0]
 
 
+@pytest.mark.more
 def test_without_ray_it_is_said_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,6 +232,7 @@ def test_without_ray_it_is_said_before_anything_is_started(
         ray_launch.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere"])
 def test_an_address_where_ray_is_not_is_told_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")
@@ -233,6 +241,7 @@ def test_an_address_where_ray_is_not_is_told_at_once(monkeypatch: pytest.MonkeyP
         ray_launch.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
 
 
+@pytest.mark.more
 def test_a_driver_that_is_not_in_the_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://first:10001")
     with pytest.raises(PlanError, match="Ray's client server"):
@@ -242,6 +251,7 @@ def test_a_driver_that_is_not_in_the_cluster_is_refused(monkeypatch: pytest.Monk
 ON_RAY_PLAN = Plan(parallel="data", ranks=2, workforce="ray")
 
 
+@pytest.mark.more
 def test_what_ray_does_not_start_says_so() -> None:
     task = images(torch.float32)
     with pytest.raises(PlanError, match=r"workforce=ray in hotloop\.fit; .* `hotloop train file.py`"):
@@ -250,6 +260,7 @@ def test_what_ray_does_not_start_says_so() -> None:
         profile.refuse_for_ranks(ON_RAY_PLAN, try_remedies=False)
 
 
+@pytest.mark.more
 def test_ranks_that_torchrun_has_started_are_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         "RANK": "0",

@@ -202,7 +202,7 @@ CASES = covering()
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if place % 3 == 0 else pytest.mark.more) for place, case in enumerate(CASES)],
+    [pytest.param(case, marks=() if place % 6 == 0 else pytest.mark.more) for place, case in enumerate(CASES)],
     ids="-".join,
 )
 def test_ranks_end_as_one_process_does(case: Case, tmp_path: Path, folder: Path) -> None:

@@ -125,6 +125,7 @@ def of_plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[An
     return come
 
 
+@pytest.mark.few("words-1f1b", "tokens-1f1b")
 @pytest.mark.parametrize(("case", "plan"), COMPARED)
 def test_in_fp64_all_comes_out_the_same_but_for_the_last_bits(
     of_plan: Callable[[str], list[Any]], case: str, plan: str
@@ -288,6 +289,7 @@ def watched() -> hotloop.Task:
     return linear(model=Watched, loss=None, step=step, optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.5))
 
 
+@pytest.mark.more
 def test_what_only_a_figure_depends_on_is_left_as_it_is(tmp_path: Path) -> None:
     plan = STAGES.with_axes(split="middle")
     both = come_to(watched(), Plan()), of_ranks(tmp_path, plan, lambda world: come_to(watched(), plan))[0]
@@ -311,6 +313,7 @@ def killing(optimizer: torch.optim.Optimizer, marker: Path) -> torch.optim.Optim
     return optimizer
 
 
+@pytest.mark.more
 def test_a_killed_rank_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def fit(name: str, marker: Path, plan: Plan) -> Run:
         task = words(torch.float32, optimizer=lambda p: killing(torch.optim.Adam(p), marker), validation=None, epochs=3)
@@ -387,6 +390,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return of_ranks(tmp_path_factory.mktemp("refused"), STAGES, compute)[1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_split_is_named(refused: dict[str, str], case: str) -> None:
     assert re.search(REFUSED[case][2], refused[case]), refused[case]

@@ -105,6 +105,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return of_ranks(folder, Plan(parallel="data", ranks=2), looked_at)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("parallel", SHARING)
 def test_hooks_on_gradients_are_refused_where_ranks_share_these(seen: list[dict[str, Any]], parallel: str) -> None:
     for rank in seen:

@@ -89,6 +89,7 @@ def state_of(checkpoint: bytes) -> State:
     return decode(checkpoint, Path()).state
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", WAYS)
 def test_another_number_of_ranks_comes_to_what_one_process_comes_to(ended: list[dict[str, bytes]], way: str) -> None:
     alone = Plan()

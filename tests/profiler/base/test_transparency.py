@@ -89,6 +89,7 @@ def test_what_cannot_be_pickled_says_so_as_alone() -> None:
         pickle.dumps(hear(write))
 
 
+@pytest.mark.more
 def test_another_process_saves_what_a_loop_hands_to_it(tmp_path: Path) -> None:
     net = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -77,6 +77,7 @@ def test_so_is_a_convolution_by_shifted_copies() -> None:
     assert "test_measured_chains.py:" in found.where and found.gain > 0.1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layers", [nn.Identity, Layers])
 def test_layers_and_losses_of_torchs_own_are_not(layers: type[nn.Module]) -> None:
     assert named(layers(), at_once) == []

@@ -328,6 +328,7 @@ def test_a_debugger_keeps_its_tracing() -> None:
     assert any("no lines" in note for note in seen.notes)
 
 
+@pytest.mark.more
 def test_the_profilers_library_writes_nothing_to_the_scripts_output() -> None:
     code = (
         "import torch; from hotloop.profiler.trace.tracer import Tracer\n"
@@ -375,6 +376,7 @@ def training(watch: ProfilerSession) -> Iterator[str]:
         yield watch._sequence.step.kind if watch._sequence.step is not None else ""
 
 
+@pytest.mark.few("settling")
 @pytest.mark.parametrize("prepared", ["traced", "settling", "warm-up"])
 def test_a_profiler_of_the_scripts_own_may_start_at_any_time(prepared: str) -> None:
     before = torch.autograd.profiler._enable_profiler

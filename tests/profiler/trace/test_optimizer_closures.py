@@ -104,6 +104,7 @@ def test_an_optimizer_takes_what_its_closure_leaves() -> None:
     }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["LBFGS", "SGD"])
 def test_what_a_closure_makes_before_the_forward_is_no_update(kind: str) -> None:
     """The line search of LBFGS calls it several times, each after what it updates of its own."""
@@ -127,6 +128,7 @@ def test_what_a_closure_makes_before_the_forward_is_no_update(kind: str) -> None
     assert phases_of(profile, "aten::mm", "aten::cos") == {"batch", "backward"}
 
 
+@pytest.mark.more
 def test_a_functional_closure_has_a_forward() -> None:
     rows, targets = torch.randn(1500, 64), torch.randn(1500, 1)
     weight = torch.randn(64, 1, requires_grad=True)
@@ -188,6 +190,7 @@ def test_an_optimizer_of_ones_own_may_clear_gradients_first() -> None:
     assert phases_of(profile, "aten::sub_", "aten::sign") == {"update"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("clears", ["model", pytest.param("optimizer", marks=pytest.mark.more)])
 def test_a_line_search_is_no_loop_and_the_loop_in_its_closure_is(clears: str) -> None:
     plain, looping = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), Recurrent()
