@@ -81,14 +81,6 @@ def test_who_breaks_or_never_starts_is_left_out_and_named() -> None:
     assert found["plain"].windows and found["plain"].failure is None
 
 
-@pytest.mark.more
-def test_a_peer_that_never_starts_leaves_the_others_their_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_START_S", 0.0)
-    found = in_turns(["plain", "never", "other"], begun, Session(12, rounds=4, window_s=0.01))
-    assert "first step within" in (found["never"].failure or "")
-    assert all(found[name].windows and not found[name].failure for name in ("plain", "other"))
-
-
 def test_searches_that_fit_beside_everybodys_windows_are_made_and_others_left_out() -> None:
     searches = {("W1", OURS): 40.0, ("W6", OURS): 900.0, ("W8", OURS): 15.0}
     table = Timetable(200, {"W1": 50, "W6": 50, "W8": 30}, searches)

@@ -249,14 +249,6 @@ def test_export_without_a_target_is_a_wrong_call(hotloop) -> None:
     assert done.code == 2 and "--to" in done.err
 
 
-@pytest.mark.more
-def test_a_real_process_does_the_same(run_cli, folder) -> None:
-    done = run_cli("predict", "run", "images.npy", "--out", "real.npy", "--json", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["out"] == "real.npy"
-    assert np.array_equal(np.load(folder / "real.npy"), library.predict(folder / "run", folder / "images.npy"))
-
-
 # --- the progress bar
 
 

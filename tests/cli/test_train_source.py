@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sysconfig
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -221,31 +219,3 @@ def test_a_file_may_have_the_name_of_an_installed_module(name: str, hotloop: Hot
     import rich
 
     assert "site-packages" in numpy.__file__ and "site-packages" in rich.__file__
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("name", ["statistics"])
-def test_the_same_in_a_real_process_with_workers(name: str, tmp_path: Path) -> None:
-    put(tmp_path, """
-        class Samples(torch.utils.data.Dataset):
-            def __len__(self):
-                return 20
-            def __getitem__(self, index):
-                import statistics
-                return X[index] * statistics.mean([1.0, 1.0]), Y[index]
-
-        task = make(data=Samples())
-    """, f"{name}.py")  # fmt: skip
-    command = [
-        Path(sysconfig.get_path("scripts")) / "hotloop",
-        "train",
-        f"{name}.py",
-        "--device",
-        "cpu",
-        "--workers",
-        "1",
-        "--json",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["run"].startswith(f"runs/{name}-")

@@ -310,19 +310,6 @@ def test_a_signal_ends_a_wait_for_a_batch_and_saves(kind: Any, number: signal.Si
     assert run.journal()[-1]["step"] == saved.state.position.step <= 2
 
 
-@pytest.mark.more
-@pytest.mark.usefixtures("no_child_left")
-def test_a_signal_ends_a_wait_for_validation_data(tmp_path: Path) -> None:
-    file = tmp_path / "stuck"
-    data = Stuck(file, after=8)
-    held_out = DataLoader(data, batch_size=8, num_workers=1)
-    thread = signalling(file, signal.SIGTERM)
-    task = a_task(DataLoader(Rows(), batch_size=8), validation=held_out, callbacks=[data.begins])
-    run, ended = start.start_run(LoadedTask(task, None, {}), plan="baseline", run=tmp_path / "run")
-    thread.join()
-    assert ended.reason == "SIGTERM" and run.journal()[-1]["step"] == 5
-
-
 def signalling(file: Path, number: signal.Signals) -> threading.Thread:
     """Sends this process a signal once there is a file."""
 

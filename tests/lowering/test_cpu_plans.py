@@ -19,7 +19,6 @@ from tests.support.killed_training import train
 from tests.support.processes.resumed_training import disagreements
 from tests.support.programs import advance, through_file
 from tests.support.tasks.model_families import FAMILIES, family
-from tests.support.tasks.parity_families import another_family
 
 STEPS = 22  # into the sixth epoch
 
@@ -119,15 +118,6 @@ def test_switching_plans_twice_keeps_order_and_result() -> None:
         state = after(program, steps)
     assert state is not None
     assert_equal_within_rounding(state, baseline("cnn"))
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("name", ["cnn", pytest.param("batchnorm", marks=pytest.mark.more)])
-def test_what_follows_a_convolution_is_compiled_in_any_layout(name: str) -> None:
-    """Where channels come last those of a convolution's result do, and a flattening copies."""
-    task = another_family(name)
-    plan = Plan(compile="step", layout="channels_last")
-    assert_equal_within_rounding(after(hotloop.lower(task, plan), 3), after(hotloop.lower(task), 3))
 
 
 @pytest.mark.more

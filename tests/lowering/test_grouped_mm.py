@@ -11,7 +11,6 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.core.state import differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering import grouped_mm
 from hotloop.lowering.grouped_mm import multiply_groups, traceable_groups
@@ -115,16 +114,6 @@ def test_a_truth_with_the_wrong_experts_is_seen(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(grouped_mm, "multiply_groups", turned)
     assert prove(experts(), STEP).parity not in ("fp32-equivalent", "bitwise")
-
-
-@pytest.mark.more
-def test_it_goes_on_to_the_bit() -> None:
-    program, again = hotloop.lower(experts(), STEP), hotloop.lower(experts(), STEP)
-    advance(program, 4)
-    again.restore(program.state())
-    for each in (program, again):
-        advance(each, 4)
-    assert differing_paths(program.state(), again.state()) == []
 
 
 class Sorted(nn.Module):

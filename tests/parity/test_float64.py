@@ -300,11 +300,3 @@ def test_a_compiled_step_that_few_batches_take_is_unproven() -> None:
     task = a_task(model=Mean, data=loader, batch_size=None, epochs=2)
     found = prove(task, Plan(device="cpu", compile="step"))
     assert found.parity == "unproven" and "took its compiled program" in found.reason
-
-
-@pytest.mark.more
-def test_one_full_batch_of_two_in_an_epoch_is_enough_for_a_compiled_step() -> None:
-    """The first step makes the optimizer's state, and is eager as every second batch is."""
-    task = a_task(batch_size=13, epochs=40, optimizer=lambda parameters: torch.optim.Adam(parameters))
-    found = prove(task, Plan(device="cpu", compile="step"))
-    assert found.parity in TRUSTED_CLASSES, found.reason

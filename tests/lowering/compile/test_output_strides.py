@@ -142,15 +142,6 @@ def test_no_layer_of_onednn_s_is_captured_that_the_compiler_does_not_know(model:
     assert any("convolution" in name for name in names)
 
 
-@pytest.mark.more
-def test_where_onednn_is_off_a_step_is_captured_so() -> None:
-    """Also if it was on before, and afterwards again."""
-    assert not laid_otherwise(seeing(Patches))
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not laid_otherwise(seeing(Patches))
-    assert not laid_otherwise(seeing(Patches))
-
-
 NETWORKS = {"patches": Patches, "mixing": Mixing, "rows": Rows}
 
 

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
-from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.lowering.rewrites import conv_in_pool
-from hotloop.parity.proof import prove
-from hotloop.plan import Plan
 from tests.support.programs import a_task
 from tests.support.rewritten_steps import Step, Twice, assert_refused, assert_stays_the_same, convolving
 
@@ -242,9 +239,3 @@ def test_what_is_no_number_in_an_image_is_none_in_the_same_windows(relu: bool) -
 
 
 # ---------------------------------------------------------------- compiled
-
-
-@pytest.mark.more
-def test_a_compiled_step_is_trusted() -> None:
-    task = convolving(nn.Conv2d(1, 3, 2, padding=(0, 1)), nn.ReLU(), nn.MaxPool2d(2), channels=1, size=(9, 7))
-    assert prove(task, Plan(device="cpu", compile="step", rewrites="conv_in_pool")).parity in TRUSTED_CLASSES

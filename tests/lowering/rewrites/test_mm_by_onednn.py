@@ -82,11 +82,6 @@ def test_products_of_all_kinds_are_found_and_come_to_the_same() -> None:
 
 
 @pytest.mark.more
-def test_they_are_trusted() -> None:
-    assert prove(task(), NAMED).parity in TRUSTED_CLASSES
-
-
-@pytest.mark.more
 def test_a_package_has_them_too() -> None:
     assert prove(task(), NAMED.with_axes(compile="package")).parity in TRUSTED_CLASSES
 

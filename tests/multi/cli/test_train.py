@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,11 +16,9 @@ import torch
 
 import hotloop
 from hotloop.cli.options import is_data_parallel_default
-from hotloop.distributed.launch import launch
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from hotloop.training.start import resume_run
 from tests.conftest import RunCli
 from tests.support.processes import rank_processes  # noqa: F401 - imports what each fork would
 from tests.support.processes.forked_server import Server
@@ -88,33 +85,6 @@ def test_ranks_stop_on_a_signal_and_one_process_goes_on(
     assert run_cli("train", file, "--plan", "baseline", "--run", alone).returncode == 0
     assert nearly(run, alone)
     assert disagreements(run, alone) != []  # bits do differ: nothing above compared a run with itself
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("parallel", ["data", "sharded"])
-def test_ranks_go_on_with_what_one_process_has_left(parallel: Any, tmp_path: Path) -> None:
-    task = images(torch.float64, samples=110, batch_size=25, validation=20, epochs=2, average=None)
-    run, alone = tmp_path / "run", tmp_path / "alone"
-    for path in (run, alone):
-        hotloop.fit(task, run=path, plan=Plan(), progress=False)
-    more: dict[str, Any] = {"task": task, "overrides": {"epochs": 4}}
-    launch(3, lambda: resume_run(run, plan=Plan(parallel=parallel, ranks=3), **more), print)
-    resume_run(alone, plan=Plan(), **more)
-    assert Run.open(run).plan == Plan(parallel=parallel, ranks=3)
-    assert nearly(run, alone)
-    assert disagreements(run, alone) != []
-
-
-@pytest.mark.more
-def test_ranks_alone_go_on_with_a_run_of_one_process_sharing_each_batch(
-    file: Path, run_cli: RunCli, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert run_cli("train", file, "--plan", "baseline", "--epochs", "1", "--run", run).returncode == 0
-    done = run_cli("train", "--resume", run, "--ranks", "2", "--epochs", "2")
-    assert done.returncode == 0, done.stderr
-    assert (Run.open(run).plan.parallel, Run.open(run).plan.ranks) == ("data", 2)
-    assert len(Run.open(run).epochs) == 2
 
 
 def nearly(one: Path, other: Path) -> bool:

@@ -250,18 +250,6 @@ def test_a_signal_ends_ranks_that_wait_for_each_other(number: int, tmp_path: Pat
 
 
 @pytest.mark.more
-def test_no_rank_is_left_where_the_command_is_killed_while_they_wait(tmp_path: Path, server: Server) -> None:
-    process = waiting(server, tmp_path)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 2
-    os.kill(process.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=30)
-    for one in alive:
-        one.kill()
-    assert alive == []
-
-
-@pytest.mark.more
 def test_no_rank_is_left_where_the_command_is_killed_before_they_train(tmp_path: Path, server: Server) -> None:
     (tmp_path / "task.py").write_text(FILE)
     process = server.start("train", "task.py", "--ranks", "2", "--run", "run", cwd=tmp_path)

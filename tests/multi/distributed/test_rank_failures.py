@@ -67,10 +67,6 @@ def fit(path: Path, given: hotloop.Task, **options: Any) -> Run:
     return hotloop.fit(given, run=path, plan=PLAN, checkpoint_every="5", **options)
 
 
-def dawdle() -> None:
-    time.sleep(1)
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -90,11 +86,6 @@ def kill_an_hour_later(run: Path) -> None:
     key = f"{BEGAN}/{run}"
     store.set(key, str(float(store.get(key)) - 3600))
     kill()
-
-
-def meet() -> None:
-    """A collective operation that no other rank takes part in."""
-    torch.distributed.barrier()
 
 
 def raise_error() -> None:
@@ -125,13 +116,6 @@ def test_only_the_first_rank_writes_and_speaks(tmp_path: Path, capfd: pytest.Cap
     each = [event for event in run.journal() if event["event"] == "waiting"]
     assert [event["epoch"] for event in each] == [1, 2, 3]
     assert all(len(event["waiting_ms"]) == len(event["communication_ms"]) == PLAN.ranks for event in each)
-
-
-@pytest.mark.more
-def test_the_rank_that_others_wait_for_is_the_slowest(tmp_path: Path) -> None:
-    run = fit(tmp_path / "run", task(dawdle, tmp_path / "dawdled"), progress=False)
-    (cost,) = [event for event in run.journal() if event["event"] == "ranks"]
-    assert cost["slowest"] == CULPRIT
 
 
 def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_happened(

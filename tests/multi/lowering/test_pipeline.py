@@ -31,7 +31,7 @@ from hotloop.training.run import Run
 from hotloop.training.start import resume_run
 from tests.multi.distributed.test_ddp import come_to, distance
 from tests.support.processes.rank_processes import of_ranks
-from tests.support.processes.resumed_training import disagreements, last_checkpoint
+from tests.support.processes.resumed_training import disagreements
 from tests.support.tasks.rank_tasks import DTYPES, Images, images, tokens
 
 
@@ -236,25 +236,6 @@ def test_the_comparison_sees_it(planted: dict[str, Any], fault: str) -> None:
 
 
 # --- checkpoints
-
-
-@pytest.mark.more
-def test_stages_go_on_with_what_one_process_has_left_and_the_other_way_round(tmp_path: Path) -> None:
-    task = words(torch.float64, epochs=1)  # an average, which evaluations take for the weights
-    there, back, plain = tmp_path / "there", tmp_path / "back", tmp_path / "plain"
-    plan, more = PLANS["1f1b"], {"overrides": {"epochs": 2}}
-    for path in (there, plain):
-        hotloop.fit(task, run=path, plan=Plan(), progress=False)
-    hotloop.fit(task, run=back, plan=plan, progress=False)
-    kept = Run.open(back).plan
-    assert kept.split != "auto"
-    launch(2, lambda: resume_run(there, task=task, plan=plan, **more), print)
-    for path in (back, plain):
-        resume_run(path, task=task, plan=Plan(), **more)
-    a, b, c = (last_checkpoint(Run.open(path)).state for path in (there, back, plain))
-    for state in (a, b):
-        assert state.position == c.position
-        assert max(distance((state, [], {}), (c, [], {})).values()) < 1e-10
 
 
 @pytest.mark.more

@@ -101,18 +101,6 @@ def test_a_signal_within_an_evaluation_stops_ranks_that_compute_it_together(way:
     assert disagreements(whole.path, resumed.path) == []
 
 
-def raise_error() -> None:
-    raise ValueError("the culprit has had enough")
-
-
-@pytest.mark.more
-def test_an_error_of_one_stage_is_what_the_user_sees(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(HotloopError, match=r"^rank 1: .*ValueError: the culprit has had enough") as caught:
-        hotloop.fit(task(data=Samples(raise_error)), run=tmp_path / "run", plan=PLANS["stages"], progress=False)
-    assert len(str(caught.value).splitlines()) == 1
-    assert "Traceback" not in capfd.readouterr().err
-
-
 @pytest.mark.more
 def test_numbers_that_are_none_end_all_ranks_and_one_process_finds_the_place(tmp_path: Path) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
