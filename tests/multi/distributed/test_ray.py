@@ -190,7 +190,6 @@ class Rays:
         return self.resources
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     ("axes", "resources", "says"),
     [
@@ -205,13 +204,11 @@ def test_what_the_cluster_does_not_have_is_told(axes: dict, resources: dict[str,
         ray_launch._rank_count(ray, plan, ray_launch._device_kind(ray, plan))
 
 
-@pytest.mark.more
 def test_ranks_are_as_many_as_the_cluster_has_gpus() -> None:
     plan, ray = Plan(parallel="data"), Rays(CPU=64, GPU=4)
     assert ray_launch._rank_count(ray, plan, ray_launch._device_kind(ray, plan)) == 4
 
 
-@pytest.mark.more
 def test_ranks_of_a_machine_see_all_its_gpus_and_take_one_each() -> None:
     found = ray_launch.rank_environments(["a", "a", "b"], ["3", "1", "0"])
     assert [(seat["RANK"], seat["LOCAL_RANK"], seat["LOCAL_WORLD_SIZE"]) for seat in found] == [
@@ -223,7 +220,6 @@ def test_ranks_of_a_machine_see_all_its_gpus_and_take_one_each() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in ray_launch.rank_environments(["a", "a"], ["", ""])[0]
 
 
-@pytest.mark.more
 def test_without_ray_it_is_said_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,7 +237,6 @@ def test_an_address_where_ray_is_not_is_told_at_once(monkeypatch: pytest.MonkeyP
         ray_launch.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
 
 
-@pytest.mark.more
 def test_a_driver_that_is_not_in_the_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://first:10001")
     with pytest.raises(PlanError, match="Ray's client server"):
@@ -251,7 +246,6 @@ def test_a_driver_that_is_not_in_the_cluster_is_refused(monkeypatch: pytest.Monk
 ON_RAY_PLAN = Plan(parallel="data", ranks=2, workforce="ray")
 
 
-@pytest.mark.more
 def test_what_ray_does_not_start_says_so() -> None:
     task = images(torch.float32)
     with pytest.raises(PlanError, match=r"workforce=ray in hotloop\.fit; .* `hotloop train file.py`"):
@@ -260,7 +254,6 @@ def test_what_ray_does_not_start_says_so() -> None:
         profile.refuse_for_ranks(ON_RAY_PLAN, try_remedies=False)
 
 
-@pytest.mark.more
 def test_ranks_that_torchrun_has_started_are_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         "RANK": "0",

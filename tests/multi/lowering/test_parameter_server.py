@@ -21,15 +21,14 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.state import differing_paths
-from hotloop.distributed.ray import cluster
-from hotloop.errors import HotloopError, PlanError, TrainingError
+from hotloop.errors import HotloopError, TrainingError
 from hotloop.lowering.build import lower
 from hotloop.lowering.parameter_server import server_program
 from hotloop.lowering.parameter_server.server_program import ParameterServerProgram
 from hotloop.lowering.parameter_server.workers import process_pool
 from hotloop.lowering.parameter_server.workers.process_pool import ProcessPool
 from hotloop.lowering.parameter_server.workers.worker import RemoteTask
-from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan, start_workers
+from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.training.run import Run
@@ -252,16 +251,6 @@ def _lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-@pytest.mark.more
-def test_without_ray_it_says_so_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
-    given, lines = task(), list[str]()
-    program = lower(given, PLAN.with_axes(workforce="ray"))
-    with pytest.raises(PlanError, match="Ray isn't installed"):
-        start_workers(program, RemoteTask.from_task(given, Path(), None, {}), 2, lines.append)
-    assert lines == []
 
 
 def test_an_actor_that_is_killed_comes_back() -> None:
