@@ -8,6 +8,8 @@ import pytest
 
 from bench.script_pairs import WARM_UP, Side, compare, compare_switched
 
+pytestmark = pytest.mark.more
+
 SCRIPT = """
 import sys
 import torch
@@ -21,7 +23,6 @@ for step in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.more
 def test_windows_alternate_and_pair_the_same_steps(tmp_path: Path) -> None:
     log, sides = tmp_path / "log", []
     for name in ("a", "b"):
@@ -35,7 +36,6 @@ def test_windows_alternate_and_pair_the_same_steps(tmp_path: Path) -> None:
     assert [step[1:] for step in after[:3]] == [step[1:] for step in after[3:6]]
 
 
-@pytest.mark.more
 def test_a_switched_script_has_both_forms_in_each_pair(tmp_path: Path) -> None:
     log, script = tmp_path / "log", tmp_path / "a.py"
     script.write_text(SCRIPT.replace("{__file__[-4]}{step}", "{int(EDITED)}"))

@@ -120,7 +120,7 @@ def test_switching_plans_twice_keeps_order_and_result() -> None:
     assert_equal_within_rounding(state, baseline("cnn"))
 
 
-@pytest.mark.more
+@pytest.mark.few("layout=channels_last*")
 @pytest.mark.parametrize("plan", [Plan(compile="step"), Plan(layout="channels_last", optimizer="foreach")], ids=changed)
 def test_killed_and_gone_on_with_it_ends_bitwise_the_same(tmp_path: Path, plan: Plan) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"

@@ -120,6 +120,12 @@ def check_busy() -> None:
     assert made == {str(batch)}
 
 
+@pytest.mark.more
+@pytest.mark.usefixtures("one_thread")
+def test_plain_python_after_a_helper_that_ends_the_step_is_no_making_of_a_batch() -> None:
+    check_busy()
+
+
 @pytest.mark.more  # it is what the test before would miss
 def test_lines_that_are_marked_until_there_is_no_more_room_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotloop.profiler.timers.markers._MAX_MARKS_PER_LINE", 10**9)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat, nbclient and ipykernel (the dev extra)")
 nbclient = pytest.importorskip("nbclient", reason="needs nbformat, nbclient and ipykernel (the dev extra)")
 pytest.importorskip("ipykernel", reason="needs nbformat, nbclient and ipykernel (the dev extra)")
@@ -67,7 +69,6 @@ def _text(outputs: list) -> str:
     return "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs)
 
 
-@pytest.mark.more
 def test_a_class_defined_in_the_notebook_trains_and_shows_a_line_per_epoch(outputs: list[list]) -> None:
     shown = _text(outputs[1])
     assert "epoch 1/2" in shown

@@ -25,6 +25,8 @@ from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP
 from tests.support.programs import advance, seeing
 
+pytestmark = pytest.mark.more
+
 PACKAGE = Plan(compile="package")
 aten = torch.ops.aten
 BY_LIBRARIES = (
@@ -134,7 +136,6 @@ class Again(Rows):
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("model", [Rows, Again])
 def test_no_layer_of_onednn_s_is_captured_that_the_compiler_does_not_know(model: type[nn.Module]) -> None:
     names = {str(node.target) for node in captured(seeing(model)).graph.graph.nodes}
@@ -145,7 +146,6 @@ def test_no_layer_of_onednn_s_is_captured_that_the_compiler_does_not_know(model:
 NETWORKS = {"patches": Patches, "mixing": Mixing, "rows": Rows}
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name", NETWORKS)
 def test_libraries_lay_out_what_they_compute_as_captured(name: str) -> None:
     assert not laid_otherwise(seeing(NETWORKS[name]))
@@ -166,7 +166,6 @@ def unasked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
     FakeTensorMode.cache_clear()
 
 
-@pytest.mark.more
 @nnpack
 @pytest.mark.usefixtures("unasked")
 @pytest.mark.parametrize("name", ["patches", "mixing"])
@@ -174,7 +173,6 @@ def test_unasked_they_are_captured_otherwise(name: str) -> None:
     assert laid_otherwise(seeing(NETWORKS[name]))
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "plan"), [pytest.param("patches", STEP, marks=pytest.mark.more), ("patches", PACKAGE), ("mixing", PACKAGE)]
 )
@@ -185,7 +183,6 @@ def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
 
 @nnpack
 @pytest.mark.usefixtures("unasked")
-@pytest.mark.more
 def test_a_package_for_another_layout_is_seen_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""
     monkeypatch.setattr(inductor_patches, "use_real_output_strides", nullcontext)  # which mends it, too

@@ -57,9 +57,10 @@ def everything(plan: Plan) -> dict[tuple[str, str], Any]:
     scope="module",
     params=[
         ("data", 3),
-        ("sharded", 3),
-        ("towers", 3),
-        *(pytest.param(("data", ranks), marks=pytest.mark.more) for ranks in (2, 4)),
+        *(
+            pytest.param(way, marks=pytest.mark.more)
+            for way in (("sharded", 3), ("towers", 3), ("data", 2), ("data", 4))
+        ),
     ],
     ids=str,
 )
@@ -93,7 +94,6 @@ def distance(one: Any, other: Any) -> dict[str, float]:
     return {path: float((a[path] - b[path]).norm() / b[path].norm().clamp(min=1e-3)) for path in a}
 
 
-@pytest.mark.few("('data', 3)-images", "('data', 3)-tokens")
 @pytest.mark.parametrize("case", CASES)
 def test_in_fp64_all_comes_out_the_same_but_for_the_last_bits(shared: list[Any], sharded: bool, case: str) -> None:
     for rank in shared:

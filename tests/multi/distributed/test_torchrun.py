@@ -14,6 +14,8 @@ import pytest
 from tests.conftest import RunCli
 from tests.support.processes.forked_server import Server
 
+pytestmark = pytest.mark.more
+
 SCRIPT = """
 import os
 import signal
@@ -55,7 +57,6 @@ def port() -> int:
         return found.getsockname()[1]
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_is_lost_is_named_where_no_agent_of_hotloops_own_watches(
     culprit: int, port: int, tmp_path: Path, server: Server
@@ -90,7 +91,6 @@ print(*sorted(open(f"/proc/self/task/{thread}/comm").read().strip() for thread i
 """
 
 
-@pytest.mark.more
 def test_no_thread_of_the_group_outlives_a_training(port: int, tmp_path: Path) -> None:
     """One that lets go of a tensor while Python shuts down would abort the process, after all has been saved."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -110,7 +110,6 @@ def test_no_thread_of_the_group_outlives_a_training(port: int, tmp_path: Path) -
     assert [name for out, _ in ended for name in out.split() if "gloo" in name] == []
 
 
-@pytest.mark.more
 def test_ranks_that_would_begin_anew_are_told_to_name_their_run(port: int, tmp_path: Path, run_cli: RunCli) -> None:
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)

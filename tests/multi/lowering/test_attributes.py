@@ -14,6 +14,8 @@ from hotloop.plan import Plan
 from tests.support.processes import rank_processes  # noqa: F401 - imports what each fork would
 from tests.support.programs import labelled
 
+pytestmark = pytest.mark.more
+
 PLAN = Plan(parallel="data", ranks=2)
 
 
@@ -61,13 +63,11 @@ def reasons(folder: Path, loss: Any, data: Any) -> list[str]:
     return hotloop.fit(task, run=folder / "run", plan=PLAN, progress=False).record.facts.inexact
 
 
-@pytest.mark.more
 def test_a_value_of_a_ranks_own_rows_is_one_line(tmp_path: Path) -> None:
     (line,) = reasons(tmp_path, Remembering(), labelled())
     assert line == "loss.last is another value on each rank, and a checkpoint stores that of rank 0"
 
 
-@pytest.mark.more
 def test_values_that_are_the_same_are_none_and_those_of_a_data_set_are_one_line(tmp_path: Path) -> None:
     assert reasons(tmp_path / "arrays", Counting(), labelled()) == []
     (line,) = reasons(tmp_path / "samples", Counting(), Samples())

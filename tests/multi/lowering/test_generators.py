@@ -17,6 +17,8 @@ from hotloop.plan import Plan
 from tests.support.processes.rank_processes import of_ranks
 from tests.support.tasks.owned_generators import FEATURES, KINDS, Noisy, NoisyModel, after, task_of
 
+pytestmark = pytest.mark.more
+
 
 class Watched(NoisyModel):
     """Keeps what each step drew."""
@@ -42,7 +44,6 @@ def drawn(kind: str, steps: int, **plan: Any) -> list[float]:
     return list(program.model.seen)  # type: ignore[arg-type]
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("parallel", ["data", "local"])
 def test_samples_draw_as_in_one_process(tmp_path: Path, parallel: str) -> None:
     def task() -> hotloop.Task:
@@ -59,7 +60,6 @@ def vars_of(plan: Plan) -> dict[str, Any]:
     return {"parallel": plan.parallel, "ranks": plan.ranks, "sync_every": plan.sync_every}
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("kind", ["torch.Generator", "PCG64"])
 def test_each_rank_draws_numbers_of_its_own_in_a_step(tmp_path: Path, kind: str) -> None:
     plan = Plan(parallel="data", ranks=2)
@@ -72,7 +72,6 @@ def test_each_rank_draws_numbers_of_its_own_in_a_step(tmp_path: Path, kind: str)
     assert not set(first) & set(other)
 
 
-@pytest.mark.more
 def test_noise_of_an_optimizer_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     class Langevin(torch.optim.SGD):
         def __init__(self, parameters: Any) -> None:
@@ -92,7 +91,6 @@ def test_noise_of_an_optimizer_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("kind", ["torch.Generator", "PCG64"])
 def test_stages_refuse_what_would_be_drawn_once(tmp_path: Path, kind: str) -> None:
     class Deep(nn.Module):

@@ -18,6 +18,8 @@ from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from tests.support.processes.rank_processes import of_ranks
 
+pytestmark = pytest.mark.more
+
 PLANS = [Plan(parallel=parallel, ranks=2) for parallel in ("data", "sharded", "towers", "local")]
 DRAWS = torch.Generator().manual_seed(1)
 X, Y = torch.randn(24, 6, 4, generator=DRAWS), torch.randint(0, 3, (24, 6), generator=DRAWS)
@@ -93,7 +95,6 @@ def close(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.allclose(a.float(), b.float(), atol=1e-5) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("parallel", ["data", "sharded", "towers"])
 @pytest.mark.parametrize("name", MISCOUNTED)
 def test_all_ranks_end_before_the_step_that_would_learn_something_else(
@@ -123,7 +124,6 @@ def test_ranks_that_train_by_themselves_say_so_and_go_on(seen: list[Any]) -> Non
     assert not [line for line in lines if "looks at the batch as a whole" in line]
 
 
-@pytest.mark.more
 def test_the_state_is_saved_and_a_weight_mends_the_run(tmp_path: Path) -> None:
     fit: Callable[..., Any] = hotloop.fit
     with pytest.raises(PartsDifferError, match=r"^step 3: parallel=data changes the gradient"):

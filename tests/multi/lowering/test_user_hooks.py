@@ -18,6 +18,8 @@ from tests.lowering.checks.test_user_hooks import clamp, small, with_clamps
 from tests.support.processes.rank_processes import of_ranks
 from tests.support.programs import a_task, advance, state_after
 
+pytestmark = pytest.mark.more
+
 WHOLE = ("data", "sharded", "towers", "tensor")
 SHARING = (*WHOLE, "stages")
 
@@ -105,7 +107,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return of_ranks(folder, Plan(parallel="data", ranks=2), looked_at)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("parallel", SHARING)
 def test_hooks_on_gradients_are_refused_where_ranks_share_these(seen: list[dict[str, Any]], parallel: str) -> None:
     for rank in seen:

@@ -27,6 +27,8 @@ from tests.conftest import RunCli
 from tests.multi.cli.test_train import FILE
 from tests.support.processes.rank_processes import of_ranks
 
+pytestmark = pytest.mark.more
+
 PLAN = Plan(parallel="data", ranks=2)
 STEPS, BATCH = 8, 4
 SLOW, PAUSE_S = 1, 0.03
@@ -166,7 +168,6 @@ def sums_are_communication(profile: Profile) -> bool:
     return all(one.phases.get("communication", 0.0) > one.phases["backward"] for one in profile.ranks)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("case", CASES)
 def test_the_phases_of_each_rank_add_up(profiles: dict[str, list[Profile]], case: str) -> None:
     first, other = profiles[case]
@@ -216,7 +217,6 @@ def test_each_way_to_share_a_step_says_what_it_can(profiles: dict[str, list[Prof
     assert "the ranks average their weights every 4 steps" in local.notes[-1]
 
 
-@pytest.mark.more
 def test_from_python_and_by_the_command(tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up = Runner.warm_up
     monkeypatch.setattr(Runner, "warm_up", lambda self: warm_up(self, 0.05))

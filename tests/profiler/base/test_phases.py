@@ -13,6 +13,8 @@ from hotloop.profiler.session.observers import make_observers
 from hotloop.profiler.timers import line_sampler
 from tests.support.profiler.profiled_steps import watched
 
+pytestmark = pytest.mark.more
+
 WORLD_S, LOSS_S = 0.004, 0.002
 
 
@@ -61,7 +63,6 @@ def spent(profile: Profile, function: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.more
 def test_lines_between_calls_of_a_network_are_in_the_phase_that_the_timeline_ends_with(one_thread: None) -> None:
     profile = seen()
     assert profile.phases["python"] > profile.phases["loss"]
@@ -71,7 +72,6 @@ def test_lines_between_calls_of_a_network_are_in_the_phase_that_the_timeline_end
     assert busily["python"] > 1.5 * busily["loss"] > 0  # 12 ms and 2
 
 
-@pytest.mark.more
 def test_lines_that_stay_in_the_loss_are_seen(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_sampler.StackSampler, "amend", lambda self, marks, phase: None)
     busily = spent(seen(), "busy")
