@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 
 def wheel(folder: Path, name: str, version: str = "99.0", needs: tuple[str, ...] = (), size: int = 0) -> Path:
-    """A wheel of one module."""
     module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
     lines = [
         "Metadata-Version: 2.1",

@@ -307,7 +307,6 @@ HANGING = SMALL + "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
 
 
 def begun(folder: Path, process: subprocess.Popen[str]) -> None:
-    """Waits until the training has done steps."""
     for _ in range(3000):
         path = folder / "run" / "reached"
         if path.exists() and path.read_bytes() > b"%020d" % 3:

@@ -31,7 +31,6 @@ def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """A Task of 4 steps an epoch."""
     path = tmp_path / "task.py"
     path.write_text(f"{SMALL}task = make(epochs=1)\n")
     return path
@@ -48,7 +47,6 @@ CPU = ("--device", "cpu")
 
 
 def plan_of(run: Path) -> dict[str, Any]:
-    """The axes in a run's plan that aren't the baseline's."""
     plan = tomllib.loads((run / "plan.toml").read_text())
     return {axis: value for axis, value in plan.items() if value != getattr(Plan(), axis)}
 

@@ -75,15 +75,6 @@ def nested() -> Callable[[Tensor], Tensor]:
     return Compose(jitters, partial, Pipeline([Albumentation(), Albumentation()]))
 
 
-@pytest.mark.more
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_any_number_of_workers_forked_or_spawned() -> None:
-    none = after(task_of(data=loaded(Transformed(nested()), 0)), STEPS)
-    for workers, context in ((1, "fork"), (4, "fork"), (2, "spawn")):
-        loader = loaded(Transformed(nested()), workers, multiprocessing_context=context)
-        assert differing_paths(none, after(task_of(data=loader), STEPS)) == []
-
-
 def test_a_run_with_two_workers_is_resumed_without_any() -> None:
     whole = after(task_of(data=loaded(Transformed(nested()), 0)), STEPS)
     start = after(task_of(data=loaded(Transformed(nested()), 2)), 3)

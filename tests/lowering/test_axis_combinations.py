@@ -94,8 +94,6 @@ def plan_of(row: Row) -> Plan:
 
 
 class Rows(torch.utils.data.Dataset):
-    """The samples of a family one by one."""
-
     def __init__(self, columns: tuple[Tensor, ...]) -> None:
         self.columns = columns
 

@@ -60,7 +60,6 @@ _BASELINES: dict[str, State] = {}
 
 
 def baseline(name: str) -> State:
-    """The State of a family after all steps of the baseline."""
     if name not in _BASELINES:
         _BASELINES[name] = after(hotloop.lower(family(name)), STEPS)
     return _BASELINES[name]

@@ -146,8 +146,6 @@ def test_the_truth_is_what_float64_comes_to(name: str) -> None:
 
 
 class Still(Through):
-    """Without dropout."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__(function)
         self.drop = nn.Identity()  # type: ignore[assignment]
@@ -270,8 +268,6 @@ def test_states_do_not_all_stand_before_the_same_batch(batch_size: int) -> None:
 
 
 class Padded(torch.utils.data.Dataset):
-    """Rows of many lengths."""
-
     def __len__(self) -> int:
         return 120
 

@@ -130,8 +130,6 @@ def test_an_optimizer_that_counts_in_fp32_alone_has_a_truth(name: str) -> None:
 
 
 class Failing(nn.Linear):
-    """Can't take its training step of that number, counted from 0."""
-
     def __init__(self, step: int) -> None:
         super().__init__(6, 3)
         self.step = step
@@ -177,8 +175,6 @@ def test_a_training_that_fails_is_no_fault_of_the_proof(where: str) -> None:
 
 
 class Flattening(nn.Module):
-    """Takes its images to lie in the usual order of dimensions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Conv2d(2, 4, 3), nn.Linear(4 * 4 * 4, 3)

@@ -236,8 +236,6 @@ def test_a_buffer_that_keeps_samples_has_no_floor_of_another_order() -> None:
 
 
 class Masked(nn.Module):
-    """A causal mask beside a batch normalisation's running statistics, which it says nothing of."""
-
     def __init__(self, mask: float) -> None:
         super().__init__()
         self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 3)

@@ -261,8 +261,6 @@ def test_draws_that_repeat_by_design_are_no_fault() -> None:
 
 
 class Shaken(nn.Linear):
-    """Noise on its weights, once for a batch."""
-
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight + 0.01 * torch.randn_like(self.weight), self.bias)
 
@@ -274,8 +272,6 @@ def test_what_is_drawn_once_for_a_batch_is_unproven() -> None:
 
 
 class Recomputed(nn.Module):
-    """Draws again in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
@@ -286,8 +282,6 @@ class Recomputed(nn.Module):
 
 
 class Otherwise(nn.Module):
-    """Drops more where gradients are asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
@@ -297,8 +291,6 @@ class Otherwise(nn.Module):
 
 
 class Growing(nn.Module):
-    """Drops more from step to step."""
-
     def __init__(self, begin: float) -> None:
         super().__init__()
         self.layer, self.p = nn.Linear(6, 3), begin
@@ -310,8 +302,6 @@ class Growing(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Draws from NumPy's generator as well."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)

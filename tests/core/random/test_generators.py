@@ -51,7 +51,6 @@ Make = Callable[[], hotloop.Task]
 
 
 def resumed(make: Make, stop: int = STOP) -> State:
-    """The State of a run that stopped and went on with new objects."""
     return after(make(), STEPS - stop, after(make(), stop))
 
 
@@ -93,8 +92,6 @@ class NoisyLoss(nn.Module):
 
 
 class Langevin(torch.optim.SGD):
-    """Adds noise to what it updates."""
-
     def __init__(self, parameters: Any, rng: Any) -> None:
         super().__init__(parameters, lr=0.05)
         self.rng = rng

@@ -27,7 +27,6 @@ ARRAYS = Plan(engine="arrays")
 
 
 def everything() -> nn.Module:
-    """One of each known module that has something to it."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, groups=1, bias=False),
         nn.BatchNorm2d(8),

@@ -114,7 +114,6 @@ def captured(task: hotloop.Task) -> CapturedStep:
 
 
 def laid_otherwise(task: hotloop.Task) -> list[str]:
-    """What libraries lay out otherwise than a capture of the step says."""
     found = captured(task)
     lying = Lying(found.graph)
     with torch.no_grad():
@@ -124,14 +123,11 @@ def laid_otherwise(task: hotloop.Task) -> list[str]:
 
 
 def real(example: Tensor) -> Tensor:
-    """A tensor with content for one without."""
     value = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
     return value.uniform_(0.1, 0.2) if value.is_floating_point() else value.zero_()
 
 
 class Again(Rows):
-    """With its layers computed again in the backward."""
-
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 

@@ -123,7 +123,6 @@ class Noisy(nn.Module):
 
 
 def weights(plan: Plan) -> Tensor:
-    """After three steps, all in a row."""
     program = hotloop.lower(seeing(Noisy), plan)
     program.advance(3)
     found = [value.detach().clone().flatten() for value in program.state().parameters.values()]

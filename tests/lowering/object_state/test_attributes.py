@@ -115,8 +115,6 @@ class Tensors(Base):
 
 
 class Generators(Base):
-    """Generators of the step's own."""
-
     def __init__(self) -> None:
         self.python, self.numpy = random.Random(3), np.random.default_rng(3)
         self.older, self.torch = np.random.RandomState(3), torch.Generator().manual_seed(3)

@@ -86,8 +86,6 @@ def test_what_a_callback_changes_is_seen_at_the_next_epoch_and_trained_eagerly(
 
 
 class Normed(nn.Module):
-    """A batch norm before a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 3)

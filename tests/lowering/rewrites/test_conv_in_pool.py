@@ -57,8 +57,6 @@ def test_convolutions_and_windows_of_all_shapes(name: str, double: bool) -> None
 
 
 class Seen(nn.Module):
-    """Layers whose result, and what one of them made on the way, is looked at."""
-
     def __init__(self, *layers: nn.Module, at: int) -> None:
         super().__init__()
         self.layers, self.at = nn.ModuleList(layers), at
@@ -72,16 +70,12 @@ class Seen(nn.Module):
 
 
 class Placed(nn.Module):
-    """Pooling whose places are looked at, too."""
-
     def forward(self, x: Tensor) -> Tensor:
         pooled, places = max_pool2d(x, 2, return_indices=True)
         return pooled + 0.01 * places
 
 
 class OfLearned(nn.Module):
-    """Layers on images to which something is added that learns."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.shift, self.layers = nn.Parameter(torch.zeros(8)), nn.Sequential(*layers)

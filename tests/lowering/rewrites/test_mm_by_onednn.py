@@ -65,7 +65,6 @@ NAMED = Plan(device="cpu", compile="step", rewrites="mm_by_onednn")
 
 
 def assert_trains_as_eagerly(given: hotloop.Task, said: list[str]) -> None:
-    """For three steps."""
     rewritten, eager = lower(given, NAMED, said.append), lower(given, Plan(device="cpu"))
     for program in (rewritten, eager):
         advance(program, 3)

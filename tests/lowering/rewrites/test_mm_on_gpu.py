@@ -20,8 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Dense(nn.Module):
-    """Products with a bias and without, of a transposed matrix, of few terms and of many."""
-
     def __init__(self, width: int, hidden: int = 6) -> None:
         super().__init__()
         self.first, self.plain = nn.Linear(width, hidden), nn.Linear(hidden, 20, bias=False)

@@ -230,8 +230,6 @@ def test_what_is_computed_does_not_grow_with_the_number_of_parameters() -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the captured step operation by operation: what is compiled of it is the compiler's affair."""
-
     def run(captured: CapturedStep, *others: Any) -> Callable[[list[Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 

@@ -28,8 +28,6 @@ def with_gaps(x: Tensor, draws: Any) -> Tensor:
 
 
 class Halves(nn.Module):
-    """Means of two views of each sample."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
@@ -39,8 +37,6 @@ class Halves(nn.Module):
 
 
 class Words(torch.utils.data.Dataset):
-    """Samples with a name."""
-
     def __getitem__(self, number: int) -> dict[str, Any]:
         return {"x": torch.full((6,), float(number)), "name": f"sample {number}"}
 

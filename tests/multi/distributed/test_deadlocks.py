@@ -179,7 +179,6 @@ class Blocks(nn.Module):
 
 
 def evaluated_first(plan: Plan, validation: int) -> Any:
-    """An evaluation before the first step, and others between steps, of so many samples in batches of 25."""
     given = images(
         torch.float64, samples=110, model=lambda: Blocks().double(), batch_size=25, average=None, validation=validation
     )

@@ -20,8 +20,6 @@ PLAN = Plan(parallel="data", ranks=2)
 
 
 class Counting:
-    """Counts its calls, which are as many on each rank."""
-
     def __init__(self) -> None:
         self.calls = 0
 

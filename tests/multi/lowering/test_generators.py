@@ -21,8 +21,6 @@ pytestmark = pytest.mark.more
 
 
 class Watched(NoisyModel):
-    """Keeps what each step drew."""
-
     def __init__(self, rng: Any) -> None:
         super().__init__(rng)
         self.drop, self.seen = nn.Dropout(0.5), []

@@ -62,7 +62,6 @@ HONEST = {
 
 
 def outcome(task: hotloop.Task, plan: Plan) -> tuple[str, int, list[Tensor], list[str]]:
-    """What it raises in an epoch, at which step, its State then, and what was said."""
     lines: list[str] = []
     program, error = lower(task, plan, lines.append), ""
     try:

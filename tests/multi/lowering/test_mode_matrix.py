@@ -152,7 +152,6 @@ def task(form: str, watch: str, rows: str, data: str, model: str) -> hotloop.Tas
 
 
 def trained(case: Case, run: Path, plan: Plan) -> Run | str:
-    """The run, or why it was refused."""
     _, *form = case
     if case[4] == "workers":
         plan = plan.with_axes(workers=1)

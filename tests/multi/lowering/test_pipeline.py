@@ -282,7 +282,6 @@ def test_what_only_a_figure_depends_on_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def killing(optimizer: torch.optim.Optimizer, marker: Path) -> torch.optim.Optimizer:
-    """One whose fifth step is the last that rank 1 takes, once; the marker remembers it."""
     steps = itertools.count(1)
 
     def hook(*_: Any) -> None:
@@ -330,8 +329,6 @@ def linear(*between: nn.Module, **fields: Any) -> hotloop.Task:
 
 
 class Dropping(nn.Linear):
-    """A layer that Python's generator leaves out now and then."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if random.random() < 0.1 else super().forward(x)
 

@@ -39,8 +39,6 @@ def is_culprit() -> bool:
 
 
 class Samples(torch.utils.data.Dataset):
-    """Loaded one by one, so that an evaluation has several batches; `trouble` comes once to the culprit in training."""
-
     def __init__(self, trouble: Callable[[], Any] = lambda: None) -> None:
         self.x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
         self.trouble, self.taken = trouble, 0

@@ -29,7 +29,6 @@ PATCHED = [
 
 
 def line_of(text: str) -> str:
-    """`file:line` of the line of this file that holds a text as its comment."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return f":{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {text}'))}"
 

@@ -40,7 +40,6 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def trained(net: nn.Module, *inputs: Any, steps: int = 80, **named: Any) -> None:
-    """A loop in which every kind of a watched step comes up."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
     def loop() -> None:
@@ -135,8 +134,6 @@ def test_arguments_may_have_any_name() -> None:
 
 
 class Chain(nn.Module):
-    """Calls itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.Linear(8, 8)

@@ -29,8 +29,6 @@ def at_once(scores: Tensor) -> Tensor:
 
 
 class Layers(nn.Sequential):
-    """Passes over memory as well, but each is a layer's."""
-
     def __init__(self) -> None:
         super().__init__(
             *[layer for _ in range(3) for layer in (nn.Tanh(), nn.Dropout(0.1), nn.Sigmoid(), nn.Softplus())]

@@ -29,7 +29,6 @@ from tests.support.profiler.profiled_steps import watched
 
 
 def line_of(text: str) -> str:
-    """`file:line` of the line of this file that holds a text as its comment."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return f":{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {text}'))}"
 
@@ -166,8 +165,6 @@ def test_habits_are_seen_and_their_absence_too() -> None:
 
 
 class _Counting:
-    """A clock that goes on by one whenever it is looked at."""
-
     def __init__(self) -> None:
         self.now = 0
 

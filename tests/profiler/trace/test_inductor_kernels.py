@@ -232,7 +232,6 @@ def test_a_compiled_module_is_split_over_the_modules_inside() -> None:
 
 
 def made(function: Any, mode: str) -> list[fx.Node]:
-    """Nodes of a graph of a function of a matrix."""
     graph = make_fx(function, tracing_mode=mode)(torch.ones(6, 8)).graph
     return [one for one in graph.nodes if one.op == "call_function"]
 

@@ -69,7 +69,6 @@ class Net(nn.Module):
 
 
 def line(mark: str) -> str:
-    """Where this file says `LINE mark`."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return f"here:{next(n for n, text in enumerate(lines, 1) if text.endswith(f'# LINE {mark}'))}"
 
@@ -207,7 +206,6 @@ def each(values):
 
 
 def runs() -> dict[str, float | None]:
-    """How often lines ran: some that are a loop, and some that have a library go through one."""
     library: dict[str, Any] = {}
     exec(compile(LIBRARY, "library.py", "exec"), library)
     layer, seen = nn.Linear(3, 3), tracer()
@@ -248,7 +246,6 @@ def numbers(count: int) -> Any:
 
 
 def leavings() -> list[str]:
-    """What a tracer has left behind after a step, in a function that goes on and in a generator that waits."""
     call, model, seen = nn.Module.__call__, Net(), tracer()
     waiting = numbers(5)
     next(waiting)

@@ -31,8 +31,6 @@ class Recurrent(nn.Module):
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer of one's own, whose lines are the user's, too."""
-
     def step(self, closure=None):
         with torch.enable_grad():
             loss = closure()
