@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,7 @@ from hotloop.tuning.auto.recall import facts_with_fingerprint
 from hotloop.tuning.search.race_cache import save_races
 from tests.conftest import RunCli
 from tests.support.auto_plans import BY_RULES, FUSED, KEPT
-from tests.support.processes.in_process_command import SMALL, Hotloop, commands
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
+from tests.support.processes.in_process_command import SMALL, Hotloop
 
 
 @pytest.fixture

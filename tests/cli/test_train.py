@@ -8,22 +8,14 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.auto_plans import BY_RULES
 from tests.support.processes.forked_server import Server
-from tests.support.processes.in_process_command import Hotloop, commands
+from tests.support.processes.in_process_command import Hotloop
 from tests.support.tasks.task_sources import put
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
-
 
 # --- figures
 

@@ -6,19 +6,12 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes.in_process_command import Hotloop, commands
+from tests.support.processes.in_process_command import Hotloop
 from tests.support.tasks.task_sources import put
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -117,7 +117,6 @@ def test_a_class_without_samples_has_no_accuracy(tmp_path) -> None:
     assert found.classes == ["0", "1", "2"]
 
 
-@pytest.mark.more
 def test_no_mistakes(tmp_path) -> None:
     data = (torch.zeros(6, 6), torch.ones(6, dtype=torch.int64))
     found = hotloop.evaluate(trained(a_task(**constant(0, 1), data=data, test=data), tmp_path / "run"))
