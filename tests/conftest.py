@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,29 @@ def fashion() -> Path:
     if not all((FASHION_MNIST.system / name).is_file() for name in FASHION_MNIST.sha256):
         pytest.skip(f"the real Fashion-MNIST isn't in {FASHION_MNIST.system} (Debian: {FASHION_MNIST.package})")
     return FASHION_MNIST.system
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "few(*ids): the cells of a matrix that aren't `more`, by their ids; * is a wildcard"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `more` the cells that the marker `few` of their test doesn't name, unless only such cells are collected."""
+    rest: dict[str, list[pytest.Item]] = {}
+    matched: set[str] = set()
+    for item in items:
+        if mark := item.get_closest_marker("few"):
+            test, _, cell = item.nodeid.partition("[")
+            if any(fnmatchcase(cell.removesuffix("]"), name) for name in mark.args):
+                matched.add(test)
+            else:
+                rest.setdefault(test, []).append(item)
+    for test in matched:
+        for item in rest.get(test, []):
+            item.add_marker("more")
 
 
 def pytest_collection_finish() -> None:

@@ -79,6 +79,13 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(
+    "ignored by the function-arrays",
+    "ignored class-arrays",
+    "class weights-arrays",
+    "likelihood-arrays",
+    "probabilities-arrays",
+)
 @pytest.mark.parametrize("as_samples", [False, pytest.param(True, marks=pytest.mark.more)], ids=["arrays", "samples"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_batches_add_up_to_the_loss_of_the_whole_data(name: str, as_samples: bool, tmp_path: Path) -> None:

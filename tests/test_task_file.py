@@ -96,6 +96,7 @@ def test_a_reference_is_a_place_and_a_name(reference: str, parts: tuple[str, str
     assert split_reference(reference) == parts
 
 
+@pytest.mark.more
 @given(
     st.from_regex(r"([A-Z]:)?[a-z /\\.]{0,12}[a-z]\.py", fullmatch=True), st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
 )

@@ -74,6 +74,7 @@ def test_packages_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     assert [width_of(load_task(str(path)).task) for path in paths] == [3, 5, 3]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("form", "inits"), [("from .net", True), ("from .net", False), ("from ..", True)])
 def test_a_run_goes_on_from_its_copy_of_the_package(tmp_path: Path, form: str, inits: bool, run_cli: RunCli) -> None:
     path = written(tmp_path / "there", form, inits=inits)

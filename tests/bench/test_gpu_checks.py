@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from bench.gpu import commands
 from bench.gpu.catalogue import CHECKS, jobs_of
-from bench.gpu.checks import beside, check, devices, faults, profile, race, resume, steps, tests
+from bench.gpu.checks import beside, check, devices, faults, profile, race, steps
 from bench.gpu.commands import CommandFailed, Done
 from bench.gpu.loops import ratios
 from bench.gpu.setting import ROOT, Setting
@@ -39,44 +38,6 @@ def test_each_check_has_its_file_and_each_part_a_limit_above_its_estimate() -> N
     assert len({job.key for job in jobs}) == len(jobs)
     assert all(job.part.limit_s >= 2 * job.part.estimate_s for job in jobs)
     assert [each.name for each in CHECKS][:2] == ["devices", "train"]
-
-
-def test_a_part_of_the_rehearsal_as_the_command_runs_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--only", "steps/mlp-1e3,steps/W8"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("*/record.json")
-    record = json.loads(path.read_text())
-    assert record["rehearsal"] is True and record["device"] == "cpu" and record["versions"]["torch"]
-    assert {key: one["status"] for key, one in record["checks"].items()} == {
-        "steps/W8": "passed",
-        "steps/mlp-1e3": "passed",
-    }
-    with (path.parent / "steps.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["network"], row["batch"], row["device"]) for row in rows] == [
-        ("W8", "4", "cpu"),
-        ("mlp-1e3", "1", "cpu"),
-        ("mlp-1e3", "64", "cpu"),
-    ]
-    assert all(float(row["step_ms"]) > 0 for row in rows)
-    assert abs(int(rows[1]["parameters"]) - 1000) < 100
-
-
-@pytest.mark.parametrize("part", ["W7", pytest.param("W6-bf16", marks=pytest.mark.more)])
-def test_plans_are_proven(rehearsal: Setting, part: str) -> None:
-    assert check.run(part, rehearsal).wrong == ""
-
-
-MORE = ("bf16-convolution", "stale-input", "dropped-gradient")
-
-
-@pytest.mark.parametrize(
-    "part", ["tf32-product", "wrong-reduction", *(pytest.param(name, marks=pytest.mark.more) for name in MORE)]
-)
-def test_planted_faults_are_found(rehearsal: Setting, part: str) -> None:
-    found = faults.run(part, rehearsal)
-    assert found.wrong == "" and "broken" in found.figure
 
 
 def test_a_fault_that_is_not_planted_is_not_found(rehearsal: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,18 +158,6 @@ def test_steps_that_need_more_memory_than_there_is_are_left_out(
 def test_a_command_that_fails_is_an_error_with_its_words(rehearsal: Setting) -> None:
     with pytest.raises(CommandFailed, match="unknown axis 'nothing'"):
         print(commands.within("check", *rehearsal.task("W4"), "--set", "nothing=1", "--json", codes=(0, 1)).document)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("part", ["eager", "graphs"])
-def test_a_killed_training_ends_with_the_same_bits(rehearsal: Setting, part: str) -> None:
-    assert resume.run(part, rehearsal).wrong == ""
-
-
-@pytest.mark.more
-def test_tensors_on_mixed_devices_are_one_line(rehearsal: Setting) -> None:
-    found = tests.run("mixed-devices", rehearsal)
-    assert found.wrong == "" and "meta" in found.figure
 
 
 @pytest.mark.more

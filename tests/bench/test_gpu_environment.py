@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 
 def wheel(folder: Path, name: str, version: str = "99.0", needs: tuple[str, ...] = (), size: int = 0) -> Path:
-    """A wheel of one module."""
     module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
     lines = [
         "Metadata-Version: 2.1",
@@ -106,6 +105,7 @@ def seen(python: str, name: str) -> str:
     return found.stdout.strip()
 
 
+@pytest.mark.more
 def test_without_network_or_pip_only_what_is_lacking_comes_from_the_wheelhouse(tmp_path: Path, pip_wheel: Path) -> None:
     python = bare(tmp_path / "bare")
     packages = tmp_path / "bare" / "lib" / f"python{VERSION}" / "site-packages"
@@ -124,6 +124,7 @@ def test_without_network_or_pip_only_what_is_lacking_comes_from_the_wheelhouse(t
     assert sorted(path.name for path in packages.rglob("*") if "__pycache__" not in path.parts) == before
 
 
+@pytest.mark.more
 def test_the_same_call_again_makes_nothing(tmp_path: Path, pip_wheel: Path) -> None:
     python, wheels = bare(tmp_path / "bare"), all_wheels(tmp_path / "wheels")
     (wheels / pip_wheel.name).write_bytes(pip_wheel.read_bytes())
@@ -136,6 +137,7 @@ def test_the_same_call_again_makes_nothing(tmp_path: Path, pip_wheel: Path) -> N
     assert not is_made(tmp_path / "made", "2.11.0")
 
 
+@pytest.mark.more
 def test_what_is_missing_is_one_line(tmp_path: Path, pip_wheel: Path) -> None:
     wheels = all_wheels(tmp_path / "wheels", without=("scipy",))
     (wheels / pip_wheel.name).write_bytes(pip_wheel.read_bytes())
@@ -152,6 +154,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path, pip_wheel: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.more
 def test_no_torch_is_downloaded_where_there_is_no_gpu(tmp_path: Path) -> None:
     if Path("/dev/nvidia0").exists() or sys.platform == "darwin":
         pytest.skip("there may be a GPU here")
@@ -162,6 +165,7 @@ def test_no_torch_is_downloaded_where_there_is_no_gpu(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.more
 def test_packages_of_another_venv_are_seen_too(tmp_path: Path) -> None:
     assert any("site-packages" in path or "dist-packages" in path for path in folders_of_packages())
     python = bare(tmp_path / "bare")
@@ -197,6 +201,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.more
 def test_a_wheelhouse_leaves_out_torch_and_what_is_there(tmp_path: Path, index: Path) -> None:
     folder = tmp_path / "wheels"
     done = collected(folder, index, "--have", "NumPy,scipy,scikit_learn,unheard")
@@ -220,6 +225,7 @@ def test_a_large_wheelhouse_beside_what_is_there_is_an_error_that_names_the_larg
     assert "more than 40 MB" in line and "scipy" in line
 
 
+@pytest.mark.more
 def test_a_wheelhouse_of_an_unknown_python_is_refused(tmp_path: Path) -> None:
     done = called(sys.executable, "wheelhouse", tmp_path, "--python-version", "3.9")
     assert done.returncode == 2 and "expected 3.11, 3.12 or 3.13" in done.stderr

@@ -134,6 +134,7 @@ def test_a_failing_part_leaves_its_traceback_and_the_others_go_on(machine: Calla
     assert "failed: first/raises, first/judges, second/crashes" in done.stdout
 
 
+@pytest.mark.more
 def test_a_process_goes_on_after_a_part_that_passed_and_never_after_a_failure(machine: Callable[..., Machine]) -> None:
     here = machine(one=[part("passes"), part("passes-too"), part("raises"), part("passes-again")])
     here.run()
@@ -141,6 +142,7 @@ def test_a_process_goes_on_after_a_part_that_passed_and_never_after_a_failure(ma
     assert first == second == third != fourth
 
 
+@pytest.mark.more
 def test_a_hanging_part_ends_at_its_limit_with_all_that_it_started(machine: Callable[..., Machine]) -> None:
     here = machine(one=[part("sleeps", 1, 2.0), part("passes")])
     done = here.run()
@@ -151,6 +153,7 @@ def test_a_hanging_part_ends_at_its_limit_with_all_that_it_started(machine: Call
     assert not is_alive(int((here.scratch / "started").read_text()))
 
 
+@pytest.mark.more
 def test_parts_that_fit_run_and_a_second_visit_begins_with_the_others(machine: Callable[..., Machine]) -> None:
     here = machine(one=[part("passes-a", 60), part("passes-b", 600), part("passes-c", 20)])
     assert here.run("--budget", "100").returncode == 0
@@ -161,6 +164,7 @@ def test_parts_that_fit_run_and_a_second_visit_begins_with_the_others(machine: C
     assert "0 left" in done.stdout
 
 
+@pytest.mark.more
 def test_parts_that_never_ran_come_before_those_that_failed(machine: Callable[..., Machine]) -> None:
     here = machine(one=[part("raises", 1), part("passes", 50)])
     here.run("--budget", "40")
@@ -168,6 +172,7 @@ def test_parts_that_never_ran_come_before_those_that_failed(machine: Callable[..
     assert begun(here.scratch) == ["raises", "passes", "raises"]
 
 
+@pytest.mark.more
 def test_a_part_that_the_budget_cuts_off_is_no_failure_and_not_stored(machine: Callable[..., Machine]) -> None:
     here = machine(one=[part("passes"), part("sleeps", 1)])
     done = here.run("--budget", "10")
@@ -194,6 +199,7 @@ def test_after_a_sigkill_results_are_there_and_nothing_goes_on_alone(machine: Ca
     assert "nothing to run" in here.run("--resume", str(here.records[0].parent)).stdout
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_with_what_there_is(machine: Callable[..., Machine], number: int, code: int) -> None:
     here = machine(one=[part("passes"), part("sleeps"), part("passes-too")])
@@ -208,6 +214,7 @@ def test_a_signal_ends_it_with_what_there_is(machine: Callable[..., Machine], nu
     assert not is_alive(int((here.scratch / "started").read_text()))
 
 
+@pytest.mark.more
 def test_the_record_says_what_was_measured_where(machine: Callable[..., Machine]) -> None:
     here = machine(steps=[part("measures")], one=[part("passes")])
     assert here.run().returncode == 0
@@ -226,6 +233,7 @@ def test_the_record_says_what_was_measured_where(machine: Callable[..., Machine]
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("changed", [{"source": "another"}, {"chip": "NVIDIA Fake 10"}])
 def test_results_of_another_source_or_chip_do_not_count(
     machine: Callable[..., Machine], changed: dict[str, str]
@@ -243,6 +251,7 @@ def test_results_of_another_source_or_chip_do_not_count(
     assert len(here.records) == 2 and before.read_text() == content
 
 
+@pytest.mark.more
 def test_a_failure_that_passes_later_leaves_no_output(machine: Callable[..., Machine]) -> None:
     here = machine(one=[part("raises")])
     assert here.run().returncode == 1
@@ -256,6 +265,7 @@ def test_a_failure_that_passes_later_leaves_no_output(machine: Callable[..., Mac
     assert not (path.parent / "one-passes.txt").exists() and here.statuses() == {"one/passes": "passed"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -274,12 +284,14 @@ def test_a_wrong_call_is_one_line(machine: Callable[..., Machine], arguments: li
     assert begun(here.scratch) == []
 
 
+@pytest.mark.more
 def test_a_file_that_is_no_record_is_refused(machine: Callable[..., Machine], tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text("{}")
     done = machine(one=[part("passes")]).run("--resume", str(tmp_path))
     assert done.returncode == 2 and "is no record of the GPU checks" in done.stderr
 
 
+@pytest.mark.more
 def test_only_some_run_and_the_list_runs_none(machine: Callable[..., Machine]) -> None:
     here = machine(one=[part("passes"), part("passes-too")], two=[part("passes-there")])
     listed = here.run("--list")
@@ -288,6 +300,7 @@ def test_only_some_run_and_the_list_runs_none(machine: Callable[..., Machine]) -
     assert begun(here.scratch) == ["passes-too", "passes-there"]
 
 
+@pytest.mark.more
 def test_a_part_for_other_devices_is_skipped(machine: Callable[..., Machine]) -> None:
     here = machine(one=[[*part("passes"), ["mps"]], part("passes-too")])
     assert here.run().returncode == 0
@@ -295,6 +308,7 @@ def test_a_part_for_other_devices_is_skipped(machine: Callable[..., Machine]) ->
     assert begun(here.scratch) == ["passes-too"]
 
 
+@pytest.mark.more
 def test_without_a_gpu_it_is_one_line() -> None:
     import torch
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bench.script_pairs import WARM_UP, Side, compare, compare_switched
+
+pytestmark = pytest.mark.more
 
 SCRIPT = """
 import sys

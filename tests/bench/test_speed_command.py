@@ -43,7 +43,6 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def journal_of(path: Path, failure: str | None = None) -> Path:
-    """One session of W4, measured on another machine."""
     measured = {
         "command": "python -m bench.speed W4",
         "taken": "2020-02-02T02:02:02+00:00",

@@ -163,6 +163,7 @@ def searched(
     return made, begun_with
 
 
+@pytest.mark.more
 def test_a_search_fills_the_cache_that_is_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, begun_with = searched(tmp_path, monkeypatch, "plain")
     long = math.ceil(bench_sessions.STEPS * 64 / 60_000)
@@ -191,6 +192,7 @@ def test_a_search_that_is_cut_off_leaves_a_measurement_without_it(
     assert "hotloop runs what `auto` takes without a search: its search came to nothing" in text
 
 
+@pytest.mark.more
 def test_who_cannot_go_without_a_search_is_left_out_where_there_is_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,7 @@ def test_jax_finds_again_what_it_compiled_into_its_cache(tmp_path: Path) -> None
     assert any((tmp_path / "jax").iterdir())
 
 
+@pytest.mark.more
 def test_products_of_an_lstm_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and twice as much backward: gates of a letter's 64 and the state's 256 numbers, and the letter that follows."""
     lay_down("text-64", tmp_path)

@@ -52,6 +52,7 @@ def whole(path: Path, monkeypatch: pytest.MonkeyPatch, says: str, *, rounds: int
     return [row["lane"].removeprefix(f"hotloop {plan}, ") for row in journal.rows]
 
 
+@pytest.mark.few("compiled at once", "compiled later")
 @pytest.mark.parametrize(
     ("says", "lanes"),
     [

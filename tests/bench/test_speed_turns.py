@@ -47,6 +47,7 @@ def test_all_peers_train_the_same_steps_in_each_window() -> None:
     assert found["other"].steps == found["plain"].steps > 1 + (WARMING + 4) * steps[1][0]
 
 
+@pytest.mark.more
 def test_a_peer_that_runs_several_steps_at_once_does_not_run_ahead() -> None:
     # Windows longer than what the peer runs at once, also where a sleep takes ten times what it should.
     found = session(["plain", "spans"], window_s=0.2)
@@ -72,18 +73,12 @@ def test_a_window_may_take_what_the_last_one_lets_expect_also_when_the_time_is_o
     assert turns._limit_s(peer, 5, time.monotonic() - 1) == 16
 
 
+@pytest.mark.more
 def test_who_breaks_or_never_starts_is_left_out_and_named() -> None:
     found = session(["plain", "breaks", "never"], budget_s=6)
     assert "out of luck" in (found["breaks"].failure or "")
     assert "first step within" in (found["never"].failure or "")
     assert found["plain"].windows and found["plain"].failure is None
-
-
-def test_a_peer_that_never_starts_leaves_the_others_their_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_START_S", 0.0)
-    found = in_turns(["plain", "never", "other"], begun, Session(12, rounds=4, window_s=0.01))
-    assert "first step within" in (found["never"].failure or "")
-    assert all(found[name].windows and not found[name].failure for name in ("plain", "other"))
 
 
 def test_searches_that_fit_beside_everybodys_windows_are_made_and_others_left_out() -> None:

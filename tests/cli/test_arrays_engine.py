@@ -42,16 +42,6 @@ def test_it_trains_and_goes_on_with_another_plan(hotloop: Hotloop, monkeypatch: 
     assert steps == list(range(8))
 
 
-def test_a_race_against_the_baseline_and_auto(hotloop: Hotloop) -> None:
-    done = hotloop("race", "task.py", "--plans", "arrays,baseline,auto", "--time-limit", "30s", "--json")
-    assert done.code == 0, done.err
-    found = {plan["name"]: plan for plan in done.document["plans"]}
-    assert found.keys() == {"arrays", "baseline", "auto"}
-    assert found["arrays"]["plan"]["engine"] == "arrays"
-    assert found["arrays"]["parity"] in ("bitwise", "fp32-equivalent")
-    assert found["auto"]["plan"]["engine"] == "eager"
-
-
 def test_it_is_checked(hotloop: Hotloop) -> None:
     done = hotloop("check", "task.py", "--plan", "arrays", *CPU, "--json")
     assert done.code == 0, done.err

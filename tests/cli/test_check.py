@@ -53,6 +53,7 @@ def test_a_plan_file(hotloop: Hotloop, tmp_path: Path) -> None:
     assert done.document["plan"] == "optimizer=forloop"
 
 
+@pytest.mark.more
 def test_a_broken_plan_names_tensor_and_step_and_fails(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = EagerStep._backward_of
 

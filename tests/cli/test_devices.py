@@ -18,6 +18,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "HOME": folder, "XDG_CACHE_HOME": folder, "LOCALAPPDATA": folder}
 
 
+@pytest.mark.more
 def test_json_is_one_document_with_all_facts_and_is_measured_once(run_cli, home) -> None:
     first = run_cli("devices", "--device", "cpu", "--json", env=home)
     assert first.returncode == 0, first.stderr
@@ -46,6 +47,7 @@ def test_the_table_goes_to_stderr_with_advice_below(run_cli, home) -> None:
     assert "CPU" in done.stderr.splitlines()[-1] + done.stderr.splitlines()[-2]
 
 
+@pytest.mark.more
 def test_a_damaged_store_is_noted_and_replaced(run_cli, home) -> None:
     run_cli("devices", "--device", "cpu", env=home)
     stored = [path for path in Path(home["HOME"]).rglob("*.json") if path.parent.name == "devices"]

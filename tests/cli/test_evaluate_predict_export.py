@@ -69,6 +69,7 @@ def assert_refused(done: Done, *says: str, kind: str) -> None:
 # --- evaluate
 
 
+@pytest.mark.more
 def test_evaluate_prints_a_table_and_writes_its_files(hotloop, folder) -> None:
     done = hotloop("evaluate", "run")
     assert done.code == 0, done.err
@@ -98,6 +99,7 @@ def test_evaluate_shows_its_figures_though_nothing_can_be_written(hotloop, folde
         there.unlink()
 
 
+@pytest.mark.more
 def test_evaluate_with_json_prints_one_document_with_the_runs_figures(hotloop) -> None:
     document = hotloop("evaluate", "run", "--json").document
     final = library.Run.open(Path("run")).final
@@ -107,6 +109,7 @@ def test_evaluate_with_json_prints_one_document_with_the_runs_figures(hotloop) -
     assert all(Path(path).is_file() for path in document["files"].values())
 
 
+@pytest.mark.few("validation-200")
 @pytest.mark.parametrize(("on", "samples"), [("validation", 200), ("train", 1300)])
 def test_evaluate_on_another_part(hotloop, on, samples) -> None:
     document = hotloop("evaluate", "run", "--on", on, "--weights", "last", "--json").document
@@ -244,13 +247,6 @@ def test_export_to_an_unknown_format(hotloop) -> None:
 def test_export_without_a_target_is_a_wrong_call(hotloop) -> None:
     done = hotloop("export", "run")
     assert done.code == 2 and "--to" in done.err
-
-
-def test_a_real_process_does_the_same(run_cli, folder) -> None:
-    done = run_cli("predict", "run", "images.npy", "--out", "real.npy", "--json", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["out"] == "real.npy"
-    assert np.array_equal(np.load(folder / "real.npy"), library.predict(folder / "run", folder / "images.npy"))
 
 
 # --- the progress bar

@@ -67,6 +67,7 @@ main()
 """
 
 
+@pytest.mark.more
 def test_without_a_home_and_a_name_it_trains_and_evaluates(tmp_path: Path) -> None:
     put(tmp_path, TASK)
 
@@ -233,6 +234,7 @@ FULL = Path("/dev/full")
 STREAMS = ["stderr", "both", "closed stdout", "all closed"]
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not FULL.exists(), reason="Linux has a file that is always full")
 @pytest.mark.parametrize(
     "stream",
@@ -305,7 +307,6 @@ HANGING = SMALL + "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
 
 
 def begun(folder: Path, process: subprocess.Popen[str]) -> None:
-    """Waits until the training has done steps."""
     for _ in range(3000):
         path = folder / "run" / "reached"
         if path.exists() and path.read_bytes() > b"%020d" % 3:
@@ -333,6 +334,7 @@ def training(folder: Path, ignored: bool = False) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.more
 def test_a_terminal_that_is_closed_saves_and_stops_the_training(tmp_path: Path) -> None:
     process = training(tmp_path)
     try:
@@ -365,6 +367,7 @@ def test_under_nohup_it_goes_on(tmp_path: Path) -> None:
     assert "stopped (SIGTERM)" in err
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("at", ["loading", "training"])
 def test_ctrl_c_ten_times_in_a_moment_prints_no_traceback(tmp_path: Path, at: str) -> None:
     if at == "training":
@@ -411,6 +414,7 @@ raise SystemExit
 """
 
 
+@pytest.mark.more
 def test_an_interrupt_of_a_finalizer_prints_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(FINALIZED)
     done = subprocess.run(
@@ -435,6 +439,7 @@ def test_a_signal_that_somebody_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's death")
 def test_a_killed_profile_leaves_no_script_behind(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(

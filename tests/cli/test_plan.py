@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,11 @@ from hotloop.tuning.auto.recall import facts_with_fingerprint
 from hotloop.tuning.search.race_cache import save_races
 from tests.conftest import RunCli
 from tests.support.auto_plans import BY_RULES, FUSED, KEPT
-from tests.support.processes.in_process_command import SMALL, Hotloop, commands
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
+from tests.support.processes.in_process_command import SMALL, Hotloop
 
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """A Task of 4 steps an epoch."""
     path = tmp_path / "task.py"
     path.write_text(f"{SMALL}task = make(epochs=1)\n")
     return path
@@ -48,7 +40,6 @@ CPU = ("--device", "cpu")
 
 
 def plan_of(run: Path) -> dict[str, Any]:
-    """The axes in a run's plan that aren't the baseline's."""
     plan = tomllib.loads((run / "plan.toml").read_text())
     return {axis: value for axis, value in plan.items() if value != getattr(Plan(), axis)}
 
@@ -184,6 +175,7 @@ def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, ru
     assert plan_of(task.parent / "run") == FUSED
 
 
+@pytest.mark.more
 def test_without_a_compiler_auto_says_so_in_a_short_run_too(task: Path, run_cli: RunCli, no_compiler) -> None:
     done = run_cli("train", task, "--run", "run", "--plan", "auto", *CPU, env=no_compiler)
     assert done.returncode == 0, done.stderr

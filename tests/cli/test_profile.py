@@ -97,6 +97,7 @@ task = make(model=lambda: Late(4, 3))
 """
 
 
+@pytest.mark.more
 def test_ctrl_c_in_a_task_shows_what_was_measured(hotloop: Hotloop, tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(SMALL + INTERRUPTED.format(at=80))
     done = hotloop("profile", "late.py", "--steps", 1000, "--json", "--try")

@@ -59,6 +59,15 @@ PLANTS = [
 ]
 
 
+@pytest.mark.few(
+    "copies_each_step-plant",
+    "retained_graph-plant",
+    "double_precision-plant",
+    "opened_each_step-plant",
+    "repeated_forward-plant",
+    "classes_by_hand-plant",
+    "update_by_hand-plant",
+)
 @pytest.mark.parametrize(("case", "variant"), PLANTS)
 def test_what_is_planted_is_named_with_its_place(case: str, variant: str, hotloop: Hotloop) -> None:
     at_the_latest_again(lambda: assert_named(profiled(hotloop, case, variant), case, variant))

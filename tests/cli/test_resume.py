@@ -136,6 +136,7 @@ def test_stopped_in_every_way_with_workers_it_ends_bitwise_the_same(
     assert Run.open(run).final == document(longer)["final"]
 
 
+@pytest.mark.more
 def test_it_goes_on_though_the_original_file_was_changed(whole: Training, stopped: Training, tmp_path: Path) -> None:
     """The tests of disks below go on though it is gone."""
     training = copied(stopped, tmp_path)
@@ -173,6 +174,7 @@ def assert_full_disk(training: Training, code: int, output: str, before: int) ->
     assert not list(training.run.rglob(".*.part"))
 
 
+@pytest.mark.more
 def test_a_limit_on_the_size_of_files_loses_nothing(whole: Training, stopped: Training, tmp_path: Path) -> None:
     training = copied(stopped, tmp_path)
     (newest, *_) = Run.open(training.run).checkpoints.files()

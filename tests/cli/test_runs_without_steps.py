@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes.forked_server import Server
-from tests.support.processes.in_process_command import SMALL, Hotloop, commands
+from tests.support.processes.in_process_command import SMALL, Hotloop
 from tests.support.processes.resumed_training import until
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
-
 
 FAILING = """
 class Failing(nn.Linear):

@@ -1,4 +1,4 @@
-"""SIGKILL under plans other than the baseline, and between plans: each run goes on exactly, and says what ran when."""
+"""SIGKILL of a run that changes its plan: each start goes on exactly, and says what ran when."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from hotloop.cli import build
 from hotloop.training.run import Run
 from tests.lowering.test_cpu_plans import assert_equal_within_rounding
 from tests.support.processes.forked_server import Server
-from tests.support.processes.resumed_training import CAPTURABLE, Training, disagreements, last_checkpoint
+from tests.support.processes.resumed_training import CAPTURABLE, Training, last_checkpoint
 
 EPOCHS, EVERY = 12, 10
 
-PLANS = {
-    "package": (("--set", "compile=package"), ("checkpoint",)),
-    "eager": (
-        ("--set", "layout=channels_last", "--set", "optimizer=fused", "--set", "accumulation=2"),
-        ("checkpoint",),
-    ),
-}
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.more, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,24 +36,6 @@ def uninterrupted(run: Path, *options: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.more  # the test below is killed with a package, too
-@pytest.mark.parametrize("name", ["package", "eager"])
-def test_killed_under_a_plan_it_ends_bitwise_the_same(name: str, server: Server, tmp_path: Path) -> None:
-    plan, instants = PLANS[name]
-    uninterrupted(tmp_path / "whole", *plan)
-    draws = random.Random(name)
-    options = (*plan, "--device", "cpu")
-    training = Training(tmp_path / "training", EPOCHS, EVERY, task=CAPTURABLE, plan=options, tried=True, server=server)
-    killed = [instant for instant in instants if training.kill(instant, draws)]
-    training.finish()
-    training.check_end()
-    assert training.problems == []
-    assert len(killed) == len(instants), "training was over before all kills: give it more epochs"
-    assert {start["plan"] for start in training.starts()} == {f"{Run.open(tmp_path / 'whole').plan.brief()} workers=0"}
-    assert disagreements(tmp_path / "whole", training.run) == []
-
-
-@pytest.mark.more
 def test_a_run_that_is_killed_and_changes_its_plan_twice_ends_as_the_baseline_does(
     server: Server, tmp_path: Path
 ) -> None:

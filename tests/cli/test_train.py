@@ -8,22 +8,14 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.auto_plans import BY_RULES
 from tests.support.processes.forked_server import Server
-from tests.support.processes.in_process_command import Hotloop, commands
+from tests.support.processes.in_process_command import Hotloop
 from tests.support.tasks.task_sources import put
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
-
 
 # --- figures
 
@@ -241,6 +233,7 @@ BAR = re.compile(
 )
 
 
+@pytest.mark.more
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
 @pytest.mark.parametrize("columns", [80])
 def test_a_terminal_shows_a_bar_that_moves(columns: int, server: Server, tmp_path: Path) -> None:
@@ -254,6 +247,7 @@ def test_a_terminal_shows_a_bar_that_moves(columns: int, server: Server, tmp_pat
     assert re.search(r"epoch 2/2  train loss \d\.\d{4}  validation loss", shown)
 
 
+@pytest.mark.more
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
 def test_with_json_in_a_terminal_only_stdout_is_the_document(server: Server, tmp_path: Path) -> None:
     put(tmp_path, SLOW)
@@ -265,6 +259,7 @@ def test_with_json_in_a_terminal_only_stdout_is_the_document(server: Server, tmp
     assert "samples/s" in shown and '"epochs"' not in shown
 
 
+@pytest.mark.more
 def test_a_pipe_gets_a_line_per_epoch_and_no_escape_codes(run_cli, tmp_path: Path) -> None:
     put(tmp_path, SLOW)
     done = run_cli("train", "task.py", "--device", "cpu", env=os.environ | {"TERM": "xterm-256color"})

@@ -5,22 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sysconfig
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes.in_process_command import Hotloop, commands
+from tests.support.processes.in_process_command import Hotloop
 from tests.support.tasks.task_sources import put
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -34,6 +25,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 # --- which Task
 
 
+@pytest.mark.few("task.py-task", "./task.py:task-task")
 @pytest.mark.parametrize(
     ("reference", "name"),
     [
@@ -202,6 +194,7 @@ def test_a_changed_copy_is_refused(hotloop: Hotloop, tmp_path: Path) -> None:
     assert "source" in done.err and "was changed since the run was started" in done.err and "Put them back" in done.err
 
 
+@pytest.mark.few("random", "my-task")
 @pytest.mark.parametrize(
     "name", ["random", "train", "torch_task", "numpy", "hotloop", "types", "my-task", "queue", "rich", "task.v2"]
 )
@@ -219,30 +212,3 @@ def test_a_file_may_have_the_name_of_an_installed_module(name: str, hotloop: Hot
     import rich
 
     assert "site-packages" in numpy.__file__ and "site-packages" in rich.__file__
-
-
-@pytest.mark.parametrize("name", ["statistics"])
-def test_the_same_in_a_real_process_with_workers(name: str, tmp_path: Path) -> None:
-    put(tmp_path, """
-        class Samples(torch.utils.data.Dataset):
-            def __len__(self):
-                return 20
-            def __getitem__(self, index):
-                import statistics
-                return X[index] * statistics.mean([1.0, 1.0]), Y[index]
-
-        task = make(data=Samples())
-    """, f"{name}.py")  # fmt: skip
-    command = [
-        Path(sysconfig.get_path("scripts")) / "hotloop",
-        "train",
-        f"{name}.py",
-        "--device",
-        "cpu",
-        "--workers",
-        "1",
-        "--json",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["run"].startswith(f"runs/{name}-")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from hotloop.training.run import Run
-from tests.support.processes.in_process_command import Hotloop, commands
+from tests.support.processes.in_process_command import Hotloop
 
 HEAD = """
 import torch
@@ -65,12 +63,6 @@ def count(view):
 task = task(callbacks=[count])
 """
 )
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
 
 
 def write(folder: Path, text: str) -> str:

@@ -74,6 +74,7 @@ def plan_of(folder: Path) -> dict[str, Any]:
     return {axis: value for axis, value in plan.items() if value != getattr(Plan(), axis)}
 
 
+@pytest.mark.more
 def test_what_it_finds_is_what_training_takes(hotloop: Hotloop, tmp_path: Path) -> None:
     done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s", "--json")
     assert done.code == 0
@@ -171,36 +172,7 @@ def test_a_run_too_short_to_tune_keeps_the_baseline_and_says_so(hotloop: Hotloop
     assert any("doesn't pay" in note for note in done.document["notes"])
 
 
-FAILURES: dict[str, tuple[Exception, bool]] = {
-    "for good": (RuntimeError("no such kernel"), False),
-    "for lack of memory": (MemoryError("no room for this plan"), True),
-}
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked(
-    name: str, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failure, retried = FAILURES[name]
-    lowered, tried = program_pool.lower, []
-
-    def lower(task: Any, plan: Plan) -> Any:
-        tried.append(plan.brief())
-        if plan.optimizer == "fused":
-            raise failure
-        return lowered(task, plan)
-
-    monkeypatch.setattr(program_pool, "lower", lower)
-    first = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s", "--json")
-    assert first.code == 0
-    assert any("fused" in name for name in tried)
-    tried.clear()
-    again = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s", "--json")
-    assert again.code == 0
-    assert tried and any("fused" in name for name in tried) == retried
-    assert any("fused" in note and "failed before" in note for note in again.document["notes"]) != retried
-
-
+@pytest.mark.more
 def test_what_was_raced_before_the_proof_ended_is_kept(
     hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.processes.in_process_command import SMALL, Done, Hotloop, commands
+from tests.support.processes.in_process_command import SMALL, Done, Hotloop
 from tests.support.tasks.task_mistakes import DATA, FIELDS, FILES, OPTIONS, SAMPLES, Case
-
-
-@pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    with commands(tmp_path, monkeypatch, capfd) as run:
-        yield run
 
 
 def put(folder: Path, body: str, name: str = "task.py") -> Path:
@@ -186,6 +179,7 @@ REAL = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("what", REAL)
 def test_a_real_process_prints_the_line_and_nothing_else(what: str, run_cli, tmp_path: Path) -> None:
     body, options, says = REAL[what]

@@ -57,6 +57,7 @@ def test_training_and_validation_are_the_training_file_each_sample_once(real: Bu
     assert of(real.test) == rows(raw(fashion, NAMES[2], 16).reshape(-1, 784), raw(fashion, NAMES[3], 8))
 
 
+@pytest.mark.more
 def test_prepare_makes_mean_0_and_std_1_of_the_training_file(real: Bundle, fashion: Path) -> None:
     pixels = raw(fashion, NAMES[0], 16) / 255
     assert isinstance(real.prepare, Standardize)

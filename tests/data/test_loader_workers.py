@@ -61,6 +61,7 @@ def losses(task: hotloop.Task, folder: Path, **how: Any) -> list[float]:
 # ---------------------------------------------------------------- starting and ending
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("context", ["forkserver", pytest.param("spawn", marks=MORE)])
 def test_every_way_to_start_workers_loads_the_same(context: str, tmp_path: Path) -> None:
     """Under a fork server the parent of a worker is the server."""
@@ -180,6 +181,7 @@ def can_mount() -> bool:
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("form", ["own", *(pytest.param(one, marks=MORE) for one in ("default", "stream"))])
 def test_a_full_shared_memory_ends_in_one_line_that_names_it(form: str, tmp_path: Path) -> None:
     """torch's own `collate` finds that while it makes a batch; others when the batch is sent, in a thread that drops it."""
@@ -228,6 +230,7 @@ class Raising(Rows):
         raise Own("no such row")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("data", "collate", "says"),
     [(Rows(), unsendable, "pickle"), (Stream(), list, "pickle"), (Raising(), None, "no such row")],
@@ -284,6 +287,7 @@ def no_child_left() -> Iterator[None]:
         child.join()
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("no_child_left")
 @pytest.mark.parametrize(
     ("kind", "number"),
@@ -304,18 +308,6 @@ def test_a_signal_ends_a_wait_for_a_batch_and_saves(kind: Any, number: signal.Si
     assert ended.reason == number.name
     saved, _ = run.checkpoints.newest(print)
     assert run.journal()[-1]["step"] == saved.state.position.step <= 2
-
-
-@pytest.mark.usefixtures("no_child_left")
-def test_a_signal_ends_a_wait_for_validation_data(tmp_path: Path) -> None:
-    file = tmp_path / "stuck"
-    data = Stuck(file, after=8)
-    held_out = DataLoader(data, batch_size=8, num_workers=1)
-    thread = signalling(file, signal.SIGTERM)
-    task = a_task(DataLoader(Rows(), batch_size=8), validation=held_out, callbacks=[data.begins])
-    run, ended = start_run(LoadedTask(task, None, {}), plan="baseline", run=tmp_path / "run")
-    thread.join()
-    assert ended.reason == "SIGTERM" and run.journal()[-1]["step"] == 5
 
 
 def signalling(file: Path, number: signal.Signals) -> threading.Thread:
@@ -375,6 +367,7 @@ CHANGES: dict[str, tuple[type, Callable[[Any, float], None]]] = {
 }
 
 
+@pytest.mark.few("transform-None")
 @pytest.mark.parametrize("deterministic", [None, False])
 @pytest.mark.parametrize("kind", CHANGES)
 def test_workers_see_what_callbacks_change_between_epochs(

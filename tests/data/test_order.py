@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -69,13 +66,6 @@ def test_every_place_is_equally_likely_for_every_sample() -> None:
     order = Order(10, 1, seed=3)
     places = torch.stack([order.epoch(epoch) for epoch in range(5000)]).argsort(1)[:, 0].bincount(minlength=10)
     assert ((places - 500) ** 2 / 500).sum() < 33.7
-
-
-def test_it_is_the_same_in_another_process() -> None:
-    shown = "Order(50, 7, 12).epoch(3).tolist(), split_positions(50, 0.2, 12)[1].tolist()"
-    code = f"from hotloop.data.order import Order, split_positions; print({shown})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{Order(50, 7, 12).epoch(3).tolist()} {split_positions(50, 0.2, 12)[1].tolist()}"
 
 
 def test_without_shuffle_it_is_the_order_of_the_data() -> None:
@@ -171,6 +161,7 @@ def test_batches_arrive_in_the_tasks_order(form: str, drop_last: bool) -> None:
         assert arrived == [(piece, len(piece)) for piece in batches(order, epoch)]
 
 
+@pytest.mark.few("table")
 @pytest.mark.parametrize("form", ["table", "samples", "one epoch"])
 @given(epoch=st.integers(0, 5), start=st.integers(0, 3), seed=SEEDS)
 def test_an_epoch_can_be_entered_anywhere(form: str, epoch: int, start: int, seed: int) -> None:

@@ -38,7 +38,6 @@ def bring(data: Any, **options: Any) -> DataInput:
 
 
 def table(data: Any) -> Any:
-    """The columns of data that is taken as arrays in memory."""
     source = bring(data).source
     assert isinstance(source, Table)
     return source.columns

@@ -52,6 +52,7 @@ def loaded(data: Any, workers: int, **options: Any) -> DataLoader:
     return DataLoader(data, batch_size=7, shuffle=True, num_workers=workers, **options)
 
 
+@pytest.mark.few("SFC64", "RandomState", "torch.Generator")
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_workers_draw_what_one_process_draws(kind: str) -> None:
     none, two = (
@@ -74,20 +75,13 @@ def nested() -> Callable[[Tensor], Tensor]:
     return Compose(jitters, partial, Pipeline([Albumentation(), Albumentation()]))
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_any_number_of_workers_forked_or_spawned() -> None:
-    none = after(task_of(data=loaded(Transformed(nested()), 0)), STEPS)
-    for workers, context in ((1, "fork"), (4, "fork"), (2, "spawn")):
-        loader = loaded(Transformed(nested()), workers, multiprocessing_context=context)
-        assert differing_paths(none, after(task_of(data=loader), STEPS)) == []
-
-
 def test_a_run_with_two_workers_is_resumed_without_any() -> None:
     whole = after(task_of(data=loaded(Transformed(nested()), 0)), STEPS)
     start = after(task_of(data=loaded(Transformed(nested()), 2)), 3)
     assert differing_paths(whole, after(task_of(data=loaded(Transformed(nested()), 0)), STEPS - 3, start)) == []
 
 
+@pytest.mark.more
 def test_killed_and_resumed_it_ends_the_same(tmp_path: Path) -> None:
     def make(workers: int) -> hotloop.Task:
         validation = loaded(Noisy(np.random.default_rng(1)), workers)

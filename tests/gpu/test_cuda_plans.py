@@ -59,7 +59,6 @@ def test_a_fused_update_in_a_graph_reads_gradients_that_lie_otherwise(name: str)
 
 
 def kernels(work: Callable[[], Tensor]) -> int:
-    """How many kernels the device runs for some work."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         work()
         torch.cuda.synchronize()

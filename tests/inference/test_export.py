@@ -191,6 +191,7 @@ class Two(nn.Module):
         return self.a(a) + self.b(b)
 
 
+@pytest.mark.few("pt2")
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_several_inputs_and_outputs_keep_their_names(tmp_path, kind) -> None:
     x, y = labelled()
@@ -268,6 +269,7 @@ class ByLength(nn.Linear):
         return super().forward(x.view(len(x), -1))
 
 
+@pytest.mark.few("pt2")
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_len_of_a_batch_is_no_constant(tmp_path, kind) -> None:
     run = trained(a_task(model=lambda: ByLength(6, 3)), tmp_path / "run")

@@ -42,7 +42,6 @@ def digits(tmp_path_factory, images) -> Run:
 
 
 def by_hand(run: Run, x: Tensor) -> np.ndarray:
-    """The network's output, all samples at once."""
     model = hotloop.load_model(run)
     with torch.no_grad():
         return model(run.task.data.prepare(x)).numpy()

@@ -94,8 +94,6 @@ def plan_of(row: Row) -> Plan:
 
 
 class Rows(torch.utils.data.Dataset):
-    """The samples of a family one by one."""
-
     def __init__(self, columns: tuple[Tensor, ...]) -> None:
         self.columns = columns
 
@@ -139,7 +137,9 @@ def named(row: Row) -> str:
     return "-".join([row["family"], row["data"].replace(" ", "_"), *(f"{axis}={axes[axis]}" for axis in axes)])
 
 
-@pytest.mark.parametrize("row", CHOSEN, ids=named)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.more] * (row in EAGER[1::2])) for row in CHOSEN], ids=named
+)
 def test_a_combination_runs_as_the_baseline_does_and_resumes_exactly(row: Row) -> None:
     at_means = draws_in_pieces(row)
     with MeanDraws() if at_means else nullcontext():

@@ -19,7 +19,6 @@ from tests.support.killed_training import train
 from tests.support.processes.resumed_training import disagreements
 from tests.support.programs import advance, through_file
 from tests.support.tasks.model_families import FAMILIES, family
-from tests.support.tasks.parity_families import another_family
 
 STEPS = 22  # into the sixth epoch
 
@@ -40,8 +39,10 @@ RUNS += [(name, COMPILED["step"]) for name in FAMILIES] + [("cnn", COMPILED["for
 RUNS += [("mlp", Plan(compile="step", optimizer="fused"))]
 RUNS += [(name, Plan(accumulation=3)) for name in ("mlp", "residual", "lstm", "gpt")]
 RUNS += [("mlp", Plan(accumulation=3, compile=how)) for how in ("forward", "step")]
-MORE = {(name, COMPILED["step"]) for name in ("gpt", "lstm", "residual", "vae")} | {
-    ("mlp", Plan(accumulation=3, compile="forward"))
+MORE = {
+    *((name, COMPILED["step"]) for name in ("cnn", "gpt", "lstm", "residual", "vae")),
+    *(("mlp", Plan(accumulation=3, compile=how)) for how in ("forward", "step")),
+    ("cnn", Plan(compile="forward")),
 }
 """What takes long to compile, and shows of further families what others show too."""
 
@@ -59,7 +60,6 @@ _BASELINES: dict[str, State] = {}
 
 
 def baseline(name: str) -> State:
-    """The State of a family after all steps of the baseline."""
     if name not in _BASELINES:
         _BASELINES[name] = after(hotloop.lower(family(name)), STEPS)
     return _BASELINES[name]
@@ -119,14 +119,7 @@ def test_switching_plans_twice_keeps_order_and_result() -> None:
     assert_equal_within_rounding(state, baseline("cnn"))
 
 
-@pytest.mark.parametrize("name", ["cnn", pytest.param("batchnorm", marks=pytest.mark.more)])
-def test_what_follows_a_convolution_is_compiled_in_any_layout(name: str) -> None:
-    """Where channels come last those of a convolution's result do, and a flattening copies."""
-    task = another_family(name)
-    plan = Plan(compile="step", layout="channels_last")
-    assert_equal_within_rounding(after(hotloop.lower(task, plan), 3), after(hotloop.lower(task), 3))
-
-
+@pytest.mark.few("layout=channels_last*")
 @pytest.mark.parametrize("plan", [Plan(compile="step"), Plan(layout="channels_last", optimizer="foreach")], ids=changed)
 def test_killed_and_gone_on_with_it_ends_bitwise_the_same(tmp_path: Path, plan: Plan) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -187,6 +180,7 @@ def test_a_scale_of_the_loss_that_is_not_restored_is_seen(monkeypatch: pytest.Mo
     assert differing_paths(other.state(), state) != []
 
 
+@pytest.mark.more
 def test_fp16_compiled_scales_its_loss_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)
     plain = after(hotloop.lower(family("mlp")), 3).parameters["1.weight"]
@@ -357,6 +351,7 @@ def test_a_cast_inside_of_the_model_is_checked_all_the_same() -> None:
     assert hotloop.lower(a_task(model=casting), Plan(accumulation=2)).parts.plan.accumulation == 2
 
 
+@pytest.mark.more
 def test_pieces_count_by_the_weight_of_the_task() -> None:
     """Targets that are ignored make a piece count less, or not at all; equal shares would give another gradient."""
     from tests.support.programs import a_task, labelled

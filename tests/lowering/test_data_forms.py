@@ -36,8 +36,6 @@ from tests.support.tasks.random_network import Drawing, network
 
 
 class Plain(Dataset):
-    """A map-style data set over the same arrays."""
-
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
 
@@ -173,16 +171,12 @@ class Backwards(Sampler):
 
 
 class Counting(IterableDataset):
-    """Gives samples with noise, in order."""
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in zip(*labelled(), strict=True):
             yield x + random.random() + torch.rand(6), y
 
 
 class Twice(DataLoader):
-    """A loader that does something of its own."""
-
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
             yield batch
@@ -190,8 +184,6 @@ class Twice(DataLoader):
 
 
 class Batches:
-    """No DataLoader at all: whatever can be run through again and again."""
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = labelled()
         yield from zip(x.split(5), y.split(5), strict=True)

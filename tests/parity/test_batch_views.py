@@ -59,6 +59,7 @@ def program() -> Program:
     return lower(task, Plan(device="cpu", compile="step"))
 
 
+@pytest.mark.more
 def test_the_compiled_program_is_what_is_proven() -> None:
     made = program()
     honest = prove_programs(made.parts.task, [made])[0]

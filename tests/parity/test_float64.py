@@ -105,6 +105,7 @@ SAYS_FP32: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few("whole numbers")
 @pytest.mark.parametrize("name", SAYS_FP32)
 def test_what_the_task_calls_fp32_is_what_it_computes_with(name: str) -> None:
     function, fields = SAYS_FP32[name]
@@ -145,8 +146,6 @@ def test_the_truth_is_what_float64_comes_to(name: str) -> None:
 
 
 class Still(Through):
-    """Without dropout."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__(function)
         self.drop = nn.Identity()  # type: ignore[assignment]
@@ -204,6 +203,7 @@ def turned(program: Program) -> None:
     program._step._compute = off  # type: ignore[method-assign]
 
 
+@pytest.mark.more
 def test_complex_numbers_have_a_truth() -> None:
     task = a_task(model=Waves)
     faulty = hotloop.lower(task)
@@ -235,6 +235,7 @@ def rate_off(program: Program) -> None:
     program.optimizer.param_groups[0]["lr"] *= 1.001
 
 
+@pytest.mark.more
 def test_a_loss_that_cancels_to_nothing_is_no_reason_to_give_up() -> None:
     task = a_task(model=Advantage, loss=cancelling)
     truth, program = Float64Reference(task, torch.device("cpu")), hotloop.lower(task)
@@ -267,8 +268,6 @@ def test_states_do_not_all_stand_before_the_same_batch(batch_size: int) -> None:
 
 
 class Padded(torch.utils.data.Dataset):
-    """Rows of many lengths."""
-
     def __len__(self) -> int:
         return 120
 
@@ -291,15 +290,9 @@ class Mean(nn.Module):
         return self.layer(x.mean(1, keepdim=True))  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 def test_a_compiled_step_that_few_batches_take_is_unproven() -> None:
     loader = torch.utils.data.DataLoader(Padded(), batch_size=3, shuffle=True, collate_fn=padded)
     task = a_task(model=Mean, data=loader, batch_size=None, epochs=2)
     found = prove(task, Plan(device="cpu", compile="step"))
     assert found.parity == "unproven" and "took its compiled program" in found.reason
-
-
-def test_one_full_batch_of_two_in_an_epoch_is_enough_for_a_compiled_step() -> None:
-    """The first step makes the optimizer's state, and is eager as every second batch is."""
-    task = a_task(batch_size=13, epochs=40, optimizer=lambda parameters: torch.optim.Adam(parameters))
-    found = prove(task, Plan(device="cpu", compile="step"))
-    assert found.parity in TRUSTED_CLASSES, found.reason

@@ -76,6 +76,7 @@ def goes_wrong_between_steps(program: Program, fault: Callable[[Program], Any]) 
     program.advance = several  # type: ignore[method-assign]
 
 
+@pytest.mark.few("buffers", "optimizer")
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_goes_wrong_from_one_step_to_the_next_is_seen_in_all_that_is_kept(name: str) -> None:
     fault, first = FAULTS[name]
@@ -88,6 +89,7 @@ def test_what_goes_wrong_from_one_step_to_the_next_is_seen_in_all_that_is_kept(n
     assert ("extra/" in faulty.reason) is (name == "extra")
 
 
+@pytest.mark.few("num_batches_tracked")
 @pytest.mark.parametrize("buffer", ["running_mean", "num_batches_tracked"])
 def test_a_count_that_is_another_is_no_proof_and_a_tensor_that_is_is_a_fault(buffer: str) -> None:
     task = a_task(model=Counting, optimizer=torch.optim.Adam, batch_size=4, epochs=9)
@@ -128,6 +130,7 @@ class Adaptive(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.few("1.0")
 @pytest.mark.parametrize("wrong", [1.0, 1.001])
 def test_a_number_that_an_optimizer_computes_may_be_off_by_rounding_and_no_more(wrong: float) -> None:
     task = a_task(optimizer=lambda parameters: Adaptive(parameters, lr=0.01), epochs=9)

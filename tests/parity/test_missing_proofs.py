@@ -130,8 +130,6 @@ def test_an_optimizer_that_counts_in_fp32_alone_has_a_truth(name: str) -> None:
 
 
 class Failing(nn.Linear):
-    """Can't take its training step of that number, counted from 0."""
-
     def __init__(self, step: int) -> None:
         super().__init__(6, 3)
         self.step = step
@@ -163,6 +161,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.few("at a State that is compared", "on the way to the next", "with a smaller batch")
 @pytest.mark.parametrize("where", FAILING)
 def test_a_training_that_fails_is_no_fault_of_the_proof(where: str) -> None:
     """Not of float64 either; `race` shows the speed all the same."""
@@ -176,8 +175,6 @@ def test_a_training_that_fails_is_no_fault_of_the_proof(where: str) -> None:
 
 
 class Flattening(nn.Module):
-    """Takes its images to lie in the usual order of dimensions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Conv2d(2, 4, 3), nn.Linear(4 * 4 * 4, 3)
@@ -192,6 +189,7 @@ def pictures(**fields: Any) -> hotloop.Task:
     return a_task(**{"model": Flattening, "data": (x, x.flatten(1)[:, :3].argmax(1)), "epochs": 3} | fields)
 
 
+@pytest.mark.more
 def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
     found = prove(pictures(), Plan(layout="channels_last"))
     assert found.parity == "broken" and found.first == "step 1"

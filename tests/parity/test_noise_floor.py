@@ -74,6 +74,7 @@ class Pooled(nn.Module):
         return self.head(self.layers(tokens).mean(1))  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 def test_sums_that_a_compiler_writes_in_a_row_are_no_fault() -> None:
     task = a_task(model=Pooled, epochs=9)
     (found,) = prove_programs(task, [lower(task, Plan(compile="forward"))])
@@ -181,6 +182,7 @@ def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change(
     assert left_out(lambda: nn.Linear(6, 3)) == set()
 
 
+@pytest.mark.few("alone")
 @pytest.mark.parametrize("few", [True, False], ids=["alone", "beside others"])
 def test_the_baseline_s_step_stays_what_it_was_while_others_take_theirs(few: bool) -> None:
     """Witnesses may run in its own Program, in whose memory a step lies that isn't kept."""
@@ -220,6 +222,7 @@ class Keeping(nn.Module):
         return out
 
 
+@pytest.mark.more
 def test_a_buffer_that_keeps_samples_has_no_floor_of_another_order() -> None:
     """The samples are written in another order then, which is no rounding: a plan that never writes would pass for that."""
     task = a_task(model=Keeping, epochs=9)
@@ -233,8 +236,6 @@ def test_a_buffer_that_keeps_samples_has_no_floor_of_another_order() -> None:
 
 
 class Masked(nn.Module):
-    """A causal mask beside a batch normalisation's running statistics, which it says nothing of."""
-
     def __init__(self, mask: float) -> None:
         super().__init__()
         self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 3)
@@ -245,6 +246,7 @@ class Masked(nn.Module):
         return self.layer((scores.softmax(-1) @ x[:, :, None]).flatten(1))  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mask", [-torch.inf, -1e9, torch.finfo(torch.float32).min])
 def test_a_constant_buffer_hides_no_other_one(mask: float) -> None:
     task = a_task(model=lambda: Masked(mask), epochs=9)
@@ -273,6 +275,7 @@ class Extremes(nn.Module):
         return out
 
 
+@pytest.mark.more
 def test_what_is_not_finite_hides_nothing_beside_it_and_what_can_t_be_compared_must_be_bitwise_equal() -> None:
     task = a_task(model=Extremes, epochs=9)
     programs = [lower(task, Plan(optimizer="foreach")) for _ in range(3)]
@@ -284,6 +287,7 @@ def test_what_is_not_finite_hides_nothing_beside_it_and_what_can_t_be_compared_m
     assert no_digits.parity == "unproven" and "the buffer 'digits' can't be compared" in no_digits.reason
 
 
+@pytest.mark.more
 def test_a_peer_that_is_left_out_leaves_the_baseline_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are called `nudged`: the eager step in a reduced precision, and the one in fp32."""
     monkeypatch.setattr("hotloop.lowering.build._check_plan", lambda parts: None)  # this CPU may only emulate it

@@ -49,6 +49,7 @@ class Turned(nn.Module):
         return self.last(F.dropout(turned, 0.3).flatten(1))  # type: ignore[no-any-return]
 
 
+@pytest.mark.few("mlp", "cnn", "gpt", "compiled")
 @pytest.mark.parametrize(
     ("task", "plans"),
     [
@@ -71,6 +72,7 @@ def test_the_baseline_is_bitwise_itself() -> None:
     assert prove(family("mlp"), BASELINE).parity == "bitwise"
 
 
+@pytest.mark.more
 def test_a_compiler_may_choose_the_strides_of_what_is_drawn() -> None:
     """Eager kernels draw in the order of memory, so a captured graph draws into tensors whose order is that anyhow."""
 
@@ -119,6 +121,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.few("bernoulli")
 @pytest.mark.parametrize("draw", DRAWS)
 def test_float64_draws_what_the_step_draws(draw: str) -> None:
     task = a_task(model=lambda: Drawing(DRAWS[draw]))
@@ -132,6 +135,7 @@ def test_float64_draws_what_the_step_draws(draw: str) -> None:
 # ---------------------------------------------------------------- what it leaves behind
 
 
+@pytest.mark.more
 def test_programs_and_generators_are_left_as_they_were() -> None:
     task = family("cnn")
     program = hotloop.lower(task, FORLOOP)
@@ -169,6 +173,7 @@ def test_they_are_left_so_when_the_proof_fails(monkeypatch: pytest.MonkeyPatch) 
     assert generator_states() == generators
 
 
+@pytest.mark.more
 def test_one_baseline_is_enough_for_what_passes_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them can only allow more: the others are asked about what didn't pass, and for nothing else."""
     asked: list[tuple[bool, int]] = []
@@ -187,6 +192,7 @@ def test_one_baseline_is_enough_for_what_passes_beside_it(monkeypatch: pytest.Mo
     assert asked == [(True, 2), (False, 1)]
 
 
+@pytest.mark.more
 def test_what_fails_beside_one_baseline_may_pass_beside_all(monkeypatch: pytest.MonkeyPatch) -> None:
     task = family("mlp")
     program = lower(task, Plan(optimizer="fused"))
@@ -201,6 +207,7 @@ def test_what_fails_beside_one_baseline_may_pass_beside_all(monkeypatch: pytest.
     assert prove_programs(task, [program])[0].parity in ("bitwise", "fp32-equivalent")
 
 
+@pytest.mark.few("2-10-in all 10 single steps of the training")
 @pytest.mark.parametrize(
     ("epochs", "states", "says"), [(2, 10, "in all 10 single steps of the training"), (9, 17, "in 17 single steps")]
 )
@@ -213,6 +220,7 @@ def test_the_reason_says_how_many_steps_were_compared(epochs: int, states: int, 
     assert all(one.states == states and says in one.reason for one in found)
 
 
+@pytest.mark.few("1-5")
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 5), (2, 10), (3, 10)])
 def test_a_free_run_stays_within_the_schedule_and_crosses_the_end_of_an_epoch(epochs: int, steps: int) -> None:
     scheduled = lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)  # noqa: E731

@@ -46,6 +46,7 @@ GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Has glibc give back at once what is freed, as it does with tensors of large models; else peaks depend on what was where."""
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process' peak in /proc")
 @pytest.mark.parametrize(
     "optimizer",

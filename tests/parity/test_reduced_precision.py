@@ -111,6 +111,7 @@ def proven(*plants: Callable[[Program], None], plan: Plan = HONEST, task: Task |
     return prove_programs(task, [program])[0]
 
 
+@pytest.mark.few("products in TF32")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fewer_bits_than_the_baseline_s_are_reduced_precision(tf32_in_convolutions: None, fault: str) -> None:
     plant, line = FAULTS[fault]
@@ -126,6 +127,7 @@ def test_the_floor_alone_would_hide_products_in_tf32(
     assert proven(products_in_tf32).parity in TRUSTED_CLASSES
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "plan",
     [HONEST, Plan(precision="fp32"), Plan(accumulation=2)],
@@ -137,12 +139,14 @@ def test_plans_of_as_many_bits_stay_trusted(tf32_in_convolutions: None, plan: Pl
     assert found.arithmetic == {"matmul": "fp32", "conv": "fp32" if plan.precision == "fp32" else "tf32"}
 
 
+@pytest.mark.more
 def test_another_fault_beside_fewer_bits_is_broken(tf32_in_convolutions: None) -> None:
     found = proven(convolution_in_bf16, zero_grad_skipped)
     assert found.parity == "broken" and "convolutions run in bf16" in found.reason
     assert found.first is not None and found.first.startswith("gradient")
 
 
+@pytest.mark.more
 def test_a_layer_in_bf16_under_a_baseline_in_fp32_is_reduced_precision() -> None:
     task = another_family("batchnorm", clip_norm=0.5, average=0.9)
     found = proven(layer_in_bf16, task=task)
@@ -158,6 +162,7 @@ def test_check_says_why() -> None:
     assert line in text
 
 
+@pytest.mark.more
 def test_the_process_is_left_as_it_was(tf32_in_convolutions: None) -> None:
     before = read_switches()
     proven(convolution_in_bf16)

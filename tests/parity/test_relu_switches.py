@@ -58,6 +58,7 @@ def proven(units: int, off: int, *calls: int, model: type[Gated] = Gated) -> Par
 CALLS = pytest.mark.parametrize("call", [6, STATES + 3], ids=["a single step", "the free run"])
 
 
+@pytest.mark.few("*single*")
 @CALLS
 def test_what_rounding_may_switch_is_told_from_a_fault(call: int) -> None:
     found = proven(4, 6, call)
@@ -65,6 +66,7 @@ def test_what_rounding_may_switch_is_told_from_a_fault(call: int) -> None:
     assert proven(2000, 2001, call).parity == "broken"
 
 
+@pytest.mark.more
 @CALLS
 def test_nudges_of_the_usual_size_miss_it(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_collector, "FARTHER", 1.0)
@@ -84,6 +86,7 @@ def rounds_of(monkeypatch: pytest.MonkeyPatch) -> list[Float64Reference]:
     return truths
 
 
+@pytest.mark.few("a switch")
 @pytest.mark.parametrize(("units", "rounds"), [(4, 1), (2000, 2)], ids=["a switch", "a fault"])
 def test_a_single_state_is_looked_at_closer_before_all_is_proven_again(
     units: int, rounds: int, monkeypatch: pytest.MonkeyPatch
@@ -94,17 +97,20 @@ def test_a_single_state_is_looked_at_closer_before_all_is_proven_again(
     assert len(counted) == rounds
 
 
+@pytest.mark.more
 def test_so_is_each_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = rounds_of(monkeypatch)
     found = proven(4, 6, *range(2, STATES // 2 + 1))
     assert (found.parity, len(counted)) == ("fp32-equivalent", 1), found.reason
 
 
+@pytest.mark.more
 def test_what_is_off_at_most_states_is_a_fault_though_nudges_explain_each() -> None:
     """Rounding switches it the one way and the other; a plan that always does is another one."""
     assert proven(4, 6, *range(2, STATES)).parity == "broken"
 
 
+@pytest.mark.more
 def test_states_at_which_nothing_explains_it_are_soon_looked_at_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     closer = StepCollector._take_closer_look
@@ -127,6 +133,7 @@ class Picky(Gated):
         return super().forward(x)
 
 
+@pytest.mark.more
 @CALLS
 def test_a_nudge_that_is_not_harmless_excuses_nothing(call: int) -> None:
     found = proven(4, 6, call, model=Picky)
@@ -168,6 +175,7 @@ def test_few_baselines_are_more_where_images_are_normalised(model: Callable[[], 
     assert len(every) == len(set(every)) and set(names) < set(every)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("known", "rounds"), [(True, 1), (False, 2)], ids=["few of them", "all of them"])
 def test_means_over_images_with_channels_last_are_among_the_first_baselines(
     known: bool, rounds: int, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ def dropping() -> hotloop.Task:
     return a_task(model=Dropping, epochs=9)
 
 
+@pytest.mark.few("dropping")
 @pytest.mark.parametrize(
     ("task", "plans"),
     [
@@ -146,6 +147,7 @@ def looked_at(task: hotloop.Task, program: Program) -> StepErrors:
     return account
 
 
+@pytest.mark.few("with_another_rate")
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_a_plan_draws_is_looked_at_by_itself(plant: Callable[[Program], None]) -> None:
     task = many()
@@ -216,6 +218,7 @@ IN_GRAPHS: dict[str, tuple[Callable[[Graph], Graph], str]] = {
 }
 
 
+@pytest.mark.few("another rate-1")
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("name", IN_GRAPHS)
 def test_what_a_captured_step_draws_is_looked_at_by_itself(name: str, pieces: int) -> None:
@@ -227,6 +230,7 @@ def test_what_a_captured_step_draws_is_looked_at_by_itself(name: str, pieces: in
     assert found.has_tested_draws and says in str(found.draws)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_faults_in_what_a_captured_step_draws_are_broken(pieces: int) -> None:
     """Also where the numbers that are drawn are right, and others are computed with."""
@@ -257,8 +261,6 @@ def test_draws_that_repeat_by_design_are_no_fault() -> None:
 
 
 class Shaken(nn.Linear):
-    """Noise on its weights, once for a batch."""
-
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight + 0.01 * torch.randn_like(self.weight), self.bias)
 
@@ -270,8 +272,6 @@ def test_what_is_drawn_once_for_a_batch_is_unproven() -> None:
 
 
 class Recomputed(nn.Module):
-    """Draws again in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
@@ -282,8 +282,6 @@ class Recomputed(nn.Module):
 
 
 class Otherwise(nn.Module):
-    """Drops more where gradients are asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
@@ -293,8 +291,6 @@ class Otherwise(nn.Module):
 
 
 class Growing(nn.Module):
-    """Drops more from step to step."""
-
     def __init__(self, begin: float) -> None:
         super().__init__()
         self.layer, self.p = nn.Linear(6, 3), begin
@@ -306,8 +302,6 @@ class Growing(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Draws from NumPy's generator as well."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
@@ -316,6 +310,7 @@ class Mixed(nn.Module):
         return self.layer(F.dropout(x, 0.3)) + 0.0 * float(np.random.beta(2, 2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "says"),
     [

@@ -115,6 +115,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.few("loss")
 @pytest.mark.parametrize("phase", PLANTED)
 def test_what_takes_long_is_in_its_phase_and_in_its_module(phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slowed(monkeypatch, *PLANTED[phase])

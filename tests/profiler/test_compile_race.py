@@ -127,6 +127,7 @@ def recorded(network: nn.Module) -> NetworkCall | None:
     return recorder.largest
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("compiled_s", "faster"), [(0.002, True), (0.02, False)])
 def test_the_compiled_network_is_raced_in_interleaved_pairs(compiled_s: float, faster: bool, monkeypatch) -> None:
     def compiled(network: Sleeping) -> Sleeping:
@@ -189,6 +190,7 @@ print(step, float(net.inner.weight.sum()))
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("compiled_s", "steps"), [(0.001, 90), (0.03, 12)])
 def test_a_scripts_network_is_raced_and_the_script_goes_on(
     compiled_s: float, steps: int, tmp_path: Path, capfd

@@ -120,6 +120,7 @@ def check_busy() -> None:
     assert made == {str(batch)}
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("one_thread")
 def test_plain_python_after_a_helper_that_ends_the_step_is_no_making_of_a_batch() -> None:
     check_busy()
@@ -327,6 +328,7 @@ def plots(net: nn.Module) -> None:
     time.sleep(0.05)
 
 
+@pytest.mark.few("5-samples")
 @pytest.mark.parametrize("work", [validates, samples, plots])
 @pytest.mark.parametrize("every", [5, pytest.param(6, marks=pytest.mark.more)])
 def test_what_is_done_every_some_steps_is_no_part_of_operators_and_lines(

@@ -139,6 +139,7 @@ def test_nothing_is_raced_where_no_plan_could_help(monkeypatch) -> None:
     assert contests == [] and any("none of the remedies" in note for note in found.notes)
 
 
+@pytest.mark.more
 def test_a_real_race_fills_in_what_was_won(monkeypatch) -> None:
     monkeypatch.setattr("hotloop.tuning.races.measure.WARM_UP_S", 0.01)
     monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.0005})

@@ -106,6 +106,7 @@ def test_files_beside_a_script_that_have_names_of_pythons_modules(how, tmp_path,
     assert alone(str(tmp_path / "beside.py"), how).steps > 0
 
 
+@pytest.mark.more
 def test_a_watch_that_fails_to_begin_is_none_of_the_scripts(tmp_path, monkeypatch, capfd) -> None:
     (tmp_path / "psutil.py").write_text("raise ValueError('planted')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -130,6 +131,7 @@ def test_an_exit_with_a_code_and_one_without_a_goodbye(capfd, tmp_path) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("how", "code"),
     [pytest.param("interrupted", -signal.SIGINT, marks=pytest.mark.more), ("interrupted, then a text", 1)],
@@ -145,6 +147,7 @@ def test_so_does_one_without_torch(alone, tmp_path, text: str, code: int) -> Non
     assert alone(str(script)).exit_code == code
 
 
+@pytest.mark.more
 def test_what_a_script_can_see_and_that_it_never_trains(alone, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     profile = alone("process_surroundings.py", "--flag", "a b")
@@ -284,6 +287,7 @@ def test_torch_that_came_with_the_machines_sitecustomize(tmp_path, monkeypatch) 
     assert profile_script(SCRIPTS / "failing_loop.py", ["exit", "30"]).steps > 0
 
 
+@pytest.mark.more
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
 def test_a_child_that_imports_torch_is_not_taken_for_the_script(tmp_path) -> None:
     script = tmp_path / "forks.py"
@@ -318,6 +322,7 @@ sys.exit(profile_script(Path(sys.argv[1])).exit_code)
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
 def test_ctrl_c_arrives_once_where_standard_input_is_not_the_terminal(tmp_path) -> None:
     import pty
@@ -378,6 +383,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
 @pytest.mark.parametrize("ignores", [pytest.param(False, marks=pytest.mark.more), True])
 def test_processes_that_a_script_has_started_are_stopped_with_it(tmp_path: Path, monkeypatch, ignores: bool) -> None:

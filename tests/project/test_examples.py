@@ -70,7 +70,9 @@ def test_every_example_is_tested() -> None:
     }
 
 
-@pytest.mark.parametrize("reference", HERE)
+@pytest.mark.parametrize(
+    "reference", [pytest.param(name, marks=[pytest.mark.more] * name.endswith(":bert")) for name in HERE]
+)
 def test_it_learns(reference: str) -> None:
     """The training loss of an epoch falls well below that of the first steps."""
     program = hotloop.lower(example(reference))
@@ -85,6 +87,7 @@ def test_it_learns(reference: str) -> None:
     assert last["loss"] / last["weight"] < 0.85 * first["loss"] / first["weight"]
 
 
+@pytest.mark.more
 def test_the_generator_of_the_gan_learns_the_mean_image() -> None:
     task = example("gan.py")
     program = hotloop.lower(task)

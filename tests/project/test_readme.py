@@ -35,6 +35,25 @@ def missing(text: str) -> Iterator[str]:
             yield f"{name} has no {test}"
 
 
+@cache
+def left_out_of(path: Path) -> frozenset[str]:
+    """The tests that `make test` leaves out as a whole."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if "pytestmark = pytest.mark.more" in map(ast.unparse, tree.body):
+        return frozenset(test.name for test in tests)
+    return frozenset(test.name for test in tests if "pytest.mark.more" in map(ast.unparse, test.decorator_list))
+
+
+def unguarded(rows: list[list[str]]) -> Iterator[str]:
+    """Tests that the tables name as guards, and that `make test` leaves out."""
+    for promise, *cells in rows:
+        for cell in filter(None, cells):
+            named = NAMED.fullmatch(cell)
+            if named and named[2] in left_out_of(TESTS / named[1]):
+                yield f"{promise}: {named[2]} is marked `more`"
+
+
 def promises(text: str) -> list[list[str]]:
     """The cells of each line of the tables of promises."""
     part = text.partition("## Promises")[2]
@@ -50,6 +69,23 @@ def test_each_promise_has_a_test() -> None:
     rows = promises(README.read_text(encoding="utf-8"))
     assert len(rows) > 50
     assert [row for row in rows if len(row) != COLUMNS or not NAMED.fullmatch(row[1])] == []
+
+
+def test_make_test_runs_the_guard_of_each_promise() -> None:
+    assert list(unguarded(promises(README.read_text(encoding="utf-8")))) == []
+
+
+def test_a_guard_that_is_left_out_is_caught() -> None:
+    assert list(
+        unguarded(
+            [
+                [
+                    "faults are found",
+                    "`parity/test_planted_faults.py::test_mutants_that_change_a_step_clearly_are_caught`",
+                ]
+            ]
+        )
+    )
 
 
 def test_a_name_that_is_gone_is_caught() -> None:

@@ -189,6 +189,7 @@ def test_a_file_that_the_system_refuses_is_one_line_and_gone(tmp_path: Path) -> 
 # ---------------------------------------------------------------- how many are kept
 
 
+@pytest.mark.more
 def test_at_most_two_and_their_best_are_kept_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpanPacer, "steps", lambda self: 1)
     folder = tmp_path / "run" / "checkpoints"

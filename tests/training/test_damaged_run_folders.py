@@ -54,6 +54,7 @@ JOURNALS = {
 }
 
 
+@pytest.mark.few("no event", "too deep", "a number of 5,000 digits")
 @pytest.mark.parametrize("name", JOURNALS)
 def test_a_damaged_line_of_the_journal_is_named_and_the_others_are_used(
     whole: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -137,6 +138,7 @@ FILES = [
 ]
 
 
+@pytest.mark.few("*-a_folder", "reached-*")
 @pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__)
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_gives_one_line_and_never_blocks(copy: Path, name: str, put: Callable[[Path], None]) -> None:
@@ -210,6 +212,7 @@ NOT_BY_ITSELF = ("an optimizer without groups", "the batch is far away")
 """What shows only beside the Task: one line says to remove it."""
 
 
+@pytest.mark.few("step is a fraction", "the epoch is far away", "no parameters")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_checkpoint_that_says_what_can_not_be_is_passed_over(
     whole: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]

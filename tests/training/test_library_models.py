@@ -181,6 +181,7 @@ def test_a_keras_module_instead_of_a_factory(keras: Any, tmp_path: Path) -> None
     assert all(value.equal(before[name]) for name, value in module.named_parameters())
 
 
+@pytest.mark.more
 def test_models_of_timm() -> None:
     """In a process of its own, since a stand-in for torchvision would be found by others too."""
     if importlib.util.find_spec("timm") is None:

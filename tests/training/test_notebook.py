@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat, nbclient and ipykernel (the dev extra)")
 nbclient = pytest.importorskip("nbclient", reason="needs nbformat, nbclient and ipykernel (the dev extra)")
 pytest.importorskip("ipykernel", reason="needs nbformat, nbclient and ipykernel (the dev extra)")

@@ -96,6 +96,10 @@ def test_a_run_resumed_after_it_is_the_plain_loops(tmp_path: Path, name: str) ->
     assert_equal_weights(model, reference(name))
 
 
+@pytest.mark.few(
+    "{'optimizer': 'fused'}-thawed and added to the optimizer",
+    "{'optimizer': 'foreach'}-thawed, and in the optimizer before",
+)
 @pytest.mark.parametrize("name", ["thawed, and in the optimizer before", "thawed and added to the optimizer"])
 @pytest.mark.parametrize("axes", [{"accumulation": 2}, {"optimizer": "fused"}, {"optimizer": "foreach"}], ids=str)
 def test_plans_resume_after_it_too(tmp_path: Path, name: str, axes: dict[str, Any]) -> None:
@@ -108,6 +112,7 @@ def test_plans_resume_after_it_too(tmp_path: Path, name: str, axes: dict[str, An
         torch.testing.assert_close(value, expected)
 
 
+@pytest.mark.more
 def test_a_compiled_step_that_is_resumed_trains_what_was_thawed(tmp_path: Path) -> None:
     name, options = "thawed, and in the optimizer before", {"plan": Plan(compile="step")}
     assert difference_of_resumed(lambda: make(name), tmp_path, epoch=3, **options) == []

@@ -80,6 +80,7 @@ def train(folder: Path, level: str, *options: str) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
+@pytest.mark.more
 def test_a_run_goes_on_under_the_settings_that_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "noting.py").write_text(NOTING)
     said = train(tmp_path, "high", "noting.py", "--run", "run", "--device", "cpu", "--epochs", "1")

@@ -99,6 +99,7 @@ def is_noticed(whole: Path, path: Path) -> bool:
     return Run.open(path).checkpoints.newest() is None or disagreements(whole, path) != []
 
 
+@pytest.mark.more
 def test_without_a_fault_there_is_no_disagreement(whole: Path, copy: Path) -> None:
     train(copy)
     assert disagreements(whole, copy) == []
@@ -129,6 +130,7 @@ def test_another_order_is_noticed(whole: Path, copy: Path, monkeypatch: pytest.M
     assert is_noticed(whole, copy)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("part", ["history", "best"])
 def test_a_forgotten_history_or_best_epoch_is_noticed(
     tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ def test_killed_after_any_step_it_ends_bitwise_the_same(whole: Path, tmp_path: P
     assert (resume["step"], resume["repeated_at_most"]) == (last, step - last)
 
 
+@pytest.mark.more
 def test_killed_again_and_again_it_ends_bitwise_the_same(whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
     for step in (2, 3, 9, 9, 17, 30, 39):
@@ -55,6 +56,7 @@ def test_neither_workers_nor_a_change_of_them_change_anything(tmp_path: Path, wo
     assert disagreements(whole, path) == []
 
 
+@pytest.mark.few("7")
 @pytest.mark.parametrize("every", ["1", "7", "1000", "0.0001s", "auto"])
 def test_how_often_checkpoints_are_written_changes_nothing(whole: Path, tmp_path: Path, every: str) -> None:
     path = tmp_path / "run"
@@ -120,6 +122,7 @@ class Unrepeatable(torch.utils.data.IterableDataset):
             yield torch.randn(6) + random.random() + float(np.random.random()), index % 3
 
 
+@pytest.mark.few("8")
 @pytest.mark.parametrize("step", [3, 7, 8, 12])
 def test_a_stream_resumes_bitwise_too_if_its_draws_are_the_global_generators(
     tmp_path: Path, step: int, capfd: pytest.CaptureFixture[str]
@@ -149,6 +152,7 @@ def test_an_optimizer_with_closures_resumes_bitwise(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- stopped
 
 
+@pytest.mark.few("SIGTERM")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_saves_and_stops(whole: Path, tmp_path: Path, name: str) -> None:
     path = tmp_path / "run"
@@ -176,6 +180,7 @@ class Signalling(CentredLoss):
         return super().forward(output, target)
 
 
+@pytest.mark.few("test")
 @pytest.mark.parametrize(("at", "epochs_before"), [(5, 1), (11, 3)], ids=["validation", "test"])
 def test_a_signal_is_heard_in_an_evaluation(whole: Path, tmp_path: Path, at: int, epochs_before: int) -> None:
     """Each validation takes three batches, the test four; none after the signal is waited for."""
@@ -221,6 +226,7 @@ def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.more
 def test_more_epochs_go_on_with_a_finished_run(tmp_path: Path) -> None:
     def longer(epochs: int) -> hotloop.Task:
         return replace(task(epochs), schedule=None)

@@ -114,6 +114,7 @@ def train_once(path: Path) -> Path:
     return path
 
 
+@pytest.mark.more
 def test_two_at_once_are_refused(copy: Path) -> None:
     first = Run.open(copy)
     first.lock()

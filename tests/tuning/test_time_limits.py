@@ -68,6 +68,7 @@ def proving(taking: Callable[[str], bool]) -> Any:
     return prove
 
 
+@pytest.mark.more
 def test_a_compilation_that_takes_too_long_is_ended_and_the_plan_without_it_is_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_compilation_that_takes_too_long_is_ended_and_the_plan_without_it_is_p
     assert "the search takes up to 10 s" in said[0] and "would save 500 s of the 1000 s" in said[0]
 
 
+@pytest.mark.more
 def test_a_proof_that_takes_too_long_is_ended_and_leaves_time_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Races(optimizer__fused=1.3, layout__channels_last=1.2)
     search = searching(
@@ -139,6 +141,7 @@ def test_the_first_line_of_tune_says_what_the_search_may_cost_and_save() -> None
     assert "the length of the run is unknown" in Budget.of(0.01, None, None).forecast()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("slow", ["preparing", "racing", "proving"])
 def test_a_race_ends_by_its_time_limit(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rival = Plan(device="cpu", optimizer="foreach")
@@ -167,6 +170,7 @@ def test_a_race_ends_by_its_time_limit(slow: str, monkeypatch: pytest.MonkeyPatc
         assert timing.parity == "unproven" and "the proof was ended" in (timing.parity_reason or "")
 
 
+@pytest.mark.more
 def test_a_plan_that_is_not_ready_in_time_leaves_time_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, task = measure._prepare, a_task(epochs=100)
     monkeypatch.setattr(

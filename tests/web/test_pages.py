@@ -114,6 +114,7 @@ def test_learning_curves(drawn, tmp_path) -> None:
     assert [text for text in found.texts if text.isdigit()][:5] == ["1", "2", "3", "4", "5"]
 
 
+@pytest.mark.more
 @needs_browser
 def test_learning_curves_of_one_epoch_have_points(drawn, tmp_path) -> None:
     write_curves(epochs(1), tmp_path / "curves.html")
@@ -121,6 +122,7 @@ def test_learning_curves_of_one_epoch_have_points(drawn, tmp_path) -> None:
     assert found.errors == [] and found.shapes["point"] == 3
 
 
+@pytest.mark.more
 @needs_browser
 def test_a_confusion_matrix(drawn, tmp_path) -> None:
     write_confusion(evaluation(), tmp_path / "confusion.html")
@@ -137,6 +139,7 @@ def test_a_confusion_matrix(drawn, tmp_path) -> None:
     assert f"Confusions on test data{below}" in found.texts
 
 
+@pytest.mark.more
 @needs_browser
 def test_a_large_confusion_matrix_is_drawn_without_numbers(drawn, tmp_path) -> None:
     write_confusion(evaluation(classes=150), tmp_path / "confusion.html")
@@ -145,6 +148,7 @@ def test_a_large_confusion_matrix_is_drawn_without_numbers(drawn, tmp_path) -> N
     assert "1" not in found.texts and "class 7" not in found.texts
 
 
+@pytest.mark.more
 @needs_browser
 @pytest.mark.parametrize("channels", [1, 3], ids=["grey", "colour"])
 def test_mistakes_are_the_pictures_themselves(drawn, tmp_path, channels) -> None:
@@ -159,6 +163,7 @@ def test_mistakes_are_the_pictures_themselves(drawn, tmp_path, channels) -> None
     assert "Bag" + "T-shirt 95.0%" in found.texts
 
 
+@pytest.mark.more
 @needs_browser
 def test_mistakes_without_pictures_are_a_table(drawn, tmp_path) -> None:
     write_mistakes(evaluation(), tmp_path / "mistakes.html")
@@ -207,6 +212,7 @@ def test_the_most_frequent_confusions_come_first() -> None:
     assert len(most_frequent(evaluation(), 10)) == 3
 
 
+@pytest.mark.more
 @needs_browser
 def test_a_profile_has_its_phases_its_modules_and_the_roofline(tmp_path, drawn) -> None:
     written = write_charts(made(), tmp_path / "seen")
@@ -238,6 +244,7 @@ def scaled(at: float) -> RaceScaling:
     return RaceScaling(parameter="width", values=["100", "1000"], races=races, crossings=[crossing])
 
 
+@pytest.mark.more
 @needs_browser
 def test_a_crossing_is_named_beside_its_line_between_the_sizes(tmp_path, drawn) -> None:
     write_scaling(scaled(316), tmp_path / "sizes.html")

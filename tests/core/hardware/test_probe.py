@@ -61,6 +61,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # --- this machine, really measured
 
 
+@pytest.mark.more
 def test_the_cpu_is_measured_once_and_nothing_else_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     really: Measure = benchmarks.measure_speed

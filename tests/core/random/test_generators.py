@@ -51,7 +51,6 @@ Make = Callable[[], hotloop.Task]
 
 
 def resumed(make: Make, stop: int = STOP) -> State:
-    """The State of a run that stopped and went on with new objects."""
     return after(make(), STEPS - stop, after(make(), stop))
 
 
@@ -93,8 +92,6 @@ class NoisyLoss(nn.Module):
 
 
 class Langevin(torch.optim.SGD):
-    """Adds noise to what it updates."""
-
     def __init__(self, parameters: Any, rng: Any) -> None:
         super().__init__(parameters, lr=0.05)
         self.rng = rng
@@ -118,12 +115,14 @@ OWNERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few("data-*", "*-PCG64", "*-torch.Generator")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("owner", OWNERS)
 def test_a_resumed_run_draws_the_same(owner: str, kind: str) -> None:
     assert_resumes(lambda: task_of(**OWNERS[owner](KINDS[kind]())))
 
 
+@pytest.mark.few("closure", "default argument", "class attribute")
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_wherever_the_generator_is(holder: str) -> None:
     assert_resumes(lambda: task_of(data=Transformed(HOLDERS[holder]())))
@@ -233,6 +232,7 @@ def test_validation_draws_the_same_in_each_epoch() -> None:
     assert evaluate(program, source).values["loss"] == first != other
 
 
+@pytest.mark.more
 def test_validation_is_the_same_in_a_resumed_run(tmp_path: Path) -> None:
     def make(epochs: int) -> hotloop.Task:
         return task_of(data=Noisy(np.random.default_rng(0)), validation=Noisy(np.random.RandomState(0)), epochs=epochs)

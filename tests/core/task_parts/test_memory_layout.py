@@ -87,6 +87,7 @@ def test_it_trains_as_a_plain_loop_does(name: str) -> None:
     assert all(torch.equal(value, found.buffers[key]) for key, value in model.named_buffers())
 
 
+@pytest.mark.few("expanded", "expanded number", "windows", "empty", "tied in part")
 @pytest.mark.parametrize("name", TRAINED)
 def test_it_resumes_and_predicts(tmp_path: Path, name: str) -> None:
     def fitted(epochs: int, run: str, **options: Any) -> hotloop.Run:

@@ -251,6 +251,7 @@ MERGING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few("low rank-averaged", "low rank, trained-averaged", "another object-averaged")
 @pytest.mark.parametrize("average", [None, 0.8], ids=["last", "averaged"])
 @pytest.mark.parametrize("name", MERGING)
 def test_one_loss_in_every_path_and_the_weights_of_a_plain_loop(
@@ -284,6 +285,7 @@ def test_one_loss_in_every_path_and_the_weights_of_a_plain_loop(
     assert found == pytest.approx(dict.fromkeys(found, expected), abs=1e-6)
 
 
+@pytest.mark.few("low rank-averaged")
 @pytest.mark.parametrize("average", [None, 0.8], ids=["last", "averaged"])
 @pytest.mark.parametrize("name", MERGING)
 def test_a_merging_module_resumes_to_the_last_bit(tmp_path: Path, name: str, average: float | None) -> None:

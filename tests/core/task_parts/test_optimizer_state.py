@@ -188,6 +188,7 @@ def test_a_stopped_and_resumed_training_ends_as_one_that_never_stopped(name: str
     assert_resumes(a_task(model=network, optimizer=OPTIMIZERS[name]))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", ["lookahead", "counting, which no state_dict has", "sharpness with momentum", "averaging"]
 )
@@ -437,6 +438,7 @@ def evaluated(model: nn.Module, optimizer: Any) -> float:
     return loss
 
 
+@pytest.mark.few("average in its place")
 @pytest.mark.parametrize("name", SWITCHING)
 def test_every_path_evaluates_the_weights_of_eval_and_training_goes_on_with_its_own(tmp_path: Path, name: str) -> None:
     losses: list[float] = []
@@ -460,6 +462,7 @@ def test_every_path_evaluates_the_weights_of_eval_and_training_goes_on_with_its_
             assert float(nn.CrossEntropyLoss()(loaded(x), y)) == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", SWITCHING)
 def test_one_with_two_modes_resumes_to_the_last_bit(tmp_path: Path, name: str) -> None:
     assert difference_of_resumed(lambda: switching_task(name), tmp_path) == []

@@ -27,7 +27,6 @@ ARRAYS = Plan(engine="arrays")
 
 
 def everything() -> nn.Module:
-    """One of each known module that has something to it."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, groups=1, bias=False),
         nn.BatchNorm2d(8),
@@ -196,6 +195,7 @@ def test_the_trained_weights_are_in_the_torch_model(tmp_path: Path) -> None:
     torch.testing.assert_close(model(x), other(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.more
 def test_check_finds_it_equal_and_sees_a_sign_turned_round(monkeypatch: pytest.MonkeyPatch) -> None:
     task = family("cnn")
     assert [one.parity for one in prove_plans(task, [ARRAYS])] == ["fp32-equivalent"]

@@ -133,8 +133,6 @@ class Words(nn.Module):
 
 
 class Tied(nn.Module):
-    """A layer that is called twice, and one whose weights are the embedding's."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words, self.again = nn.Embedding(9, 4), nn.Linear(4, 4)

@@ -56,7 +56,6 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def by_hand(steps: int, loss: Callable[[nn.Module, Any], Tensor], data: Any) -> Tensor:
-    """The weights after so many plain steps."""
     model = a_task().build_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(steps):
@@ -173,7 +172,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def compared(later: LaterBatches, clock: Clock, batches: list[Any], step_s: float, check_s: float) -> list[int]:
-    """The numbers of the batches that are compared, from 1."""
     found = []
     for number, batch in enumerate(batches, 1):
         if later.is_due(batch):
@@ -229,8 +227,6 @@ LABELS = Y[:, 0]
 
 
 class Own:
-    """A loss that holds a plain tensor."""
-
     def __init__(self) -> None:
         self.weight = WEIGHT
 

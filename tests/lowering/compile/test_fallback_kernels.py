@@ -37,6 +37,7 @@ class Edged(nn.Module):
         return self.out(self.conv(self.edges(x)).relu().mean((2, 3)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "plan",
     [pytest.param(Plan(compile="forward"), marks=pytest.mark.more), STEP, PACKAGE],
@@ -47,6 +48,7 @@ def test_a_compiled_step_reads_a_result_where_it_lies(plan: Plan) -> None:
     assert found.parity in ("fp32-equivalent", "bitwise"), found.reason
 
 
+@pytest.mark.more
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may say what is true")
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("plan", [STEP, pytest.param(PACKAGE, marks=pytest.mark.more)], ids=lambda plan: plan.compile)

@@ -50,8 +50,6 @@ PRIVATE = np.random.default_rng(3)
 
 
 class Mixing(Layer):
-    """Draws how much it mixes from a generator of its own."""
-
     def forward(self, x: Tensor) -> Tensor:
         share = torch.tensor(PRIVATE.beta(1.0, 1.0), dtype=torch.float32)
         return self.layer(x * share + x.flip(0) * (1 - share))
@@ -70,8 +68,6 @@ def taught(model: nn.Module, batch: Any, moves: bool) -> Tensor:
 
 
 class Keeping(Layer):
-    """A running centre in a plain attribute."""
-
     def __init__(self) -> None:
         super().__init__()
         self.centre = torch.zeros(3)
@@ -129,8 +125,6 @@ def test_a_package_s_key_has_its_constants_bit_by_bit() -> None:
 
 
 class Momentum(Layer):
-    """A second layer that follows the first."""
-
     def __init__(self) -> None:
         super().__init__()
         self.follower = nn.Linear(6, 3).requires_grad_(False)
@@ -142,8 +136,6 @@ class Momentum(Layer):
 
 
 class Follower(Momentum):
-    """The same in place, which can be captured."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             for slow, fast in zip(self.follower.parameters(), self.layer.parameters(), strict=True):
@@ -152,8 +144,6 @@ class Follower(Momentum):
 
 
 class Centred(nn.Module):
-    """A loss with a running centre, which it replaces."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centre", torch.zeros(3))

@@ -84,6 +84,7 @@ def test_who_gets_other_loops_still_reads_what_was_drawn(
     assert found and not any(old for _, old in found)
 
 
+@pytest.mark.more
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may remember by itself")
 def test_torch_forgets_it_by_itself(
     reads: Callable[[Callable[[], AbstractContextManager[None]]], Told],

@@ -19,7 +19,6 @@ STEPS = 12  # into the third epoch
 
 
 def assert_as_eager(task: hotloop.Task, plan: Plan) -> None:
-    """The same but for rounding."""
     programs = [hotloop.lower(task, one) for one in (plan, Plan())]
     for program in programs:
         advance(program, STEPS)
@@ -46,8 +45,6 @@ def test_a_rate_in_a_tensor_is_read_at_each_step(plan: Plan) -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the captured step operation by operation."""
-
     def run(captured: CapturedStep, *others: Any) -> Callable[[list[torch.Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 

@@ -25,6 +25,8 @@ from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP
 from tests.support.programs import advance, seeing
 
+pytestmark = pytest.mark.more
+
 PACKAGE = Plan(compile="package")
 aten = torch.ops.aten
 BY_LIBRARIES = (
@@ -112,7 +114,6 @@ def captured(task: hotloop.Task) -> CapturedStep:
 
 
 def laid_otherwise(task: hotloop.Task) -> list[str]:
-    """What libraries lay out otherwise than a capture of the step says."""
     found = captured(task)
     lying = Lying(found.graph)
     with torch.no_grad():
@@ -122,14 +123,11 @@ def laid_otherwise(task: hotloop.Task) -> list[str]:
 
 
 def real(example: Tensor) -> Tensor:
-    """A tensor with content for one without."""
     value = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
     return value.uniform_(0.1, 0.2) if value.is_floating_point() else value.zero_()
 
 
 class Again(Rows):
-    """With its layers computed again in the backward."""
-
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
@@ -139,14 +137,6 @@ def test_no_layer_of_onednn_s_is_captured_that_the_compiler_does_not_know(model:
     names = {str(node.target) for node in captured(seeing(model)).graph.graph.nodes}
     assert not any("mkldnn" in name for name in names)
     assert any("convolution" in name for name in names)
-
-
-def test_where_onednn_is_off_a_step_is_captured_so() -> None:
-    """Also if it was on before, and afterwards again."""
-    assert not laid_otherwise(seeing(Patches))
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not laid_otherwise(seeing(Patches))
-    assert not laid_otherwise(seeing(Patches))
 
 
 NETWORKS = {"patches": Patches, "mixing": Mixing, "rows": Rows}
@@ -189,7 +179,6 @@ def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
 
 @nnpack
 @pytest.mark.usefixtures("unasked")
-@pytest.mark.more
 def test_a_package_for_another_layout_is_seen_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""
     monkeypatch.setattr(inductor_patches, "use_real_output_strides", nullcontext)  # which mends it, too

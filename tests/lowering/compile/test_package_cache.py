@@ -128,7 +128,6 @@ def test_a_package_of_an_equal_graph_that_lays_out_otherwise_is_not_used() -> No
 
 @pytest.fixture
 def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CapturedStep]:
-    """What is captured, with nothing kept from before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     seen: list[CapturedStep] = []
     once = StepCapture.trace_once

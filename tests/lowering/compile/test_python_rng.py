@@ -58,6 +58,7 @@ def fitted(task: hotloop.Task, path: Path, *, until: int | None = None, **option
         return
 
 
+@pytest.mark.few("always-python")
 @pytest.mark.parametrize("draw", ["python", "numpy"])
 @pytest.mark.parametrize("when", FROM)
 def test_the_result_is_that_of_seeding_both_generators_before_each_step(

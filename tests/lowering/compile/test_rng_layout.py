@@ -124,7 +124,6 @@ class Noisy(nn.Module):
 
 
 def weights(plan: Plan) -> Tensor:
-    """After three steps, all in a row."""
     program = hotloop.lower(seeing(Noisy), plan)
     program.advance(3)
     found = [value.detach().clone().flatten() for value in program.state().parameters.values()]
@@ -138,6 +137,7 @@ def as_it_likes() -> Iterator[None]:
     yield
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled", "one_thread")
 @pytest.mark.parametrize("mends", [True, pytest.param(False, marks=pytest.mark.more)])

@@ -129,8 +129,6 @@ CASES = {
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the captured step operation by operation; the end of it would be an error as well."""
-
     def run(captured: CapturedStep, *others: Any) -> Callable[[list[Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
@@ -149,7 +147,6 @@ def looks(program: Program) -> IndexBounds:
 
 
 def lowered(function: Any) -> tuple[Program, list[int]]:
-    """A compiled Program, and the steps that it runs eagerly."""
     program = hotloop.lower(a_task(model=lambda: Given(function), data=batch(1)), Plan(compile="step"))
     eager: list[int] = []
     step: Any = program._step

@@ -51,7 +51,6 @@ class Loaded:
 
 
 def failing(path: Path, kind: type[HotloopError], every: str = "2", **fields: Any) -> str:
-    """The message of the error that ends a training."""
     with pytest.raises(kind) as caught:
         trained(a_task(**fields), path / "run", checkpoint_every=every)
     assert type(caught.value) is kind

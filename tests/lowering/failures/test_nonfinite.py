@@ -66,7 +66,6 @@ def stopped(path: Path, **fields: Any) -> NonFiniteError:
 
 
 def assert_kept(path: Path, step: int) -> None:
-    """The newest checkpoint is of that step, and all that there are hold numbers."""
     checkpoints = Run.open(path / "run").checkpoints
     newest = checkpoints.newest()
     assert (newest[0].state.position.step if newest else 0) == step
@@ -88,8 +87,6 @@ class Pair(nn.Module):
 
 
 class Twice(nn.Module):
-    """One module under two names, called twice; its second call meets large values."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = self.second = Apply(lambda x: x / (x.detach().abs().amax() < 1e7))

@@ -43,7 +43,6 @@ def layers(function: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
 
 
 def exhausted(path: Path, plan: str = "baseline", **fields: Any) -> str:
-    """The message of the error that ends a training."""
     with pytest.raises(MemoryExhausted) as caught:
         trained(a_task(**fields), path / "run", plan=plan)
     assert "\n" not in str(caught.value)

@@ -115,8 +115,6 @@ class Tensors(Base):
 
 
 class Generators(Base):
-    """Generators of the step's own."""
-
     def __init__(self) -> None:
         self.python, self.numpy = random.Random(3), np.random.default_rng(3)
         self.older, self.torch = np.random.RandomState(3), torch.Generator().manual_seed(3)
@@ -297,6 +295,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few("loss", "model")
 @pytest.mark.parametrize("name", PARTS)
 def test_counts_of_all_parts_of_a_task_go_on_after_a_resume(tmp_path: Path, name: str) -> None:
     assert difference_of_resumed(lambda: a_task(**PARTS[name](), epochs=4), tmp_path) == []

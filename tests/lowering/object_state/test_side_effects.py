@@ -239,8 +239,6 @@ class Yogi(torch.optim.Optimizer):
 
 
 class Late(Yogi):
-    """Makes its state only where it is asked for one."""
-
     calls = 0
 
     @torch.no_grad()
@@ -266,8 +264,6 @@ class Slow(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a count that belongs to no parameter."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         self.state["steps"] = 0
@@ -278,8 +274,6 @@ class Counting(torch.optim.SGD):
 
 
 class Around(torch.optim.Optimizer):
-    """An optimizer around another, whose state is elsewhere."""
-
     def __init__(self, parameters: Any) -> None:
         self.base = torch.optim.Adam(parameters, lr=0.1)
         super().__init__(self.base.param_groups, {})

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
-from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.lowering.rewrites import conv_in_pool
-from hotloop.parity.proof import prove
-from hotloop.plan import Plan
 from tests.support.programs import a_task
 from tests.support.rewritten_steps import Step, Twice, assert_refused, assert_stays_the_same, convolving
 
@@ -48,6 +45,7 @@ POOLED: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few("wide filters-fp64")
 @pytest.mark.parametrize("double", [pytest.param(False, marks=pytest.mark.more), True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("name", POOLED)
 def test_convolutions_and_windows_of_all_shapes(name: str, double: bool) -> None:
@@ -59,8 +57,6 @@ def test_convolutions_and_windows_of_all_shapes(name: str, double: bool) -> None
 
 
 class Seen(nn.Module):
-    """Layers whose result, and what one of them made on the way, is looked at."""
-
     def __init__(self, *layers: nn.Module, at: int) -> None:
         super().__init__()
         self.layers, self.at = nn.ModuleList(layers), at
@@ -74,16 +70,12 @@ class Seen(nn.Module):
 
 
 class Placed(nn.Module):
-    """Pooling whose places are looked at, too."""
-
     def forward(self, x: Tensor) -> Tensor:
         pooled, places = max_pool2d(x, 2, return_indices=True)
         return pooled + 0.01 * places
 
 
 class OfLearned(nn.Module):
-    """Layers on images to which something is added that learns."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.shift, self.layers = nn.Parameter(torch.zeros(8)), nn.Sequential(*layers)
@@ -96,6 +88,9 @@ def three() -> tuple[nn.Module, nn.Module, nn.Module]:
     return nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
 
 
+@pytest.mark.few(
+    "another ReLU", "images learn", "images learn, no ReLU", "groups", "transposed", "average", "no convolution"
+)
 @pytest.mark.parametrize(
     "layers",
     [
@@ -134,6 +129,7 @@ def test_a_convolution_that_learns_nothing_is_left_alone() -> None:
     assert_refused(Step(convolving(*layers)), "conv_in_pool")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("channels", "layers", "found"),
     [
@@ -151,6 +147,7 @@ def test_of_all_what_has_many_terms_or_channels_is_left_to_the_other_rewrites(
     assert_stays_the_same(Step(convolving(*layers, channels=channels), double=True), "all", found)
 
 
+@pytest.mark.more
 def test_who_names_it_has_it_of_colours_too() -> None:
     step = Step(convolving(nn.Conv2d(3, 2, 3, padding=1), nn.MaxPool2d(2), channels=3), double=True)
     assert_stays_the_same(step, "conv_in_pool", {"conv_in_pool": 1})
@@ -196,6 +193,7 @@ def exact(score: Callable[[Tensor], Tensor], relu: bool = False) -> Step:
 WEIGHTS = whole((3, 4, 4), 6) * torch.arange(1, 17).view(4, 4)
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("relu", [False, True])
 def test_the_first_of_equal_numbers_gets_the_gradient(relu: bool) -> None:
     step = exact(lambda pooled: (pooled * WEIGHTS).sum(), relu=relu)
@@ -222,6 +220,7 @@ def test_the_last_of_equal_numbers_is_told_from_the_first(relu: bool, monkeypatc
     assert torch.equal(after[0], plain[0]) and not all(map(torch.equal, after, plain))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("relu", [False, True])
 def test_what_is_no_number_in_an_image_is_none_in_the_same_windows(relu: bool) -> None:
     step = exact(lambda pooled: (pooled.isnan() * WEIGHTS).sum() + (pooled.nan_to_num() * WEIGHTS).sum(), relu)
@@ -234,8 +233,3 @@ def test_what_is_no_number_in_an_image_is_none_in_the_same_windows(relu: bool) -
 
 
 # ---------------------------------------------------------------- compiled
-
-
-def test_a_compiled_step_is_trusted() -> None:
-    task = convolving(nn.Conv2d(1, 3, 2, padding=(0, 1)), nn.ReLU(), nn.MaxPool2d(2), channels=1, size=(9, 7))
-    assert prove(task, Plan(device="cpu", compile="step", rewrites="conv_in_pool")).parity in TRUSTED_CLASSES

@@ -253,6 +253,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_and_so_does_an_eager_one() 
     assert apart(ends[0], ends[1]) < 1e-6
 
 
+@pytest.mark.few("{'compile': 'forward'}")
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("axes", [{}, {"layout": "channels_last"}, {"compile": "forward"}], ids=str)
 def test_it_is_trusted_with_the_same_draws_for_everybody(axes: dict[str, Any]) -> None:
@@ -262,6 +263,7 @@ def test_it_is_trusted_with_the_same_draws_for_everybody(axes: dict[str, Any]) -
     assert "what it draws has the baseline's rate and scale and is independent" in found.reason
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("make", "way"),
     [(images, "package"), pytest.param(task, "step", marks=pytest.mark.more)],
@@ -317,6 +319,7 @@ def in_another_order(graph: torch.fx.GraphModule) -> None:
     first.prepend(second)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     "fault",
@@ -362,6 +365,7 @@ def test_the_draws_that_everybody_follows_are_looked_at_by_themselves(
     assert SEEN[fault] in str(faulty.draws)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("uncompiled")
 def test_another_rate_for_everybody_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout_from_words, "draw_into", of_another_rate)

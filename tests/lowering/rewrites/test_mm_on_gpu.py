@@ -20,8 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Dense(nn.Module):
-    """Products with a bias and without, of a transposed matrix, of few terms and of many."""
-
     def __init__(self, width: int, hidden: int = 6) -> None:
         super().__init__()
         self.first, self.plain = nn.Linear(width, hidden), nn.Linear(hidden, 20, bias=False)
@@ -42,6 +40,7 @@ def rewritten(step: Step, which: str = "all") -> dict[str, int]:
     return {name: times for name, times in apply_rewrite(step.captured.graph, which, device="cuda").items() if times}
 
 
+@pytest.mark.few("False-many terms", "True-many terms")
 @pytest.mark.parametrize("width", [5, 40], ids=["few terms", "many terms"])
 @pytest.mark.parametrize("double", [False, True])
 def test_small_products_are_sums(width: int, double: bool) -> None:
@@ -109,6 +108,7 @@ def test_what_they_are_not_for_is_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("image_by_image", [True, False])
 def test_a_pooled_convolution_adds_up_either_way(image_by_image: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv_in_pool, "_sum_by_image", lambda gradient: image_by_image)

@@ -46,7 +46,6 @@ def laid(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, Any]]]:
 
 
 def assert_trains_as_eagerly(task: hotloop.Task) -> None:
-    """For three steps; for a proof it would be compiled several times."""
     found, expected = programs = [hotloop.lower(task, plan) for plan in (PLAN, Plan(device="cpu"))]
     for program in programs:
         advance(program, 3)

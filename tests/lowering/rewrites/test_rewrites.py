@@ -52,6 +52,7 @@ def test_all_of_them_leave_out_what_loses_more_often_than_it_wins() -> None:
         assert apply_rewrite(Step(convolving(*layers)).captured.graph, which) == {which: 1}
 
 
+@pytest.mark.few("*-True")
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("name", TIMES)
 def test_all_of_them_leave_the_step_as_it_is(name: str, double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +214,7 @@ def test_groups_with_settings_of_their_own_have_numbers_of_their_own(groups: int
     assert apart(step.after(hosted, numbers), plain) < 1e-6
 
 
+@pytest.mark.more
 def test_what_is_computed_does_not_grow_with_the_number_of_parameters() -> None:
     def formulas(layers: int) -> int:
         model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])
@@ -228,8 +230,6 @@ def test_what_is_computed_does_not_grow_with_the_number_of_parameters() -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the captured step operation by operation: what is compiled of it is the compiler's affair."""
-
     def run(captured: CapturedStep, *others: Any) -> Callable[[list[Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
@@ -239,6 +239,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 PLAN = Plan(compile="step", rewrites="all")
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", ["spectrogram", "residual"])
 def test_rewritten_steps_are_trusted(name: str) -> None:
@@ -281,6 +282,7 @@ _LIKE_ANOTHER = (
 )
 
 
+@pytest.mark.few("a maximum, another window's gradient")
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     "fault", [pytest.param(one, marks=pytest.mark.more) if one in _LIKE_ANOTHER else one for one in FAULTS]

@@ -374,6 +374,7 @@ def test_a_proof_says_in_a_line_that_there_is_none() -> None:
     assert "several optimizers" in parity.reason
 
 
+@pytest.mark.more
 def test_a_profile_has_each_optimizer() -> None:
     profile = hotloop.profile(task(wasserstein, plain), steps=4)
     assert {use.kind for use in profile.optimizers} == {"SGD", "RMSprop"}

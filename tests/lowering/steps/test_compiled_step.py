@@ -34,7 +34,6 @@ WHOLE = [Plan(compile="step"), Plan(graphs="step")]
 
 
 def by_key(model: nn.Module, batch: Any) -> Tensor:
-    """Another loss for each kind of batch."""
     target = batch["label"] if "label" in batch else batch["rotation"]
     loss = nn.functional.cross_entropy(model(batch["x"]), target)
     return loss * (1 if "label" in batch else 2) * (3 if batch.get("hard") else 1)
@@ -160,7 +159,6 @@ class Backwards(torch.optim.Optimizer):
 
 
 def equal_layers() -> nn.Module:
-    """Two parameters of one shape."""
     return nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
 
 
@@ -230,8 +228,6 @@ def test_a_gradient_of_two_parameters_is_clipped_once_for_each(plan: Plan, turne
 
 
 class Twice(nn.Module):
-    """One layer under two names, with a buffer of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = self.again = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))

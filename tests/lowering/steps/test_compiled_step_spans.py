@@ -23,7 +23,6 @@ SAMPLES, BATCH = 24, 5  # four whole batches an epoch, and an incomplete one
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the steps that were run without a look."""
     steps: list[int] = []
     run = CompiledStep._run_unchecked
 
@@ -36,7 +35,6 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def ready(task: hotloop.Task, compile: str = "step") -> Program:
-    """A compiled Program before its first step."""
     return hotloop.lower(task, Plan(compile=compile))
 
 

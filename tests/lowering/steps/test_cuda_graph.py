@@ -51,6 +51,7 @@ def replays(program: Program) -> list[int]:
     return program._step._recorder.replays  # type: ignore[attr-defined,no-any-return]
 
 
+@pytest.mark.few("mlp-*", "???-graphs=step", "residual-layout=*,optimizer=foreach")
 @pytest.mark.parametrize(("name", "plan"), RUNS, ids=[f"{name}-{changed(plan)}" for name, plan in RUNS])
 def test_it_runs_as_the_baseline_does_and_its_state_round_trips(name: str, plan: Plan) -> None:
     program = hotloop.lower(family(name), plan)
@@ -92,6 +93,7 @@ CHANGED = [(name, "default") for name in OPTIMIZERS] + [
 ]
 
 
+@pytest.mark.few("SGD-default", "Adam-default")
 @pytest.mark.parametrize(("name", "how"), CHANGED)
 def test_each_optimizer_takes_what_the_schedule_says_from_the_device(name: str, how: str) -> None:
     """The learning rate changes at each step, and so do momentum or the first of the betas where there is one."""
@@ -109,6 +111,7 @@ def one_cycle(optimizer: torch.optim.Optimizer, total: int) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total, cycle_momentum=cycles)
 
 
+@pytest.mark.few("SGD-contiguous", "SGD-channels_last")
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
 def test_a_graph_takes_in_the_fused_update_however_weights_lie(name: str, layout: str) -> None:

@@ -28,8 +28,6 @@ def with_gaps(x: Tensor, draws: Any) -> Tensor:
 
 
 class Halves(nn.Module):
-    """Means of two views of each sample."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
@@ -39,8 +37,6 @@ class Halves(nn.Module):
 
 
 class Words(torch.utils.data.Dataset):
-    """Samples with a name."""
-
     def __getitem__(self, number: int) -> dict[str, Any]:
         return {"x": torch.full((6,), float(number)), "name": f"sample {number}"}
 
@@ -59,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few("*-graphs=step-step", "plain-*-step")
 @pytest.mark.parametrize("compiled", ["none", "step"])
 @pytest.mark.parametrize("plan", [Plan(graphs="step"), TWO], ids=changed)
 @pytest.mark.parametrize("case", CASES)

@@ -61,6 +61,7 @@ def test_an_evaluation_between_steps_leaves_it_kept(pages: dict[str, Any]) -> No
     assert pages["evaluated"] < pages["usual"] / 10
 
 
+@pytest.mark.more
 def test_in_a_race_no_window_begins_with_memory_that_another_plan_has_given_back() -> None:
     """A step that doesn't count gets it from the system, or gives it back, in races of steps so long that none else would."""
     runners = [Runner(hotloop.lower(a_task(), plan)) for plan in (KEEP, Plan())]
@@ -123,6 +124,7 @@ def test_what_is_remembered_is_of_the_allocator_too(monkeypatch: pytest.MonkeyPa
     assert "allocator" not in speed_versions() and "allocator" in _DEPENDS_ON
 
 
+@pytest.mark.more
 def test_the_result_has_the_same_bits() -> None:
     ends = []
     for plan in (KEEP, Plan()):
@@ -142,6 +144,7 @@ def asked(command: str, **environment: str) -> str:
     return found.stdout.strip()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
@@ -154,6 +157,7 @@ def test_what_the_environment_says_stays(variable: str, value: str) -> None:
     assert asked("print(machine.active_allocator())", **{variable: value}) == "None"
 
 
+@pytest.mark.more
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, for an allocator to preload")
 def test_another_allocator_that_is_preloaded_is_not_told(tmp_path: Path) -> None:
     source, library = tmp_path / "other.c", tmp_path / "other.so"

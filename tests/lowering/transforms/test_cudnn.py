@@ -33,8 +33,6 @@ def on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Noting(nn.Module):
-    """Notes where it is called, whether cuDNN is to time its algorithms."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(32, 5))

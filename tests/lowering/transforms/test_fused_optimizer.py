@@ -31,7 +31,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def ended(task: hotloop.Task, plan: Plan, steps: int = 7, say: Callable[[str], None] = lambda line: None) -> Any:
-    """Parameters after some steps."""
     program = hotloop.lower(task, plan, say)
     advance(program, steps)
     return {name: value.detach().clone() for name, value in program.model.named_parameters()}
@@ -54,7 +53,6 @@ def with_gaps() -> nn.Module:
 
 
 def turned() -> nn.Module:
-    """A transposed parameter: no gaps, and autograd lays its gradient out alike."""
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     model[0].weight = nn.Parameter(torch.randn(6, 8).t())
     return model
@@ -178,8 +176,6 @@ def test_counts_that_a_constructor_made_are_where_the_kernel_reads_them() -> Non
 
 
 class Words(nn.Module):
-    """Sparse gradients that no module tells of."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.Parameter(torch.randn(9, 4)), nn.Linear(4, 3)

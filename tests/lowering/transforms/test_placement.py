@@ -40,6 +40,7 @@ PLACED: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.few("a list", "all")
 @pytest.mark.parametrize("name", PLACED)
 def test_it_comes_to_what_one_device_comes_to(name: str, machine: SecondDevice) -> None:
     found = {dtype: come_to(both(dtype), on(PLACED[name])) for dtype in DTYPES}
@@ -200,6 +201,7 @@ def test_a_training_goes_on_bitwise_with_another_placement_and_with_none(machine
     assert differing_paths(program.state(), expected.state()) == []
 
 
+@pytest.mark.more
 def test_a_run_is_evaluated_stopped_killed_and_gone_on_with(machine: SecondDevice, tmp_path: Path) -> None:
     task = a_chain(test=labelled(12))
     whole = trained(task, tmp_path / "whole")
@@ -232,6 +234,7 @@ def still() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+@pytest.mark.more
 def test_a_proof_compares_it_with_one_device(machine: SecondDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotloop.parity.free_run.STEPS", 2)
     brief = dict(epochs=1, batch_size=12)

@@ -115,8 +115,6 @@ def test_when_that_is_follows_from_the_steps_number_so_that_a_run_goes_on_as_it_
 
 
 class Counting(torch.optim.Adam):
-    """Keeps something of its own beside what belongs to parameters."""
-
     def step(self, closure: Any = None) -> Any:
         self.state["calls"] = self.state.get("calls", 0) + 1
         return super().step(closure)

@@ -47,6 +47,7 @@ print(len(ends), torch.get_num_threads(), torch.are_deterministic_algorithms_ena
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("how", ["none", *(pytest.param(how, marks=pytest.mark.more) for how in ("step", "package"))])
 def test_words_that_meet_are_added_up_in_one_order(how: str, tmp_path: Path) -> None:
     """Of 50 runs of one step from one State. In a process of its own, whose threads stay there.

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +16,6 @@ import torch
 
 import hotloop
 from hotloop.cli.options import is_data_parallel_default
-from hotloop.distributed.launch import launch
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
@@ -25,7 +23,6 @@ from tests.conftest import RunCli
 from tests.support.processes import rank_processes  # noqa: F401 - imports what each fork would
 from tests.support.processes.forked_server import Server
 from tests.support.processes.resumed_training import disagreements, last_checkpoint
-from tests.support.runs import resume_run
 from tests.support.tasks.rank_tasks import images
 
 FILE = """
@@ -63,6 +60,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.more
 def test_ranks_stop_on_a_signal_and_one_process_goes_on(
     file: Path, server: Server, run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -89,38 +87,13 @@ def test_ranks_stop_on_a_signal_and_one_process_goes_on(
     assert disagreements(run, alone) != []  # bits do differ: nothing above compared a run with itself
 
 
-@pytest.mark.parametrize("parallel", ["data", "sharded"])
-def test_ranks_go_on_with_what_one_process_has_left(parallel: Any, tmp_path: Path) -> None:
-    task = images(torch.float64, samples=110, batch_size=25, validation=20, epochs=2, average=None)
-    run, alone = tmp_path / "run", tmp_path / "alone"
-    for path in (run, alone):
-        hotloop.fit(task, run=path, plan=Plan(), progress=False)
-    more: dict[str, Any] = {"task": task, "overrides": {"epochs": 4}}
-    launch(3, lambda: resume_run(run, plan=Plan(parallel=parallel, ranks=3), **more), print)
-    resume_run(alone, plan=Plan(), **more)
-    assert Run.open(run).plan == Plan(parallel=parallel, ranks=3)
-    assert nearly(run, alone)
-    assert disagreements(run, alone) != []
-
-
-@pytest.mark.more
-def test_ranks_alone_go_on_with_a_run_of_one_process_sharing_each_batch(
-    file: Path, run_cli: RunCli, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert run_cli("train", file, "--plan", "baseline", "--epochs", "1", "--run", run).returncode == 0
-    done = run_cli("train", "--resume", run, "--ranks", "2", "--epochs", "2")
-    assert done.returncode == 0, done.stderr
-    assert (Run.open(run).plan.parallel, Run.open(run).plan.ranks) == ("data", 2)
-    assert len(Run.open(run).epochs) == 2
-
-
 def nearly(one: Path, other: Path) -> bool:
     a, b = (last_checkpoint(Run.open(path)).state for path in (one, other))
     far = [float((a.parameters[name] - b.parameters[name]).abs().max()) for name in b.parameters]
     return a.position == b.position and max(far) < 1e-10
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -139,6 +112,7 @@ def test_what_can_be_known_at_once_is_said_before_ranks_are_started(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.more
 def test_an_error_that_all_ranks_have_is_told_once(file: Path, run_cli: RunCli) -> None:
     done = run_cli("train", file, "--ranks", "2", "--set", "accumulation=2", "--json")
     assert done.returncode == 1

@@ -57,9 +57,10 @@ def everything(plan: Plan) -> dict[tuple[str, str], Any]:
     scope="module",
     params=[
         ("data", 3),
-        ("sharded", 3),
-        ("towers", 3),
-        *(pytest.param(("data", ranks), marks=pytest.mark.more) for ranks in (2, 4)),
+        *(
+            pytest.param(way, marks=pytest.mark.more)
+            for way in (("sharded", 3), ("towers", 3), ("data", 2), ("data", 4))
+        ),
     ],
     ids=str,
 )
@@ -141,6 +142,7 @@ class Recomputed(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("parallel", "norms"),
     [

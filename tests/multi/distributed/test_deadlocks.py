@@ -109,6 +109,7 @@ def test_an_abort_in_each_start_ends_the_run_after_three_new_starts(
     assert "Traceback" not in lines
 
 
+@pytest.mark.more
 def test_a_rank_that_evaluates_a_batch_more_is_reported_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_rank_that_evaluates_a_batch_more_is_reported_with_its_place(
     assert "; rank 1 in all_reduce, operation " in said and "(evaluation, step 4" in said.partition("rank 1")[2]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("plan", [DATA, pytest.param(TENSOR, marks=pytest.mark.more)])
 def test_an_error_of_one_rank_in_validation_is_reported_with_rank_and_place(plan: Plan, tmp_path: Path) -> None:
     def metric(output: Tensor, target: Tensor) -> Tensor:
@@ -177,7 +179,6 @@ class Blocks(nn.Module):
 
 
 def evaluated_first(plan: Plan, validation: int) -> Any:
-    """An evaluation before the first step, and others between steps, of so many samples in batches of 25."""
     given = images(
         torch.float64, samples=110, model=lambda: Blocks().double(), batch_size=25, average=None, validation=validation
     )
@@ -189,6 +190,7 @@ def evaluated_first(plan: Plan, validation: int) -> Any:
     return program.state(), [], {f"{name} {n}": value for n, one in enumerate(figures) for name, value in one.items()}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("validation", [10, pytest.param(60, marks=pytest.mark.more)])
 def test_sharded_ranks_that_evaluate_different_numbers_of_batches_go_on(validation: int, tmp_path: Path) -> None:
     plan = Plan(parallel="sharded", ranks=2)
@@ -229,6 +231,7 @@ def waiting(server: Server, folder: Path) -> Any:
     return process
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.more) for one in (signal.SIGINT, signal.SIGHUP))]
 )
@@ -245,17 +248,7 @@ def test_a_signal_ends_ranks_that_wait_for_each_other(number: int, tmp_path: Pat
     assert Run.open(tmp_path / "run").last_saved()
 
 
-def test_no_rank_is_left_where_the_command_is_killed_while_they_wait(tmp_path: Path, server: Server) -> None:
-    process = waiting(server, tmp_path)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 2
-    os.kill(process.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=30)
-    for one in alive:
-        one.kill()
-    assert alive == []
-
-
+@pytest.mark.more
 def test_no_rank_is_left_where_the_command_is_killed_before_they_train(tmp_path: Path, server: Server) -> None:
     (tmp_path / "task.py").write_text(FILE)
     process = server.start("train", "task.py", "--ranks", "2", "--run", "run", cwd=tmp_path)

@@ -25,8 +25,6 @@ STEPS = 4
 
 
 class Pairs(nn.Module):
-    """Lists in a list, as transformers are often written, with a dict beside."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
@@ -54,8 +52,6 @@ class Stage(nn.Module):
 
 
 class Stages(nn.Module):
-    """Lists in the members of a list."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleList([Stage(), Stage()])
@@ -67,8 +63,6 @@ class Stages(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One head after each layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
@@ -83,8 +77,6 @@ class Repeated(nn.Module):
 
 
 class Tied(nn.Module):
-    """A weight of a list's member is that of another layer; another member is used from outside, too."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)

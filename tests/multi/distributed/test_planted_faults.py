@@ -121,7 +121,6 @@ def a_wrong_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def joining_sees(world: World) -> str:
-    """What a rank says as it joins, when sums are right, and when they are wrong."""
     check_sums(world, "cpu")
     with pytest.MonkeyPatch.context() as patch:
         a_wrong_sum(patch)

@@ -67,10 +67,6 @@ def fit(path: Path, given: hotloop.Task, **options: Any) -> Run:
     return hotloop.fit(given, run=path, plan=PLAN, checkpoint_every="5", **options)
 
 
-def dawdle() -> None:
-    time.sleep(1)
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -92,11 +88,6 @@ def kill_an_hour_later(run: Path) -> None:
     kill()
 
 
-def meet() -> None:
-    """A collective operation that no other rank takes part in."""
-    torch.distributed.barrier()
-
-
 def raise_error() -> None:
     raise ValueError("the culprit has had enough")
 
@@ -110,6 +101,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fit(tmp_path_factory.mktemp("whole") / "run", task(), progress=False)
 
 
+@pytest.mark.more
 def test_only_the_first_rank_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = fit(tmp_path / "run", task())
     out, err = capfd.readouterr()
@@ -124,12 +116,6 @@ def test_only_the_first_rank_writes_and_speaks(tmp_path: Path, capfd: pytest.Cap
     each = [event for event in run.journal() if event["event"] == "waiting"]
     assert [event["epoch"] for event in each] == [1, 2, 3]
     assert all(len(event["waiting_ms"]) == len(event["communication_ms"]) == PLAN.ranks for event in each)
-
-
-def test_the_rank_that_others_wait_for_is_the_slowest(tmp_path: Path) -> None:
-    run = fit(tmp_path / "run", task(dawdle, tmp_path / "dawdled"), progress=False)
-    (cost,) = [event for event in run.journal() if event["event"] == "ranks"]
-    assert cost["slowest"] == CULPRIT
 
 
 def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_happened(
@@ -153,6 +139,7 @@ def few_steps(*trouble: Any) -> hotloop.Task:
     return dataclasses.replace(task(*trouble, step=5), **changes)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "way", ["sharded", "towers", *(pytest.param(way, marks=pytest.mark.more) for way in ("tensor", "local"))]
 )
@@ -166,6 +153,7 @@ def test_each_way_goes_on_bit_by_bit_after_a_rank_was_killed(way: Any, tmp_path:
     assert disagreements(whole.path, run.path) == []
 
 
+@pytest.mark.more
 def test_the_time_before_a_rank_was_killed_counts_for_stop_after(tmp_path: Path) -> None:
     path = tmp_path / "run"
     run = fit(path, task(lambda: kill_an_hour_later(path), tmp_path / "killed"), stop_after="30m", progress=False)
@@ -174,6 +162,7 @@ def test_the_time_before_a_rank_was_killed_counts_for_stop_after(tmp_path: Path)
     assert run.journal()[-1]["reason"] == "stop-after"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("culprit", [pytest.param(CULPRIT, marks=pytest.mark.more), 0])
 def test_a_stopped_rank_is_waited_for_and_named(
     whole: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], culprit: int
@@ -187,6 +176,7 @@ def test_a_stopped_rank_is_waited_for_and_named(
     assert disagreements(whole.path, run.path) == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("trouble", "kind", "says"),
     [

@@ -104,6 +104,7 @@ def ranks_of(run: Path) -> list[psutil.Process]:
     return [one for one in found if str(run) in (one.info["cmdline"] or []) and "train" in one.info["cmdline"]]
 
 
+@pytest.mark.more
 def test_ranks_in_a_cluster_of_its_own_end_as_those_without_ray(whole: Path, run_cli: RunCli, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")
     done = run_cli("train", whole.parent / "task.py", *ON_RAY, "--run", tmp_path / "run", "--json")
@@ -129,6 +130,7 @@ def test_ranks_on_two_machines_start_again_where_one_is_killed_and_end_the_same(
     assert disagreements(whole, run) == []
 
 
+@pytest.mark.more
 def test_an_error_of_a_rank_is_told_in_a_line(
     folder: Path, two_machines: dict[str, str], run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_an_error_of_a_rank_is_told_in_a_line(
     assert ranks_of(run) == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=str)
 def test_what_ends_the_command_has_ranks_save_and_stop(
     folder: Path, two_machines: dict[str, str], server: Server, tmp_path: Path, number: int, code: int
@@ -225,6 +228,7 @@ def test_without_ray_it_is_said_before_anything_is_started(
         ray_launch.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere"])
 def test_an_address_where_ray_is_not_is_told_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")

@@ -13,6 +13,8 @@ from tests.support.processes.forked_server import Server
 from tests.support.processes.process_tree import MARK, left_after, no_process_of_ray_is_left, processes_of  # noqa: F401 - a fixture
 from tests.support.processes.resumed_training import until
 
+pytestmark = pytest.mark.more
+
 pytest.importorskip("ray", reason="needs hotloop[ray]")
 
 FILE = """
@@ -54,7 +56,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("axes", [RAY, ASYNC], ids=["data", "async"])
 def test_no_process_of_ray_is_left_where_the_command_is_killed(
     axes: tuple[str, ...], file: Path, server: Server, tmp_path: Path
@@ -74,7 +75,6 @@ def test_no_process_of_ray_is_left_where_the_command_is_killed(
     assert names == []
 
 
-@pytest.mark.more
 def test_a_worker_that_dies_before_its_first_batch_is_started_again(
     file: Path, run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -85,7 +85,6 @@ def test_a_worker_that_dies_before_its_first_batch_is_started_again(
     assert left_after(30, "", tmp_path)[0] == []
 
 
-@pytest.mark.more
 def test_a_full_object_store_is_told_in_one_line(file: Path, run_cli: RunCli, tmp_path: Path) -> None:
     """The parameters take 128 MB, the store has 80 MB, and no disk takes what it can't hold."""
     small = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 << 20), "RAY_local_fs_capacity_threshold": "0"}

@@ -118,6 +118,7 @@ def stop_one_and_wait_for_it() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.more
 def test_ranks_that_hear_no_second_ctrl_c_are_killed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "_PATIENCE_S", 1.0)
     said: list[str] = []

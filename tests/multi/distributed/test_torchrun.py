@@ -14,6 +14,8 @@ import pytest
 from tests.conftest import RunCli
 from tests.support.processes.forked_server import Server
 
+pytestmark = pytest.mark.more
+
 SCRIPT = """
 import os
 import signal

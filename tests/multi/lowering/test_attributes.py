@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,12 +14,12 @@ from hotloop.plan import Plan
 from tests.support.processes import rank_processes  # noqa: F401 - imports what each fork would
 from tests.support.programs import labelled
 
+pytestmark = pytest.mark.more
+
 PLAN = Plan(parallel="data", ranks=2)
 
 
 class Counting:
-    """Counts its calls, which are as many on each rank."""
-
     def __init__(self) -> None:
         self.calls = 0
 

@@ -17,10 +17,10 @@ from hotloop.plan import Plan
 from tests.support.processes.rank_processes import of_ranks
 from tests.support.tasks.owned_generators import FEATURES, KINDS, Noisy, NoisyModel, after, task_of
 
+pytestmark = pytest.mark.more
+
 
 class Watched(NoisyModel):
-    """Keeps what each step drew."""
-
     def __init__(self, rng: Any) -> None:
         super().__init__(rng)
         self.drop, self.seen = nn.Dropout(0.5), []

@@ -50,7 +50,6 @@ def compute(world: World) -> dict[Any, Any]:
 
 
 def sums(given: hotloop.Task, plan: Plan) -> dict[str, float]:
-    """Those of an epoch."""
     program = hotloop.lower(given, plan)
     program.advance(9)
     return program.read_sums()

@@ -18,6 +18,8 @@ from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from tests.support.processes.rank_processes import of_ranks
 
+pytestmark = pytest.mark.more
+
 PLANS = [Plan(parallel=parallel, ranks=2) for parallel in ("data", "sharded", "towers", "local")]
 DRAWS = torch.Generator().manual_seed(1)
 X, Y = torch.randn(24, 6, 4, generator=DRAWS), torch.randint(0, 3, (24, 6), generator=DRAWS)
@@ -60,7 +62,6 @@ HONEST = {
 
 
 def outcome(task: hotloop.Task, plan: Plan) -> tuple[str, int, list[Tensor], list[str]]:
-    """What it raises in an epoch, at which step, its State then, and what was said."""
     lines: list[str] = []
     program, error = lower(task, plan, lines.append), ""
     try:

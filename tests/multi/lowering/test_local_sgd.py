@@ -100,7 +100,6 @@ def apart(world: World) -> list[float]:
 
 
 def learnt(plan: Plan) -> float:
-    """Loss of the last epoch."""
     program, task = hotloop.lower(line(), plan), line()
     for _ in range(task.epochs):
         while not program.advance(7).ended:
@@ -123,7 +122,6 @@ def outer_steps(world: World) -> list[torch.Tensor]:
 
 
 def in_step(world: World, task: hotloop.Task) -> float:
-    """Loss of the first epoch, after which the ranks hold the same."""
     program = hotloop.lower(task, Plan(parallel="local", ranks=RANKS, sync_every=2))
     while not program.advance(1).ended:
         pass

@@ -21,15 +21,14 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.state import differing_paths
-from hotloop.distributed.ray import cluster
-from hotloop.errors import HotloopError, PlanError, TrainingError
+from hotloop.errors import HotloopError, TrainingError
 from hotloop.lowering.build import lower
 from hotloop.lowering.parameter_server import server_program
 from hotloop.lowering.parameter_server.server_program import ParameterServerProgram
 from hotloop.lowering.parameter_server.workers import process_pool
 from hotloop.lowering.parameter_server.workers.process_pool import ProcessPool
 from hotloop.lowering.parameter_server.workers.worker import RemoteTask
-from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan, start_workers
+from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.training.run import Run
@@ -127,6 +126,7 @@ def test_a_killed_and_a_stopped_worker_cost_no_sample_and_hold_nobody_up() -> No
     assert not any(psutil.pid_exists(pid) and _lives(pid) for pid in pids.values())
 
 
+@pytest.mark.more
 def test_a_signal_is_heard_though_all_workers_have_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_program, "_PATIENCE_S", 0.5)
     here, loss = os.getpid(), nn.MSELoss()
@@ -162,6 +162,7 @@ def test_a_training_whose_workers_have_all_stopped_ends_within_the_limit(tmp_pat
         hotloop.fit(given, run=tmp_path / "run", plan=plan, rank_timeout="3s", progress=False)
 
 
+@pytest.mark.more
 def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever words RPC has for that."""
     ask, lines, killed = process_pool.rpc.rpc_async, list[str](), list[str]()
@@ -219,6 +220,7 @@ def test_a_worker_that_stops_while_it_builds_its_model_ends_the_training(monkeyp
         pass
 
 
+@pytest.mark.more
 def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **how: Any) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -251,15 +253,6 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_without_ray_it_says_so_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
-    given, lines = task(), list[str]()
-    program = lower(given, PLAN.with_axes(workforce="ray"))
-    with pytest.raises(PlanError, match="Ray isn't installed"):
-        start_workers(program, RemoteTask.from_task(given, Path(), None, {}), 2, lines.append)
-    assert lines == []
-
-
 def test_an_actor_that_is_killed_comes_back() -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")
     from hotloop.lowering.parameter_server.workers.ray_workers import ActorPool
@@ -287,6 +280,7 @@ def test_an_actor_that_is_killed_comes_back() -> None:
         program.close()
 
 
+@pytest.mark.more
 def test_when_all_workers_are_killed_it_says_so_and_new_ones_can_be_employed() -> None:
     for _ in range(2):
         with trained_by(1, task(step_s=0.02)) as program:
@@ -315,6 +309,7 @@ def test_what_cannot_be_sent_is_told() -> None:
         RemoteTask.from_task(given, Path(), None, {})
 
 
+@pytest.mark.more
 def test_the_command_trains_stops_and_goes_on(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(FILE)
     run = tmp_path / "run"
@@ -330,6 +325,7 @@ def test_the_command_trains_stops_and_goes_on(run_cli: RunCli, tmp_path: Path) -
     assert len(Run.open(run).epochs) == 2
 
 
+@pytest.mark.more
 def test_the_error_of_a_worker_is_what_the_user_sees(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(FILE)
     failed = run_cli("train", "small.py", "--set", "parallel=async", "--ranks", "2", "-p", "fails=true")

@@ -30,7 +30,7 @@ from hotloop.plan import Plan
 from hotloop.training.run import Run
 from tests.multi.distributed.test_ddp import come_to, distance
 from tests.support.processes.rank_processes import of_ranks
-from tests.support.processes.resumed_training import disagreements, last_checkpoint
+from tests.support.processes.resumed_training import disagreements
 from tests.support.runs import resume_run
 from tests.support.tasks.rank_tasks import DTYPES, Images, images, tokens
 
@@ -125,6 +125,7 @@ def of_plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[An
     return come
 
 
+@pytest.mark.few("words-1f1b", "tokens-1f1b")
 @pytest.mark.parametrize(("case", "plan"), COMPARED)
 def test_in_fp64_all_comes_out_the_same_but_for_the_last_bits(
     of_plan: Callable[[str], list[Any]], case: str, plan: str
@@ -238,25 +239,6 @@ def test_the_comparison_sees_it(planted: dict[str, Any], fault: str) -> None:
 
 
 @pytest.mark.more
-def test_stages_go_on_with_what_one_process_has_left_and_the_other_way_round(tmp_path: Path) -> None:
-    task = words(torch.float64, epochs=1)  # an average, which evaluations take for the weights
-    there, back, plain = tmp_path / "there", tmp_path / "back", tmp_path / "plain"
-    plan, more = PLANS["1f1b"], {"overrides": {"epochs": 2}}
-    for path in (there, plain):
-        hotloop.fit(task, run=path, plan=Plan(), progress=False)
-    hotloop.fit(task, run=back, plan=plan, progress=False)
-    kept = Run.open(back).plan
-    assert kept.split != "auto"
-    launch(2, lambda: resume_run(there, task=task, plan=plan, **more), print)
-    for path in (back, plain):
-        resume_run(path, task=task, plan=Plan(), **more)
-    a, b, c = (last_checkpoint(Run.open(path)).state for path in (there, back, plain))
-    for state in (a, b):
-        assert state.position == c.position
-        assert max(distance((state, [], {}), (c, [], {})).values()) < 1e-10
-
-
-@pytest.mark.more
 def test_stages_begin_where_they_did_also_where_only_the_start_says_how_many_ranks(tmp_path: Path) -> None:
     task, path = words(torch.float32, validation=None, epochs=1), tmp_path / "run"
     hotloop.fit(task, run=path, plan=PLANS["1f1b"].with_axes(split="last"), progress=False)  # hardly the fastest
@@ -288,6 +270,7 @@ def watched() -> hotloop.Task:
     return linear(model=Watched, loss=None, step=step, optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.5))
 
 
+@pytest.mark.more
 def test_what_only_a_figure_depends_on_is_left_as_it_is(tmp_path: Path) -> None:
     plan = STAGES.with_axes(split="middle")
     both = come_to(watched(), Plan()), of_ranks(tmp_path, plan, lambda world: come_to(watched(), plan))[0]
@@ -299,7 +282,6 @@ def test_what_only_a_figure_depends_on_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def killing(optimizer: torch.optim.Optimizer, marker: Path) -> torch.optim.Optimizer:
-    """One whose fifth step is the last that rank 1 takes, once; the marker remembers it."""
     steps = itertools.count(1)
 
     def hook(*_: Any) -> None:
@@ -311,6 +293,7 @@ def killing(optimizer: torch.optim.Optimizer, marker: Path) -> torch.optim.Optim
     return optimizer
 
 
+@pytest.mark.more
 def test_a_killed_rank_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def fit(name: str, marker: Path, plan: Plan) -> Run:
         task = words(torch.float32, optimizer=lambda p: killing(torch.optim.Adam(p), marker), validation=None, epochs=3)
@@ -346,8 +329,6 @@ def linear(*between: nn.Module, **fields: Any) -> hotloop.Task:
 
 
 class Dropping(nn.Linear):
-    """A layer that Python's generator leaves out now and then."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if random.random() < 0.1 else super().forward(x)
 
@@ -387,6 +368,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return of_ranks(tmp_path_factory.mktemp("refused"), STAGES, compute)[1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_split_is_named(refused: dict[str, str], case: str) -> None:
     assert re.search(REFUSED[case][2], refused[case]), refused[case]

@@ -86,7 +86,6 @@ GROUPS = [
 
 
 def words(dtype: torch.dtype, **fields: Any) -> hotloop.Task:
-    """Adam, clipping, ignored targets, an incomplete last batch, a validation of several batches."""
     x = torch.randint(0, WORDS, (45, 7), generator=torch.Generator().manual_seed(2))
     y = (x + x.roll(1, 1)) % 5
     y[torch.rand(45, 7, generator=torch.Generator().manual_seed(3)) < 0.4] = -100

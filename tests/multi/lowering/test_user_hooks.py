@@ -18,6 +18,8 @@ from tests.lowering.checks.test_user_hooks import clamp, small, with_clamps
 from tests.support.processes.rank_processes import of_ranks
 from tests.support.programs import a_task, advance, state_after
 
+pytestmark = pytest.mark.more
+
 WHOLE = ("data", "sharded", "towers", "tensor")
 SHARING = (*WHOLE, "stages")
 

@@ -27,6 +27,8 @@ from tests.conftest import RunCli
 from tests.multi.cli.test_train import FILE
 from tests.support.processes.rank_processes import of_ranks
 
+pytestmark = pytest.mark.more
+
 PLAN = Plan(parallel="data", ranks=2)
 STEPS, BATCH = 8, 4
 SLOW, PAUSE_S = 1, 0.03
@@ -36,8 +38,6 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 class Samples(torch.utils.data.Dataset):
-    """Loaded one by one; the slow rank sleeps over each."""
-
     def __len__(self) -> int:
         return 10 * BATCH
 
@@ -133,8 +133,6 @@ CASES: dict[str, tuple[Callable[[], hotloop.Task], dict[str, Any], Plant]] = {
 
 @pytest.fixture(scope="session")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Profile]]:
-    """By case, what each rank has."""
-
     def compute(world: World) -> dict[str, Profile]:
         found, warm_up = {}, Runner.warm_up
         for name, (make, axes, plant) in CASES.items():

@@ -13,6 +13,8 @@ from hotloop.profiler.session.observers import make_observers
 from hotloop.profiler.timers import line_sampler
 from tests.support.profiler.profiled_steps import watched
 
+pytestmark = pytest.mark.more
+
 WORLD_S, LOSS_S = 0.004, 0.002
 
 

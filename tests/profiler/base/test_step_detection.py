@@ -29,7 +29,6 @@ PATCHED = [
 
 
 def line_of(text: str) -> str:
-    """`file:line` of the line of this file that holds a text as its comment."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return f":{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {text}'))}"
 
@@ -210,6 +209,7 @@ def test_an_evaluation_counts_in_whatever_step_it_falls() -> None:
     assert found_s > 0.95 * sum(taken_s)  # without one of the seven it is at most 0.9, unless one took far longer
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("many", [5, *(pytest.param(more, marks=pytest.mark.more) for more in (8, 40))])
 def test_many_backwards_to_an_update_are_one_step(many: int) -> None:
     model = nn.Linear(4, 1)

@@ -40,7 +40,6 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def trained(net: nn.Module, *inputs: Any, steps: int = 80, **named: Any) -> None:
-    """A loop in which every kind of a watched step comes up."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
     def loop() -> None:
@@ -89,6 +88,7 @@ def test_what_cannot_be_pickled_says_so_as_alone() -> None:
         pickle.dumps(hear(write))
 
 
+@pytest.mark.more
 def test_another_process_saves_what_a_loop_hands_to_it(tmp_path: Path) -> None:
     net = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -134,8 +134,6 @@ def test_arguments_may_have_any_name() -> None:
 
 
 class Chain(nn.Module):
-    """Calls itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.Linear(8, 8)

@@ -17,7 +17,6 @@ from tests.support.profiler.handmade_steps import as_task, loader, operator, rem
 
 
 def said(profile: Profile) -> str:
-    """The page on one line."""
     return " ".join(shown(profile, width=1000).split())
 
 

@@ -29,8 +29,6 @@ def at_once(scores: Tensor) -> Tensor:
 
 
 class Layers(nn.Sequential):
-    """Passes over memory as well, but each is a layer's."""
-
     def __init__(self) -> None:
         super().__init__(
             *[layer for _ in range(3) for layer in (nn.Tanh(), nn.Dropout(0.1), nn.Sigmoid(), nn.Softplus())]
@@ -77,6 +75,7 @@ def test_so_is_a_convolution_by_shifted_copies() -> None:
     assert "test_measured_chains.py:" in found.where and found.gain > 0.1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layers", [nn.Identity, Layers])
 def test_layers_and_losses_of_torchs_own_are_not(layers: type[nn.Module]) -> None:
     assert named(layers(), at_once) == []

@@ -19,7 +19,6 @@ def numbers(shapes: dict[str, int]) -> int:
 
 
 def read(shapes: dict[str, int], phase: str = "loss", ms: float = 1.0, **fields: Any) -> list[OperatorTime]:
-    """The squares of all tensors, and their sums."""
     given = dict(where="train.py:22", phase=phase, bytes=1e3, flops=1e3) | fields
     return [
         operator(name, ms / 4, calls, shapes=[shape], **given)

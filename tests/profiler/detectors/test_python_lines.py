@@ -13,7 +13,6 @@ from tests.support.profiler.handmade_steps import STEP_MS, adam, first, line, lo
 
 
 def trained() -> list[LineTime]:
-    """Lines of the loop's that train."""
     places = (("forward", 21), ("backward", 25), ("update", 30))
     return [line(phase, 1.0, f"train.py:{number}", library="torch") for phase, number in places]
 

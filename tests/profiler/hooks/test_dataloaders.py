@@ -35,8 +35,6 @@ COUNT, BATCH = 32, 8
 
 
 class Single(Dataset):
-    """Makes one sample at a call."""
-
     def __len__(self) -> int:
         return COUNT
 
@@ -45,15 +43,11 @@ class Single(Dataset):
 
 
 class Many(Single):
-    """Makes all samples of a batch at a call."""
-
     def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
         return list(torch.ones(len(rows), 4))
 
 
 class Batches(Single):
-    """Is asked for a whole batch by a loader that puts nothing together."""
-
     def __getitem__(self, at: Any) -> torch.Tensor:
         return torch.ones(len(at), 4)
 

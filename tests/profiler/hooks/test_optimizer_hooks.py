@@ -12,8 +12,6 @@ from hotloop.profiler.hooks.optimizer_hooks import GroupClock, OptimizerRecorder
 
 
 class Slow(torch.optim.Optimizer):
-    """Takes so many seconds for each group."""
-
     def __init__(self, seconds: list[float]) -> None:
         self.now = 0.0
         groups = [{"params": [torch.nn.Parameter(torch.ones(n + 1))], "takes": s} for n, s in enumerate(seconds)]

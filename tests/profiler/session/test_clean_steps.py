@@ -73,7 +73,6 @@ class Even:
 
 
 def taken(ms: float, *, steps: int = STEPS, in_step: bool = False) -> list[str]:
-    """How all steps are watched, each of so many milliseconds."""
     stage = Quiet()
     one = StepSequence(steps, stage, list, found=False, in_step=in_step)
     one.timeline.clock = Even(ms)
@@ -84,12 +83,10 @@ def taken(ms: float, *, steps: int = STEPS, in_step: bool = False) -> list[str]:
 
 
 def kinds(ms: float, steps: int = STEPS) -> list[str]:
-    """Those after the warm-up."""
     return [kind for kind in taken(ms, steps=steps) if kind != "warm-up"]
 
 
 def cold(found: list[str]) -> list[tuple[str, str]]:
-    """Clean steps right after one that was disturbed."""
     return [pair for pair in pairwise(found) if pair[0] in DISTURBING and pair[1] == "clean"]
 
 

@@ -50,6 +50,7 @@ def backwards_in(profile: Profile) -> bool:
     return any("each backward counts as one" in note for note in profile.notes)
 
 
+@pytest.mark.few("16")
 @pytest.mark.parametrize("many", [16, 32])
 def test_slow_backwards_are_pieces_of_a_step_once_their_updates_have_come(clock: list[float], many: int) -> None:
     profile = accumulated(clock, 30 * many, many)

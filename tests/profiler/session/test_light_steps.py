@@ -30,8 +30,6 @@ LONG = 1000
 
 
 class Hand:
-    """A clock that goes on when it is told to."""
-
     def __init__(self) -> None:
         self.now_ms = 0.0
 
@@ -49,8 +47,6 @@ class Hand:
 
 
 class Loop:
-    """Trains under a watch by whose clock each step takes a millisecond."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Hand()
         monkeypatch.setattr(evaluation_pauses, "time", SimpleNamespace(perf_counter=lambda: self.clock.now_ms / 1e3))
@@ -67,7 +63,6 @@ class Loop:
         self.optimizer.step()
 
     def run(self, each: Callable[[int], Any] = lambda number: None) -> list[StepFact]:
-        """The clean steps of a whole watch; `each` is done after each step."""
         self.watch.install()
         for number in range(LONG):
             if self.watch.closed:
@@ -80,7 +75,6 @@ class Loop:
         return [step for step in self.watch.facts.steps if step.kind == "clean"]
 
     def until(self, left: int) -> None:
-        """Trains until so many steps go by before a clean one."""
         self.watch.install()
         for _ in range(LONG):
             if self.course.light_span.on and self.course.light_span.left == left:

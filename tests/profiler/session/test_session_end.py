@@ -102,7 +102,6 @@ def closed(watch: ProfilerSession) -> None:
 
 
 def broken(watch: ProfilerSession) -> None:
-    """It fails while it closes."""
     watch._sequence.end_observers = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     closed(watch)
     assert "ZeroDivisionError" in watch.facts.notes[-1]

@@ -29,11 +29,11 @@ from tests.support.profiler.profiled_steps import watched
 
 
 def line_of(text: str) -> str:
-    """`file:line` of the line of this file that holds a text as its comment."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return f":{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {text}'))}"
 
 
+@pytest.mark.more
 def test_evaluation_and_checkpoints_lie_apart_and_a_habit_of_every_step_doesnt(tmp_path) -> None:
     data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
     model = nn.Linear(4, 1)
@@ -75,6 +75,7 @@ def seldom(every: int, steps: int = 600) -> None:
             others[1].step()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("every", [3, *(pytest.param(every, marks=pytest.mark.more) for every in (4, 5))])
 def test_an_update_of_each_nth_step_is_told_of_apart_with_its_forward_and_backward(every: int) -> None:
     found = watched(lambda: seldom(every), steps=60, observers=lambda watch: make_observers(watch, None))
@@ -164,8 +165,6 @@ def test_habits_are_seen_and_their_absence_too() -> None:
 
 
 class _Counting:
-    """A clock that goes on by one whenever it is looked at."""
-
     def __init__(self) -> None:
         self.now = 0
 

@@ -108,8 +108,6 @@ def test_modules_called_twice_in_lists_and_under_two_names() -> None:
 
 
 class Nested(nn.Module):
-    """Calls itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = Layer(1, 10)
@@ -202,8 +200,6 @@ def test_modules_called_past_their_model_keep_their_place_in_it() -> None:
 
 
 class Maker(nn.Module):
-    """Makes a module each time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = Layer(1, 10)
@@ -278,7 +274,6 @@ def test_another_threads_modules_are_left_alone() -> None:
 
 
 def trained(watched: bool) -> list[Tensor]:
-    """Parameters after some steps of a network that draws numbers, works in place and shares a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.BatchNorm1d(8), nn.Linear(8, 8))
     model[4].weight = model[0].weight
@@ -301,7 +296,6 @@ def test_results_are_bitwise_those_without_the_clock() -> None:
 
 
 def leavings() -> list[str]:
-    """What a clock has left behind after a step."""
     call, run = nn.Module.__call__, torch.autograd._engine_run_backward
     model = Block()
     clock = ModuleClock()

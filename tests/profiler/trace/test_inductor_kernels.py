@@ -184,6 +184,7 @@ def test_nothing_of_the_labels_is_left() -> None:
     assert (fx.Graph.create_node, PythonKeyTracer.call_module) == before
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_compiled_module_is_split_over_the_modules_inside() -> None:
     import torch._inductor.compile_fx
@@ -231,7 +232,6 @@ def test_a_compiled_module_is_split_over_the_modules_inside() -> None:
 
 
 def made(function: Any, mode: str) -> list[fx.Node]:
-    """Nodes of a graph of a function of a matrix."""
     graph = make_fx(function, tracing_mode=mode)(torch.ones(6, 8)).graph
     return [one for one in graph.nodes if one.op == "call_function"]
 

@@ -69,7 +69,6 @@ class Net(nn.Module):
 
 
 def line(mark: str) -> str:
-    """Where this file says `LINE mark`."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return f"here:{next(n for n, text in enumerate(lines, 1) if text.endswith(f'# LINE {mark}'))}"
 
@@ -207,7 +206,6 @@ def each(values):
 
 
 def runs() -> dict[str, float | None]:
-    """How often lines ran: some that are a loop, and some that have a library go through one."""
     library: dict[str, Any] = {}
     exec(compile(LIBRARY, "library.py", "exec"), library)
     layer, seen = nn.Linear(3, 3), tracer()
@@ -248,7 +246,6 @@ def numbers(count: int) -> Any:
 
 
 def leavings() -> list[str]:
-    """What a tracer has left behind after a step, in a function that goes on and in a generator that waits."""
     call, model, seen = nn.Module.__call__, Net(), tracer()
     waiting = numbers(5)
     next(waiting)
@@ -328,6 +325,7 @@ def test_a_debugger_keeps_its_tracing() -> None:
     assert any("no lines" in note for note in seen.notes)
 
 
+@pytest.mark.more
 def test_the_profilers_library_writes_nothing_to_the_scripts_output() -> None:
     code = (
         "import torch; from hotloop.profiler.trace.tracer import Tracer\n"
@@ -375,6 +373,7 @@ def training(watch: ProfilerSession) -> Iterator[str]:
         yield watch._sequence.step.kind if watch._sequence.step is not None else ""
 
 
+@pytest.mark.few("settling")
 @pytest.mark.parametrize("prepared", ["traced", "settling", "warm-up"])
 def test_a_profiler_of_the_scripts_own_may_start_at_any_time(prepared: str) -> None:
     before = torch.autograd.profiler._enable_profiler

@@ -31,8 +31,6 @@ class Recurrent(nn.Module):
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer of one's own, whose lines are the user's, too."""
-
     def step(self, closure=None):
         with torch.enable_grad():
             loss = closure()
@@ -104,6 +102,7 @@ def test_an_optimizer_takes_what_its_closure_leaves() -> None:
     }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["LBFGS", "SGD"])
 def test_what_a_closure_makes_before_the_forward_is_no_update(kind: str) -> None:
     """The line search of LBFGS calls it several times, each after what it updates of its own."""
@@ -127,6 +126,7 @@ def test_what_a_closure_makes_before_the_forward_is_no_update(kind: str) -> None
     assert phases_of(profile, "aten::mm", "aten::cos") == {"batch", "backward"}
 
 
+@pytest.mark.more
 def test_a_functional_closure_has_a_forward() -> None:
     rows, targets = torch.randn(1500, 64), torch.randn(1500, 1)
     weight = torch.randn(64, 1, requires_grad=True)
@@ -186,30 +186,6 @@ def test_an_optimizer_of_ones_own_may_clear_gradients_first() -> None:
 
     profile = watched(loop, observers=lambda watch: make_observers(watch, None))
     assert phases_of(profile, "aten::sub_", "aten::sign") == {"update"}
-
-
-@pytest.mark.parametrize("clears", ["model", pytest.param("optimizer", marks=pytest.mark.more)])
-def test_a_line_search_is_no_loop_and_the_loop_in_its_closure_is(clears: str) -> None:
-    plain, looping = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), Recurrent()
-    found = {}
-    for model, inputs in ((plain, torch.randn(16, 64)), (looping, torch.randn(16, ROUNDS, 8))):
-        kind = {"lr": 1e-3, "max_iter": 9, "max_eval": 10, "tolerance_grad": 0.0, "tolerance_change": 0.0}
-        optimizer = torch.optim.LBFGS(model.parameters(), **kind)
-
-        def closure() -> Tensor:
-            (model if clears == "model" else optimizer).zero_grad()  # noqa: B023  called in the same round
-            loss = model(inputs).square().mean()  # noqa: B023  so is this
-            loss.backward()
-            return loss
-
-        def loop() -> None:
-            for _ in range(30):
-                optimizer.step(closure)  # noqa: B023  and this
-
-        profile = watched(loop, observers=lambda watch: make_observers(watch, None))
-        assert profile.step_ms is not None
-        found[model] = {round(one.rounds) for one in small_ops.find_loops(ProfiledStep(profile, profile.step_ms))}
-    assert found == {plain: set(), looping: {ROUNDS}}
 
 
 def test_many_optimizers_cleared_by_one_line_are_no_line_search() -> None:

@@ -56,9 +56,9 @@ def faults() -> int:
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[7])
 
 
-def of_a_step(program: Program, steps: int = 9) -> float:
+def of_a_step(program: Program, steps: int = 5) -> float:
     """Of the middle one, after some in which the process grows; in a few more it may by a block that finds no room."""
-    advance(program, 6)
+    advance(program, 4)
     found = []
     for _ in range(steps):
         before = faults()

@@ -144,6 +144,7 @@ def of_images(pools: bool) -> hotloop.Task:
 LAID = Plan(compile="package", layout="channels_last")
 
 
+@pytest.mark.few("True-2-False-expected5")
 @pytest.mark.parametrize(
     ("pools", "most", "nothing", "expected"),
     [

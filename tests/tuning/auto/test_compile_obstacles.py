@@ -193,6 +193,7 @@ BEFORE = {
 }  # fmt: skip
 
 
+@pytest.mark.few("failed", "broken", "slower", "left out early", "undecided for long")
 @pytest.mark.parametrize("name", BEFORE)
 def test_what_was_found_before_is_not_tried_again(name: str, long, pretended, found) -> None:
     found(compile__package=2.0)
@@ -219,6 +220,7 @@ def test_what_was_raced_before_is_compiled_where_the_run_pays_for_its_proof() ->
     ]
 
 
+@pytest.mark.more
 def test_a_compiled_step_is_proven_and_remembered_and_begins_with_what_has_run_no_step(found, monkeypatch) -> None:
     """All but the times of the race is real: the compiler, the proof, and what is kept of them."""
     found(compile__package=2.0)

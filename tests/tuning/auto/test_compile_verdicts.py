@@ -189,6 +189,7 @@ LASTING: dict[str, tuple[Exception, bool]] = {
 }
 
 
+@pytest.mark.few("of the plan", "of the room there is")
 @pytest.mark.parametrize("name", LASTING)
 def test_a_failure_to_compile_that_may_pass_is_not_remembered(
     name: str, long, pretended, tmp_path, monkeypatch
@@ -254,6 +255,7 @@ def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkey
     ]
 
 
+@pytest.mark.few("pays not")
 @pytest.mark.parametrize("gain", [0.0, 2.0], ids=["pays not", "pays"])
 def test_a_step_whose_update_can_t_be_captured_is_compiled_without_it_where_that_pays(
     gain: float, long, pretended, found, monkeypatch

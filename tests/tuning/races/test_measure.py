@@ -190,6 +190,7 @@ def test_what_was_lacking_is_told_from_other_failures(name: str, where: str, clo
     assert found.plans[1].failure and found.plans[1].short_of_memory == short
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("ends", "short"),
     [("kill -9 $$", True), ('exec g++ -nostdinc "$@"', True), ("exit 1", False)],

@@ -55,6 +55,7 @@ def raced(plans: dict[str, Plan], *, brief: bool) -> RaceMeasurement:
     return measure(entrants, "baseline", steps=100, time_limit_s=2.0, brief=brief)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "brief", [pytest.param(True, marks=pytest.mark.more, id="in a search"), pytest.param(False, id="in a race")]
 )

@@ -86,6 +86,7 @@ def test_a_step_is_looked_at_and_nothing_has_happened() -> None:
     assert differing_paths(program.state(), before) == []
 
 
+@pytest.mark.more
 def test_a_step_that_torch_does_not_show_is_hoped_little_of() -> None:
     from hotloop.core.state import differing_paths
     from hotloop.lowering.build import lower

@@ -159,7 +159,7 @@ class ClearedGradients:
         self._parameters = parameters
         self._waiting: list[_Backward] = []
         self._timed: list[Any] = []
-        self._needless_s: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+        self._needless_s: defaultdict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._nodes: list[_Node] = []
         self._walked_s = dict[int, float]()
         self._asked_since: float | None = None
@@ -202,7 +202,7 @@ class ClearedGradients:
 
     def dropped_share(self, what: str, where: str) -> float:
         """Returns the share of backward time spent on unused gradients, over the steps that have some; 0 if unknown."""
-        needless: dict[int, float] = self._needless_s.get((what, where), {})
+        needless = self._needless_s.get((what, where), {})
         walked_s = sum(self._walked_s[step] for step in needless)
         return sum(needless.values()) / walked_s if walked_s else 0.0
 
@@ -223,7 +223,6 @@ class ClearedGradients:
         """Yields a pass in which nodes of a whole network, or of weights, lead only to cleared gradients."""
         needed = nodes_leading_to(backward.nodes, lambda node: node.leaf is not None and id(node.leaf) not in cleared)
         useless = [node for node in backward.nodes if node not in needed]
-        spent_s: float
         if any(node.ends_forward for node in useless):
             what, spent_s = CLEARED, sum(node.seconds for node in useless)
         elif all(id(leaf.tensor()) in updated for leaf in backward.leaves if id(leaf) in cleared):
