@@ -155,16 +155,16 @@ def test_in_a_step_all_takes_those_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.more
-def test_of_a_wide_result_the_first_matrix_is_laid_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_wide_result_the_first_matrix_is_row_major(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the second layer's weights, (WIDTH, batch) by (batch, 8 * WIDTH)."""
     laid: list[list[int]] = []
-    by_rows = mm_by_onednn._laid_by_rows
+    by_rows = mm_by_onednn._row_major
 
     def noted(given: Any) -> Any:
         laid.append([int(size) for size in given.get_size()])
         return by_rows(given)
 
-    monkeypatch.setattr(mm_by_onednn, "_laid_by_rows", noted)
+    monkeypatch.setattr(mm_by_onednn, "_row_major", noted)
     model = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.ReLU(), nn.Linear(8 * WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     # What a cache keeps isn't lowered again.
     with functorch.patch(enable_autograd_cache=False), inductor.patch(fx_graph_cache=False):
