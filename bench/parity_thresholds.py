@@ -30,6 +30,7 @@ from hotloop.parity import proof
 from hotloop.parity import verdict as judging
 from hotloop.parity.evidence import Evidence, StepErrors
 from hotloop.parity.free_run import FreeRunResult
+from hotloop.parity.noise_floor import noise_floors, typical_errors
 from hotloop.parity.shared_rng import PieceDraws
 from hotloop.parity.step_collector import floor_ratio
 from hotloop.plan import BASELINE, Plan
@@ -144,13 +145,11 @@ def ratios(account: StepErrors, evidence: Evidence, free: FreeRunResult | None) 
         return {}
     anywhere = [
         floor_ratio(error, floor.get(key))
-        for errors, floor in zip(
-            account.errors, judging.noise_floors(evidence.rounding, evidence.nudged_rounding), strict=True
-        )
+        for errors, floor in zip(account.errors, noise_floors(evidence.rounding, evidence.nudged_rounding), strict=True)
         for key, error in errors.items()
     ]
     return {
-        "typical": max(one.ratio for one in judging.typical_errors(account, evidence.judges, evidence.rounding)),
+        "typical": max(one.ratio for one in typical_errors(account, evidence.judges, evidence.rounding)),
         "anywhere": max(anywhere),
         "freely": free.largest_drift.times,
         "furthest": free.largest_drift.what,

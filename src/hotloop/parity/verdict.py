@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from hotloop.core.records.race import STATES, TensorError
-from hotloop.parity.comparison import FLOAT32_UNIT, KINDS, Key
-from hotloop.parity.evidence import Evidence, StepErrors, TensorErrors
+from hotloop.parity.comparison import KINDS
+from hotloop.parity.evidence import Evidence, StepErrors
 from hotloop.parity.free_run import FreeRunResult, KindDrift
-from hotloop.parity.step_collector import errors_at_state, floor_ratio, largest_errors
+from hotloop.parity.noise_floor import noise_floors, typical_errors
+from hotloop.parity.step_collector import floor_ratio
 
 # Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/parity.md.
 TYPICAL_LIMIT = 4.0
@@ -19,9 +19,6 @@ TYPICAL_LIMIT = 4.0
 
 WORST_LIMIT = 32.0
 """Limit of an error at one state, in multiples of the rounding error there."""
-
-_JUMP_RATIO = 8.0
-"""Multiple of the noise floor from which on a harmless change's largest error counts as a switched ReLU or maximum."""
 
 FREE_RUN_LIMIT = 8.0
 """Limit of a free run's drift, in multiples of the harmless baselines' drift."""
@@ -146,53 +143,3 @@ def _class_broken(candidate: StepErrors, evidence: Evidence, table: Sequence[Ten
         first = f"{what} {name!r} at step {evidence.steps[0] + 1}"
         return {"parity": "broken", "reason": f"the typical error of the {what} {name!r} is too large", "first": first}
     return None
-
-
-def noise_floors(rounding: Sequence[TensorErrors], closer: Sequence[TensorErrors] = ()) -> list[TensorErrors]:
-    """Returns each state's rounding errors, at least their median over the states: a single number's error may cancel.
-
-    Args:
-        closer: rounding errors with more nudges, if they were tried.
-    """
-    usual = {key: error for key, error in _median_errors(rounding).items() if error != float("inf")}
-    return [largest_errors([errors_at_state(here), usual]) for here in closer or rounding]
-
-
-def typical_errors(
-    candidate: StepErrors, judges: Sequence[StepErrors], rounding: Sequence[TensorErrors]
-) -> list[TensorError]:
-    """Returns the median errors over the states and the judges' noise floor at the same states, worst first.
-
-    Tensors that a compiled step doesn't show, such as gradients, are compared only where the step runs eagerly.
-    """
-    own = candidate.visible_errors
-    floor = _noise_floor([_comparable_errors(own, one.errors) for one in judges], _comparable_errors(own, rounding))
-    rows = []
-    for (what, name), error in _median_errors(own).items():
-        noise = floor.get((what, name))
-        rows.append(TensorError(what=what, name=name, error=error, floor=noise or 0.0, ratio=floor_ratio(error, noise)))
-    return sorted(rows, key=lambda row: -row.ratio)
-
-
-def _comparable_errors(own: Sequence[TensorErrors], errors: Sequence[TensorErrors]) -> list[TensorErrors]:
-    return [
-        {key: error for key, error in at_state.items() if key in shown}
-        for at_state, shown in zip(errors, own, strict=False)
-    ]
-
-
-def _noise_floor(judges: Sequence[Sequence[TensorErrors]], rounding: Sequence[TensorErrors]) -> TensorErrors:
-    """Returns the largest of the judges' medians.
-
-    Rounding may switch a ReLU or a maximum at some states only. Then errors have two sizes, and each judge's median is
-    one of both by chance: the floor is the median over the states of the largest error at each.
-    """
-    floor = largest_errors([_median_errors(errors) for errors in judges])
-    largest, usual = largest_errors(rounding), _median_errors(rounding)
-    jumping = {key for key, error in floor.items() if largest.get(key, 0.0) > _JUMP_RATIO * max(error, FLOAT32_UNIT)}
-    return floor | {key: max(floor[key], usual[key]) for key in jumping}
-
-
-def _median_errors(errors: Sequence[TensorErrors]) -> dict[Key, float]:
-    keys = {key for one in errors for key in one}
-    return {key: statistics.median(one[key] for one in errors if key in one) for key in keys}

@@ -218,7 +218,7 @@ def _hook_program(program: Program, session: ProfilerSession) -> Iterator[None]:
 _ARRAYS_PHASES: dict[str, Phase] = {
     "_clear_gradients": "update",
     "_arrays": "batch",
-    "_compare_first": "loss",
+    "_differentiate_loss": "loss",
     "_clip_unscaled": "update",
     "_update": "update",
     "step_schedule": "update",

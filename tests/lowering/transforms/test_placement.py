@@ -65,7 +65,7 @@ def left_where_it_was(patch: pytest.MonkeyPatch) -> None:
 
 def inputs_not_moved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        DeviceTrip, "move_inputs", lambda self, module, args, kwargs: self._under_way.append(DeviceCopies(self.there))
+        DeviceTrip, "move_inputs", lambda self, module, args, kwargs: self._open_calls.append(DeviceCopies(self.there))
     )
 
 

@@ -142,7 +142,7 @@ def test_a_failed_call_leaves_nothing_behind(machine: SecondDevice) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         advance(program, 1)
     [hook] = program.model.inner._forward_hooks.values()  # type: ignore[union-attr]
-    assert hook.__self__._under_way == []
+    assert hook.__self__._open_calls == []
     broken.clear()
     advance(program, 1)
 
