@@ -270,7 +270,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "pooled, half the windows": ("lenet", conv_in_pool._Convolution, "views", _half_the_windows),
     "pooled, columns for rows of a window": ("lenet", conv_in_pool._Convolution, "views", lambda x: x.transpose(0, 1)),
     "a maximum, another number of the window": ("lenet", pool_as_max, "_scatter_gradient", _last_column),
-    "a maximum, another window's gradient": ("lenet", pool_as_max, "laid_out", lambda x: x.flip(-1)),
+    "a maximum, another window's gradient": ("lenet", pool_as_max, "to_layout_of", lambda x: x.flip(-1)),
     "a product, columns for rows of a filter": ("residual", conv_as_gemm._Convolution, "gradient", lambda x: x.mT),
 }
 
