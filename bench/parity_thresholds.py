@@ -28,7 +28,7 @@ from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.parity import proof
 from hotloop.parity import verdict as judging
-from hotloop.parity.evidence import Evidence, StepErrors
+from hotloop.parity.comparison import Evidence, StepErrors
 from hotloop.parity.free_run import FreeRunResult
 from hotloop.parity.noise_floor import noise_floors, typical_errors
 from hotloop.parity.shared_rng import PieceDraws

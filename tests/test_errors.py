@@ -62,7 +62,7 @@ def test_no_part_can_break_the_line(what: str, expected: str, fix: str) -> None:
 
 
 def test_the_documented_tree_is_the_real_one() -> None:
-    shown = re.findall(r"^ +[│├└─ ]*(\w+(?:Error|Exhausted))", errors.__doc__ or "", re.MULTILINE)
+    shown = re.findall(r"^[│├└─ ]*(\w+(?:Error|Exhausted))", errors.__doc__ or "", re.MULTILINE)
     assert sorted(shown) == sorted(one.__name__ for one in CLASSES)
 
 

@@ -16,8 +16,7 @@ from hotloop.core.state import State, differing_paths
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.parity import proof as parity
-from hotloop.parity.comparison import relative_errors, run_one_step
-from hotloop.parity.evidence import Evidence, StepErrors
+from hotloop.parity.comparison import Evidence, StepErrors, relative_errors, run_one_step
 from hotloop.parity.free_run import compare_free_runs
 from hotloop.parity.noise_floor import typical_errors
 from hotloop.parity.proof import prove_programs

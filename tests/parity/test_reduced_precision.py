@@ -123,7 +123,7 @@ def test_fewer_bits_than_the_baseline_s_are_reduced_precision(tf32_in_convolutio
 def test_the_floor_alone_would_hide_products_in_tf32(
     tf32_in_convolutions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotloop.parity.evidence.describe_reductions", lambda plan, baseline: [])
+    monkeypatch.setattr("hotloop.parity.comparison.describe_reductions", lambda plan, baseline: [])
     assert proven(products_in_tf32).parity in TRUSTED_CLASSES
 
 

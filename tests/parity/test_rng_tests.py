@@ -18,7 +18,7 @@ from hotloop.core.records.race import Parity
 from hotloop.lowering.build import lower
 from hotloop.lowering.checks import later_batches
 from hotloop.lowering.program import Program
-from hotloop.parity.evidence import StepErrors
+from hotloop.parity.comparison import StepErrors
 from hotloop.parity.proof import prove, prove_programs
 from hotloop.parity.rng_tests import check_own_draws
 from hotloop.plan import Plan

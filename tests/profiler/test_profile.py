@@ -149,7 +149,7 @@ def test_a_real_race_fills_in_what_was_won(monkeypatch) -> None:
 
 
 def test_a_script_has_no_plan() -> None:
-    with pytest.raises(PlanError, match="make it a Task"):
+    with pytest.raises(PlanError, match="make the training a Task"):
         hotloop.profile("train.py", progress=False, plan=BASELINE)
 
 

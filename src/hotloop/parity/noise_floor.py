@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from hotloop.core.records.race import TensorError
-from hotloop.parity.comparison import FLOAT32_UNIT, Key
-from hotloop.parity.evidence import StepErrors, TensorErrors
+from hotloop.parity.comparison import FLOAT32_UNIT, Key, StepErrors, TensorErrors
 from hotloop.parity.step_collector import errors_at_state, floor_ratio, largest_errors
 
 _JUMP_RATIO = 8.0

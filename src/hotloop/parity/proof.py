@@ -20,7 +20,7 @@ from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import HotloopError, MemoryExhausted, describe_error, error_summary, is_out_of_memory
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
-from hotloop.parity.evidence import Evidence, StepErrors
+from hotloop.parity.comparison import Evidence, StepErrors
 from hotloop.parity.free_run import NUDGES, FreeRunResult, compare_free_runs, free_run_steps
 from hotloop.parity.references import (
     Float64Reference,

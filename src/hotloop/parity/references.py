@@ -21,8 +21,7 @@ from hotloop.data.batch_tree import batch_length, map_tensors, tree_tensors
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.lowering.task_facts import has_batch_normalization, task_facts
-from hotloop.parity.comparison import FLOAT32_UNIT, StepTensors, is_real, run_one_step
-from hotloop.parity.evidence import StepErrors
+from hotloop.parity.comparison import FLOAT32_UNIT, StepErrors, StepTensors, is_real, run_one_step
 from hotloop.parity.float64 import Float64Step, lower_in_float64
 from hotloop.plan import Plan
 from hotloop.task import Task

@@ -18,7 +18,7 @@ from hotloop.core.state import Position, State
 from hotloop.data.batch_tree import copy_tree
 from hotloop.distributed.wrappers.global_batch_rng import RandomOp
 from hotloop.lowering.program import Program
-from hotloop.parity.evidence import StepErrors
+from hotloop.parity.comparison import StepErrors
 from hotloop.parity.references import run_within
 from hotloop.parity.shared_rng import WordDraws
 

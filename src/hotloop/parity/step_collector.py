@@ -18,14 +18,16 @@ from hotloop.lowering.product_counts import ProductCounter, count_products
 from hotloop.lowering.program import Program
 from hotloop.parity.comparison import (
     FLOAT32_UNIT,
+    Evidence,
     Key,
+    StepErrors,
     StepTensors,
+    TensorErrors,
     missing_tensors,
     relative_errors,
     run_one_step,
     tensor_scales,
 )
-from hotloop.parity.evidence import Evidence, StepErrors, TensorErrors
 from hotloop.parity.references import (
     FARTHER,
     Float64Reference,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hotloop.core.records.race import STATES, TensorError
-from hotloop.parity.comparison import KINDS
-from hotloop.parity.evidence import Evidence, StepErrors
+from hotloop.parity.comparison import KINDS, Evidence, StepErrors
 from hotloop.parity.free_run import FreeRunResult, KindDrift
 from hotloop.parity.noise_floor import noise_floors, typical_errors
 from hotloop.parity.step_collector import floor_ratio

@@ -21,7 +21,7 @@ from hotloop.lowering.rewrites import dropout_from_words
 from hotloop.lowering.rewrites.dropout_from_words import MIN_NUMBERS, WordDrawMode, draw_into, share_of_ones, word_limit
 from hotloop.lowering.steps import compiled_step
 from hotloop.lowering.task_facts import task_facts
-from hotloop.parity.evidence import StepErrors
+from hotloop.parity.comparison import StepErrors
 from hotloop.parity.rng_tests import check_word_draws
 from hotloop.plan import Plan
 from hotloop.tuning.search import candidates, step_profile
