@@ -33,7 +33,10 @@ def still(parameters: Any) -> torch.optim.Optimizer:
 def trained(task: hotloop.Task, path: Path, plan: Plan = BASELINE) -> tuple[Any, nn.Module, list[str]]:
     """The first epoch, the model and what was said."""
     lines: list[str] = []
-    run, _ = start_run(LoadedTask(task, None, {}), run=path / "run", plan=plan, say=lines.append)
+    if plan.parallel == "none":
+        run, _ = start_run(LoadedTask(task, None, {}), run=path / "run", plan=plan, say=lines.append)
+    else:
+        run = hotloop.fit(task, run=path / "run", plan=plan, progress=False)
     return run.epochs[0], hotloop.load_model(run, task=task, weights="last"), lines
 
 
