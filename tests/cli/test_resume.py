@@ -131,7 +131,7 @@ def test_stopped_in_every_way_with_workers_it_ends_bitwise_the_same(
 
     longer = run_cli("train", "--resume", run, "--epochs", EPOCHS + 2, "--json")
     assert longer.returncode == 0
-    assert f"the learning-rate schedule was laid out for {EPOCHS} epochs" in longer.stderr
+    assert f"the learning-rate schedule was made for {EPOCHS} epochs" in longer.stderr
     assert [row["epoch"] for row in document(longer)["epochs"]] == list(range(1, EPOCHS + 3))
     assert Run.open(run).final == document(longer)["final"]
 

@@ -57,7 +57,7 @@ def test_everything_that_was_found_is_there() -> None:
         "Costs little here: .item() each step, at /far/away/train.py:41 (0.2 % of the step).",
         "1.0 % of the step is unattributed.",
         "Watching made a step 1.010 times as long",
-        "Watching ended before the script did: enough steps were seen.",
+        "Recording ended before the script: enough steps were recorded.",
         "Note: a note",
     ):
         assert said in text

@@ -67,18 +67,18 @@ def silence_loggers(*names: str) -> Iterator[None]:
     A logger whose level is below WARNING, as set by TORCH_LOGS, still prints its records.
     """
 
-    def heard(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         mine = any(f"{record.name}.".startswith(f"{name}.") for name in names)
         return not mine or logging.getLogger(record.name).getEffectiveLevel() < logging.WARNING
 
     handlers = _stream_handlers()
     for handler in handlers:
-        handler.addFilter(heard)
+        handler.addFilter(is_shown)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(heard)
+            handler.removeFilter(is_shown)
 
 
 def _stream_handlers() -> list[logging.Handler]:

@@ -361,7 +361,7 @@ def _endnotes(profile: Profile) -> Iterator[str]:
     if profile.trace:
         yield f"Trace of a few steps: {relative_place(profile.trace)} (open it in ui.perfetto.dev or chrome://tracing)."
     if profile.stopped:
-        ended = "Measuring ended early" if profile.stopped == CTRL_C else "Watching ended before the script did"
+        ended = "Measuring ended early" if profile.stopped == CTRL_C else "Recording ended before the script"
         yield f"{ended}: {profile.stopped}."
     if profile.exit_code:
         yield f"The script {_describe_exit(profile.exit_code)}."

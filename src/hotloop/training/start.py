@@ -63,9 +63,8 @@ def start_run(context: RunContext, run: Path | None = None, began: float | None 
         began: when `stop_after` begins to count, in seconds by `time.monotonic()`; default now.
     """
     began = time.monotonic() if began is None else began
-    context = replace(context, wanted=PlanRequest.with_auto_default(context.plan, context.axes))
-    context = replace(context, checkpoint_every=context.checkpoint_every or "auto")
-    plan = context.wanted.plan
+    wanted, every = PlanRequest.with_auto_default(context.plan, context.axes), context.checkpoint_every or "auto"
+    context, plan = replace(context, wanted=wanted, checkpoint_every=every), wanted.plan
     with join_ranks(plan, context.say, plan.ranks, context.rank_timeout) as ranks:
         context = context.on_rank(ranks.world.is_rank_zero)
         begun = ranks.begun() or (run if run is not None and ranks.cut_short_at(run) is not None else None)
@@ -180,7 +179,9 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
         say(f"{path} is finished already; --epochs with a larger number goes on with it")
         return handle, RunOutcome("finished", True, [], final)
     if task.schedule is not None and task.epochs != before.epochs:
-        say(f"the learning-rate schedule was laid out for {before.epochs} epochs: look at what it does after them")
+        say(
+            f"the learning-rate schedule was made for {before.epochs} epochs: check its values in the epochs after them"
+        )
     then = handle.record.versions
     if other := [
         f"{name} {then[name]} then, {now} now" for name, now in result_versions().items() if then.get(name, now) != now
@@ -325,7 +326,7 @@ def task_of_run(run: Run, task: Task | None = None, *, trust: bool = False, say:
     """Returns the Task of a run: `task`, the Task of this process, or that of the source in the folder.
 
     Args:
-        trust: run that source, whoever started the run.
+        trust: execute the source in the folder, also of a run that somebody else started.
     """
     task = task or run.task
     if task is None:

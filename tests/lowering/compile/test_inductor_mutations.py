@@ -119,8 +119,8 @@ def test_who_must_come_first_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_was_compiled_otherwise_is_not_taken_from_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     tags = []
-    for mended in (1, 2):
-        monkeypatch.setattr(inductor_patches, "INDUCTOR_PATCH_VERSION", mended)
+    for version in (1, 2):
+        monkeypatch.setattr(inductor_patches, "INDUCTOR_PATCH_VERSION", version)
         with inductor_patches.inductor_patches(torch.device("cpu")):
             tags.append(torch.compiler.config.cache_key_tag)
     assert len({*tags, torch.compiler.config.cache_key_tag}) == 3

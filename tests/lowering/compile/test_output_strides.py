@@ -181,5 +181,7 @@ def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
 @pytest.mark.usefixtures("unasked")
 def test_a_package_for_another_layout_is_seen_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""
-    monkeypatch.setattr(inductor_patches, "use_real_output_strides", nullcontext)  # which mends it, too
+    monkeypatch.setattr(
+        inductor_patches, "use_real_output_strides", nullcontext
+    )  # this patch corrects the strides, too
     assert prove(seeing(lambda: Patches(1e-3), seed=1), PACKAGE).parity == "broken"

@@ -109,7 +109,7 @@ def made(**fields: Any) -> Profile:
             ),
         ],
         trace="/far/away/trace.json",
-        stopped="enough steps were seen",
+        stopped="enough steps were recorded",
         notes=["a note"],
     )
     return Profile(**(given | fields))
