@@ -48,6 +48,7 @@ def test_it_is_checked(hotloop: Hotloop) -> None:
     assert done.document["parity"] in ("bitwise", "fp32-equivalent")
 
 
+@pytest.mark.more
 def test_its_layers_are_profiled(hotloop: Hotloop) -> None:
     done = hotloop("profile", "task.py", "--set", "engine=arrays", "--steps", "8", *CPU, "--json")
     assert done.code == 0, done.err

@@ -135,6 +135,7 @@ def test_in_fp64_all_comes_out_the_same_but_for_the_last_bits(
         assert {path: value for path, value in far.items() if value > 1e-10} == {}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("case", "plan"), COMPARED)
 def test_in_fp32_it_is_as_true_as_one_process(of_plan: Callable[[str], list[Any]], case: str, plan: str) -> None:
     truth = alone(case, "fp64")
