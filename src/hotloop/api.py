@@ -17,7 +17,7 @@ from hotloop.core.feasibility.forecast import PlanForecast
 from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import result_versions
-from hotloop.core.plan_request import PlanRequest
+from hotloop.core.plan_request import PlanRequest, plan_origin
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord
 from hotloop.core.reporter import Report
@@ -103,7 +103,8 @@ def fit(
             handle, ended = resume_run(context, path) if resume and path else start_run(context, path)
         finally:
             display.close()
-        for line in [] if isinstance(handle, FollowerRun) else training_summary(handle.path, handle.plan.brief(), ended.final):
+        brief = handle.plan.brief() + ("" if resume else plan_origin(plan, axes))
+        for line in [] if isinstance(handle, FollowerRun) else training_summary(handle.path, brief, ended.final):
             display.say(line)
         return handle
 
@@ -336,7 +337,9 @@ def summary(
         RunError: no run in the folder.
     """
     if not isinstance(task, Task | Run | str | Path):
-        raise TaskError(f"summary got {type_name(task)}", expected="a hotloop.Task, or a run", fix="see hotloop.Task's help")
+        raise TaskError(
+            f"summary got {type_name(task)}", expected="a hotloop.Task, or a run", fix="see hotloop.Task's help"
+        )
     owner = task if isinstance(task, Task) else task_of_run(_open_run(task), trust=trust, say=say)
     if batch_size is not None and batch_size < 1:
         raise TaskError(f"batch_size is {batch_size}", expected="1 or more")

@@ -157,7 +157,9 @@ def test_shared_repeated_frozen_and_unused_layers_are_marked() -> None:
     assert by_name["blocks"].notes == []  # a list of layers is never called itself
     assert (by_name["blocks.0"].calls, by_name["blocks.0"].flops) == (3, 3 * 2 * 8 * 4 * 4)
     model = Odd()
-    assert summary.parameters == sum(row.parameters for row in summary.rows) == sum(p.numel() for p in model.parameters())
+    assert (
+        summary.parameters == sum(row.parameters for row in summary.rows) == sum(p.numel() for p in model.parameters())
+    )
     assert summary.frozen == 20
     unused = 4 * 7 + 7
     assert summary.memory.gradients == F32 * (summary.trainable - unused)

@@ -40,7 +40,20 @@ PLUGINS = ("cli", "arrays", "explainer/layers", "lowering/rewrites", "profiler/d
 """Folders of files that are alike, one for each command, layer, rewrite, detector or page: they may have any number of files."""
 
 PUBLIC_FUNCTIONS = frozenset(
-    ("check", "devices", "evaluate", "explain", "export", "plan", "predict", "profile", "race", "summary", "train", "tune")
+    (
+        "check",
+        "devices",
+        "evaluate",
+        "explain",
+        "export",
+        "plan",
+        "predict",
+        "profile",
+        "race",
+        "summary",
+        "train",
+        "tune",
+    )
 )
 """Nouns of commands: the command, the entry of its package, its record and its page share a noun."""
 

@@ -14,7 +14,20 @@ import typer
 from hotloop.cli.options import run_app
 
 # in the order of the help
-COMMANDS = ("devices", "train", "plan", "race", "check", "tune", "profile", "summary", "explain", "evaluate", "predict", "export")
+COMMANDS = (
+    "devices",
+    "train",
+    "plan",
+    "race",
+    "check",
+    "tune",
+    "profile",
+    "summary",
+    "explain",
+    "evaluate",
+    "predict",
+    "export",
+)
 
 # \b: no line wrapping in the paragraph
 HELP = """\

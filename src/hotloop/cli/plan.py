@@ -29,15 +29,31 @@ def plan(
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     settings: SetOption = None,
     device: DeviceOption = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show every axis of the plan, also those without an effect here.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the plan that --plan auto would choose here, and plans that can't run, with reasons.
 
     \b
     hotloop plan examples/fashion.py
-    hotloop plan examples/fashion.py --set residency=host     with an axis set, as in hotloop train
+    hotloop plan examples/fashion.py --set residency=host    with an axis set, as in hotloop train
+    hotloop plan examples/fashion.py --epochs 100            a longer run may compile
+    hotloop plan examples/fashion.py --all                   every axis of the plan
 
-    Earlier results of hotloop race and hotloop tune count, as in hotloop train. Nothing is trained or measured.
+    \b
+    Which plan does a run use?
+    option       starts from              compiles     races               proves
+    (none)       remembered, else rules   no           nothing             nothing
+    --plan auto  remembered, else rules   if it pays   compiled plans      the fastest compiled plan
+    --tune       remembered, else search  if it pays   changes of axes     the fastest plan
+
+    `remembered` is the fastest plan that an earlier race proved equal, for this Task, machine and versions; a
+    remembered plan runs at once, compiled or not. `rules` is the choice by facts of Task and machine, without a
+    measurement. `if it pays`: if the run is long enough to win back the time of compiling and proving.
+
+    Nothing is trained or measured. The lines after `as a file` can be saved, changed, and given to --plan.
     """
     given = parse_pairs(param or [])
     axes = axes_of_options(settings, device=device)
@@ -54,4 +70,4 @@ def plan(
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json):
         forecast = api.plan_loaded_task(load_task(task, given), wanted, overrides, say)
-    print_result(as_json, plan_document(forecast), lambda: plan_page(forecast))
+    print_result(as_json, plan_document(forecast), lambda: plan_page(forecast, axes, has_all_axes=show_all))

@@ -28,7 +28,8 @@ def summary(
     param: ParamOption = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in the batch, instead of the Task's.")] = None,
     depth: Annotated[
-        int | None, typer.Option(help="Levels of the tree; deeper layers are added to the layer above.", show_default="all")
+        int | None,
+        typer.Option(help="Levels of the tree; deeper layers are added to the layer above.", show_default="all"),
     ] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,

@@ -106,8 +106,17 @@ def train(
     hotloop train examples/fashion.py --ranks 2             two processes share each batch
     hotloop train examples/fashion.py --ranks 2 --set workforce=ray    the same, where Ray places them
 
-    The default plan is the stored result of hotloop tune, else the choice of auto's rules, without compiling.
-    hotloop plan shows both.
+    \b
+    Which plan does a run use?
+    option       starts from              compiles     races               proves
+    (none)       remembered, else rules   no           nothing             nothing
+    --plan auto  remembered, else rules   if it pays   compiled plans      the fastest compiled plan
+    --tune       remembered, else search  if it pays   changes of axes     the fastest plan
+
+    `remembered` is the fastest plan that an earlier race proved equal, for this Task, machine and versions; a
+    remembered plan runs at once, compiled or not. `rules` is the choice by facts of Task and machine, without a
+    measurement. `if it pays`: if the run is long enough to win back the time of compiling and proving.
+    With --set alone a run uses the baseline with these axes. hotloop plan shows the choice.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
@@ -128,7 +137,7 @@ def train(
             split_reference(task)[0]
         )  # reports a wrong path before the import of torch, which takes seconds
 
-    from hotloop.core.plan_request import PlanRequest
+    from hotloop.core.plan_request import PlanRequest, plan_origin
 
     wanted = PlanRequest.from_value(plan, axes)  # reports a wrong plan before the import of torch
     if is_data_parallel_default(ranks, wanted.plan) and (
@@ -186,7 +195,8 @@ def train(
             display.close()
     if isinstance(handle, FollowerRun):
         return  # rank 0 prints the result
-    for line in summary(handle.path, handle.plan.brief(), ended.final):
+    origin = "" if resume is not None else " (--tune)" if tune else plan_origin(plan, axes)
+    for line in summary(handle.path, handle.plan.brief() + origin, ended.final):
         display.say(line)
     if as_json:
         print_json(
