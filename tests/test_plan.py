@@ -46,12 +46,11 @@ PLANS = st.fixed_dictionaries(
 
 @given(PLANS)
 def test_toml_keeps_every_axis(plan: Plan) -> None:
-    assert Plan.from_toml(plan.to_toml()) == plan
+    assert Plan.from_toml(plan.to_toml()) == Plan.from_toml(plan.to_toml(plan.relevant_axes())) == plan
 
 
 @given(PLANS)
 def test_toml_names_every_axis_so_that_another_default_later_changes_nothing(plan: Plan) -> None:
-    assert Plan.from_toml(plan.to_toml(plan.relevant_axes())) == plan
     assert tomllib.loads(plan.to_toml()) == {name: v for name, v in plan.model_dump().items() if v is not None}
 
 

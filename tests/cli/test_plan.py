@@ -69,9 +69,9 @@ def test_train_runs_the_plan_asked_for(name: str, task: Path, hotloop: Hotloop) 
     [start] = [event for event in Run.open(Path("run")).journal() if event["event"] == "start"]
     assert start["plan"] == Plan(**plan).brief()
     assert ("auto: " in done.err) == ("auto" in args)
-    origin = {"nothing said": " (default)", "an axis by two names": "", "auto": " (--plan auto)"}
-    named = origin.get(name, " (--plan auto)" if "auto" in args else "")
-    assert f"plan: {Plan(**plan).brief()}{named}   learning curves" in done.err
+    by_default = name in ("nothing said", "an axis by two names")
+    origin = " (default)" if by_default else " (--plan auto)" if "auto" in args else ""
+    assert f"plan: {Plan(**plan).brief()}{origin}   learning curves" in done.err
 
 
 def test_a_resumed_run_changes_its_plan_from_there_on(task: Path, hotloop: Hotloop) -> None:

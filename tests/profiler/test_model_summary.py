@@ -223,7 +223,7 @@ def test_the_callers_generator_stays() -> None:
 
 
 def test_what_is_no_task_is_an_error() -> None:
-    with pytest.raises(hotloop.HotloopError, match=r"summary got Linear; expected a hotloop\.Task, or a run"):
+    with pytest.raises(hotloop.HotloopError, match=r"summary got a Linear; expected a hotloop\.Task, or a run"):
         hotloop.summary(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(hotloop.HotloopError, match="batch_size is 0; expected 1 or more"):
         hotloop.summary(task_of(perceptron, torch.randn(20, 4)), batch_size=0)
