@@ -253,7 +253,9 @@ def test_plan_shows_a_file_of_the_axes_that_matter(task: Path, hotloop: Hotloop)
 
 def test_the_file_that_plan_shows_is_a_plan_for_train(task: Path, hotloop: Hotloop) -> None:
     shown = hotloop("plan", task, *CPU).err.partition("--all shows them):\n")[2]
-    Path("mine.toml").write_text("\n".join(line for line in shown.splitlines() if line.startswith("  ")).replace("  ", ""))
+    Path("mine.toml").write_text(
+        "\n".join(line for line in shown.splitlines() if line.startswith("  ")).replace("  ", "")
+    )
     done = hotloop("train", task, "--run", "run", "--plan", "mine.toml", "--json")
     assert done.document["plan"] == BY_RULES.model_dump()
     assert 'pipeline = "1f1b"' in Path("run/plan.toml").read_text()  # a resume reads every axis

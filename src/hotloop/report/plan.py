@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 _REMEMBERED = "remembered as the fastest that is proven equal"
 
 
-def plan_page(
-    forecast: PlanForecast, requested: Collection[str] = (), *, has_all_axes: bool = False
-) -> RenderableType:
+def plan_page(forecast: PlanForecast, requested: Collection[str] = (), *, has_all_axes: bool = False) -> RenderableType:
     """Returns the plan with its reasons, its file, tried, skipped and open plans, and the infeasible values.
 
     Args:
@@ -53,7 +51,11 @@ def _plan_file(forecast: PlanForecast, requested: Collection[str], has_all_axes:
     """Yields the plan as a file for `--plan FILE`."""
     plan = forecast.plan
     axes = None if has_all_axes else plan.relevant_axes(requested)
-    yield "as a file for --plan FILE" + ("" if has_all_axes else " (the other axes are the baseline's; --all shows them)") + ":"
+    yield (
+        "as a file for --plan FILE"
+        + ("" if has_all_axes else " (the other axes are the baseline's; --all shows them)")
+        + ":"
+    )
     yield from (f"  {line}" for line in plan.to_toml(axes).splitlines())
 
 
