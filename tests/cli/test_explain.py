@@ -52,8 +52,8 @@ def test_in_words(hotloop: Hotloop) -> None:
 def test_the_page_as_a_file(hotloop: Hotloop, tmp_path: Path) -> None:
     assert hotloop("explain", "task.py", "--html", "page.html").code == 0
     assert "The backward pass of a linear layer" in (tmp_path / "page.html").read_text()
-    done = hotloop("explain", "task.py", "--html", "nowhere/page.html", "--json")
-    assert done.code == 1 and "nowhere/page.html" in done.err and Explanation(**done.document).layers
+    done = hotloop("explain", "task.py", "--html", "task.py/page.html", "--json")
+    assert done.code == 1 and "task.py/page.html" in done.err and Explanation(**done.document).layers
 
 
 def test_a_frozen_weight_has_no_gradient(hotloop: Hotloop, tmp_path: Path) -> None:

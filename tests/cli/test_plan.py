@@ -318,7 +318,7 @@ def test_plan_counts_what_was_found_before(
     found_before(task, plan, ratio)
     done, document = hotloop("plan", task, *CPU), hotloop("plan", task, *CPU, "--json").document
     if ratio > 1:
-        assert "auto runs: threads=1, remembered as the fastest" in done.err
+        assert "auto runs: threads=1, stored as the fastest" in done.err
         assert f"without that it would run: {BY_RULES.brief()}" in done.err
     else:
         assert f"auto runs: {Plan(**KEPT).brief()}\n" in done.err

@@ -44,14 +44,16 @@ def plan(
 
     \b
     Which plan does a run use?
-    option       starts from              compiles     races               proves
-    (none)       remembered, else rules   no           nothing             nothing
-    --plan auto  remembered, else rules   if it pays   compiled plans      the fastest compiled plan
-    --tune       remembered, else search  if it pays   changes of axes     the fastest plan
+    option       plan                        compiles           searches first    proven
+    (none)       stored result, else rules   a stored plan only no                a stored plan
+    --plan auto  stored result, else rules,  if compiling saves compiles, races,  a stored or a
+                 or a compiled plan          twice its cost     and proves then   compiled plan
+    --tune       stored result,              if the search      yes, unless a     a stored plan,
+                 else winner of a search     expects a gain     result is stored  the winner
 
-    `remembered` is the fastest plan that an earlier race proved equal, for this Task, machine and versions; a
-    remembered plan runs at once, compiled or not. `rules` is the choice by facts of Task and machine, without a
-    measurement. `if it pays`: if the run is long enough to win back the time of compiling and proving.
+    A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
+    these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:
+    hotloop check proves it. A search without a winner leaves the baseline, or the rules if too little was measured.
 
     Nothing is trained or measured. The lines after `as a file` can be saved, changed, and given to --plan.
     """

@@ -18,7 +18,7 @@ def linear_example() -> LinearExample:
     by_autograd = torch.autograd.grad(loss, (x, w, b))
     with torch.no_grad():
         dz = (z - t) / len(x)
-        outer = dz[:, :, None] * x[:, None, :]
+        outer = dz[:, :, None] * x[:, None, :] + 0.0  # 0.0 in place of -0.0
         by_equations = (dz @ w, dz.T @ x, dz.sum(0))
         pairs = zip(by_equations, by_autograd, strict=True)
         difference = max(float((one - other).abs().max()) for one, other in pairs)

@@ -194,6 +194,8 @@ class _FlopCounter(ReadOnlyDispatchMode):
         if name in matmul_cost.FORMULAS:
             shapes = [_shapes(value) for value in args]
             arguments = [None if isinstance(value, Tensor) else value for value in args]
+            if name == "convolution_backward":  # the bias's gradient is a sum, not a product
+                arguments[-1] = [*arguments[-1][:2], False]
             cost = count_operator(name, shapes, [_dtype(value) for value in args], arguments)
             self._add(cost.flops if cost else 0.0)
         return function(*args, **(kwargs or {}))

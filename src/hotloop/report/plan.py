@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hotloop.core.feasibility.forecast import PlanForecast, RankedPlan
 
 
-_REMEMBERED = "remembered as the fastest that is proven equal"
+_STORED = "stored as the fastest that is proven equal"
 
 
 def plan_page(forecast: PlanForecast, requested: Collection[str] = (), *, has_all_axes: bool = False) -> RenderableType:
@@ -30,7 +30,7 @@ def plan_page(forecast: PlanForecast, requested: Collection[str] = (), *, has_al
     choice, first = forecast.choice, "auto runs"
     lines = []
     if forecast.remembered is not None:
-        lines.append(f"auto runs: {forecast.remembered.brief()}, {_REMEMBERED}")
+        lines.append(f"auto runs: {forecast.remembered.brief()}, {_STORED}")
         first = "without that it would run"
     lines += [f"{first}: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
     if forecast.compiled:
@@ -83,7 +83,7 @@ def plan_document(forecast: PlanForecast) -> dict[str, Any]:
     remembered, choice = forecast.remembered, forecast.choice
     return {
         "plan": (remembered or choice.plan).model_dump(),
-        "why": list(choice.why) if remembered is None else [_REMEMBERED],
+        "why": list(choice.why) if remembered is None else [_STORED],
         "remembered": remembered is not None,
         "compiled": [one.plan.model_dump() for one in forecast.compiled] if remembered is None else [],
         "compiled_why": [list(one.why) for one in forecast.compiled] if remembered is None else [],
