@@ -183,9 +183,18 @@ def test_shared_repeated_frozen_and_unused_layers_are_marked() -> None:
     assert "0 (Linear), not called" in text
 
 
+def test_a_packed_sequence_shows_no_indices() -> None:
+    class Packed(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), 5), batch_first=True)
+            return self.head(self.cell(packed)[1][0][0])
+
+    assert rows(hotloop.summary(task_of(Packed, torch.randn(20, 5, 4))))["cell"].output == [[40, 6], [1, 8, 6], [1, 8, 6]]
+
+
 def test_a_layer_whose_parameters_another_module_uses() -> None:
     row = rows(hotloop.summary(task_of(Attention, torch.randn(20, 5, 8))))["attention.out_proj"]
-    assert row.calls == 0 and row.notes == ["not called: another module uses its parameters"]
+    assert row.calls == 0 and row.notes == ["not called, but its parameters are used"]
 
 
 def test_folding_adds_deeper_layers_to_the_layer_above() -> None:

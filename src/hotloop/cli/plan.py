@@ -44,12 +44,12 @@ def plan(
 
     \b
     Which plan does a run use?
-    option       plan                        compiles           searches first    proven
-    (none)       stored result, else rules   a stored plan only no                a stored plan
-    --plan auto  stored result, else rules,  if compiling saves compiles, races,  a stored or a
-                 or a compiled plan          twice its cost     and proves then   compiled plan
-    --tune       stored result,              if the search      yes, unless a     a stored plan,
-                 else winner of a search     expects a gain     result is stored  the winner
+    option       plan                       compiles            searches first    proven
+    (none)       stored result, else rules  only a stored plan  no                a stored plan
+    --plan auto  stored result, else rules  if compiling saves  only then:        a stored or a
+                 or a compiled plan         twice its cost      races and proves  compiled plan
+    --tune       stored result, else the    if the search       yes, unless a     a stored plan,
+                 winner of a search         expects a gain      result is stored  the winner
 
     A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
     these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:

@@ -102,7 +102,7 @@ def _rows(model: nn.Module, observer: _StepObserver) -> Iterator[ModuleRow]:
         seen = observer.modules[id(module)]
         if not any(observer.modules[id(inner)].calls for inner in module.modules()):
             is_used = any(id(value) in observer.reached for value in module.parameters())
-            notes.append("not called: another module uses its parameters" if is_used else "not called")
+            notes.append("not called, but its parameters are used" if is_used else "not called")
         yield row.model_copy(
             update={
                 "output": seen.output,
@@ -175,7 +175,9 @@ class _StepObserver:
             return
         seen.calls += 1
         if not seen.output:
-            seen.output = [list(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            floating = [tensor for tensor in tensors if tensor.is_floating_point()]  # no indices of a packed sequence
+            seen.output = [list(tensor.shape) for tensor in floating or tensors]
 
     def _note_gradient(self, key: int, gradient: Tensor) -> None:
         self.reached.add(key)

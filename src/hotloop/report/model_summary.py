@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -40,7 +41,7 @@ def _table(rows: list[ModuleRow]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            Text("  " * row.depth + _label(row)),
+            Padding(Text(_label(row)), (0, 0, 0, 2 * row.depth)),
             ", ".join(map(format_shape, row.output)),
             f"{row.parameters:,}" if row.parameters else "",
             format_flops(row.flops) if row.flops else "",
