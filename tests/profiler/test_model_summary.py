@@ -189,7 +189,11 @@ def test_a_packed_sequence_shows_no_indices() -> None:
             packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), 5), batch_first=True)
             return self.head(self.cell(packed)[1][0][0])
 
-    assert rows(hotloop.summary(task_of(Packed, torch.randn(20, 5, 4))))["cell"].output == [[40, 6], [1, 8, 6], [1, 8, 6]]
+    assert rows(hotloop.summary(task_of(Packed, torch.randn(20, 5, 4))))["cell"].output == [
+        [40, 6],
+        [1, 8, 6],
+        [1, 8, 6],
+    ]
 
 
 def test_a_layer_whose_parameters_another_module_uses() -> None:

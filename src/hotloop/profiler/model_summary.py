@@ -195,7 +195,7 @@ class _FlopCounter(ReadOnlyDispatchMode):
         name = function.overloadpacket.__name__ if hasattr(function, "overloadpacket") else ""
         if name in matmul_cost.FORMULAS:
             shapes = [_shapes(value) for value in args]
-            arguments = [None if isinstance(value, Tensor) else value for value in args]
+            arguments: list[Any] = [None if isinstance(value, Tensor) else value for value in args]
             if name == "convolution_backward":  # the bias's gradient is a sum, not a product
                 arguments[-1] = [*arguments[-1][:2], False]
             cost = count_operator(name, shapes, [_dtype(value) for value in args], arguments)

@@ -23,7 +23,7 @@ class PrintableSummary(ModelSummary):
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=_PRINTED_WIDTH, color_system=None)
         console.print(summary_page(self))
-        return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined,no-any-return]
+        return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
 
 
 def summary_page(summary: ModelSummary, depth: int | None = None) -> RenderableType:
