@@ -17,7 +17,7 @@ from hotloop.core.feasibility.forecast import PlanForecast
 from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import result_versions
-from hotloop.core.plan_request import PlanRequest
+from hotloop.core.plan_request import PlanRequest, plan_origin
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord
 from hotloop.core.reporter import Report
@@ -32,7 +32,10 @@ from hotloop.inference.predict import Progress, WeightsChoice, choose_weights, t
 from hotloop.inference.predict import predict as predict_arrays
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.report.progress import TrainingDisplay, summary
+from hotloop.profiler.model_summary import summarize_model
+from hotloop.report.model_summary import PrintableSummary
+from hotloop.report.progress import TrainingDisplay
+from hotloop.report.progress import summary as training_summary
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
 from hotloop.training.run import FollowerRun, Run
@@ -100,7 +103,8 @@ def fit(
             handle, ended = resume_run(context, path) if resume and path else start_run(context, path)
         finally:
             display.close()
-        for line in [] if isinstance(handle, FollowerRun) else summary(handle.path, handle.plan.brief(), ended.final):
+        brief = handle.plan.brief() + ("" if resume else plan_origin(plan, axes))
+        for line in [] if isinstance(handle, FollowerRun) else training_summary(handle.path, brief, ended.final):
             display.say(line)
         return handle
 
@@ -310,6 +314,36 @@ def export(
     model = trained_model(owner, chosen.state, torch.device("cpu"))
     options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, inputs=inputs, versions=result_versions())
     return export_weights(owner, model, chosen, Path(to), run=str(handle.path), **options)
+
+
+def summary(
+    task: Task | Run | str | Path,
+    *,
+    batch_size: int | None = None,
+    trust: bool = False,
+    say: Report = warnings.warn,
+) -> PrintableSummary:
+    """Returns the layers of a Task's model with output shapes, parameters, FLOPs and memory; `print` shows a table.
+
+    One training step of a new model runs on the CPU.
+
+    Args:
+        task: a Task; or a run, or its folder.
+        batch_size: samples in the batch; default the Task's.
+        trust, say: see `load_model`, for a run's folder.
+
+    Raises:
+        TaskError, DataError: the Task can't be trained.
+        RunError: no run in the folder.
+    """
+    if not isinstance(task, Task | Run | str | Path):
+        raise TaskError(
+            f"summary got {type_name(task)}", expected="a hotloop.Task, or a run", fix="see hotloop.Task's help"
+        )
+    owner = task if isinstance(task, Task) else task_of_run(_open_run(task), trust=trust, say=say)
+    if batch_size is not None and batch_size < 1:
+        raise TaskError(f"batch_size is {batch_size}", expected="1 or more")
+    return summarize_model(owner, batch_size)
 
 
 def _open_run(run: Run | str | Path) -> Run:

@@ -69,6 +69,9 @@ def test_train_runs_the_plan_asked_for(name: str, task: Path, hotloop: Hotloop) 
     [start] = [event for event in Run.open(Path("run")).journal() if event["event"] == "start"]
     assert start["plan"] == Plan(**plan).brief()
     assert ("auto: " in done.err) == ("auto" in args)
+    by_default = name in ("nothing said", "an axis by two names")
+    origin = " (default)" if by_default else " (--plan auto)" if "auto" in args else ""
+    assert f"plan: {Plan(**plan).brief()}{origin}   learning curves" in done.err
 
 
 def test_a_resumed_run_changes_its_plan_from_there_on(task: Path, hotloop: Hotloop) -> None:
@@ -234,6 +237,30 @@ def test_plan_shows_it_to_a_person(task: Path, hotloop: Hotloop) -> None:
     assert "graphs=step" in done.err and "Can't be run here" in done.err
 
 
+def test_plan_shows_a_file_of_the_axes_that_matter(task: Path, hotloop: Hotloop) -> None:
+    def file_in(*args: str) -> dict[str, Any]:
+        lines = hotloop("plan", task, *CPU, *args).err.partition("as a file for --plan FILE")[2].splitlines()[1:]
+        own = [line.strip() for line in lines if line.startswith("  ") and " = " in line]
+        return tomllib.loads("\n".join(own))
+
+    assert file_in() == {"device": "cpu", **FUSED}
+    assert file_in("--set", "precision=default") == {"device": "cpu", "precision": "default", **FUSED}
+    every = file_in("--all")
+    assert every == {axis: value for axis, value in BY_RULES.model_dump().items() if value is not None}
+    assert every["pipeline"] == "1f1b" and "pipeline" not in file_in()
+    assert hotloop("plan", task, *CPU, "--json").document["plan"] == BY_RULES.model_dump()
+
+
+def test_the_file_that_plan_shows_is_a_plan_for_train(task: Path, hotloop: Hotloop) -> None:
+    shown = hotloop("plan", task, *CPU).err.partition("--all shows them):\n")[2]
+    Path("mine.toml").write_text(
+        "\n".join(line for line in shown.splitlines() if line.startswith("  ")).replace("  ", "")
+    )
+    done = hotloop("train", task, "--run", "run", "--plan", "mine.toml", "--json")
+    assert done.document["plan"] == BY_RULES.model_dump()
+    assert 'pipeline = "1f1b"' in Path("run/plan.toml").read_text()  # a resume reads every axis
+
+
 def test_plan_says_what_only_training_finds_out(tmp_path: Path, hotloop: Hotloop) -> None:
     """A data set that is random looks like any other before it is asked: plan says so, and train then passes it over."""
     Path("task.py").write_text(SMALL + RANDOM)
@@ -291,7 +318,7 @@ def test_plan_counts_what_was_found_before(
     found_before(task, plan, ratio)
     done, document = hotloop("plan", task, *CPU), hotloop("plan", task, *CPU, "--json").document
     if ratio > 1:
-        assert "auto runs: threads=1, remembered as the fastest" in done.err
+        assert "auto runs: threads=1, stored as the fastest" in done.err
         assert f"without that it would run: {BY_RULES.brief()}" in done.err
     else:
         assert f"auto runs: {Plan(**KEPT).brief()}\n" in done.err

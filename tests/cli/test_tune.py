@@ -87,7 +87,7 @@ def test_what_it_finds_is_what_training_takes(hotloop: Hotloop, tmp_path: Path) 
     assert winner.plan["threads"] == 1  # as it was set
 
     said = hotloop("train", "task.py", *CPU, "--run", "remembered")
-    assert "remembered as the fastest" in said.err
+    assert "stored as the fastest" in said.err
     assert plan_of(tmp_path / "remembered") == plan_of_timing(winner.plan)
 
     said = hotloop("train", "task.py", *CPU, "--run", "again", "--tune")

@@ -96,6 +96,7 @@ ORDER = (
     "profiler/rank_profiles",
     "profiler/script_child",
     "profiler/summary",
+    "profiler/model_summary",
     "profiler/script",
     "profiler/task_profile",
     "profiler/profile",

@@ -37,6 +37,7 @@ PUBLIC = {
         "predict",
         "profile",
         "race",
+        "summary",
         "tune",
     ],
     "hotloop.arrays": [

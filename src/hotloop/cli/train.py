@@ -106,8 +106,19 @@ def train(
     hotloop train examples/fashion.py --ranks 2             two processes share each batch
     hotloop train examples/fashion.py --ranks 2 --set workforce=ray    the same, where Ray places them
 
-    The default plan is the stored result of hotloop tune, else the choice of auto's rules, without compiling.
-    hotloop plan shows both.
+    \b
+    Which plan does a run use?
+    option       plan                       compiles            searches first    proven
+    (none)       stored result, else rules  only a stored plan  no                a stored plan
+    --plan auto  stored result, else rules  if compiling saves  only then:        a stored or a
+                 or a compiled plan         twice its cost      races and proves  compiled plan
+    --tune       stored result, else the    if the search       yes, unless a     a stored plan,
+                 winner of a search         expects a gain      result is stored  the winner
+
+    A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
+    these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:
+    hotloop check proves it. A search without a winner leaves the baseline, or the rules if too little was measured.
+    With --set alone a run uses the baseline with these axes. hotloop plan shows the choice.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
@@ -128,7 +139,7 @@ def train(
             split_reference(task)[0]
         )  # reports a wrong path before the import of torch, which takes seconds
 
-    from hotloop.core.plan_request import PlanRequest
+    from hotloop.core.plan_request import PlanRequest, plan_origin
 
     wanted = PlanRequest.from_value(plan, axes)  # reports a wrong plan before the import of torch
     if is_data_parallel_default(ranks, wanted.plan) and (
@@ -186,7 +197,8 @@ def train(
             display.close()
     if isinstance(handle, FollowerRun):
         return  # rank 0 prints the result
-    for line in summary(handle.path, handle.plan.brief(), ended.final):
+    origin = "" if resume is not None else " (--tune)" if tune else plan_origin(plan, axes)
+    for line in summary(handle.path, handle.plan.brief() + origin, ended.final):
         display.say(line)
     if as_json:
         print_json(

@@ -203,7 +203,7 @@ def cached_or_tuned_plan(
     facts = facts_with_fingerprint(loaded)
     plan = cached_best_plan(loaded, wanted, say, facts)
     if plan is not None:
-        return plan, f"tune: {plan.brief()}, remembered as the fastest that is proven equal"
+        return plan, f"tune: {plan.brief()}, stored as the fastest that is proven equal"
     if loaded.record is not None and (before := _earlier_failed_search(facts, wanted)) is not None:
         return _plan_without_result(
             wanted, before.left_open, "an earlier search found nothing proven equal that is faster"
