@@ -27,6 +27,10 @@ COMMANDS = (
     "evaluate",
     "predict",
     "export",
+    "report",
+    "list",
+    "compare",
+    "watch",
 )
 
 # \b: no line wrapping in the paragraph
@@ -50,6 +54,10 @@ You write what to train as a Task in a Python file; hotloop decides how to run t
   hotloop evaluate runs/first                   its metrics on the test data
   hotloop predict runs/first images.npy         the trained network's output for new inputs
   hotloop export runs/first --to model.onnx     the network for use elsewhere
+  hotloop report runs/first                     everything about a run as one HTML file
+  hotloop list runs                             runs with state, best figure, plan and time
+  hotloop compare runs/first runs/second        what differs in settings and figures
+  hotloop watch runs                            a page that updates while runs train
 
 `hotloop COMMAND --help` explains a command. With --json a command prints one JSON document on stdout.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,10 +83,11 @@ def evaluate(
 def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
     from hotloop.core.files.atomic_files import write_atomic
     from hotloop.report.confusion import write_confusion
-    from hotloop.report.mistakes import write_mistakes
+    from hotloop.report.mistakes import mistake_pictures, write_mistakes
 
     files = {"evaluation": folder / "evaluation.json"}
     write_atomic(files["evaluation"], found.model_dump_json(indent=2))
+    write_atomic(folder / "pictures.json", json.dumps(mistake_pictures(found)))
     if found.confusion:
         files["confusion"] = folder / "confusion.html"
         write_confusion(found, files["confusion"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from hotloop.core.callback import Callback
     from hotloop.plan import Plan
     from hotloop.report.progress import TrainingDisplay
     from hotloop.task_file import LoadedTask
@@ -90,6 +91,13 @@ def train(
             help="auto (at most 1 % of the time), a number of steps, or a time such as 5m.", show_default="auto"
         ),
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve a page on this machine that updates while training goes on.")
+    ] = False,
+    host: Annotated[
+        str | None, typer.Option(help="With --watch: the address to serve on.", show_default="127.0.0.1")
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="With --watch: open the page in a browser.")] = False,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -128,6 +136,8 @@ def train(
         raise typer.BadParameter("--run and --param are for a new run; --resume keeps those of the run")
     if tune and (resume is not None or plan not in (None, "auto")):
         raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
+    if (host is not None or open_page) and not watch:
+        raise typer.BadParameter("--host and --open are for the page of --watch")
     if trust and resume is None:
         raise typer.BadParameter("--trust is for the code in a run's folder: give it with --resume")
     given = parse_pairs(param or [])
@@ -175,7 +185,7 @@ def train(
         checkpoint_every=checkpoint_every,
         rank_timeout=rank_timeout,
         trust=trust,
-        callbacks=[display],
+        callbacks=[display, *_live_page(watch, host, open_page, display)],
         reporter=display.reporter,
     )
     with stdout_for(as_json):
@@ -212,6 +222,14 @@ def train(
         )
     if ended.reason in signal.Signals.__members__:
         raise typer.Exit(128 + signal.Signals[ended.reason])
+
+
+def _live_page(is_asked: bool, host: str | None, opens: bool, display: TrainingDisplay) -> list[Callback]:
+    if not is_asked:
+        return []
+    from hotloop.training.live_page import LivePage
+
+    return [LivePage(display.say, host=host or "127.0.0.1", opens=opens)]
 
 
 def _has_single_process_plan(run: Path) -> bool:

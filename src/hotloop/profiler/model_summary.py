@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
-from hotloop.core.records.model_summary import ModelMemory, ModuleRow
+from hotloop.core.random.rng import preserve_generators
+from hotloop.core.records.model_summary import ModelLayers, ModelMemory, ModuleRow
 from hotloop.core.state import tree_leaves as named_leaves
 from hotloop.core.task_parts.named_optimizers import describe_optimizer
-from hotloop.data.batch_tree import tree_tensors
+from hotloop.data.batch_tree import batch_inputs, tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.errors import call_user_code
 from hotloop.lowering.build import lower
@@ -46,6 +49,36 @@ def summarize_model(task: Task, batch_size: int | None = None) -> PrintableSumma
         with observer.observe():
             call_user_code("a training step", program.step, batch)
         return _summary(task, program, observer, batch)
+
+
+_LAYERS_SAMPLES = 2
+
+_MAX_LAYERS_PARAMETERS = 100_000_000
+"""Larger models aren't copied for their layers."""
+
+
+def model_layers(task: Task, model: nn.Module) -> ModelLayers | None:
+    """Returns the layers of a model from a forward pass of a copy with two samples; None for models that are too large.
+
+    The pass costs less than a training step. The model and all generators keep their states.
+    """
+    if count_parameters(model)[0] > _MAX_LAYERS_PARAMETERS:
+        return None
+    with preserve_generators(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if task.loss is None:
+                raise TypeError("the Task has a step of its own")
+            copied = copy.deepcopy(model).cpu().eval()
+            inputs = batch_inputs(first_batch(task.roles, _LAYERS_SAMPLES))
+            observer = _StepObserver(copied, inputs)
+            with observer.observe():
+                copied(*inputs) if isinstance(inputs, tuple) else copied(inputs)
+            return ModelLayers(samples=_LAYERS_SAMPLES, rows=list(_rows(copied, observer)), notes=observer.notes)
+        except Exception as error:  # missing figures are no reason to end a training
+            note = f"shapes and FLOPs are missing, since a copy can't be called ({type(error).__name__})"
+        rows = [row.model_copy(update={"notes": []}) for row in _rows(model, _StepObserver(model, ()))]
+        return ModelLayers(samples=_LAYERS_SAMPLES, rows=rows, notes=[note])
 
 
 def _summary(task: Task, program: Program, observer: _StepObserver, batch: Any) -> PrintableSummary:

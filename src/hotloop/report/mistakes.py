@@ -67,6 +67,11 @@ def _png(picture: Picture) -> str:
     return str(shown.data[0].source)
 
 
+def mistake_pictures(evaluation: Evaluation) -> dict[int, str]:
+    """Returns the images of mistakes as data addresses, by the sample's index."""
+    return {one.index: _png(one.picture) for one in evaluation.mistakes if one.picture is not None}
+
+
 def _table(evaluation: Evaluation) -> go.Figure:
     names = [escape(name) for name in evaluation.classes]
     found = evaluation.mistakes

@@ -58,6 +58,10 @@ class EarlyStopping:
         falls = goal == "min" if goal else any(word in figure for word in _MINIMIZED)
         return cls(figure, falls, **rules)  # type: ignore[arg-type]
 
+    def monitor(self) -> dict[str, str]:
+        """Returns the metric and its goal as fields of the journal."""
+        return {"monitor": self.figure, "goal": "min" if self.is_minimized else "max"}
+
     def value(self, record: EpochRecord) -> float:
         """Returns the metric of an epoch.
 

@@ -104,7 +104,7 @@ class _TrainingLoop:
         if resume:
             self._restore_checkpoint()
         else:
-            self.run.log("start", step=0, plan=self.run.plan.brief())
+            self.run.log_start("start", step=0, **self.stopping.monitor())
         self.program.check_exactness()
         self.run.note_all_inexact(self.program.inexact, self.say)
         self._check_storable()
@@ -130,9 +130,9 @@ class _TrainingLoop:
             self.say("no checkpoint yet: starting from the beginning")
         if found is not None and self.program.parts.splits.order is None:
             self.say("the data has an order of its own: what was seen is skipped, and the result may come out another")
-        step, plan = self.program.position.step, self.run.plan.brief()
-        repeated = max(0, self.run.reached() - step)
-        self.run.log("resume", step=step, plan=plan, file=path.name if found else None, repeated_at_most=repeated)
+        step, file = self.program.position.step, path.name if found else None
+        repeated, monitor = max(0, self.run.reached() - step), self.stopping.monitor()
+        self.run.log_start("resume", step=step, file=file, repeated_at_most=repeated, **monitor)
 
     def train(self) -> str:
         """Runs spans until a stop; returns its reason."""

@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from pydantic import ValidationError
 from hotloop import __version__
 from hotloop.core.files.atomic_files import append, open_regular, read_regular, translate_write_errors, write_atomic
 from hotloop.core.files.journal import JournalRows, read_events, read_metrics, read_step
+from hotloop.core.hardware.versions import machine_name
 from hotloop.core.records.training import EpochRecord, RunRecord
-from hotloop.errors import PlanError, RunError
+from hotloop.errors import HotloopError, PlanError, RunError
 from hotloop.plan import Plan
 from hotloop.training.checkpoint import CheckpointFolder
 
@@ -43,12 +45,16 @@ _STALE_LOCK_S = 2.0
 
 
 class Run:
-    """The folder of one training; `plan` is the last plan, `task` the Task if this process has it."""
+    """The folder of one training; `plan` is the last plan, `task` the Task if this process has it.
+
+    `plan_reasons`: lines of the choice of the plan, for the journal.
+    """
 
     def __init__(self, path: Path, record: RunRecord, plan: Plan) -> None:
         self.path, self.record, self.plan = path, record, plan
         self.checkpoints = CheckpointFolder(path / "checkpoints")
         self.task: Any = None
+        self.plan_reasons: list[str] = []
         self._lock = FileLock(path / ".lock")
         self._reached: io.FileIO | None = None
         self._is_changed = False
@@ -203,6 +209,16 @@ class Run:
         line = _as_line({"event": event, "time": round(time.time(), 3), **fields})
         append(self.path / "journal.jsonl", line.encode())
 
+    def log_start(self, event: str, **fields: Any) -> None:
+        """Appends the line `start` or `resume`, with the plan, why it was chosen, and the machine."""
+        self.log(event, **fields, plan=self.plan.brief(), plan_reasons=self.plan_reasons, machine=machine_name())
+
+    def log_failure(self, error: HotloopError) -> None:
+        """Appends an error that ends the training; a disk that is full or a folder that is gone is no second error."""
+        with suppress(HotloopError):
+            fields = dict(given=error.given, expected=error.expected, fix=error.fix)
+            self.log("failure", kind=type(error).__name__, message=str(error), **fields)
+
     def journal(self) -> list[dict[str, Any]]:
         """Returns the journal's events without damaged lines, see `damages`."""
         return self._events().rows
@@ -307,6 +323,9 @@ class FollowerRun(Run):
         self.plan, self.record = plan or self.plan, record or self.record
 
     def log(self, event: str, **fields: Any) -> None:
+        pass
+
+    def log_start(self, event: str, **fields: Any) -> None:
         pass
 
     def mark(self, step: int) -> None:

@@ -26,6 +26,7 @@ from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.versions import result_versions
 from hotloop.core.number_formats import other_settings
 from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.model_summary import ModelLayers
 from hotloop.core.records.training import RunRecord
 from hotloop.core.reporter import Report
 from hotloop.data.batch_tree import batch_inputs
@@ -41,13 +42,16 @@ from hotloop.lowering.program import Program
 from hotloop.lowering.task_facts import task_facts
 from hotloop.lowering.transforms.cudnn import cudnn_inexact_reasons
 from hotloop.plan import Plan
+from hotloop.profiler.model_summary import model_layers
 from hotloop.report.learning_curves import draw_curves
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask, files_of, load_from_run
 from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
+from hotloop.training.gradient_norm import gradient_norm_of
 from hotloop.training.loop import train_loop
+from hotloop.training.monitor import RunMonitor
 from hotloop.training.resume import check_overrides
 from hotloop.training.run import FollowerRun, Run, is_run
 from hotloop.tuning.auto.recall import count_trained_steps, lower_cached_or_auto, with_facts_for_step_count
@@ -82,10 +86,22 @@ def start_run(context: RunContext, run: Path | None = None, began: float | None 
         until = began + check_options(context.task, context.stop_after, context.checkpoint_every or "auto")
         path = ranks.world.broadcast_object(lambda: _new_folder(run, context.task.name))
         context = with_facts_for_step_count(replace(context, until=until))
-        program = lower_cached_or_auto(context)
+        program, reasons = _lower(context)
         handle = _create_run(context, path, program, ranks)
+        handle.plan_reasons = reasons
         with _run_locked(context, handle):
             return handle, _train(context, handle, program, ranks.limit_s)
+
+
+def _lower(context: RunContext) -> tuple[Program, list[str]]:
+    """Returns the Program, and the lines that were reported on the choice of its plan."""
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        context.say(line)
+
+    return lower_cached_or_auto(replace(context, reporter=replace(context.reporter, say=say))), lines
 
 
 def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSession) -> Run:
@@ -192,7 +208,8 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
     with _restore_switches(handle, wanted, say):
         context = with_facts_for_step_count(context)
         with _run_locked(context, handle):
-            return handle, _train(context, handle, lower_cached_or_auto(context), ranks.limit_s)
+            program, handle.plan_reasons = _lower(context)
+            return handle, _train(context, handle, program, ranks.limit_s)
 
 
 @contextmanager
@@ -230,10 +247,10 @@ def _run_locked(context: RunContext, handle: Run) -> Iterator[None]:
                 expected=error.expected,
                 fix=f"{error.fix}, then go on from the last good checkpoint with --resume {handle.path}",
             )
-        if not context.is_resumed:
-            handle.discard()
-        elif _event_count(handle) == events:
+        if context.is_resumed and _event_count(handle) == events:
             handle.keep(plan=before.plan, record=before.record)
+        elif (context.is_resumed or not handle.discard()) and isinstance(error, HotloopError):
+            handle.log_failure(error)
         raise error
     finally:
         handle.unlock()
@@ -268,16 +285,23 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     for reason in cudnn_inexact_reasons(program.parts):
         if handle.note_inexact(reason):
             say(reason)
-    return train_loop(
-        relower,
-        handle,
-        resume=context.is_resumed,
-        stop_after_s=None if math.isinf(context.until) else context.until - time.monotonic(),
-        callbacks=()
-        if isinstance(handle, FollowerRun)
-        else [*_default_callbacks(task, program, say), *context.callbacks],
-        say=say,
-    )
+    monitor = RunMonitor(lambda: _layers_of(program), gradient_norm_of(program), say)
+    with monitor.open():
+        return train_loop(
+            relower,
+            handle,
+            resume=context.is_resumed,
+            stop_after_s=None if math.isinf(context.until) else context.until - time.monotonic(),
+            callbacks=()
+            if isinstance(handle, FollowerRun)
+            else [*_default_callbacks(task, program, say), monitor, *context.callbacks],
+            say=say,
+        )
+
+
+def _layers_of(program: Program) -> ModelLayers | None:
+    """Returns the layers of the trained model; None for several ranks, whose model can't run on a single rank."""
+    return model_layers(program.parts.task, program.model) if program.parts.world.is_single else None
 
 
 def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | None, say: Report) -> Program:

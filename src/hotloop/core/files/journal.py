@@ -86,14 +86,14 @@ class JournalRows:
 
 def read_events(path: Path) -> JournalRows:
     """Returns the journal's events; an incomplete line, which a kill leaves, doesn't count as damage."""
-    return _read_rows(path, lambda row: EVENT_TYPES.get(str(row.get("event")), JournalEvent))
+    return read_rows(path, lambda row: EVENT_TYPES.get(str(row.get("event")), JournalEvent))
 
 
 def read_metrics(path: Path) -> JournalRows:
-    return _read_rows(path, lambda row: MetricsRow)
+    return read_rows(path, lambda row: MetricsRow)
 
 
-def _read_rows(path: Path, schema: Any) -> JournalRows:
+def read_rows(path: Path, schema: Any) -> JournalRows:
     try:
         content = read_regular(path)
     except RunError as error:

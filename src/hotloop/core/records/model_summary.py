@@ -100,4 +100,18 @@ class ModelSummary(Record):
         return rows
 
 
+class ModelLayers(Record):
+    """The modules of a model, from one forward pass of a copy on the CPU in evaluation mode.
+
+    Attributes:
+        samples: in the pass; FLOPs of `rows` are of all of them.
+        rows: modules in the order of the tree; without shapes and FLOPs where the model can't be called with the inputs.
+    """
+
+    version: int = 1
+    samples: int
+    rows: list[ModuleRow]
+    notes: list[str] = Field(default_factory=list)
+
+
 _SUMMED = ("parameters", "trainable", "flops", "activations")

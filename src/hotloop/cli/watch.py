@@ -1,0 +1,55 @@
+"""`hotloop watch`: a live page of runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotloop.cli.options import JsonOption, exit_on_error, print_json, say
+
+
+@exit_on_error
+def watch(
+    folder: Annotated[Path, typer.Argument(help="A run's folder, or a folder with runs in it or below.")] = Path(
+        "runs"
+    ),
+    host: Annotated[
+        str, typer.Option(help="Address to serve on. Other machines can read the page at another one than the default.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.", show_default="a free one")] = 0,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    listener: Annotated[int | None, typer.Option(hidden=True)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show runs on a page that updates while they train.
+
+    \b
+    hotloop watch                       the runs in runs/
+    hotloop watch runs/first --open
+
+    The address that is printed has a token, without which nobody can read the page. The page only reads; it ends by
+    Ctrl-C, or when no run trains and no page is open for 60 s.
+    """
+    from hotloop.report.live_server import LiveServer, listen, new_token, page_address
+    from hotloop.report.run_list import check_folder
+
+    check_folder(folder)
+    if listener is not None:  # of `hotloop train --watch`, which printed the address
+        token = os.environ["HOTLOOP_WATCH_TOKEN"]
+        LiveServer(socket.socket(fileno=listener), token, folder).serve()
+        return
+    opened, token = listen(host, port), new_token()
+    address = page_address(opened, token)
+    if as_json:
+        print_json({"address": address})
+    else:
+        say(f"watching {folder}: {address}")
+    if open_page:
+        webbrowser.open(address)
+    LiveServer(opened, token, folder).serve()
+    say("no run trains and no page is open: ended")

@@ -1,0 +1,325 @@
+"""Reads a run's folder for reports, without torch and without executing the run's source.
+
+A damaged file is reported in `damages` and left out: the other files are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from pydantic import BaseModel, ValidationError
+
+from hotloop.core.files.atomic_files import read_regular
+from hotloop.core.files.journal import JournalRows, read_events, read_metrics, read_rows
+from hotloop.core.records.model_summary import ModelLayers
+from hotloop.core.records.training import Evaluation, RunRecord
+from hotloop.errors import HotloopError, RunError
+from hotloop.plan import Plan
+
+R = TypeVar("R", bound=BaseModel)
+
+INTERRUPTIONS = ("stop-after", "SIGHUP", "SIGTERM", "SIGINT")
+
+_ALIVE_S = 60.0
+"""Seconds after its last figures for which a training on another machine counts as going on."""
+
+_MAX_SOURCE_BYTES = 200_000
+"""Larger source files are left out of reports."""
+
+_MAX_SOURCE_FILES = 40
+
+
+class RowOfFigures(BaseModel):
+    """A line of progress.jsonl or system.jsonl."""
+
+    model_config = {"extra": "allow", "frozen": True}
+    __pydantic_extra__: dict[str, float | None]
+
+    time: float
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """What a run's folder says.
+
+    Attributes:
+        record, plan, layers, evaluation: None where the file is missing or damaged.
+        events: of the journal.
+        epochs: rows of metrics.jsonl; a repeated epoch counts as its last row.
+        progress: rows of progress.jsonl without those that a resumed training repeated.
+        system: rows of system.jsonl.
+        status: the last state of the training process; empty without one.
+        damages: a line for each damaged file.
+    """
+
+    path: Path
+    record: RunRecord | None
+    plan: Plan | None
+    layers: ModelLayers | None
+    evaluation: Evaluation | None
+    events: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]
+    progress: list[dict[str, Any]]
+    system: list[dict[str, Any]]
+    status: dict[str, Any]
+    damages: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path, *, has_curves: bool = True) -> StoredRun:
+        """Reads the run in `path`.
+
+        Args:
+            has_curves: read also the files that only curves and details need.
+
+        Raises:
+            RunError: there is no run.
+        """
+        if not is_run_folder(path):
+            what = "is not a run" if path.exists() else "doesn't exist"
+            raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
+        damages: list[str] = []
+        return cls(
+            path,
+            _read_model(path / "run.json", RunRecord, damages, ignored="seal"),
+            _read(lambda: Plan.read(path / "plan.toml"), path / "plan.toml", damages),
+            _read_model(path / "layers.json", ModelLayers, damages) if has_curves else None,
+            _read_model(path / "evaluation" / "evaluation.json", Evaluation, damages) if has_curves else None,
+            _lines(path / "journal.jsonl", read_events, damages),
+            _latest(_lines(path / "metrics.jsonl", read_metrics, damages), "epoch"),
+            without_repeated_steps(_lines(path / "progress.jsonl", _read_figures, damages)) if has_curves else [],
+            _lines(path / "system.jsonl", _read_figures, damages) if has_curves else [],
+            read_status(path),
+            damages,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.record.name if self.record else self.path.name
+
+    @cached_property
+    def last(self) -> dict[str, Any]:
+        """The last event of the journal that says whether the training goes on; empty without one."""
+        kinds = ("start", "resume", "stop", "failure")
+        return next((event for event in reversed(self.events) if event["event"] in kinds), {})
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return next((event for event in self.events if event["event"] in ("start", "resume")), {})
+
+    @cached_property
+    def state(self) -> str:
+        """`training`, `finished`, `stopped` (can be resumed), `failed`, `killed`, or `new` before the first step."""
+        kind = self.last.get("event")
+        if kind == "stop":
+            return "stopped" if self.last.get("reason") in INTERRUPTIONS else "finished"
+        if kind == "failure":
+            return "failed"
+        if is_alive(self.status):
+            return "training"
+        return "killed" if kind else "new"
+
+    def last_value(self, field: str) -> Any:
+        """Returns a field of the last event that has it; None without one."""
+        return next((event[field] for event in reversed(self.events) if event.get(field)), None)
+
+    @property
+    def reason(self) -> str:
+        """Why the training ended; empty while it goes on."""
+        return str(self.last.get("reason") or self.last.get("message") or "")
+
+    @property
+    def final(self) -> dict[str, Any] | None:
+        """Figures of the test data after the run has finished; None before."""
+        for event in reversed(self.events):
+            if event["event"] in ("start", "resume"):
+                return None
+            if event["event"] == "final":
+                return event
+        return None
+
+    @property
+    def monitor(self) -> tuple[str, bool]:
+        """The figure that selects the best epoch, and whether a smaller value is better."""
+        started = next((event for event in reversed(self.events) if "monitor" in event), None)
+        if started is not None:
+            return str(started["monitor"]), started.get("goal") != "max"
+        validated = any(row.get("validation_loss") is not None for row in self.epochs)
+        return ("validation_loss" if validated else "train_loss"), True
+
+    @property
+    def best_epoch(self) -> dict[str, Any] | None:
+        """The first epoch with the best monitored figure; None without one."""
+        figure, is_minimized = self.monitor
+        rows = [row for row in self.epochs if row.get(figure) is not None]
+        sign = 1 if is_minimized else -1
+        return min(rows, key=lambda row: sign * row[figure], default=None)
+
+    @property
+    def planned_epochs(self) -> int | None:
+        """Epochs of the Task, as the training last said or as the command asked; None if unknown."""
+        value = self.status.get("epochs") or (self.record.overrides.get("epochs") if self.record else None)
+        if value is None and self.record and self.record.facts.steps and self.record.facts.batches:
+            value = self.record.facts.steps // self.record.facts.batches
+        return value if isinstance(value, int) else None
+
+    @property
+    def step(self) -> int:
+        known = [
+            row["step"] for rows in (self.events, self.epochs, self.progress[-1:]) for row in rows if "step" in row
+        ]
+        return int(max([*known, self.status.get("step") or 0]))
+
+    @cached_property
+    def sessions(self) -> list[tuple[float, float]]:
+        """Start and end of each training process by the clock, in seconds since 1970."""
+        found: list[tuple[float, float]] = []
+        times = [row["time"] for rows in (self.progress, self.system) for row in rows]
+        times += [float(self.status["time"])] if isinstance(self.status.get("time"), int | float) else []
+        for number, event in enumerate(self.events):
+            if event["event"] not in ("start", "resume"):
+                continue
+            later = self.events[number + 1 :]
+            until = next((e["time"] for e in later if e["event"] in ("start", "resume")), float("inf"))
+            inside = [e["time"] for e in later if e["time"] < until] + [t for t in times if event["time"] <= t < until]
+            if until == float("inf") and self.state == "training":
+                inside.append(time.time())
+            found.append((event["time"], max(inside, default=event["time"])))
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Time of all training processes, without the time between them."""
+        return sum(end - start for start, end in self.sessions)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Text of the source files; a note in place of a large or binary file."""
+        folder = self.path / "source"
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        return {
+            path.relative_to(folder).as_posix(): _source_text(path)
+            for path in files[:_MAX_SOURCE_FILES]
+            if "__pycache__" not in path.parts
+        }
+
+
+def is_run_folder(path: Path) -> bool:
+    try:
+        return (path / "run.json").is_file()
+    except OSError:  # a name that is too long
+        return False
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Yields the runs in a folder and below, in the order of their names; `folder` itself may be one."""
+    if is_run_folder(folder):
+        yield folder
+        return
+    for root, folders, files in os.walk(folder):
+        if "run.json" in files:
+            folders.clear()
+            yield Path(root)
+        else:
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def is_alive(status: dict[str, Any]) -> bool:
+    """Returns whether the process that wrote a status still runs; on another machine, whether it wrote lately."""
+    if not status:
+        return False
+    if status.get("host") != socket.gethostname():
+        return time.time() - float(status.get("time") or 0) < _ALIVE_S
+    try:
+        return abs(psutil.Process(int(status["pid"])).create_time() - float(status["process_created"])) < 1
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
+        return False
+
+
+def without_repeated_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns rows by increasing step: what a killed training did after its checkpoint is replaced by its repetition."""
+    kept: list[dict[str, Any]] = []
+    for row in reversed(rows):
+        if "step" in row and (not kept or row["step"] < kept[-1]["step"]):
+            kept.append(row)
+    return kept[::-1]
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """Returns the last state that the training process wrote; empty without one."""
+    try:
+        found = json.loads(read_regular(path / "status.json") or b"{}")
+    except (ValueError, RecursionError, HotloopError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_figures(path: Path) -> JournalRows:
+    return read_rows(path, lambda row: RowOfFigures)
+
+
+def _lines(path: Path, read: Callable[[Path], JournalRows], damages: list[str]) -> list[dict[str, Any]]:
+    found = read(path)
+    damages += found.damage(path, "the other lines are shown")
+    return [_coerced(row) for row in found.rows]
+
+
+def _coerced(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a valid row with numbers where its text forms were accepted; and with a time, which old rows lack."""
+    figures = {key: float(v) if isinstance(v, str) and _is_number(v) else v for key, v in row.items() if key != "event"}
+    return {**row, **figures, "time": figures.get("time", 0.0)}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _latest(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    return [row for _, row in sorted({row[key]: row for row in rows}.items())]
+
+
+def _read(read: Callable[[], Any], path: Path, damages: list[str]) -> Any:
+    try:
+        return read()
+    except (HotloopError, OSError, ValueError, RecursionError):
+        damages.append(f"{path} is damaged and left out")
+        return None
+
+
+def _read_model(path: Path, model: type[R], damages: list[str], ignored: str = "") -> R | None:
+    def read() -> R | None:
+        content = read_regular(path)
+        if content is None:
+            return None
+        document = json.loads(content)
+        document.pop(ignored, None)
+        return model.model_validate(document)
+
+    try:
+        found: R | None = read()
+    except (HotloopError, ValidationError, ValueError, AttributeError, RecursionError):
+        damages.append(f"{path} is damaged and left out")
+        return None
+    return found
+
+
+def _source_text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return f"({error.strerror})"
+    if len(content) > _MAX_SOURCE_BYTES:
+        return f"({len(content):,} bytes, left out)"
+    return content.decode(errors="replace")

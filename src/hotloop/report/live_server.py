@@ -1,0 +1,216 @@
+"""Serves a live page of runs on this machine: read-only, with a token in the address, through server-sent events.
+
+The server reads run folders; it executes nothing in them and writes nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from hotloop.errors import HotloopError, RunError
+from hotloop.report.live_runs import LiveRuns
+from hotloop.report.report_page import plotly_script, render
+
+LOOPBACK = "127.0.0.1"
+
+HEARTBEAT_S = 5.0
+
+IDLE_S = 60.0
+"""Seconds without a page and without a training after which a server ends."""
+
+_POLL_S = 0.25
+
+_MAX_STREAMS = 32
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Returns a listening socket; port 0 is a free port.
+
+    Raises:
+        RunError: the port is taken, or the host isn't this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"the page can't be served on {host}:{port} ({reason})",
+            expected="a free port of this machine",
+            fix="choose another --port, or leave it out",
+        ) from error
+
+
+def page_address(listener: socket.socket, token: str) -> str:
+    """Returns the address for a browser; the token is the permission to read."""
+    host, port = listener.getsockname()[:2]
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/?token={token}"
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(18)
+
+
+class LiveServer(ThreadingHTTPServer):
+    """Serves the runs in `folder` on a listening socket until nobody needs the page.
+
+    Args:
+        idle_s: see IDLE_S.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, token: str, folder: Path, idle_s: float = IDLE_S) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.token, self.runs, self.idle_s = token, LiveRuns(folder), idle_s
+        self.streams = 0
+        self._lock = threading.Lock()
+        host, port = listener.getsockname()[:2]
+        self._is_loopback = ipaddress.ip_address(host).is_loopback
+        self._port = port
+
+    def serve(self) -> None:
+        """Answers requests until no run trains and no page is open for `idle_s` seconds."""
+        threading.Thread(target=self.serve_forever, args=(_POLL_S,), daemon=True).start()
+        needed = time.monotonic()
+        try:
+            while time.monotonic() - needed < self.idle_s:
+                time.sleep(_POLL_S)
+                if self.streams or self.runs.is_training():
+                    needed = time.monotonic()
+        finally:
+            self.shutdown()
+            self.server_close()
+
+    @contextmanager
+    def stream(self) -> Iterator[bool]:
+        """Counts an open page; yields False if there are too many."""
+        with self._lock:
+            is_allowed = self.streams < _MAX_STREAMS
+            self.streams += is_allowed
+        try:
+            yield is_allowed
+        finally:
+            with self._lock:
+                self.streams -= is_allowed
+
+    def allows_host(self, header: str) -> bool:
+        """Returns whether a Host header names this machine: another name may be of a foreign page (DNS rebinding)."""
+        try:
+            parts = urlsplit(f"//{header}")
+            name, port = parts.hostname or "", parts.port
+        except ValueError:
+            return False
+        if (port or 80) != self._port:
+            return False
+        if name == "localhost":
+            return True
+        with suppress(ValueError):
+            address = ipaddress.ip_address(name)
+            return address.is_loopback or not self._is_loopback
+        return not self._is_loopback and name in (socket.gethostname().lower(), socket.getfqdn().lower())
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that is closed during an answer is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: LiveServer
+    server_version, sys_version = "hotloop", ""
+    timeout = 30
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        query = parse_qs(parts.query)
+        if not self.server.allows_host(self.headers.get("Host", "")):
+            self._refuse(HTTPStatus.FORBIDDEN, "this page is for another host")
+        elif not hmac.compare_digest(query.get("token", [""])[0].encode(), self.server.token.encode()):
+            self._refuse(HTTPStatus.FORBIDDEN, "the address lacks the right token: use the one that hotloop printed")
+        elif parts.path == "/":
+            page = render("live.html.j2", title="hotloop", token=self.server.token)
+            self._answer(page, "text/html")
+        elif parts.path == "/plotly.js":
+            self._answer(plotly_script(), "text/javascript")
+        elif parts.path == "/events":
+            self._stream_events()
+        elif parts.path == "/report":
+            self._report(query.get("run", [""])[0])
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _report(self, name: str) -> None:
+        from hotloop.report.run_report import run_report
+
+        try:
+            self._answer(run_report(self.server.runs.read(name)), "text/html")
+        except HotloopError as error:
+            self._refuse(HTTPStatus.NOT_FOUND, str(error))
+
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        self._answer(reason + "\n", "text/plain", status)
+
+    def _answer(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        content = text.encode()
+        self._start(status, f"{kind}; charset=utf-8", {"Content-Length": str(len(content))})
+        self.wfile.write(content)
+
+    def _start(self, status: HTTPStatus, kind: str, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, **_HEADERS, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _stream_events(self) -> None:
+        with self.server.stream() as is_allowed:
+            if not is_allowed:
+                self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many open pages")
+                return
+            self._start(HTTPStatus.OK, "text/event-stream", {"X-Accel-Buffering": "no"})
+            with suppress(OSError):
+                self._send_events()
+
+    def _send_events(self) -> None:
+        sent, sent_at = -1, -HEARTBEAT_S
+        self.wfile.write(b"retry: 1000\n\n")
+        while not self._is_closed():
+            version, snapshot = self.server.runs.snapshot()
+            if version != sent:
+                self.wfile.write(b"event: runs\ndata: " + json.dumps(snapshot).encode() + b"\n\n")
+                sent, sent_at = version, time.monotonic()
+            elif time.monotonic() - sent_at >= HEARTBEAT_S:
+                self.wfile.write(b"event: heartbeat\ndata: {}\n\n")
+                sent_at = time.monotonic()
+            self.wfile.flush()
+
+    def _is_closed(self) -> bool:
+        """Waits a moment; returns whether the browser closed the connection meanwhile."""
+        readable, _, _ = select.select([self.connection], [], [], _POLL_S)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
