@@ -231,7 +231,6 @@ def _epoch_table(run: StoredRun) -> Block:
     if best is not None and best not in rows:
         rows = [best, *rows]
     columns = list(dict.fromkeys(key for row in rows for key in row if any(r.get(key) is not None for r in rows)))
-    columns.remove("time")
     caption = "Epochs" if len(rows) >= len(run.epochs) else f"The best and the last {_MAX_EPOCH_ROWS} epochs"
     marked = [number for number, row in enumerate(rows) if row is best]
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]

@@ -240,7 +240,9 @@ def is_alive(status: dict[str, Any]) -> bool:
     if status.get("host") != socket.gethostname():
         return time.time() - float(status.get("time") or 0) < _ALIVE_S
     try:
-        return abs(psutil.Process(int(status["pid"])).create_time() - float(status["process_created"])) < 1
+        process = psutil.Process(int(status["pid"]))
+        is_same = abs(process.create_time() - float(status["process_created"])) < 1
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
         return False
 
@@ -274,9 +276,9 @@ def _lines(path: Path, read: Callable[[Path], JournalRows], damages: list[str]) 
 
 
 def _coerced(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a valid row with numbers where its text forms were accepted; and with a time, which old rows lack."""
-    figures = {key: float(v) if isinstance(v, str) and _is_number(v) else v for key, v in row.items() if key != "event"}
-    return {**row, **figures, "time": figures.get("time", 0.0)}
+    """Returns a valid row with numbers where texts of numbers were accepted, and events with a time."""
+    numbers = {key: float(v) for key, v in row.items() if isinstance(v, str) and key != "event" and _is_number(v)}
+    return ({"time": 0.0} if "event" in row else {}) | row | numbers
 
 
 def _is_number(text: str) -> bool:

@@ -40,19 +40,20 @@
     return row;
   }
   const places = new Map();
-  function showFigure(figure) {
+  function showFigure(figure, index) {
     let place = places.get(figure.title);
     if (!place) {
       const frame = document.createElement("figure"), caption = document.createElement("figcaption");
       place = document.createElement("div");
       caption.textContent = figure.title;
       place.className = "plot";
-      place.dataset.figure = `live-${places.size}`;
+      place.dataset.figure = figure.title;
       place.setAttribute("role", "img");
       frame.append(caption, place);
-      document.getElementById("curves").append(frame);
       places.set(figure.title, place);
     }
+    const curves = document.getElementById("curves"), frame = place.parentElement;
+    if (curves.children[index] !== frame) curves.insertBefore(frame, curves.children[index] || null);
     place.setAttribute("aria-label", figure.label);
     hotloop.show(place, figure);
   }
@@ -63,6 +64,9 @@
     document.getElementById("runs").replaceChildren(...found.runs.map(tableRow));
     document.getElementById("limit").textContent = found.runs.length > found.runs_with_curves
       ? `Curves of the ${found.runs_with_curves} newest of ${found.runs.length} runs.` : "";
+    const titles = new Set(found.figures.map(figure => figure.title));
+    for (const [title, place] of places)
+      if (!titles.has(title)) { place.parentElement.remove(); places.delete(title); }
     found.figures.forEach(showFigure);
     report(training ? `${training} training` : found.runs.length ? "no run is training" : "no run yet");
     document.title = (training ? "● " : "") + "hotloop";

@@ -29,7 +29,7 @@ const hotloop = (() => {
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change",
     () => document.querySelectorAll("[data-drawn]").forEach(draw));
-  const stored = document.getElementById("figures");
+  const stored = document.getElementById("figure-specs");
   if (stored) {
     const all = JSON.parse(stored.textContent);
     document.querySelectorAll("[data-figure]").forEach(element => show(element, all[element.dataset.figure]));
