@@ -17,10 +17,15 @@ from tests.support.stored_runs import write_run
 TOKEN = "secret"
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[LiveServer]:
-    write_run(tmp_path / "runs/first", epochs=[{"epoch": 1, "step": 4, "train_loss": 0.5}])
-    found = LiveServer(listen(), TOKEN, tmp_path / "runs", idle_s=1.0)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("live")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LiveServer]:
+    write_run(folder / "runs/first", epochs=[{"epoch": 1, "step": 4, "train_loss": 0.5}])
+    found = LiveServer(listen(), TOKEN, folder / "runs", idle_s=5.0)
     thread = threading.Thread(target=found.serve)
     thread.start()
     yield found
@@ -57,17 +62,17 @@ def test_it_only_reads(server: LiveServer, method: str) -> None:
     assert get(server, f"/?token={TOKEN}", method=method)[0] == 501
 
 
-def test_reports_are_of_the_runs_of_the_page_alone(server: LiveServer, tmp_path: Path) -> None:
-    write_run(tmp_path / "other")
-    status, page = get(server, f"/report?token={TOKEN}&run={tmp_path}/runs/first")
+def test_reports_are_of_the_runs_of_the_page_alone(server: LiveServer, folder: Path) -> None:
+    write_run(folder / "other")
+    status, page = get(server, f"/report?token={TOKEN}&run={folder}/runs/first")
     assert status == 200 and "tiny" in page
-    assert get(server, f"/report?token={TOKEN}&run={tmp_path}/other")[0] == 404
+    assert get(server, f"/report?token={TOKEN}&run={folder}/other")[0] == 404
 
 
 def test_an_open_page_gets_changes_and_heartbeats_and_stops_the_end(
     server: LiveServer, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hotloop.report.live_server.HEARTBEAT_S", 0.5)
+    monkeypatch.setattr("hotloop.report.live_server.HEARTBEAT_S", 1.5)
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
     connection.request("GET", f"/events?token={TOKEN}")
     answer = connection.getresponse()
@@ -81,7 +86,7 @@ def test_an_open_page_gets_changes_and_heartbeats_and_stops_the_end(
     kind, found = event()
     assert kind == "runs" and [run["epochs"] for run in found["runs"]] == [1]
     assert [event()[0] for _ in range(4)] == ["heartbeat"] * 4  # longer than idle_s
-    with (tmp_path / "runs/first/metrics.jsonl").open("a") as file:
+    with (folder / "runs/first/metrics.jsonl").open("a") as file:
         file.write(json.dumps({"epoch": 2, "step": 8, "train_loss": 0.25}) + "\n")
     while kind != "runs" or found["runs"][0]["epochs"] != 2:
         kind, found = event()

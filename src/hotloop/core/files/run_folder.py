@@ -85,7 +85,7 @@ class StoredRun:
             RunError: there is no run.
         """
         if not is_run_folder(path):
-            what = "is not a run" if path.exists() else "doesn't exist"
+            what = "is not a run" if os.path.exists(path) else "doesn't exist"  # False for a name that is too long
             raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
         damages: list[str] = []
         return cls(
