@@ -190,7 +190,7 @@ def test_a_script_that_was_killed_ends_as_shells_report_it(hotloop: Hotloop, ask
         (("task.py", "--set", "parallel=data"), "parallel=data on the CPU without a number of ranks"),
         (("script.py", "--steps", "0"), "--steps is 0; expected 1 or more"),
         (("task.py", "--stop-after", "5s"), "--stop-after ends a script"),
-        (("task.py:task", "--", "--x"), "arguments behind -- are for a script"),
+        (("task.py:task", "--", "--x"), "arguments after -- are for a script"),
         (("nowhere.py",), "no file nowhere.py"),
         (("script.py", "--stop-after", "soon"), "soon"),
         (("task.py", "--plan", "nowhere.toml"), "no plan at 'nowhere.toml'"),

@@ -174,7 +174,7 @@ REAL = {
         SAMPLES.format(trouble="__import__('os')._exit(3)"),
         ("--workers", "1"),  # a second one might complain that nobody takes what it had ready
         "error: a worker process that loads the data died; expected workers that live until training ends. "
-        "See what happens with --workers 0; lack of memory is a common cause\n",
+        "Try --workers 0; lack of memory is a common cause\n",
     ),
 }
 

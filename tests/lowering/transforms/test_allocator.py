@@ -170,7 +170,7 @@ def test_another_allocator_that_is_preloaded_is_not_told(tmp_path: Path) -> None
 
 def test_what_can_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: False)
-    with pytest.raises(PlanError, match=r"allocator=keep can't be run here: only glibc .* Use allocator=default"):
+    with pytest.raises(PlanError, match=r"allocator=keep can't be run here: only glibc's .* Use allocator=default"):
         hotloop.lower(a_task(), KEEP)
 
 

@@ -134,7 +134,7 @@ def test_reading_data_counts_for_each_plan_that_needs_it(monkeypatch) -> None:
 def test_a_plan_that_cannot_be_lowered_leaves_the_race_to_the_others(clock: Clock) -> None:
     found = raced(a_task(), clock, baseline=CPU, graphs=Plan(device="cpu", graphs="step"), slow=MARKED)
     base, graphs, slow = found.plans
-    assert graphs.failure and "graphs are CUDA's" in graphs.failure and graphs.step_ms is None
+    assert graphs.failure and "graphs are for CUDA devices" in graphs.failure and graphs.step_ms is None
     assert graphs.plan["graphs"] == "step" and slow.verdict == "slower" and base.failure is None
 
 
