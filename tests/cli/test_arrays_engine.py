@@ -65,5 +65,5 @@ def test_what_it_cannot_write_out_is_one_line_and_no_run(hotloop: Hotloop) -> No
     done = hotloop("train", "task.py:odd", "--plan", "arrays", "--run", "run", *CPU)
     assert done.code == 1
     (line,) = done.err.splitlines()
-    assert line.startswith("error: engine=arrays can't write out '1' (Mine)")
+    assert line.startswith("error: engine=arrays doesn't support '1' (Mine)")
     assert not Path("run").exists()

@@ -109,7 +109,7 @@ def test_a_time_too_short_to_say_anything(task: Path, hotloop: Hotloop) -> None:
     done = hotloop("race", task, "--no-parity", "--time-limit", "0.001s", "--json")
     assert done.code == 0 and done.document["winner"] is None
     assert {plan["verdict"] for plan in done.document["plans"]} == {None}
-    assert any("the time limit was too short to say anything of auto" in note for note in done.document["notes"])
+    assert any("the time limit was too short to measure auto" in note for note in done.document["notes"])
     assert "No winner: too little was measured" in hotloop("race", task, "--no-parity", "--time-limit", "0.001s").err
 
 

@@ -27,7 +27,7 @@ def at_lines(words: str) -> str:
     return re.sub(r"@(\d+)", lambda match: str(SMALL.count("\n") + int(match[1])), words)
 
 
-_SAID_BEFORE = ("auto passes over ", "read ", "  ", "SyntaxError: ", "IndentationError: ")
+_SAID_BEFORE = ("auto leaves out ", "read ", "  ", "SyntaxError: ", "IndentationError: ")
 """What training says of its data before it begins, and the place of an error of syntax as Python shows it."""
 
 

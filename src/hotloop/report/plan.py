@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hotloop.core.feasibility.forecast import PlanForecast, RankedPlan
 
 
-_REMEMBERED = "remembered as the fastest that is proven equal"
+_REMEMBERED = "remembered as the fastest plan that is proven equal"
 
 
 def plan_page(forecast: PlanForecast) -> RenderableType:
@@ -33,10 +33,11 @@ def plan_page(forecast: PlanForecast) -> RenderableType:
         if any(one.plan.compile == "none" for one in forecast.compiled):
             tries += ", and one with compile=none,"
         lines.append(
-            f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps say it pays:"
+            f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps show "
+            "that a compilation pays:"
         )
         lines += _with_new_reasons(forecast.compiled)
-    lines += [f"auto passes over {line}" for line in forecast.passed_over]
+    lines += [f"auto leaves out {line}" for line in forecast.passed_over]
     lines += [f"train finds out about {line}" for line in forecast.left_open]
     return Group(*(Text(line) for line in lines), refusals_table(forecast.refused))
 
@@ -85,7 +86,7 @@ _MEANING = {
     "bitwise": "the same result to the last bit",
     "fp32-equivalent": "the same result but for rounding",
     "reduced-precision": "another result, computed in fewer bits than the baseline's",
-    "unproven": "nobody can tell by comparing steps",
+    "unproven": "a comparison of steps can't decide",
     "broken": "another result",
 }
 

@@ -195,7 +195,7 @@ def test_a_state_that_the_step_was_not_compiled_for_is_told_and_trained_eagerly(
     state.optimizer["state"]["bias"]["more"] = torch.zeros(3)
     program.restore(state)
     advance(program, 4)
-    told = "there is state/bias/more, of which the compiled step knows nothing: while that is so, steps run eagerly"
+    told = "there is state/bias/more, which the compiled step doesn't have: while that is so, steps run eagerly"
     assert [line for line in said if "eagerly" in line] == [told]
     assert program.compiled_steps == 2
     torch.testing.assert_close(program.state().parameters, state_after(task, 7).parameters)

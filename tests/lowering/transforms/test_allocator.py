@@ -115,7 +115,7 @@ def test_a_run_goes_on_where_nobody_can_be_told(
     with pytest.raises(PlanError, match="only glibc"):
         hotloop.fit(longer, run=tmp_path / "run", resume=True, plan=KEEP, progress=False)
     assert hotloop.fit(longer, run=tmp_path / "run", resume=True).plan.allocator == "default"
-    assert "memory of steps isn't kept from here on" in " ".join(capfd.readouterr().err.split())
+    assert "memory of steps isn't reused from here on" in " ".join(capfd.readouterr().err.split())
 
 
 def test_what_is_remembered_is_of_the_allocator_too(monkeypatch: pytest.MonkeyPatch) -> None:
