@@ -57,7 +57,7 @@ def test_its_layers_are_profiled(hotloop: Hotloop) -> None:
     assert all(one["update_ms"] is not None and one["flops"] is None for one in found["modules"])
     assert not any("engine" in one["axes"] for one in found["remedies"])
     shown = hotloop("profile", "task.py", "--plan", "arrays", "--steps", "8", *CPU)
-    assert "(engine=arrays) on cpu" in shown.err and "only a race says" in shown.err
+    assert "(engine=arrays) on cpu" in shown.err and "only a race measures" in shown.err
     assert "Nothing was found" not in shown.err and "FLOPs" not in shown.err
 
 

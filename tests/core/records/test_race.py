@@ -107,7 +107,7 @@ def test_in_a_terminal_of_80_columns_each_verdict_can_be_read() -> None:
     for words in (
         "the baseline",
         "no difference",
-        "left behind",
+        "left out",
         "too few pairs",
         "0.08 (0.90 to 1.10)",
         *long.split(),

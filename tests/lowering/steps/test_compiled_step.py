@@ -104,7 +104,10 @@ def test_a_step_that_writes_to_a_tensor_that_its_batch_holds_twice_is_refused() 
 
     x, y = labelled()
     loader = torch.utils.data.DataLoader([[x, y, y, torch.ones(())]], batch_size=None)
-    with pytest.raises(PlanError, match="it writes to a tensor of the batch, of shape \\(24,\\), whose memory another"):
+    with pytest.raises(
+        PlanError,
+        match="the step writes to a tensor of the batch, of shape \\(24,\\), which shares memory with another",
+    ):
         hotloop.lower(a_task(step=clamping, data=loader, batch_size=None), Plan(compile="step"))
 
 

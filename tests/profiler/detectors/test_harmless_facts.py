@@ -139,7 +139,7 @@ NOTES: dict[str, tuple[Profile, str]] = {
     ),
     "a graph that is never used": (
         seen(habits=[SlowPattern(what="unused graph", where="t.py:1", per_step=1.0, ms=3.0)]),
-        "a graph is built for a forward that no backward comes back to",
+        "a graph is built for a forward that no backward uses",
     ),
     "a graph kept for nothing": (
         seen(habits=[SlowPattern(what="retained graph", where="t.py:1", per_step=1.0)]),

@@ -69,13 +69,13 @@ def compile_race_result(step: ProfiledStep) -> tuple[list[Remedy], list[str]]:
     found = f"{race.ratio:.2f} times as fast ({race.low:.2f} to {race.high:.2f})"
     what = f"the forward and backward of {race.network}, compiled and as they are in turn, on the inputs of a step"
     if not race.is_faster:
-        return [], [f"Compiling is no remedy here. Measured was {what}: compiled they are {found}."]
+        return [], [f"Compiling is no remedy here. Measured: {what}. Compiled, they are {found}."]
     won = Remedy(
         cause=MANY_SMALL_OPERATIONS,
         where=heaviest(step.operators(lambda one: one.phase in _COMPILED_PHASES), step) or step.profile.step_where,
         remedy="compile the model: torch.compile(model)",
         gain=step.share(step.phase(*_COMPILED_PHASES)) * (1 - 1 / race.ratio),
-        evidence=f"measured was {what}: compiled they are {found}, after {race.compile_s or 0.0:.0f} s of compiling",
+        evidence=f"measured: {what}; compiled, they are {found}, after {race.compile_s or 0.0:.0f} s of compiling",
         won=(race.ratio, race.low, race.high),
     )
     return [won], []
