@@ -69,7 +69,7 @@ CASES = {
     "forward_called": Planted("past its modules|outside of the network|plain Python|metrics", nothing=True),
     "checked_arguments": Planted("argument validation"),
     "cleared_unread": Planted("cleared before any optimizer reads"),
-    "grown_buffer": Planted("copied as a whole|put together in the loop"),
+    "grown_buffer": Planted("copied as a whole|concatenated in the loop"),
     "classes_by_hand": Planted("number by number|plain Python in the loop|in the loop|many tiny kernels"),
     "transformed_samples": Planted("slow samples: they are loaded"),
     "update_by_hand": Planted("update by hand"),

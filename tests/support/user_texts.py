@@ -109,10 +109,10 @@ def paragraphs(path: Path) -> Iterator[Text]:
 
 
 def sentences(text: str) -> list[str]:
-    """Splits a text at full stops, question marks, colons before a new line, and empty lines."""
+    """Splits a text at full stops, question marks, empty and indented lines, and columns."""
     return [
         part.strip()
-        for part in re.split(r"(?<=[.!?])\s+(?=[A-Z`(\"'*])|\n\s*\n|\n\s*(?=[-*] )|\|", text)
+        for part in re.split(r"(?<=[.!?])\s+(?=[A-Z`(\"'*]|hotloop)|\n\s*\n|\n {2,}|\n\s*(?=[-*] )|\|", text)
         if part.strip()
     ]
 

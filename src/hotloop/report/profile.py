@@ -302,7 +302,7 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
     counted = [one for one in profile.remedies if not one.note]
     if counted:
         yield Text()
-        yield Text("What would help, the largest gain first:", style="bold")
+        yield Text("Remedies, the largest gain first:", style="bold")
     for number, one in enumerate(counted[:_REMEDIES], start=1):
         yield Text(f"{number}. {one.cause}: up to {format_percent(one.gain)} of the step")
         yield from (_indented(text, 3) for text in _details(one))

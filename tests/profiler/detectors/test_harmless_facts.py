@@ -226,7 +226,7 @@ def test_an_operator_that_takes_long_may_do_so_since_its_memory_comes_anew() -> 
 def test_a_copy_that_takes_less_than_its_memory_comes_second(copied_ms: float, is_first: bool) -> None:
     copied = operator("cat", copied_ms, where="train.py:7", phase="batch", bytes=1e6, shapes=[""])
     first, *others = remedies(seen({"batch": copied_ms}, operators=[copied], **PAGED))
-    assert "put together" in (first if is_first else others[0]).cause
+    assert "concatenated" in (first if is_first else others[0]).cause
     assert "memory is given back" in (others[0] if is_first else first).cause
 
 

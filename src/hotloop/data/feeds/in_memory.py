@@ -1,6 +1,6 @@
 """Reads a map-style data set into memory if this changes nothing but the loading time.
 
-A request for a sample must always return the same sample, a batch must be its samples put together, and all must
+A request for a sample must always return the same sample, a batch must be its collated samples, and all must
 fit. Only some samples are checked. The author states other randomness, or changes in training, in
 `Task.deterministic`.
 """
@@ -73,7 +73,7 @@ def read_into_memory(samples: Samples, how: InMemoryRead) -> Table:
     """Returns the data set as a table with bit by bit the same batches.
 
     Raises:
-        PlanError: the data set is random, its batches aren't its samples put together, or it doesn't fit; names the
+        PlanError: the data set is random, its batches aren't its collated samples, or it doesn't fit; names the
             first such sample.
         DataError: the data set raised an error.
     """

@@ -245,7 +245,7 @@ def _explain_label(failure: _Failure) -> HotloopError | None:
     return DataError(
         f"{failure.place}: the {' '.join([failure.during, 'data']).strip()} has label {label}"
         f"{_describe_sample(failure, label)}"
-        + (f", but the model has {classes} outputs" if classes else ", which is none of the loss's classes"),
+        + (f", but the model has {classes} outputs" if classes else ", which is no class of the loss"),
         expected=f"labels from 0 to {classes - 1}" if classes else "labels from 0 to the number of classes less one",
         fix="check the labels, or the width of the model's last layer",
     )

@@ -75,7 +75,7 @@ def _bound_of_arrays(step: ProfiledStep, found: dict[Bound, float]) -> tuple[Bou
 def _bound_details(step: ProfiledStep, bound: Bound, ms: float) -> list[str]:
     if bound == "overhead":
         calls = sum(one.calls for one in step.operators(lambda one: True))
-        return [f"It starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
+        return [f"The step starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
     if bound == "input":
         return [f"Waiting for the next batch and making it take {format_milliseconds(ms)}."]
     if bound == "waiting":

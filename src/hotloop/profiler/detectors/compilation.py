@@ -65,7 +65,7 @@ def compile_race_result(step: ProfiledStep) -> tuple[list[Remedy], list[str]]:
     if race is None:
         return [], []
     if race.ratio is None or race.low is None or race.high is None:
-        return [], [f"What compiling wins was not measured: {race.failure or 'too few pairs of windows'}."]
+        return [], [f"The gain of compiling was not measured: {race.failure or 'too few pairs of windows'}."]
     found = f"{race.ratio:.2f} times as fast ({race.low:.2f} to {race.high:.2f})"
     what = f"the forward and backward of {race.network}, compiled and as they are in turn, on the inputs of a step"
     if not race.is_faster:
@@ -86,6 +86,6 @@ def missing_measurements(step: ProfiledStep, found: Sequence[Remedy]) -> Iterato
     is_task = bool(step.profile.plan)
     for one in found[:1]:
         how = "--try measures it, and hotloop tune finds the fastest plan" if is_task else "--try measures it"
-        yield f"Starting operations one by one takes up to {percent(one.gain)} of the step. What compiling wins of that: {how}."
+        yield f"Starting operations one by one takes up to {percent(one.gain)} of the step. Gain of compiling: {how}."
     if is_task and not found:
         yield "No other plan was tried: one such as compile=package may win. Run hotloop tune."
