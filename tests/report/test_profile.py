@@ -105,7 +105,7 @@ def test_operators_of_one_module() -> None:
     text = shown(made(), module="head")
     assert "operators in head" in text
     assert "mm " in text and "convolution_backward" not in text
-    assert "No operator of 'nowhere' was seen" in shown(made(), module="nowhere")
+    assert "No operator of 'nowhere' was recorded" in shown(made(), module="nowhere")
     assert "convolution_backward" in shown(made(), module="features")  # those inside as well
 
 
