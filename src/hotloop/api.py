@@ -96,7 +96,7 @@ def fit(
         reporter=display.reporter,
     )
     if resume and run is None:
-        raise RunError("resume=True without a run", expected="run= the folder to go on with")
+        raise RunError("resume=True without a run", expected="run= with the folder of the run to continue")
 
     def train() -> Run:
         try:

@@ -328,7 +328,7 @@ def _deep_copy(model: nn.Module) -> nn.Module:
         raise TaskError(
             f"the parameter {name!r} of the model has a hook on its gradient, which a copy of the model would not have",
             expected="a function that builds the model",
-            fix="hang the hook up in that function",
+            fix="register the hook in that function",
         )
     return copy_model(model)
 

@@ -225,7 +225,7 @@ def test_export_says_what_the_file_takes_and_how_it_was_checked(hotloop) -> None
     done = hotloop("export", "run", "--to", "model.pt2")
     assert done.code == 0, done.err
     for words in ("takes input: uint8 (batch, 28, 28)", "gives output: float32 (batch, 10)", "prepare is in the file",
-                  "read back and run on batches of 1, 4, 7", "written: model.pt2"):  # fmt: skip
+                  "loaded again and run on batches of 1, 4, 7", "written: model.pt2"):  # fmt: skip
         assert words in done.err
     found = torch.export.load("model.pt2").module()(torch.from_numpy(np.load("images.npy")))
     np.testing.assert_allclose(found.detach().numpy(), library.predict("run", np.load("images.npy")), atol=1e-5)

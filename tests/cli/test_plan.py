@@ -174,7 +174,7 @@ def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, ru
     args = ("--epochs", "9999", "--plan", "auto", "--stop-after", "1s", *CPU)
     done = run_cli("train", task, "--run", "run", *args, env=no_compiler)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("auto passes over compile=package: compiling for the CPU needs a C++ compiler") == 1
+    assert done.stderr.count("auto leaves out compile=package: compiling for the CPU needs a C++ compiler") == 1
     assert plan_of(task.parent / "run") == FUSED
 
 
@@ -268,7 +268,7 @@ def test_plan_says_what_only_training_finds_out(tmp_path: Path, hotloop: Hotloop
     assert "auto runs: residency=host" in done.err
     assert "train finds out about residency=host: " in done.err
     trained = hotloop("train", "task.py", *CPU, "--plan", "auto", "--run", "run")
-    assert "auto passes over residency=host" in trained.err and "random generator" in trained.err
+    assert "auto leaves out residency=host" in trained.err and "random generator" in trained.err
     assert plan_of(Path("run")) == FUSED
 
     open_questions = hotloop("plan", "task.py", *CPU, "--set", "accumulation=2", "--json").document["left_open"]
@@ -322,7 +322,7 @@ def test_plan_counts_what_was_found_before(
         assert f"without that it would run: {BY_RULES.brief()}" in done.err
     else:
         assert f"auto runs: {Plan(**KEPT).brief()}\n" in done.err
-        why = f"auto passes over {BY_RULES.brief()}: it was found slower than the baseline"
+        why = f"auto leaves out {BY_RULES.brief()}: it was found slower than the baseline"
         assert why in " ".join(done.err.split())
     assert document["plan"] == (plan if ratio > 1 else Plan(**KEPT)).model_dump() and document["remembered"] is (
         ratio > 1

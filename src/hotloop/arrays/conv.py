@@ -60,7 +60,7 @@ class Window:
     def shape(self, shape: Shape, channels: int) -> Shape:
         """Returns the output shape of a layer with `channels` channels and a number for each position."""
         if len(shape) != 3 or min(self.positions(shape[1:])) < 1:
-            raise ShapeMismatch(f"images (channels, height, width) that hold a window of {self._extent()}")
+            raise ShapeMismatch(f"images (channels, height, width) at least as large as a window of {self._extent()}")
         return (channels, *self.positions(shape[1:]))
 
     def _extent(self) -> str:
@@ -198,7 +198,7 @@ class _Pooling(Layer):
         if any(2 * outside > inside for outside, inside in zip(self.window.pad, self.window.size, strict=True)):
             raise TaskError(
                 f"pad={pad!r} around a pooling window of {self.window!r}",
-                expected="half of the window at most, so that each sees a pixel",
+                expected="at most half of the window, so that each window contains a pixel",
             )
 
     def shape(self, shape: Shape) -> Shape:

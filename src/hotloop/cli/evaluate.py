@@ -38,7 +38,8 @@ class DataPart(StrEnum):
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
     on: Annotated[
-        DataPart | None, typer.Option(help="Which data.", show_default="test, or validation without test data")
+        DataPart | None,
+        typer.Option(help="Part of the data to evaluate on.", show_default="test, or validation without test data"),
     ] = None,
     weights: WeightsOption = WeightsName.best,
     device: DeviceOption = None,

@@ -28,7 +28,7 @@ def predict(
         Path, typer.Argument(help="A .npy file, or a .npz file with one or several arrays.", show_default=False)
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write.", show_default="<name of the inputs>-scores.npy, here")
+        Path | None, typer.Option(help="File to write.", show_default="<name of the inputs>-scores.npy, here")
     ] = None,
     weights: WeightsOption = WeightsName.best,
     device: DeviceOption = None,

@@ -150,7 +150,7 @@ class Evaluator:
         classes = [*names[: self.classes], *map(str, range(len(names), self.classes))]
         found: dict[str, Any] = {"classes": classes, "mistakes": self._mistakes()}
         if self._counts is None:
-            note = f"{self.classes:,} classes are more than the {MAX_CLASSES:,} that a confusion matrix is made for"
+            note = f"{self.classes:,} classes are more than the {MAX_CLASSES:,} of the largest confusion matrix"
             return found | {"note": note}
         confusion = self._counts.view(self.classes, self.classes).tolist()
         rates = [row[place] / sum(row) if any(row) else None for place, row in enumerate(confusion)]

@@ -39,7 +39,7 @@ def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
             return dict(archive)
     except MemoryError as error:
         raise DataError(
-            f"{path} declares more than the memory holds", expected="arrays that fit", fix=_REWRITE_HINT
+            f"{path} declares arrays larger than the memory", expected="arrays that fit into memory", fix=_REWRITE_HINT
         ) from error
     except (
         ValueError,
@@ -71,9 +71,7 @@ def _check_archive(path: Path) -> None:
         for member in archive.infolist():
             shown = f"{path} has the member {shorten(member.filename)}"
             if member.flag_bits & _ENCRYPTED:
-                raise DataError(
-                    f"{shown}, which is encrypted", expected="arrays that anybody can read", fix=_REWRITE_HINT
-                )
+                raise DataError(f"{shown}, which is encrypted", expected="arrays without encryption", fix=_REWRITE_HINT)
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 kind = f"compression {member.compress_type}"
                 raise DataError(f"{shown}, which has {kind}", expected="what numpy.savez writes", fix=_REWRITE_HINT)

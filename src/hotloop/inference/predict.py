@@ -97,7 +97,7 @@ def _no_weights_error(run: Run, weights: WeightsChoice) -> RunError:
     what = f"no good checkpoint for its {weights} weights" if files else "lost all its checkpoints"
     return RunError(
         f"{run.path} has {what}",
-        expected="one that is as training wrote it",
+        expected="a checkpoint that is unchanged since training",
         fix="restore one from a copy, or train anew: nothing in this folder gives its weights back",
     )
 
@@ -337,8 +337,8 @@ def _call_on_new_inputs(batch: Any, facts: TaskFacts, function: Callable[..., An
         if is_out_of_memory(error):
             raise MemoryExhausted(
                 f"the memory ran out on {count_samples(batch)} samples: {describe_error(error)}",
-                expected="room for them",
-                fix="free some, or use a device with more, such as --device cpu",
+                expected="memory for them",
+                fix="free memory, or use a device with more memory, such as --device cpu",
             ) from error
         given = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape[1:])}" for t in tree_tensors(batch))
         shapes = facts.inputs[:-1] or facts.inputs

@@ -102,8 +102,7 @@ def _class_without_errors(
         if evidence.peers:
             of_fp32 = max((row.ratio for row in typical_errors(candidate, evidence.baselines, [])), default=0.0)
             size = "larger" if of_fp32 > TYPICAL_LIMIT else "no larger"
-            happens = "" if of_fp32 > TYPICAL_LIMIT else ", as it happens"
-            reason += f" those of the eager step in that precision {allowed}, and {size} than the baseline's{happens}"
+            reason += f" those of the eager step in that precision {allowed}, and {size} than the baseline's"
         else:
             reason += f" what harmless changes of the baseline come to {allowed}"
         return {"parity": "reduced-precision", "reason": reason}

@@ -61,7 +61,7 @@ def confusion_figure(evaluation: Evaluation) -> go.Figure:
             text=[[str(samples or "") for samples in row] for row in evaluation.confusion],
             texttemplate="%{text}" if written else None,
             hovertemplate=(
-                "%{customdata[0]} taken for %{customdata[1]}<br>%{customdata[2]:,} of %{customdata[3]:,} (%{z:.1%})"
+                "%{customdata[0]} predicted as %{customdata[1]}<br>%{customdata[2]:,} of %{customdata[3]:,} (%{z:.1%})"
                 "<extra></extra>"
             ),
             colorscale=_SCALE,

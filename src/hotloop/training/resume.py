@@ -39,13 +39,13 @@ def newest_valid_checkpoint(run: Run, say: Callable[[str], None]) -> tuple[Check
     if found is None and checkpoints.files():
         raise CheckpointError(
             f"no checkpoint in {checkpoints.folder} is good",
-            expected="one to go on from",
+            expected="a checkpoint to continue from",
             fix="restore one from a copy, or start a new run",
         )
     if found is None and saved is not None:
         raise CheckpointError(
             f"{checkpoints.folder} has no checkpoint, and the journal says that one of step {saved:,} was written",
-            expected="one to go on from",
+            expected="a checkpoint to continue from",
             fix="restore one from a copy, or start a new run",
         )
     return found
@@ -99,6 +99,6 @@ def check_schedule(program: Program) -> None:
     if left is not None and needed > left:
         raise RunError(
             f"the learning-rate schedule has {left} steps left, and going on to epoch {task.epochs} takes {needed}",
-            expected="no more epochs than it was laid out for",
+            expected="no more epochs than the schedule was made for",
             fix="leave --epochs out, or start a new run",
         )

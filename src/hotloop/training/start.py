@@ -139,7 +139,8 @@ def resume_run(context: RunContext, path: Path) -> tuple[Run, RunOutcome]:
         context = replace(context, wanted=wanted).on_rank(ranks.world.is_rank_zero)
         if own is not None and wanted.plan.allocator != own.allocator and "allocator" not in axes:
             context.say(
-                "memory of steps isn't kept from here on: nobody here can be told to; the result has the same bits"
+                "memory of steps isn't reused from here on: this machine's allocator has no such setting; the "
+                "result has the same bits"
             )
         return _resume_in_rank(context, path, ranks)
 
