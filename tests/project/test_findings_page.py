@@ -69,4 +69,7 @@ def test_each_name_on_the_page_is_of_a_finding() -> None:
 def test_a_finding_that_is_missing_is_named() -> None:
     page = PAGE.read_text().replace("| `too small a batch` |", "| `a small batch` |")
     assert unlisted(page, sources()) == ["too small a batch:   samples in a step"]
-    assert unknown(page.replace("| `idle cores` |", "| `cores without work` |"), sources()) == ["cores without work"]
+    assert unknown(page.replace("| `idle cores` |", "| `cores without work` |"), sources()) == [
+        "a small batch",
+        "cores without work",
+    ]
