@@ -1,4 +1,4 @@
-"""What docs/training.md says to do in place of what a Task can't express works, and resumes exactly or says that it doesn't."""
+"""Alternatives in the documents to what a Task can't express: each works, and resumes exactly or reports that it doesn't."""
 
 from __future__ import annotations
 
