@@ -5,6 +5,7 @@ make screenshots
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 import subprocess
@@ -65,7 +66,7 @@ def shorten(lines: list[str]) -> list[str]:
 def record(folder: Path) -> str:
     """Runs the session in a folder, and returns the picture as SVG."""
     (folder / "examples").symlink_to(ROOT / "examples")
-    console = Console(record=True, width=COLUMNS, force_terminal=True, file=open("/dev/null", "w"))
+    console = Console(record=True, width=COLUMNS, force_terminal=True, file=io.StringIO())
     for command, stop_after in SESSION:
         console.print(Text.assemble(("$ ", "bold green"), (f"hotloop {command}", "bold")))
         for line in shorten(list(run(command, stop_after, folder))):
