@@ -5,7 +5,7 @@
 #   DEMO_RUN  the folder that `make demo` writes
 #   ARGS      for `make bench`: a part of it, or a longer one, such as ARGS="W1 W4" or ARGS=--full
 #             for `make gpu`: such as ARGS=--rehearse or ARGS="--budget 200 --only train"
-#   WHEELHOUSE, PYTHON_VERSION, HAVE, MACHINE   for a machine without network: see docs/gpu.md
+#   WHEELHOUSE, PYTHON_VERSION, HAVE, MACHINE   for a machine without network: see docs/how-to/gpus-and-clusters.md
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -31,7 +31,7 @@ def test_each_command_is_on_the_page() -> None:
 
 def test_each_axis_of_a_plan_has_its_values_on_the_page() -> None:
     page = (json_fields.PAGE.parent / "plan-axes.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `") or line.startswith("| | `")]
+    rows = [line for line in page.splitlines() if line.startswith(("| `", "| | `"))]
     for axis, field in Plan.model_fields.items():
         assert any(f"`{axis}`" in row.split("|")[1] for row in rows), axis
         values = [value for part in (field.annotation, *get_args(field.annotation)) for value in get_args(part)]

@@ -36,7 +36,7 @@ def explanation_page(explanation: Explanation) -> RenderableType:
 def _numpy_code(explanation: Explanation) -> Iterator[RenderableType]:
     if not explanation.written:
         return
-    yield Text("What hotloop.arrays has for these, to be read and run (docs/arrays.md):", style="bold")
+    yield Text("What hotloop.arrays has for these, to be read and run (docs/how-to/arrays.md):", style="bold")
     for name, text in explanation.written.items():
         yield _indented(name)
         yield Padding(Text(text), (0, 0, 0, 4))
