@@ -1,4 +1,4 @@
-"""The alternatives of docs/reference/limits.md for what a Task can't express work, and resume exactly or report that they don't."""
+"""The alternatives of docs/reference/limits.md for what a Task cannot express resume exactly, or report why not."""
 
 from __future__ import annotations
 
