@@ -95,11 +95,11 @@ test-all: $(DEV_STAMP) ## run these tests and those left out for their length, a
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
 docs: $(DOCS_STAMP) ## build the documents as a site in build/site, which opens without a network
-	$(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
 	@echo "build/site/index.html"
 
 docs-serve: $(DOCS_STAMP) ## show the site at http://127.0.0.1:8000, built again when a page changes
-	$(DOCS_VENV)/bin/python -m mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs serve
 
 screenshots: $(RUN_STAMP) ## record the session of README.md again
 	$(BIN)/python -m docs.generators.session
@@ -137,7 +137,7 @@ $(BENCH_STAMP): pyproject.toml constraints.txt
 $(DOCS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON_FITS)
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install $(PIP_OPTIONS) 'mkdocs<2' 'mkdocs-material<10' 'mkdocstrings[python]'
+	$(DOCS_VENV)/bin/python -m pip install $(PIP_OPTIONS) 'mkdocs<2' 'mkdocs-material<10' 'mkdocstrings[python]' ruff
 	@touch $@
 
 $(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
