@@ -31,7 +31,9 @@ TIMEOUT_S = 300
 
 SHIM = """\
 #!{python}
-import signal, socket, sys
+import os, signal, socket, sys
+if {script} and not sys.argv[1].endswith(".py"):  # -c, -m
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 sys.path.insert(0, {root!r})
 from tests.support.processes.forked_server import Server
 server = Server(requests=socket.socket(fileno={requests}))
