@@ -20,7 +20,7 @@ from rich.text import Text
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "images" / "session.svg"
 
-COLUMNS = 100
+COLUMNS = 120
 LONGEST_OUTPUT = 14
 """Lines of one command that the picture shows; `[...]` replaces the others in the middle."""
 
