@@ -12,7 +12,9 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 
 ADDED = (
-    "claims/**/*",
+    "claims/**/*.md",
+    "claims/**/*.json",
+    "claims/**/*.toml",
     "examples/*.py",
     "bench/README.md",
     "tests/README.md",
