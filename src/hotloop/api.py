@@ -66,7 +66,7 @@ def fit(
             Task in a file, else the choice of the rules. A resumed run keeps its own plan by default. Several ranks
             start
                 as forks
-            of this process, see docs/parallel.md.
+            of this process, see docs/how-to/ranks.md.
         device: overrides the plan's, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: save and stop after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.

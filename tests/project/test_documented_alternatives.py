@@ -1,4 +1,4 @@
-"""Alternatives in the documents to what a Task can't express: each works, and resumes exactly or reports that it doesn't."""
+"""The alternatives of docs/reference/limits.md for what a Task cannot express resume exactly, or report why not."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class MaxPool(_Pooling):
 
     If several numbers of a window are the largest, each of these `count` numbers gets the same share; torch gives all
     to the first. Both are subgradients. Equal numbers come from zeros after a ReLU, whose derivative is 0 anyway, and
-    from flat areas of an image. docs/arrays.md compares the mask with a list of places.
+    from flat areas of an image. docs/how-to/arrays.md compares the mask with a list of places.
 
     Args:
         size, stride, pad, dilation: see `Window`; the stride is the size by default.

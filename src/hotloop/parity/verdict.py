@@ -12,7 +12,7 @@ from hotloop.parity.free_run import FreeRunResult, KindDrift
 from hotloop.parity.noise_floor import noise_floors, typical_errors
 from hotloop.parity.step_collector import floor_ratio
 
-# Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/parity.md.
+# Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/concepts/proof.md.
 TYPICAL_LIMIT = 4.0
 """Limit of a tensor's median error, in multiples of the noise floor."""
 
