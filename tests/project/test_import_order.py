@@ -35,6 +35,7 @@ ORDER = (
     "report/*",
     "data/downloads/*",
     "data/*",
+    "data/readers/*",
     "data/feeds/*",
     "task_checks",
     "task",
