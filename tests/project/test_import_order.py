@@ -33,6 +33,7 @@ ORDER = (
     "scripts/inject/*",
     "arrays/*",
     "report/*",
+    "report/regression/*",
     "data/downloads/*",
     "data/*",
     "data/readers/*",

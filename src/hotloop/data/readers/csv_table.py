@@ -212,7 +212,8 @@ def csv(
     cells = _without_missing(file, cells, targets, missing)
     y, classes, note = _read_target(file, targets, cells, kind)
     shares = [share if isinstance(share, int | float) else 0 for share in (validation, test)]
-    training, *held_out = split_by_class(y.numpy() if classes else np.zeros(len(y)), *shares, seed)
+    labels = y.numpy() if classes else np.zeros(len(y))
+    training, *held_out = split_by_class(labels, shares[0], shares[1], seed)
     columns = tuple(_fit(file, name, cells[name].take(training)) for name in features)
     reader = CsvReader(columns, () if classes else tuple(targets), missing, separator, encoding)
     x, notes = reader.encode(cells), [note, *reader.unknown_values(cells, file.path)]
