@@ -229,7 +229,8 @@ def test_the_mean_of_missing_cells_is_that_of_the_training_part(tmp_path) -> Non
         (rows_of(*numbered(30)), {"test": 30}, "test=30"),
         (rows_of(*numbered(30)), {"separator": ", "}, "separator=', '"),
         (rows_of(*numbered(30)), {"drop": ["a", "b"]}, "no column for inputs"),
-        (rows_of(*numbered(30, "{0},5;1,2"), header="a;y").replace(",5", ".5"), {}, "decimal point"),
+        (rows_of(*numbered(30, "{0},5;1.2"), header="a;y"), {}, "'a' has '0,5' in row 1.*decimal point"),
+        ("a,b,y\n1,2\n", {}, "has 2 cells near line 2"),
         ('a,b,y\n1,"2,3\n', {}, "can't be read near line"),
     ],
 )  # fmt: skip

@@ -43,7 +43,7 @@ def task_of(data: hotloop.data.Bundle, **fields) -> hotloop.Task:
 def samples(part) -> set[tuple[int, int]]:
     """(class, number) of each image, from its colour and from its label."""
     x, y = part
-    assert torch.equal(x[:, 0, 0, 0].long() // 80, torch.tensor([{0: 1, 1: 2, 2: 0}[label] for label in y.tolist()]))
+    assert torch.equal(x[:, 0, 0, 0].long() // 80, torch.tensor([{0: 2, 1: 0, 2: 1}[label] for label in y.tolist()]))
     return {(label, int(image[1, 0, 0])) for image, label in zip(x, y.tolist(), strict=True)}
 
 
@@ -178,7 +178,7 @@ def test_images_are_resized_and_cropped_at_the_centre(tmp_path) -> None:
     pixels = np.zeros((10, 30, 3), np.uint8)
     pixels[:, 10:20] = 255  # the middle third
     reader = ImageReader((5, 5))
-    assert (reader.decode(saved(tmp_path, Image.fromarray(pixels))) == 255).all()
+    assert (reader.decode(saved(tmp_path, Image.fromarray(pixels))) > 200).all()
     folder = write_pets(tmp_path / "pets", side=20)
     assert hotloop.data.image_folder(folder, size=(8, 6)).train[0].shape == (48, 3, 8, 6)
     assert hotloop.data.image_folder(folder, size=8, channels=1).train[0].shape == (48, 1, 8, 8)
@@ -232,7 +232,7 @@ def test_an_unreadable_image_is_named(tmp_path, content) -> None:
     else:
         path.write_bytes(content)
     data = hotloop.data.image_folder(folder, size=8, validation=0, test=0)
-    with pytest.raises(DataError, match=rf"{path.name} can't be read as an image .*replace or remove"):
+    with pytest.raises(DataError, match=rf"{path.name} can't be read as an image .*Replace or remove"):
         data.train  # noqa: B018
 
 
@@ -251,9 +251,10 @@ def test_images_in_memory_and_images_decoded_as_needed_train_the_same(tmp_path) 
     for name, in_memory, workers in (("memory", True, None), ("files", False, 0), ("workers", False, 2)):
         data = hotloop.data.image_folder(folder, size=8, in_memory=in_memory)
         assert isinstance(data.train, tuple) == in_memory
-        axes = {} if workers is None else {"workers": workers}
         task = task_of(data, epochs=2, augment=hotloop.data.random_flip())
-        runs.append(hotloop.fit(task, run=tmp_path / name, device="cpu", plan="baseline", progress=False, **axes))
+        runs.append(
+            hotloop.fit(task, run=tmp_path / name, device="cpu", plan=hotloop.Plan(workers=workers), progress=False)
+        )
     weights = [hotloop.load_model(run).state_dict() for run in runs]
     for other in weights[1:]:
         assert all(torch.equal(weights[0][name], other[name]) for name in weights[0])

@@ -86,10 +86,15 @@ class CsvFile:
         mixed = {name for name, column in found.items() if column.bad}
         for name in sorted(mixed):
             column = found[name]
-            if 2 * column.bad < np.count_nonzero(~column.is_missing) + column.bad:
-                assert column.first_bad is not None
+            assert column.first_bad is not None
+            is_number = 2 * column.bad < np.count_nonzero(~column.is_missing) + column.bad
+            if is_number or self.has_decimal_comma(column.first_bad.text):
                 raise _bad_cell(self, name, column.first_bad)
         return found | self._read(sorted(mixed), mixed) if mixed else found
+
+    def has_decimal_comma(self, text: str) -> bool:
+        """Returns whether a cell of a file with another separator is a number with a decimal comma."""
+        return self.separator != "," and "," in text and _is_number(text.replace(",", ".", 1))
 
     def _read(self, names: Sequence[str], texts: Collection[str]) -> dict[str, Column]:
         pieces: dict[str, list[Any]] = {name: [] for name in names}
@@ -178,12 +183,16 @@ def _open(path: Path, encoding: str) -> TextIO:
 
 
 def _sniff(lines: list[str]) -> str:
-    """Returns the separator that cuts the first lines into the same number of cells, and into most."""
+    """Returns the separator that cuts the first lines into the same number of cells, and into most.
 
-    def cells(separator: str) -> int:
+    If no separator does so, the separator with most cells in the header is returned.
+    """
+
+    def cells(separator: str) -> tuple[int, int]:
         widths = [len(row) for row in csv.reader(lines, delimiter=separator)]
         complete = widths if len(widths) < _SNIFFED_ROWS else widths[:-1]  # the last row may continue on later lines
-        return widths[0] if widths and len({*complete}) == 1 else 0
+        header = widths[0] if widths else 0
+        return header if header > 1 and len({*complete}) == 1 else 0, header
 
     return max(SEPARATORS, key=cells)
 
@@ -209,12 +218,11 @@ def missing_column(name: str, header: Collection[str], path: Path) -> DataError:
 
 
 def _bad_cell(file: CsvFile, name: str, bad: BadCell) -> DataError:
-    is_comma = file.separator != "," and _is_number(bad.text.replace(",", ".", 1))
     return DataError(
         f"{file.path}: column {name!r} has {shorten(bad.text)} in row {bad.row:,}",
-        expected="a number, as in most rows",
+        expected="a number",
         fix="write numbers with a decimal point"
-        if is_comma
+        if file.has_decimal_comma(bad.text)
         else f"correct the cell, empty it and pass missing=, or pass categories=[{name!r}] or drop=[{name!r}]",
     )
 
