@@ -115,6 +115,7 @@ def test_a_table_from_training_to_a_table(hotloop, folder) -> None:
     ],
 )
 def test_wrong_calls_take_one_line(hotloop, args, says) -> None:
-    assert hotloop("train", "houses.py", "--run", "wrong-run", "--device", "cpu").code == 0
+    if not Path("wrong-run").exists():
+        assert hotloop("train", "houses.py", "--run", "wrong-run", "--device", "cpu").code == 0
     done = hotloop("predict", "wrong-run", *args)
     assert done.code == 1 and says in done.err.splitlines()[-1] and "Traceback" not in done.err

@@ -113,8 +113,8 @@ def predict(
         return
     for name, rows in arrays.items():
         say(f"{name}: {rows.dtype} {tuple(rows.shape)}")
-    for line in _column_lines(columns, is_table):
-        say(line)
+    if columns:
+        say("columns: " + ", ".join(_described(columns) if is_table else columns))
     say(f"written: {target}")
 
 
@@ -146,9 +146,8 @@ def _sample_names(record: RunRecord, inputs: Path) -> list[str]:
     return [] if reader is None or is_array_file(inputs) else reader.names(inputs)
 
 
-def _column_lines(columns: dict[str, str], is_table: bool) -> list[str]:
-    if not columns:
-        return []
-    if not is_table:
-        return ["columns: " + ", ".join(columns)]
-    return ["columns: " + ", ".join(f"{name} ({meaning})" for name, meaning in columns.items())]
+def _described(columns: dict[str, str]) -> list[str]:
+    """Returns the names of a table's columns, with their meanings where the names don't show them."""
+    from hotloop.inference.prediction_table import PROBABILITY
+
+    return [name if name.startswith(PROBABILITY) else f"{name} ({meaning})" for name, meaning in columns.items()]

@@ -13,6 +13,9 @@ import numpy as np
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.errors import DataError
 
+PROBABILITY = "probability_"
+"""Start of the name of a class's column."""
+
 _SUM_TOLERANCE = 1e-4
 """Largest distance of a sample's probabilities from the sum 1, in float32."""
 
@@ -90,7 +93,7 @@ def prediction_table(scores: np.ndarray, outputs: OutputColumns, names: Sequence
         probabilities = class_probabilities(scores)
         found = [outputs.classes[number] for number in probabilities.argmax(axis=1)]
         columns = first | {"class": "the most probable class"}
-        columns |= {f"probability_{name}": f"probability of {name}" for name in outputs.classes}
+        columns |= {f"{PROBABILITY}{name}": f"probability of {name}" for name in outputs.classes}
         cells = [[label, name, *row] for label, name, row in zip(labels, found, _texts(probabilities), strict=True)]
         return PredictionTable(columns, cells)
     columns = first | dict.fromkeys(outputs.targets, "the model's output")

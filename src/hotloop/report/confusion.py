@@ -94,12 +94,13 @@ def write_confusion(evaluation: Evaluation, path: Path) -> None:
 
 
 _MAX_ROWS = 20
-_BAR_WIDTH = 20
+_BAR_WIDTH = 10
 
 
 def class_tables(evaluation: Evaluation) -> RenderableType:
     """Returns tables of precision, recall and F1 per class and of the most frequent confusions."""
-    return Group(_class_metrics(evaluation), _confusions(evaluation))
+    tables = [_class_metrics(evaluation)]
+    return Group(*tables, _confusions(evaluation)) if most_frequent(evaluation) else Group(*tables)
 
 
 def _class_metrics(evaluation: Evaluation) -> Table:
