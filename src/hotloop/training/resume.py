@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotloop.core.records.training import TaskFacts
+from hotloop.core.records.training import RunRecord, TaskFacts
+from hotloop.data.bundle import Bundle
 from hotloop.errors import CheckpointError, RunError, describe_error, is_out_of_memory
 from hotloop.lowering.program import Program
 from hotloop.task import Task
@@ -88,6 +89,26 @@ def check_data(facts: TaskFacts, program: Program) -> None:
             "the Task's seed, shuffle, drop_last or validation is not what the run was started with",
             expected="the same order of the data, and the same samples held out",
             fix=_REMEDY,
+        )
+
+
+def describe_files(task: Task) -> dict[str, Any]:
+    """Returns `RunRecord.reader` of a Task with a data set of files; empty for other data."""
+    bundle = task.data
+    return bundle.reader.to_json() | {"digest": bundle.digest} if isinstance(bundle, Bundle) and bundle.reader else {}
+
+
+def check_files(record: RunRecord, task: Task) -> None:
+    """Raises RunError if the data set's files were changed since the start of the run.
+
+    The split of changed files is another: the run's training samples would be among the new test samples.
+    """
+    now = describe_files(task)
+    if record.reader and now and record.reader["digest"] != now["digest"]:
+        raise RunError(
+            f"the files of the data set {task.data.name!r} are not those that the run was started with",
+            expected="the same files, and so the same training, validation and test samples",
+            fix="restore the files, or start a new run",
         )
 
 
