@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from hotloop.core.records.explanation import Explanation
 from hotloop.core.records.hardware import Hardware
+from hotloop.core.records.model_summary import ModelSummary
 from hotloop.core.records.profile import Profile
 from hotloop.core.records.race import Parity, RaceScaling, Verdict
 from hotloop.core.records.training import Evaluation, ExportRecord
@@ -44,12 +45,13 @@ An error is a document as well, with exit code 1 or 2:
 | `check` | [Parity](#parity) |
 | `profile` | [Profile](#profile), and `pages`: files |
 | `explain` | [Explanation](#explanation) |
+| `summary` | [ModelSummary](#modelsummary) |
 | `evaluate` | [Evaluation](#evaluation), and `files`: paths by name |
-| `predict` | `run`, `inputs`, `out`: paths, `shapes` by name, `classes` |
+| `predict` | `run`, `inputs`, `out`: paths, `shapes` by name, `classes`, `columns` |
 | `export` | [ExportRecord](#exportrecord) |
 """
 
-DOCUMENTS = (Hardware, Verdict, RaceScaling, Parity, Profile, Explanation, Evaluation, ExportRecord)
+DOCUMENTS = (Hardware, Verdict, RaceScaling, Parity, Profile, Explanation, ModelSummary, Evaluation, ExportRecord)
 
 
 def meanings(record: type) -> dict[str, str]:

@@ -69,14 +69,6 @@ BEGINNINGS = re.compile(
 )
 """How no message begins: the reader doesn't know of what it speaks."""
 
-OLD_PAGES = frozenset(
-    f"docs/{name}.md"
-    for name in (
-        "training", "exactness", "parity", "proof", "profile", "speed", "parallel", "asynchronous", "gpu", "arrays"
-    )
-)  # fmt: skip
-"""Pages that others replace."""
-
 LISTS = frozenset({"docs/reference/json.md"})
 """Pages that are made from docstrings which list values: their sentences may be long."""
 
@@ -90,7 +82,7 @@ def documents() -> Iterator[Path]:
         ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md", "tests/README.md")
     ]
     pages += sorted((ROOT / "docs").rglob("*.md"))
-    yield from (page for page in pages if page.exists() and str(page.relative_to(ROOT)) not in OLD_PAGES)
+    yield from (page for page in pages if page.exists())
 
 
 @cache
