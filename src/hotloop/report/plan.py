@@ -54,7 +54,7 @@ def _plan_file(forecast: PlanForecast, requested: Collection[str], has_all_axes:
     axes = None if has_all_axes else plan.relevant_axes(requested)
     yield (
         "as a file for --plan FILE"
-        + ("" if has_all_axes else " (the other axes are the baseline's: hotloop plan --all shows them)")
+        + ("" if has_all_axes else " (hotloop plan --all shows the other axes)")
         + ":"
     )
     yield from (f"  {line}" for line in plan.to_toml(axes).splitlines())
