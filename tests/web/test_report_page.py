@@ -101,7 +101,7 @@ def test_each_part_of_a_report_is_shown_and_right(page: Page, report: Path, run:
         "Object.fromEntries([...document.querySelectorAll('figure')].map(f => [f.querySelector('figcaption').textContent,"
         " f.querySelector('[data-figure]').data.map(t => [t.name, Array.from(t.y || [])])]))"
     )
-    losses = dict((name, y) for name, y in drawn["Loss"])
+    losses = dict(drawn["Loss"])
     for part in ("train", "validation"):
         assert losses[part] == pytest.approx([row[f"{part}_loss"] for row in run.epochs], rel=1e-4)
     assert losses[f"best epoch ({best['epoch']})"] == pytest.approx([best["validation_loss"]], rel=1e-4)
