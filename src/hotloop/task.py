@@ -119,6 +119,7 @@ class Task:
         stop_below: stop when the monitored figure falls below this (for a rising goal: rises above).
         patience: stop after so many epochs without progress.
         callbacks: called with a read-only `View` after each event; see `hotloop.view.Callback`.
+        loggers: some of `tensorboard`, `mlflow`, `wandb`, `trackio` and `csv`, which record the figures of each epoch.
         classes: names of the classes, for reports.
         name: for run folders; default the file's name.
     """
@@ -152,6 +153,7 @@ class Task:
     stop_below: float | None = None
     patience: int | None = None
     callbacks: tuple[Callable[[Any], None], ...] | list[Callable[[Any], None]] = ()
+    loggers: tuple[str, ...] | list[str] = ()
     classes: tuple[str, ...] | list[str] = field(default=())
     name: str = "task"
 

@@ -103,6 +103,7 @@ ORDER = (
     "profiler/script",
     "profiler/task_profile",
     "profiler/profile",
+    "training/loggers/*",
     "training/*",
     "inference/*",
     "view",

@@ -69,8 +69,8 @@ def test_reports_are_of_the_runs_of_the_page_alone(server: LiveServer, folder: P
     assert get(server, f"/report?token={TOKEN}&run={folder}/other")[0] == 404
 
 
-def test_an_open_page_gets_changes_and_heartbeats_and_stops_the_end(
-    server: LiveServer, tmp_path: Path, monkeypatch
+def test_an_open_page_gets_changes_and_heartbeats_and_delays_the_end(
+    server: LiveServer, folder: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("hotloop.report.live_server.HEARTBEAT_S", 1.5)
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)

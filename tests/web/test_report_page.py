@@ -16,8 +16,8 @@ import torch
 import hotloop
 from hotloop.core.files.run_folder import StoredRun
 from hotloop.core.records.race import Parity, Timing, Verdict
-from hotloop.report.comparison import compare_runs
 from hotloop.report.comparison_page import comparison_report
+from hotloop.report.run_comparison import compare_runs
 from hotloop.report.run_report import document_report, run_report
 from hotloop.training.run import Run
 from tests.support.processes.chromium import needs_browser

@@ -93,6 +93,12 @@ def train(
             help="auto (at most 1 % of the time), a number of steps, or a time such as 5m.", show_default="auto"
         ),
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Record figures by tensorboard, mlflow, wandb, trackio or csv; repeatable.", show_default=False
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve a page on this machine that updates while training goes on.")
     ] = False,
@@ -178,7 +184,9 @@ def train(
             raise typer.Exit(launch_on_ray(ranked, own_command(), say)[1])
         raise typer.Exit(launch(local_rank_count(ranked), own_command(), say)[1])
     display = TrainingDisplay(console)
-    overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}
+    overrides = {
+        key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed, loggers=log).items() if v is not None
+    }
     context = RunContext(
         plan=plan,
         axes=axes,

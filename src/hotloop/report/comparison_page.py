@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.report.comparison import Comparison
 from hotloop.report.report_page import Block, Section, figures, lines, render, table, text
+from hotloop.report.run_comparison import Comparison
 from hotloop.report.run_curves import overlaid_figures
 
 _MAX_NAMED_COLUMNS = 3
@@ -28,18 +28,18 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
         names = [Text(f"{number}: {name}") for name, number in numbers.items()]
         groups = [replace(group, runs=[numbers[name] for name in group.runs]) for group in comparison.groups]
         comparison = replace(comparison, names=list(numbers.values()), groups=groups)
-    shown: list[RenderableType] = [_rich(block) for block in _tables(comparison)]
+    shown = [_rich(block) for block in _tables(comparison) if block["rows"]]
     return Group(*names, *shown, *(Text(line) for line in comparison_lines(comparison)))
 
 
 def comparison_report(comparison: Comparison, runs: Sequence[StoredRun]) -> str:
     """Returns the HTML of the comparison's page."""
-    settings, shown, groups = _tables(comparison)
+    settings, shown, groups, differences = _tables(comparison)
     numbered = [f"{number}: {name}" for number, name in enumerate(comparison.names, 1)]
     sections = [
         Section("difference", "Settings that differ", [settings] if settings["rows"] else [text("None.")]),
         Section("figures", "Figures", [shown]),
-        Section("groups", "Groups", [groups, *lines(comparison_lines(comparison))]),
+        Section("groups", "Groups", [groups, differences, *lines(comparison_lines(comparison))]),
         Section("curves", "Curves", figures(overlaid_figures(runs, numbered, 600)) or [text("No figures yet.")]),
     ]
     values: dict[str, Any] = dict(state="", failure=None, next_step=None)
@@ -51,7 +51,7 @@ def comparison_report(comparison: Comparison, runs: Sequence[StoredRun]) -> str:
     )
 
 
-def _tables(comparison: Comparison) -> tuple[Block, Block, Block]:
+def _tables(comparison: Comparison) -> tuple[Block, Block, Block, Block]:
     numbers = range(1, len(comparison.names) + 1)
     settings = table(
         "Settings that differ",
@@ -77,20 +77,32 @@ def _tables(comparison: Comparison) -> tuple[Block, Block, Block]:
             for group in comparison.groups
         ],
     )
-    return settings, shown, groups
+    rows = [
+        (
+            one.group,
+            one.figure,
+            f"{one.difference:+.4g}",
+            "" if one.low is None else f"{one.low:+.4g} to {one.high:+.4g}",
+            one.verdict.partition(":")[0].partition(" (")[0],
+        )
+        for one in comparison.differences
+    ]
+    columns = ("group", "figure", "difference", "95 % interval", "verdict")
+    differences = table(f"Differences from group {comparison.groups[0].name}", columns, rows, numbers=(2, 3))
+    return settings, shown, groups, differences
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """Returns a line for each figure of each group against the first group, with its interval where there is one."""
-    first = comparison.groups[0].name
+    """Returns the numbers of seeds behind the verdicts, each sentence once."""
     found = []
     for one in comparison.differences:
-        interval = "" if one.low is None else f" (95 % interval {one.low:+.4g} to {one.high:+.4g})"
-        found.append(f"{one.group} against {first}, {one.figure}: {one.difference:+.4g}{interval}: {one.verdict}")
+        _, _, few = one.verdict.partition("noise unknown: ")
+        _, _, counts = one.verdict.rpartition(" (")
+        found.append(f"Noise unknown: {few}." if few else f"Group {one.group}: {counts.rstrip(')')} compared.")
     if len(comparison.groups) == 1:
         count = comparison.groups[0].distinct_seeds
         found.append(f"The runs differ in nothing but seed and machine: one group with {count} different seeds.")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _mean_names(comparison: Comparison) -> list[str]:
@@ -111,8 +123,6 @@ def _setting(value: Any) -> str:
 
 
 def _rich(block: Block) -> RenderableType:
-    if not block["rows"]:
-        return Text(f"{block['caption']}: none")
     shown = Table(title=block["caption"], title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(block["columns"]):
         shown.add_column(Text(column), justify="right" if number in block["numbers"] else "left", overflow="fold")

@@ -205,19 +205,40 @@ def evaluation_section(evaluation: Evaluation, pictures: Mapping[int, str]) -> S
     blocks += [text(evaluation.note)] if evaluation.note else []
     if evaluation.confusion:
         blocks += [heading("Classes"), _class_table(evaluation), heading("Confusion matrix"), *_confusion(evaluation)]
+    blocks += _regression(evaluation)
     if evaluation.mistakes:
         blocks += [heading("Worst mistakes"), *_mistakes(evaluation, pictures)]
     return Section("evaluation", "Evaluation", blocks)
 
 
 def _class_table(evaluation: Evaluation) -> Block:
-    rows: list[tuple[str, ...]] = []
-    rated = zip(evaluation.classes, evaluation.accuracy_per_class, evaluation.confusion, strict=False)
-    for place, (name, rate, row) in enumerate(rated):
-        predicted = sum(other[place] for other in evaluation.confusion)
-        precision = f"{row[place] / predicted:.1%}" if predicted else "-"
-        rows.append((name, f"{sum(row):,}", "-" if rate is None else f"{rate:.1%}", precision))
-    return table("Classes", ("class", "samples", "accuracy", "precision"), rows, numbers=(1, 2, 3))
+    columns: dict[str, list[float | None]] = {
+        "accuracy": evaluation.accuracy_per_class,
+        "precision": evaluation.precision_per_class,
+        "recall": evaluation.recall_per_class,
+        "F1": evaluation.f1_per_class,
+    }
+    known = {name: values for name, values in columns.items() if len(values) == len(evaluation.classes)}
+    rows = [
+        (name, f"{sum(evaluation.confusion[place]):,}", *(_share(values[place]) for values in known.values()))
+        for place, name in enumerate(evaluation.classes)
+    ]
+    return table("Classes", ("class", "samples", *known), rows, numbers=range(1, 2 + len(known)))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _regression(evaluation: Evaluation) -> list[Block]:
+    if evaluation.regression is None:
+        return []
+    rows = [
+        (one.name, f"{one.mae:.4g}", f"{one.rmse:.4g}", "-" if one.r2 is None else f"{one.r2:.4f}")
+        for one in evaluation.regression.targets
+    ]
+    columns = ("target", "mean absolute error", "root mean squared error", "R²")
+    return [heading("Errors"), table("Errors", columns, rows, numbers=(1, 2, 3))]
 
 
 def _confusion(evaluation: Evaluation) -> list[Block]:

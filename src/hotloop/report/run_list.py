@@ -66,15 +66,15 @@ def sorted_rows(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]
 
 
 def runs_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns a row for each run; a figure that all runs have in common is named once, in the heading."""
+    """Returns a row for each run; a figure that all runs have in common is named once, below."""
     figures = {row["figure"].replace("_", " ") for row in rows if row["best"] is not None}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    table.add_column("run", overflow="fold", min_width=min(28, max((len(row["run"]) for row in rows), default=3)))
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("run", overflow="fold", min_width=min(18, max((len(row["run"]) for row in rows), default=3)))
     for name in ("when", "state"):
         table.add_column(name, no_wrap=True)
     table.add_column("epochs", justify="right", no_wrap=True)
-    table.add_column(f"best {figures.copy().pop()}" if len(figures) == 1 else "best", justify="right")
-    table.add_column("plan", overflow="fold")
+    table.add_column("best", justify="right")
+    table.add_column("plan", overflow="fold", min_width=8)
     table.add_column("time", justify="right", no_wrap=True)
     styles = {"failed": "red", "killed": "yellow", "training": "blue", "finished": "green"}
     for row in rows:
@@ -91,6 +91,8 @@ def runs_table(rows: Sequence[dict[str, Any]]) -> Table:
         texts = [Text(cell) for cell in cells]
         texts[2].stylize(styles.get(row["state"], ""))
         table.add_row(*texts)
+    if len(figures) == 1:
+        table.caption, table.caption_justify = Text(f"best: {figures.pop()}"), "left"
     return table
 
 

@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,8 @@ from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
 from hotloop.training.gradient_norm import gradient_norm_of
+from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
+from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
 from hotloop.training.monitor import RunMonitor
 from hotloop.training.resume import check_files, check_overrides, describe_files
@@ -142,6 +144,7 @@ def check_options(task: Task, stop_after: str | None, checkpoint_every: str) -> 
         TaskError: the Task monitors a metric of data that it doesn't have.
     """
     CheckpointCadence.parse(checkpoint_every)
+    check_loggers(task.loggers)
     limit_s = math.inf if stop_after is None else parse_seconds(stop_after, "stop-after")
     EarlyStopping.of(task.monitor, task.goal, task.roles.validation is not None)
     return limit_s
@@ -195,6 +198,7 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
     context = replace(context, loaded=replace(loaded, task=before), wanted=wanted, until=until, is_resumed=True)
     context = replace(context, done=done).with_overrides()
     task = context.task
+    check_loggers(task.loggers)
     if (final := handle.final) is not None and len(handle.epochs) >= _last_epoch(handle, task, final):
         say(f"{path} is finished already; --epochs with a larger number goes on with it")
         return handle, RunOutcome("finished", True, [], final)
@@ -289,18 +293,29 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     for reason in cudnn_inexact_reasons(program.parts):
         if handle.note_inexact(reason):
             say(reason)
-    monitor = RunMonitor(lambda: _layers_of(program), gradient_norm_of(program), say)
-    with monitor.open():
+    writers: list[Any] = []
+    if not isinstance(handle, FollowerRun):
+        monitor = RunMonitor(lambda: _layers_of(program), gradient_norm_of(program), say)
+        writers = [monitor, *_figure_loggers(task, handle, say)]
+    with ExitStack() as stack:
+        for writer in writers:
+            stack.enter_context(writer.open())
         return train_loop(
             relower,
             handle,
             resume=context.is_resumed,
             stop_after_s=None if math.isinf(context.until) else context.until - time.monotonic(),
-            callbacks=()
-            if isinstance(handle, FollowerRun)
-            else [*_default_callbacks(task, program, say), monitor, *context.callbacks],
+            callbacks=[*_default_callbacks(task, program, say), *writers, *context.callbacks] if writers else (),
             say=say,
         )
+
+
+def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
+    record, plan = handle.record, handle.plan
+    settings: dict[str, Any] = {"task": record.name, "plan": plan.brief(), "batch_size": record.facts.batch_size}
+    settings |= record.overrides | (record.source.parameters if record.source else {})
+    names = [name for name in dict.fromkeys(task.loggers) if name in ADAPTERS]
+    return [FigureLogger(name, ADAPTERS[name](), settings, say) for name in names]
 
 
 def _layers_of(program: Program) -> ModelLayers | None:

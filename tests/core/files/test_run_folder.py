@@ -37,12 +37,14 @@ STOP = {"event": "stop", "time": 30.0, "step": 9, "reason": "finished"}
         ([START, STOP, {**START, "event": "resume"}], status(), "training"),
         ([START], status(process_created=1.0), "killed"),
         ([START], status(host="elsewhere"), "training"),
-        ([START], status(host="elsewhere", time=time.time() - 1000), "killed"),
+        ([START], status(host="elsewhere", age_s=1000), "killed"),
         ([START], {}, "killed"),
         ([], {}, "new"),
     ],
 )
 def test_the_state_of_a_run(tmp_path: Path, events: list[dict], process: dict, state: str) -> None:
+    if process:
+        process = process | {"time": time.time() - process.get("age_s", 0)}
     write_run(tmp_path / "run", events=events, status=process)
     assert StoredRun.read(tmp_path / "run").state == state
 

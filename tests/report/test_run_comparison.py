@@ -8,7 +8,7 @@ import pytest
 
 from hotloop.core.files.run_folder import StoredRun
 from hotloop.plan import Plan
-from hotloop.report.comparison import Comparison, compare_runs
+from hotloop.report.run_comparison import Comparison, compare_runs
 from tests.support.stored_runs import write_run
 
 

@@ -1,0 +1,1 @@
+"""Thin adapters of libraries that record figures of trainings, and the thread that calls them."""
