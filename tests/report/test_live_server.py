@@ -95,7 +95,7 @@ def test_an_open_page_gets_changes_and_heartbeats_and_delays_the_end(
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:
-    with listen() as taken, pytest.raises(RunError, match=r"can't be served on .* --port"):
+    with listen() as taken, pytest.raises(RunError, match=r"can.t be served on .*another port"):
         listen(port=taken.getsockname()[1])
 
 

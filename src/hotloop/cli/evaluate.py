@@ -95,6 +95,7 @@ def evaluate(
 def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
     from hotloop.core.files.atomic_files import write_atomic
     from hotloop.report.confusion import write_confusion
+    from hotloop.report.html import SCRIPT
     from hotloop.report.mistakes import mistake_pictures, write_mistakes
     from hotloop.report.regression.residuals import write_residuals
 
@@ -103,10 +104,10 @@ def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
     write_atomic(folder / "pictures.json", json.dumps(mistake_pictures(found)))
     if found.confusion:
         files["confusion"] = folder / "confusion.html"
-        write_confusion(found, files["confusion"])
+        write_confusion(found, files["confusion"], folder.parent / SCRIPT)
     if found.classes:
         files["mistakes"] = folder / "mistakes.html"
-        write_mistakes(found, files["mistakes"])
+        write_mistakes(found, files["mistakes"], folder.parent / SCRIPT)
     if found.regression is not None:
         files["residuals"] = folder / "residuals.html"
         write_residuals(found, files["residuals"])

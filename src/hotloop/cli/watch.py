@@ -32,7 +32,7 @@ def watch(
     hotloop watch                       the runs in runs/
     hotloop watch runs/first --open
 
-    The address that is printed has a token, without which nobody can read the page. The page only reads; it ends by
+    The printed address has a token, and other addresses are refused. The page only reads run folders. The page ends by
     Ctrl-C, or when no run trains and no page is open for 60 s.
     """
     from hotloop.report.live_server import LiveServer, listen, new_token, page_address

@@ -89,8 +89,8 @@ def _summary(evaluation: Evaluation) -> str:
     return f"{share}{total:,} samples; a row is one true class, its colours are shares of it"
 
 
-def write_confusion(evaluation: Evaluation, path: Path) -> None:
-    write_page(path, f"Confusions: {evaluation.run}", confusion_figure(evaluation))
+def write_confusion(evaluation: Evaluation, path: Path, shared_script: Path | None = None) -> None:
+    write_page(path, f"Confusions: {evaluation.run}", confusion_figure(evaluation), shared_script=shared_script)
 
 
 _MAX_ROWS = 20

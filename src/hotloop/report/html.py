@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from html import escape
 from pathlib import Path
 
 import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
 
 from hotloop.core.files.atomic_files import write_atomic
 
@@ -27,6 +29,9 @@ _PAGE = """\
 </html>
 """
 
+
+SCRIPT = "plotly.min.js"
+"""File in a run's folder that the pages of the run share."""
 
 CONFIG = {
     "displaylogo": False,
@@ -59,7 +64,20 @@ def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
     return figure
 
 
-def write_page(path: Path, title: str, figure: go.Figure, option: str | None = None) -> None:
-    """Writes a figure as one page for any browser, also offline; errors name the command's `option`."""
-    drawn = figure.to_html(full_html=False, include_plotlyjs=True, config=CONFIG)
+def write_page(
+    path: Path, title: str, figure: go.Figure, option: str | None = None, shared_script: Path | None = None
+) -> None:
+    """Writes a figure as a page for any browser, also offline; errors name the command's `option`.
+
+    Args:
+        shared_script: file of plotly's script, in the page's folder or above, which is written once and shared by pages;
+            None for a page that needs no other file.
+    """
+    source: bool | str = True
+    if shared_script is not None:
+        script = get_plotlyjs().encode()
+        if not shared_script.is_file() or shared_script.stat().st_size != len(script):
+            write_atomic(shared_script, script, option)
+        source = Path(os.path.relpath(shared_script, path.parent)).as_posix()
+    drawn = figure.to_html(full_html=False, include_plotlyjs=source, config=CONFIG)
     write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)

@@ -11,15 +11,23 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from hotloop.core.callback import View
-from hotloop.report.html import style_figure, write_page
+from hotloop.core.files.run_folder import StoredRun
+from hotloop.report.html import SCRIPT, style_figure, write_page
 
 _COLOURS = {"train": "#3566b8", "validation": "#d9622b"}
 
 
-def curves_figure(epochs: Sequence[dict[str, Any]]) -> go.Figure:
-    """Returns loss and metrics over the epochs, from the rows of a run's `epochs`."""
+def curves_figure(epochs: Sequence[dict[str, Any]], best: tuple[str, int] | None = None) -> go.Figure:
+    """Returns loss and metrics over the epochs, from the rows of a run's `epochs`; a schedule has its learning rate.
+
+    Args:
+        best: the monitored figure and its best epoch, which gets a star.
+    """
     metrics = _metrics(epochs)
-    figure = make_subplots(rows=1, cols=len(metrics), subplot_titles=[escape(metric) for metric in metrics])
+    rates = [(row["epoch"], row["learning_rate"]) for row in epochs if row.get("learning_rate") is not None]
+    is_scheduled = len({rate for _, rate in rates}) > 1
+    titles = [escape(metric) for metric in metrics] + ["learning rate"] * is_scheduled
+    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles)
     for column, metric in enumerate(metrics, start=1):
         for part, colour in _COLOURS.items():
             figure_name = f"{part}_{metric}"
@@ -36,9 +44,26 @@ def curves_figure(epochs: Sequence[dict[str, Any]]) -> go.Figure:
                     line={"color": colour},
                 )
                 figure.add_trace(trace, row=1, col=column)
+        _mark_best(figure, epochs, metric, column, best)
+    if is_scheduled:
+        x, y = zip(*rates, strict=True)
+        line = {"color": _COLOURS["train"]}
+        figure.add_trace(go.Scatter(x=x, y=y, showlegend=False, mode="lines", line=line), row=1, col=len(titles))
+        figure.update_yaxes(rangemode="tozero", row=1, col=len(titles))
     figure.update_xaxes(title_text="epoch", dtick=1 if len(epochs) <= 12 else None)
     style_figure(figure, "Learning curves")
     return figure.update_layout(height=460, hovermode="x unified")
+
+
+def _mark_best(
+    figure: go.Figure, epochs: Sequence[dict[str, Any]], metric: str, column: int, best: tuple[str, int] | None
+) -> None:
+    if best is None or best[0].split("_", 1)[-1] != metric:
+        return
+    value = next((row[best[0]] for row in epochs if row["epoch"] == best[1]), None)
+    star = {"symbol": "star", "size": 14, "color": "#2a9d6f"}
+    trace = go.Scatter(x=[best[1]], y=[value], mode="markers", marker=star, name=f"best: epoch {best[1]}")
+    figure.add_trace(trace, row=1, col=column)
 
 
 def _metrics(epochs: Sequence[dict[str, Any]]) -> list[str]:
@@ -51,11 +76,19 @@ def _metrics(epochs: Sequence[dict[str, Any]]) -> list[str]:
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
-def write_curves(epochs: Sequence[dict[str, Any]], path: Path) -> None:
-    write_page(path, "Learning curves", curves_figure(epochs))
+def write_curves(
+    epochs: Sequence[dict[str, Any]],
+    path: Path,
+    best: tuple[str, int] | None = None,
+    shared_script: Path | None = None,
+) -> None:
+    write_page(path, "Learning curves", curves_figure(epochs, best), shared_script=shared_script)
 
 
 def draw_curves(view: View) -> None:
     """Draws the learning curves into the run's folder when training stops; a callback."""
     if view.event == "stop" and view.history:
-        write_curves([record.flat() for record in view.history], view.run / "curves.html")
+        run = StoredRun.read(view.run, has_curves=False)
+        best = None if run.best_epoch is None else (run.monitor[0], int(run.best_epoch["epoch"]))
+        rows = [record.flat() for record in view.history]
+        write_curves(rows, view.run / "curves.html", best, view.run / SCRIPT)

@@ -59,7 +59,7 @@ def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
         raise RunError(
             f"the page can't be served on {host}:{port} ({reason})",
             expected="a free port of this machine",
-            fix="choose another --port, or leave it out",
+            fix="choose another port, or leave the port out",
         ) from error
 
 

@@ -95,5 +95,5 @@ def _table(evaluation: Evaluation) -> go.Figure:
     return figure.update_layout(height=150 + 30 * (len(found) + 1), width=700)
 
 
-def write_mistakes(evaluation: Evaluation, path: Path) -> None:
-    write_page(path, f"Mistakes: {evaluation.run}", mistakes_figure(evaluation))
+def write_mistakes(evaluation: Evaluation, path: Path, shared_script: Path | None = None) -> None:
+    write_page(path, f"Mistakes: {evaluation.run}", mistakes_figure(evaluation), shared_script=shared_script)

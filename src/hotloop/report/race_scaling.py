@@ -92,8 +92,10 @@ def scaling_figure(scaling: RaceScaling) -> go.Figure:
     for crossing in scaling.crossings:
         if crossing.at is not None:
             _mark_crossing(figure, crossing.at, f"{escape(crossing.name)}: {crossing.at:.3g}")
-    figure.update_xaxes(title_text=escape(scaling.parameter), type="log")
-    figure.update_yaxes(title_text="milliseconds of a step", type="log")
+    sizes = [float(value) for value in scaling.values]
+    ticks = {"tickvals": sizes, "ticktext": [escape(value) for value in scaling.values]}
+    figure.update_xaxes(title_text=escape(scaling.parameter), type="log", **ticks)
+    figure.update_yaxes(title_text="milliseconds of a step", type="log", dtick="D2", tickformat="~g")
     note = "; ".join(scaling_sentence(scaling, name) for name in _reasons(scaling))
     return style_figure(figure, f"{scaling.races[0].task}: step time against {scaling.parameter}", note).update_layout(
         height=520

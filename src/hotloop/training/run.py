@@ -1,7 +1,6 @@
 """A run: the folder of one training, independent of the Task's file.
 
-run.json          what was trained, from which source, with which versions
-plan.toml         how
+run.json          what was trained, from which source, with which versions; plan.toml: how
 source/           the Task's file and the local modules it imports
 journal.jsonl     events in order, append-only
 metrics.jsonl     a line per epoch; metrics.csv has the same as a table
@@ -29,10 +28,12 @@ from pydantic import ValidationError
 from hotloop import __version__
 from hotloop.core.files.atomic_files import append, open_regular, read_regular, translate_write_errors, write_atomic
 from hotloop.core.files.journal import JournalRows, read_events, read_metrics, read_step
+from hotloop.core.files.run_folder import StoredRun
 from hotloop.core.hardware.versions import machine_name
 from hotloop.core.records.training import EpochRecord, RunRecord
 from hotloop.errors import HotloopError, PlanError, RunError
 from hotloop.plan import Plan
+from hotloop.report.notebook import as_data_frame, run_html
 from hotloop.training.checkpoint import CheckpointFolder
 
 _UNFINISHED = ".unfinished"
@@ -45,10 +46,7 @@ _STALE_LOCK_S = 2.0
 
 
 class Run:
-    """The folder of one training; `plan` is the last plan, `task` the Task if this process has it.
-
-    `plan_reasons`: lines of the choice of the plan, for the journal.
-    """
+    """The folder of one training; `plan` is the last plan, `plan_reasons` its reasons, `task` the Task if known."""
 
     def __init__(self, path: Path, record: RunRecord, plan: Plan) -> None:
         self.path, self.record, self.plan = path, record, plan
@@ -123,6 +121,14 @@ class Run:
         figures = {key: round(v, 4) for key, v in (self.final or {}).items() if isinstance(v, float)}
         reason = "" if self.reason in ("", "finished") else f", reason={self.reason!r}"
         return f"Run({str(self.path)!r}, epochs={len(self.epochs)}, final={figures or None}{reason})"
+
+    def _repr_html_(self) -> str:
+        return run_html(StoredRun.read(self.path))
+
+    @property
+    def history(self) -> Any:
+        """The completed epochs as a pandas DataFrame; a list of dicts without pandas."""
+        return as_data_frame(self.epochs)
 
     @property
     def source(self) -> Path:
@@ -210,14 +216,13 @@ class Run:
         append(self.path / "journal.jsonl", line.encode())
 
     def log_start(self, event: str, **fields: Any) -> None:
-        """Appends the line `start` or `resume`, with the plan, why it was chosen, and the machine."""
         self.log(event, **fields, plan=self.plan.brief(), plan_reasons=self.plan_reasons, machine=machine_name())
 
     def log_failure(self, error: HotloopError) -> None:
-        """Appends an error that ends the training; a disk that is full or a folder that is gone is no second error."""
+        """Appends an error that ends the training; a full disk is no second error."""
         with suppress(HotloopError):
-            fields = dict(given=error.given, expected=error.expected, fix=error.fix)
-            self.log("failure", kind=type(error).__name__, message=str(error), **fields)
+            parts = {"given": error.given, "expected": error.expected, "fix": error.fix}
+            self.log("failure", kind=type(error).__name__, message=str(error), **parts)
 
     def journal(self) -> list[dict[str, Any]]:
         """Returns the journal's events without damaged lines, see `damages`."""

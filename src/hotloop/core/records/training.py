@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,15 @@ class Record(BaseModel):
     """A frozen model with a lossless JSON form."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def _repr_html_(self) -> str | None:
+        """Returns what a notebook shows; None for records without a view."""
+        view = next((HTML_VIEWS[kind] for kind in type(self).__mro__ if kind in HTML_VIEWS), None)
+        return None if view is None else view(self)
+
+
+HTML_VIEWS: dict[type, Callable[[Any], str]] = {}
+"""Views of records in notebooks, by class; `hotloop.report.notebook` fills it."""
 
 
 class EpochRecord(Record):
