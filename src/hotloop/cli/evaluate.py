@@ -101,7 +101,10 @@ def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
 
     files = {"evaluation": folder / "evaluation.json"}
     write_atomic(files["evaluation"], found.model_dump_json(indent=2))
-    write_atomic(folder / "pictures.json", json.dumps(mistake_pictures(found)))
+    if pictures := mistake_pictures(found):
+        write_atomic(folder / "pictures.json", json.dumps(pictures))
+    else:
+        (folder / "pictures.json").unlink(missing_ok=True)  # of an earlier evaluation
     if found.confusion:
         files["confusion"] = folder / "confusion.html"
         write_confusion(found, files["confusion"], folder.parent / SCRIPT)
