@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.row_count import count_rows
-from hotloop.errors import InsufficientMemoryError, TaskError, describe_error, type_name
+from hotloop.errors import InsufficientMemoryError, TaskError, call_user_code, describe_error, type_name
 
 _SHARE = 0.7  # of the free memory that a real construction may take
 
@@ -35,8 +35,8 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: FakeTensorMode,
             made = model()
     except Exception as error:
         try:
-            with _MemoryLimit(int(_SHARE * free_memory_bytes())):
-                made = model()
+            with _MemoryLimit(int(_SHARE * free_memory_bytes(torch.device("cpu")))):
+                made = call_user_code("the model factory", model)
         except _TooLarge:
             raise InsufficientMemoryError(
                 f"the model can't be traced without memory ({describe_error(error)}), and is too large to be built here",

@@ -20,7 +20,7 @@ from hotloop.profiler.costs.op_cost import OpCall
 from hotloop.profiler.costs.operator_cost import count_operator
 from hotloop.profiler.step_costs.data_dependence import answer_item, with_all_elements
 from hotloop.profiler.step_costs.operator_kinds import kernel_launches, operator_kind, operator_shape
-from hotloop.profiler.step_costs.workspace import workspace_bytes
+from hotloop.profiler.step_costs.workspace import saved_workspace_bytes, workspace_bytes
 
 _WITHOUT_COST = ("prim", "profiler")
 
@@ -74,7 +74,8 @@ class StepRecorder(ReadOnlyDispatchMode):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             name = func.overloadpacket.__name__
             if name == "_local_scalar_dense":
-                self.notes["a value that the step reads is taken as 1, or as false for a condition"] = None
+                if self.phase != "update":  # an optimizer reads its number of steps
+                    self.notes["a value that the step reads is taken as 1, or as false for a condition"] = None
                 return answer_item(tensors[0], self._last_truth() is tensors[0].untyped_storage())
             if (changed := with_all_elements(name, args)) is not None:
                 self.notes["a choice by a mask is counted as if it chose all elements"] = None
@@ -91,13 +92,15 @@ class StepRecorder(ReadOnlyDispatchMode):
 
     def _observe(self, func: Any, args: Any, kwargs: Any, read: list[Tensor], made: list[Tensor]) -> None:
         name = func.overloadpacket.__name__
+        arguments = _by_position(func, args, kwargs)
         new = [tensor for tensor in made if self._track(tensor)]
+        if new and (saved := saved_workspace_bytes(name, arguments)) and not new[-1].numel():
+            self._add_bytes(new[-1], saved)
         phase: StepPhase = self.phase
         if phase == "forward" and torch._C._current_autograd_node() is not None:
             phase = "backward"
         written = [*new, *_mutated(func, args, kwargs)]
-        arguments = _by_position(func, args, kwargs)
-        self.peaks[phase] = max(self.peaks[phase], self.live_bytes + workspace_bytes(name, read, made, self.device))
+        self.peaks[phase] = max(self.peaks[phase], self.live_bytes + workspace_bytes(name, arguments, self.device))
         if self.is_recording:
             cost = _cost(func, name, phase, arguments, read, written)
             self.calls[cost] = self.calls.get(cost, 0) + self.weight
@@ -115,6 +118,14 @@ class StepRecorder(ReadOnlyDispatchMode):
         self._storages[key] = weakref.ref(storage, partial(self._free, key, size))
         self.live_bytes += size
         return True
+
+    def _add_bytes(self, tensor: Tensor, size: int) -> None:
+        """Adds bytes that live as long as the tensor's storage."""
+        self.live_bytes += size
+        weakref.finalize(tensor.untyped_storage(), self._subtract, size)
+
+    def _subtract(self, size: int) -> None:
+        self.live_bytes -= size
 
     def _free(self, key: int, size: int, reference: Any) -> None:
         self.live_bytes -= size
@@ -159,7 +170,7 @@ def _cost(
     dtype = _arithmetic_dtype(read, written)
     gradients = sum(map(bool, arguments[10][:2])) if name == "convolution_backward" else 1
     kind = operator_kind(name, phase) if written else "view"
-    if kind == "view" or name.startswith(("empty", "new_empty")):
+    if kind == "view" or name.startswith(("empty", "new_empty", "lift_fresh")):
         return OperatorCost(full_name, "view", phase, 0, 0, 0, (), dtype, launches=0, tensors=len(read))
     counted = count_operator(name, call.shapes, call.dtypes, call.arguments)
     written_bytes = _touched_bytes(written)

@@ -1,0 +1,1 @@
+"""Predictions of `hotloop advise` against measurements that played no part in them."""
