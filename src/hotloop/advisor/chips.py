@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -188,8 +189,8 @@ def _is_abbreviation(words: list[str], known: list[str]) -> bool:
     """Returns whether all words occur in the known ones, where a word with a number after it stands before that number."""
     if not set(words) <= set(known):
         return False
-    pairs = [(word, after) for word, after in zip(words, words[1:], strict=False) if len(word) == 1 and after.isdigit()]
-    return all(pair in zip(known, known[1:], strict=False) for pair in pairs)
+    pairs = [(word, after) for word, after in itertools.pairwise(words) if len(word) == 1 and after.isdigit()]
+    return all(pair in itertools.pairwise(known) for pair in pairs)
 
 
 def _described_cpu(name: str) -> Chip:
