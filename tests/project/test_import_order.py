@@ -85,6 +85,7 @@ ORDER = (
     "profiler/base/*",
     "profiler/compile_race",
     "profiler/costs/*",
+    "profiler/step_costs/*",
     "profiler/detectors/*",
     "profiler/hooks/*",
     "profiler/autograd/*",
