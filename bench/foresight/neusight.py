@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from bench.foresight.kernels import MIN_SPREAD, fit_kernels, kinds_of
+from bench.foresight.kernels import MIN_SPREAD, kinds_of
 from bench.foresight.transformers import hugging_face
 from hotloop.advisor.chips import Chip, find_chip
 from hotloop.advisor.coefficients import Coefficients
@@ -46,14 +46,25 @@ def runs(data: Path) -> tuple[Run, ...]:
             share = batch // 4 if row["variant"] == "dp4" else batch
             shards = 4 if row["variant"] == "tp4" else 1
             costs = hugging_face(config, share, int(row["seq"]), training=row["mode"] == "train", shards=shards)
-            found.append(Run(find_chip(row["device"]), row["model"], row["mode"], batch, row["variant"], float(row["e2e_ms"]) / 1e3, costs))
+            found.append(
+                Run(
+                    find_chip(row["device"]),
+                    row["model"],
+                    row["mode"],
+                    batch,
+                    row["variant"],
+                    float(row["e2e_ms"]) / 1e3,
+                    costs,
+                )
+            )
     return tuple(found)
 
 
 def device_seconds(costs: StepCosts, chip: Chip, precision: str, coefficients: Coefficients) -> float:
     launches = coefficients.host.get("launch_s", 4e-6)
     return sum(
-        operator_time(one, chip, precision, coefficients).seconds + one.count * one.launches * launches for one in costs.operators
+        operator_time(one, chip, precision, coefficients).seconds + one.count * one.launches * launches
+        for one in costs.operators
     )
 
 
@@ -63,7 +74,9 @@ def with_inference(coefficients: Coefficients, data: Path, wanted: Callable[[Run
     for run in runs(data):
         if run.mode != "inf" or not wanted(run) or "fp32" in coefficients.chips.get(run.chip.name, {}):
             continue
-        flops_s = sum(one.flops * one.count for one in run.costs.operators if one.kind in PRODUCTS) / run.chip.peak("fp32")
+        flops_s = sum(one.flops * one.count for one in run.costs.operators if one.kind in PRODUCTS) / run.chip.peak(
+            "fp32"
+        )
         others = [one for one in run.costs.operators if one.kind not in PRODUCTS]
         rest = sum(operator_time(one, run.chip, "fp32", coefficients).seconds for one in others)
         shares.setdefault(run.chip.name, []).append(flops_s / (run.seconds - rest))

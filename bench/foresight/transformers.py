@@ -66,7 +66,9 @@ class Operators:
     def dropout(self, elements: int) -> None:
         if self.training:
             self.add("random", "forward", elements, elements * self.width, elements * (self.width + 1), (elements,))
-            self.add("elementwise", "backward", elements, elements * (self.width + 1), elements * self.width, (elements,))
+            self.add(
+                "elementwise", "backward", elements, elements * (self.width + 1), elements * self.width, (elements,)
+            )
 
     def copy(self, elements: int) -> None:
         self.elementwise(elements)
@@ -90,7 +92,15 @@ class Operators:
         size = batch_heads * queries * width * self.width
         self.add("attention", "forward", flops, 3 * size, size, (batch_heads, queries, queries, width))
         if self.training:
-            self.add("attention", "backward", 2.5 * flops, 5 * size, 3 * size, (batch_heads, queries, queries, width), launches=3)
+            self.add(
+                "attention",
+                "backward",
+                2.5 * flops,
+                5 * size,
+                3 * size,
+                (batch_heads, queries, queries, width),
+                launches=3,
+            )
 
     def embedding(self, rows: int, columns: int, vocabulary: int, *, tied: bool = False) -> None:
         size = rows * columns * self.width
@@ -311,3 +321,51 @@ def hugging_face(config: dict, batch: int, sequence: int, *, training: bool, sha
 
 def elements(shape: tuple[int, ...]) -> int:
     return prod(shape)
+
+
+def fused(
+    hidden: int, layers: int, heads: int, vocabulary: int, batch: int, sequence: int, *,
+    recomputes: bool = False, shards: int = 1, inner: int = 0, flash: bool = True, scores_bytes: int = 2,
+) -> StepCosts:  # fmt: skip
+    """Returns forward, backward and update of a GPT in bf16 with one attention kernel, or with Megatron's fused softmax.
+
+    With `shards`, the costs are those of one of several GPUs that split the linear layers; with `recomputes`, the
+    backward pass repeats the forward pass of each layer.
+    """
+    ops = Operators(dtype="bfloat16")
+    inner = inner or 4 * hidden
+    rows, scores = batch * sequence, batch * heads * sequence * sequence // shards
+    ops.embedding(rows, hidden, vocabulary // shards)
+    ops.elementwise(rows * hidden, reads=2, backward=0)
+    ops.count = layers
+    first = len(ops.found)
+    ops.normalization(rows, hidden)
+    ops.product(1, rows, 3 * hidden // shards, hidden, weight=True)
+    width = hidden // heads
+    if flash:
+        ops.attention(batch * heads // shards, sequence, width, causal=True)
+    else:
+        ops.copy(3 * rows * hidden // shards)
+        ops.product(batch * heads // shards, sequence, sequence, width, weight=False)
+        ops.softmax(scores // sequence, sequence)
+        ops.dropout(scores)
+        ops.product(batch * heads // shards, sequence, width, sequence, weight=False)
+        ops.copy(rows * hidden // shards)
+    ops.product(1, rows, hidden, hidden // shards, weight=True)
+    ops.elementwise(rows * hidden, reads=2, backward_reads=2)
+    ops.normalization(rows, hidden)
+    ops.product(1, rows, inner // shards, hidden, weight=True)
+    ops.elementwise(rows * inner // shards, backward_reads=2)
+    ops.product(1, rows, hidden, inner // shards, weight=True)
+    ops.elementwise(rows * hidden, reads=2, backward_reads=2)
+    if recomputes:
+        ops.found += [
+            OperatorCost(one.name, one.kind, "backward", one.flops, one.read_bytes, one.written_bytes, one.shape, one.dtype,
+                         one.launches, one.count)
+            for one in ops.found[first:] if one.phase == "forward"
+        ]  # fmt: skip
+    ops.count = 1
+    ops.normalization(rows, hidden)
+    ops.product(1, rows, vocabulary // shards, hidden, weight=False)
+    ops.loss(rows, vocabulary // shards)
+    return ops.costs(batch, update=True, parameter_width=4)

@@ -69,6 +69,8 @@ class Chip:
         board_w: typical board power in watts.
         source: data sheet of peak rates, memory, bandwidth and power, with its date.
         details: source of the other facts, with its date.
+        aliases: other names.
+        is_measured: whether the rates were measured on this machine, so that they need no factor.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Chip:
     source: str
     details: str
     aliases: tuple[str, ...] = ()
+    is_measured: bool = False
 
     def peak(self, precision: str) -> float:
         """Returns FLOP/s of matrix products; a precision that the chip computes slower than fp32 runs as fp32."""

@@ -63,10 +63,14 @@ class Coefficients:
 
         Classes are `fp32`, `tensor` (products by precision), `memory`, `normalization` and `softmax`.
         """
+        if chip.is_measured:
+            return Factor(*self.kinds.get(f"measured/{kind}", (1.0, 0.15)))
         measured = self.chips.get(chip.name, {}).get(kind)
         if measured:
             return Factor(*measured)
-        prior = self.kinds[f"{group(chip)}/{kind}"] if f"{group(chip)}/{kind}" in self.kinds else self.kinds[f"any/{kind}"]
+        prior = (
+            self.kinds[f"{group(chip)}/{kind}"] if f"{group(chip)}/{kind}" in self.kinds else self.kinds[f"any/{kind}"]
+        )
         value = prior[0]
         if kind == "fp32" and chip.kind == "gpu":
             value = min(value, self._power_limit(chip))
