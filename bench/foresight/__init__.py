@@ -1,1 +1,1 @@
-"""Predictions of `hotloop advise` against measurements that played no part in them."""
+"""Predictions of hotloop advise against measured training times of others."""

@@ -154,11 +154,11 @@ def _depthwise() -> nn.Module:
     return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
-def _images(rows: int, *shape: int, classes: int = 10) -> Batch:
+def image_batch(rows: int, *shape: int, classes: int = 10) -> Batch:
     return lambda: (torch.randn(rows, *shape), torch.randint(classes, (rows,)))
 
 
-def _text(rows: int, length: int, words: int, classes: int = 0) -> Batch:
+def text_batch(rows: int, length: int, words: int, classes: int = 0) -> Batch:
     return lambda: (
         torch.randint(words, (rows, length)),
         torch.randint(classes or words, (rows,) if classes else (rows, length)),
@@ -177,24 +177,24 @@ _SGD = partial(torch.optim.SGD, lr=0.1)
 _MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 NETWORKS = (
-    Network("MLP, SGD", partial(mlp, 784, 512, 512, 10), _images(512, 784), optimizer=_SGD),
-    Network("MLP, batch 16, Adam", partial(mlp, 784, 1024, 1024, 10), _images(16, 784)),
-    Network("small CNN, dropout", tutorial_cnn, _images(64, 1, 28, 28)),
-    Network("ResNet-18, momentum", resnet18, _images(16, 3, 32, 32), optimizer=_MOMENTUM),
-    Network("VGG of a quarter of the width", partial(vgg16, 16, 256, 64), _images(16, 3, 64, 64)),
-    Network("MobileNet V2, RMSprop", _mobile, _images(16, 3, 96, 96), optimizer=torch.optim.RMSprop),
-    Network("depthwise CNN, group norm", _depthwise, _images(16, 3, 64, 64), optimizer=torch.optim.AdamW),
-    Network("ViT-Tiny, AdamW", _vit, _images(8, 3, 96, 96), optimizer=torch.optim.AdamW),
-    Network("GPT, context 128", partial(Gpt, 192, 4, 4, 128), _text(8, 128, len(ALPHABET)), TextLoss()),
-    Network("GPT, context 256, SGD", partial(Gpt, 128, 3, 4, 256), _text(8, 256, len(ALPHABET)), TextLoss(), _SGD),
-    Network("BERT of 4 layers", _bert, _text(16, 64, 5000, 3), optimizer=torch.optim.AdamW),
-    Network("LSTM on text", partial(Lstm, 128), _text(32, 64, len(ALPHABET)), TextLoss()),
-    Network("LSTM of two layers", partial(Recurrent, nn.LSTM), _images(64, 50, 40)),
-    Network("GRU of two layers", partial(Recurrent, nn.GRU), _images(64, 50, 40)),
+    Network("MLP, SGD", partial(mlp, 784, 512, 512, 10), image_batch(512, 784), optimizer=_SGD),
+    Network("MLP, batch 16, Adam", partial(mlp, 784, 1024, 1024, 10), image_batch(16, 784)),
+    Network("small CNN, dropout", tutorial_cnn, image_batch(64, 1, 28, 28)),
+    Network("ResNet-18, momentum", resnet18, image_batch(16, 3, 32, 32), optimizer=_MOMENTUM),
+    Network("VGG of a quarter of the width", partial(vgg16, 16, 256, 64), image_batch(16, 3, 64, 64)),
+    Network("MobileNet V2, RMSprop", _mobile, image_batch(16, 3, 96, 96), optimizer=torch.optim.RMSprop),
+    Network("depthwise CNN, group norm", _depthwise, image_batch(16, 3, 64, 64), optimizer=torch.optim.AdamW),
+    Network("ViT-Tiny, AdamW", _vit, image_batch(8, 3, 96, 96), optimizer=torch.optim.AdamW),
+    Network("GPT, context 128", partial(Gpt, 192, 4, 4, 128), text_batch(8, 128, len(ALPHABET)), TextLoss()),
+    Network("GPT, context 256, SGD", partial(Gpt, 128, 3, 4, 256), text_batch(8, 256, len(ALPHABET)), TextLoss(), _SGD),
+    Network("BERT of 4 layers", _bert, text_batch(16, 64, 5000, 3), optimizer=torch.optim.AdamW),
+    Network("LSTM on text", partial(Lstm, 128), text_batch(32, 64, len(ALPHABET)), TextLoss()),
+    Network("LSTM of two layers", partial(Recurrent, nn.LSTM), image_batch(64, 50, 40)),
+    Network("GRU of two layers", partial(Recurrent, nn.GRU), image_batch(64, 50, 40)),
     Network("VAE", Vae, _same(256, 1, 28, 28), vae_loss),
     Network("U-Net", Unet, lambda: (torch.randn(4, 3, 64, 64), torch.randint(4, (4, 64, 64)))),
     Network("convolutional autoencoder", _autoencoder, _same(64, 1, 28, 28), nn.MSELoss()),
-    Network("checkpointed blocks", Checkpointed, _images(1024, 256)),
-    Network("tied weights, dropout", Tied, _text(16, 32, 4000), TextLoss()),
-    Network("MLP, Adagrad, wide", partial(mlp, 100, 2000, 10), _images(64, 100), optimizer=torch.optim.Adagrad),
+    Network("checkpointed blocks", Checkpointed, image_batch(1024, 256)),
+    Network("tied weights, dropout", Tied, text_batch(16, 32, 4000), TextLoss()),
+    Network("MLP, Adagrad, wide", partial(mlp, 100, 2000, 10), image_batch(64, 100), optimizer=torch.optim.Adagrad),
 )

@@ -107,6 +107,7 @@ class StepCosts(_Record):
         saved_bytes: of tensors that the forward pass keeps for the backward pass.
         module_calls: calls of modules in the forward pass.
         autograd_nodes: nodes of the backward graph.
+        parameter_tensors: trainable ones.
         notes: what was estimated or left out, a line each.
     """
 
@@ -126,6 +127,7 @@ class StepCosts(_Record):
     saved_bytes: int = 0
     module_calls: int = 0
     autograd_nodes: int = 0
+    parameter_tensors: int = 0
     notes: tuple[str, ...] = ()
 
     @property

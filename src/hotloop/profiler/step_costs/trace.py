@@ -361,6 +361,7 @@ class _Trace:
             saved_bytes=max(self.saved_bytes, 0),
             module_calls=self.module_calls,
             autograd_nodes=self.autograd_nodes,
+            parameter_tensors=sum(value.requires_grad for value in parameters),
             notes=tuple(notes),
         )
 
