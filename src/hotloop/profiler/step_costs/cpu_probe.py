@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.random.rng import preserve_generators
-from hotloop.core.records.cpu_rates import CpuRates
+from hotloop.core.records.cpu_rates import CpuRates, Points
 from hotloop.core.records.step_costs import OperatorCost
 from hotloop.profiler.step_costs.cpu_probe_operators import PRODUCT_PROBES, TRAFFIC_PROBES, Probe
 from hotloop.profiler.step_costs.recorder import StepRecorder
 
 WINDOW_S, LEAST_WINDOWS = 0.0004, 3
+LEAST_S = 1e-6  # of an operator in the backward pass, from which the engine's time is subtracted
 PRODUCTS = ("linear", "batched_product", "convolution", "attention", "recurrent")
 _CHAIN, _TINY_PARAMETERS = 64, 16
 
@@ -33,7 +34,7 @@ def measure_cpu_rates(budget_s: float = 0.03, tick: Callable[[str], None] = lamb
         tick: called with each probe's name.
     """
     products: dict[str, list[tuple[tuple[float, ...], float]]] = {}
-    traffic: dict[str, list[tuple[tuple[float, ...], float]]] = {}
+    traffic: dict[str, dict[float, float]] = {}
     with preserve_generators():
         overhead = _host_overhead(budget_s)
         for probe in [*PRODUCT_PROBES, *TRAFFIC_PROBES]:
@@ -43,10 +44,20 @@ def measure_cpu_rates(budget_s: float = 0.03, tick: Callable[[str], None] = lamb
                     point = (tuple(map(float, cost.shape)), cost.flops / seconds)
                     products.setdefault(f"{cost.name}/{cost.phase}", []).append(point)
                 else:
-                    traffic.setdefault(cost.name, []).append(((float(cost.bytes),), seconds))
-        overhead |= _update_overhead(budget_s, traffic)
-    in_order = {name: tuple(sorted(points)) for name, points in traffic.items()}
+                    points = traffic.setdefault(cost.name, {})
+                    points[cost.bytes] = min(seconds, points.get(cost.bytes, seconds))
+        in_order = {name: _increasing(points) for name, points in traffic.items()}
+        overhead |= _update_overhead(budget_s, in_order)
     return CpuRates({n: tuple(p) for n, p in products.items()}, in_order, overhead, torch.get_num_threads())
+
+
+def _increasing(points: dict[float, float]) -> Points:
+    """Returns ((bytes), seconds) by size; a probe that took longer than a larger one was interrupted."""
+    least, found = float("inf"), []
+    for size, seconds in sorted(points.items(), reverse=True):
+        least = min(least, seconds)
+        found.append(((float(size),), least))
+    return tuple(reversed(found))
 
 
 def best_seconds(work: Callable[[], object], budget_s: float) -> float:
@@ -91,9 +102,11 @@ def _measure(probe: Probe, budget_s: float, engine_s: float) -> Iterator[tuple[O
     )
     seconds = best_seconds(lambda: next(backward)(), budget_s)
     costs = _operators(lambda: next(backward)(), "backward")
+    if not costs:
+        return  # the gradient is a view
     main = max(costs, key=lambda one: (one.flops * one.count, one.bytes))
     share = main.flops * main.count / max(sum(one.flops * one.count for one in costs), 1)
-    each = max(seconds - engine_s, 1e-7) * (share if main.kind in PRODUCTS else 1.0) / main.count
+    each = max(seconds - engine_s, LEAST_S) * (share if main.kind in PRODUCTS else 1.0) / main.count
     yield main, each
 
 
@@ -143,7 +156,7 @@ def _host_overhead(budget_s: float) -> dict[str, float]:
     }
 
 
-def _update_overhead(budget_s: float, traffic: dict[str, Any]) -> dict[str, float]:
+def _update_overhead(budget_s: float, traffic: dict[str, Points]) -> dict[str, float]:
     """Returns the seconds of an Adam step beside its operators: of the step, and of each parameter."""
 
     def step_s(count: int) -> tuple[float, float]:

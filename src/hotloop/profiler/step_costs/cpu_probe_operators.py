@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 _POOL_BYTES = 2**23  # of the rotating copies of a probe's tensors: more than a core's own caches
 _MOST_COPIES = 16
-_SIZES = (64, 4096, 32768, 262144, 2097152, 12582912)  # elements
+_SIZES = (64, 4096, 32768, 262144, 2097152, 6291456, 12582912)  # elements; the last exceeds malloc's largest block
 
 
 @dataclass(frozen=True)
