@@ -190,6 +190,8 @@ def _phase(
         if fused and operator.kind in _FUSIBLE:
             width *= facts["fused_bytes"]
             launches *= facts["fused_launches"]
+        elif width < 1:
+            width *= facts["cast_bytes"]
         time = operator_time(operator, chip, precision, coefficients, width)
         is_compute = operator.kind in PRODUCTS and time.compute_s >= time.memory_s
         if is_compute:

@@ -79,16 +79,20 @@ def _product_time(
 
 def _product_kind(operator: OperatorCost, chip_class: str) -> str:
     """Returns the name of the class factor: convolutions differ by kernel size and groups."""
-    if operator.kind != "convolution" or len(operator.shape) < 9:
-        return f"{operator.kind}/{chip_class}"
-    *_, rows, columns, stride, groups = operator.shape
-    if groups > 1:
-        form = "grouped"
-    elif rows * columns == 1:
-        form = "point"
-    else:
-        form = "direct" if stride > 1 or rows * columns > 9 else "winograd"
+    form = conv_form(operator) if operator.kind == "convolution" else operator.kind
     return f"{form}/{chip_class}"
+
+
+def conv_form(operator: OperatorCost) -> str:
+    """Returns `grouped`, `point`, `winograd` (3x3 with stride 1) or `direct`."""
+    if len(operator.shape) < 9:
+        return "direct"
+    rows, columns, stride, groups = operator.shape[5:9]
+    if groups > 1:
+        return "grouped"
+    if rows * columns == 1:
+        return "point"
+    return "winograd" if rows == columns == 3 and stride == 1 else "direct"
 
 
 def tile_use(operator: OperatorCost, chip: Chip, coefficients: Coefficients, chip_class: str) -> float:

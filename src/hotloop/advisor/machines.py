@@ -1,0 +1,349 @@
+"""Which machine to use: the predicted steps of several machines, their cost, and the stage of hardware that a task needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from hotloop.advisor.chips import Chip
+from hotloop.advisor.coefficients import Coefficients
+from hotloop.advisor.communication import Network
+from hotloop.advisor.estimate import Estimate, Host, estimate
+from hotloop.advisor.parallel_ways import at_batch
+from hotloop.advisor.prices import Price
+from hotloop.core.records.step_costs import StepCosts
+from hotloop.plan import Plan
+
+RESERVED_BYTES = 0.8e9
+"""Device memory that the driver's context and libraries take."""
+
+USABLE_SHARE = 0.94
+"""Share of the remaining memory that an allocator with rounding and gaps can fill."""
+
+ENOUGH_S = 600.0
+"""A run of at most so many seconds needs no other machine."""
+
+Fits = Literal["fits", "fits with accumulation", "sharded", "no", "unknown"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine to consider.
+
+    Attributes:
+        chip: its chip.
+        gpus: number of chips.
+        name: for the table; chip and number by default.
+        memory_bytes: device memory; that of the chip by default.
+        is_here: whether this is the machine at hand, which costs nothing.
+        measured_ms: measured step on it, used in place of the prediction.
+        form: `here`, `consumer`, `laptop`, `workstation` or `cloud`.
+    """
+
+    chip: Chip
+    gpus: int = 1
+    name: str = ""
+    memory_bytes: float | None = None
+    is_here: bool = False
+    measured_ms: float | None = None
+
+    @property
+    def title(self) -> str:
+        return self.name or (self.chip.name if self.gpus == 1 else f"{self.gpus} x {self.chip.name}")
+
+    @property
+    def form(self) -> str:
+        if self.is_here:
+            return "here"
+        if self.chip.kind == "integrated":
+            return "laptop"
+        return (
+            "consumer"
+            if self.chip.name.startswith(("RTX 2", "RTX 3", "RTX 4", "RTX 5", "GTX", "RX ", "Arc"))
+            else "workstation"
+        )
+
+
+@dataclass(frozen=True)
+class MachineRow:
+    """A row of the table.
+
+    Attributes:
+        name: machine.
+        chip: chip's name.
+        gpus: number of chips.
+        step_ms, low_ms, high_ms: predicted step with its 90 % interval.
+        run_s: seconds of the whole run.
+        memory_bytes: needed on each chip.
+        memory_there_bytes: memory of each chip; None where unknown.
+        fits: `fits`, `fits with accumulation`, `sharded`, `no` or `unknown`.
+        accumulation: pieces of a batch with which the step fits.
+        way: how several chips share the step.
+        cost: price of the run; None without a price.
+        cost_per_1000_steps: None without a price.
+        energy_kwh: board power times the run's time; None where the power is unknown.
+        bound: the largest part of the step.
+        parts: milliseconds by part.
+        source: what the prediction rests on.
+        meets: whether deadline and budget are met and the step fits.
+        marks: `cheapest`, `fastest`, or both.
+        form: `here`, `consumer`, `laptop` or `workstation`.
+    """
+
+    name: str
+    chip: str
+    gpus: int
+    step_ms: float
+    low_ms: float
+    high_ms: float
+    run_s: float
+    memory_bytes: int
+    memory_there_bytes: float | None
+    fits: Fits
+    accumulation: int
+    way: str
+    cost: float | None
+    cost_per_1000_steps: float | None
+    energy_kwh: float | None
+    bound: str
+    parts: dict[str, float]
+    source: str
+    meets: bool
+    marks: tuple[str, ...] = ()
+    form: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer.
+
+    Attributes:
+        stage: 1 this machine, 2 one consumer GPU or a laptop with one, 3 a workstation or one cloud GPU, 4 several GPUs.
+        reason: a sentence.
+        machines: rows, in the order given.
+        pays_from: smallest batch from which the best single GPU is faster than this machine's CPU; None for no batch.
+        pays_sentence: what the reader learns about a GPU at this batch.
+    """
+
+    stage: int
+    reason: str
+    machines: tuple[MachineRow, ...]
+    pays_from: int | None = None
+    pays_sentence: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self) | {"machines": [row.to_dict() for row in self.machines]}
+
+
+def advise(
+    costs: StepCosts,
+    machines: Sequence[Machine],
+    steps: int,
+    *,
+    precision: str = "fp32",
+    plan: Plan | str = "baseline",
+    prices: Mapping[str, Price] | None = None,
+    deadline_s: float | None = None,
+    budget: float | None = None,
+    host: Host | None = None,
+    network: Network | None = None,
+    coefficients: Coefficients | None = None,
+) -> Advice:
+    """Returns a row for each machine, the cheapest and the fastest that meet deadline and budget, and the stage.
+
+    Args:
+        costs: record of the step.
+        machines: machines to consider, that at hand among them.
+        steps: steps of the whole run.
+        precision, plan, host, network, coefficients: as for `estimate`.
+        prices: by chip.
+        deadline_s: longest run in seconds.
+        budget: highest cost of the run.
+    """
+    options = {"precision": precision, "plan": plan, "host": host, "network": network, "coefficients": coefficients}
+    rows = [_row(costs, machine, steps, prices or {}, deadline_s, budget, options) for machine in machines]
+    rows = _marked(rows)
+    stage, reason = _stage(rows, deadline_s, budget)
+    pays_from, sentence = _pays(costs, machines, rows, options)
+    return Advice(stage, reason, tuple(rows), pays_from, sentence)
+
+
+def _row(
+    costs: StepCosts, machine: Machine, steps: int, prices: Mapping[str, Price], deadline_s: float | None, budget: float | None,
+    options: dict[str, Any],
+) -> MachineRow:  # fmt: skip
+    result, fits, pieces = _fitting(costs, machine, options)
+    scale = machine.measured_ms / result.step_ms if machine.measured_ms else 1.0
+    step_ms = result.step_ms * scale
+    run_s = step_ms * steps / 1e3
+    price = prices.get(machine.chip.name)
+    per_hour = 0.0 if machine.is_here else price.per_hour * machine.gpus if price else None
+    cost = per_hour * run_s / 3600 if per_hour is not None else None
+    watts = machine.chip.board_w
+    is_in_time = deadline_s is None or run_s <= deadline_s
+    is_in_budget = budget is None or (cost is not None and cost <= budget)
+    return MachineRow(
+        name=machine.title,
+        chip=machine.chip.name,
+        gpus=machine.gpus,
+        step_ms=step_ms,
+        low_ms=machine.measured_ms * 0.9 if machine.measured_ms else result.low_ms,
+        high_ms=machine.measured_ms * 1.1 if machine.measured_ms else result.high_ms,
+        run_s=run_s,
+        memory_bytes=result.memory_bytes,
+        memory_there_bytes=machine.memory_bytes or machine.chip.memory_bytes,
+        fits=fits,
+        accumulation=pieces,
+        way=result.way,
+        cost=cost,
+        cost_per_1000_steps=per_hour * step_ms / 3600 if per_hour is not None else None,
+        energy_kwh=watts * machine.gpus * run_s / 3.6e6 if watts else None,
+        bound=result.bound,
+        parts={name: value * scale for name, value in result.parts.items()},
+        source="a step measured here" if machine.measured_ms else result.source,
+        meets=is_in_time and is_in_budget and fits != "no",
+        form=machine.form,
+    )
+
+
+def _fitting(costs: StepCosts, machine: Machine, options: dict[str, Any]) -> tuple[Estimate, Fits, int]:
+    """Returns the first way that fits: the whole batch, a batch in pieces, sharded state, both; else that of the least memory."""
+    there = machine.memory_bytes or machine.chip.memory_bytes
+    ways = ("none",) if machine.gpus == 1 else ("data", "sharded")
+    first: Estimate | None = None
+    for way in ways:
+        for pieces in (1, 2, 4, 8, 16, 32, 64):
+            if pieces > 1 and pieces * machine.gpus > costs.batch_size:
+                break
+            result = in_pieces(costs, machine.chip, machine.gpus, way, pieces, options)
+            first = first or result
+            if there is None:
+                return result, "unknown", 1
+            if result.memory_bytes <= (there - RESERVED_BYTES * (machine.chip.kind != "cpu")) * USABLE_SHARE:
+                fits: Fits = "sharded" if way == "sharded" else "fits" if pieces == 1 else "fits with accumulation"
+                return result, fits, pieces
+    assert first is not None
+    return first, "no", 1
+
+
+def in_pieces(costs: StepCosts, chip: Chip, gpus: int, way: str, pieces: int, options: dict[str, Any]) -> Estimate:
+    """Returns the estimate of a batch computed in pieces: forward and backward once a piece, the update once."""
+    whole = estimate(costs, chip, gpus=gpus, way=way, **options)  # type: ignore[arg-type]
+    if pieces == 1:
+        return whole
+    piece = estimate(at_batch(costs, costs.batch_size / pieces), chip, gpus=gpus, way=way, **options)  # type: ignore[arg-type]
+    update = replace(costs, operators=tuple(costs.in_phase("update")), input_bytes=0, module_calls=0, gradient_bytes=0)
+    once = estimate(update, chip, gpus=gpus, way=way, **options).step_ms  # type: ignore[arg-type]
+    step_ms = max(whole.step_ms, pieces * piece.step_ms - (pieces - 1) * min(once, piece.step_ms))
+    scale = step_ms / piece.step_ms
+    return replace(
+        piece,
+        step_ms=step_ms,
+        low_ms=piece.low_ms * scale,
+        high_ms=piece.high_ms * scale,
+        parts={name: value * scale for name, value in piece.parts.items()},
+    )
+
+
+def _marked(rows: list[MachineRow]) -> list[MachineRow]:
+    met = [row for row in rows if row.meets]
+    priced = [row for row in met if row.cost is not None]
+    cheapest = min(priced, key=lambda row: (row.cost, row.run_s), default=None)
+    fastest = min(met, key=lambda row: row.run_s, default=None)
+    names = (("cheapest", cheapest), ("fastest", fastest))
+    return [replace(row, marks=tuple(name for name, best in names if best is row)) for row in rows]
+
+
+def _stage(rows: Sequence[MachineRow], deadline_s: float | None, budget: float | None) -> tuple[int, str]:
+    """Returns the smallest stage with a machine that meets the conditions, and the reason."""
+    limit = deadline_s if deadline_s is not None else None
+    here = next((row for row in rows if row.form == "here"), None)
+    single = [row for row in rows if row.meets and row.gpus == 1 and row.form != "here"]
+    several = [row for row in rows if row.meets and row.gpus > 1]
+    best = min(single, key=lambda row: row.run_s, default=None)
+    if here and here.meets:
+        faster = here.run_s / best.run_s if best else 1.0
+        if limit is not None:
+            return 1, f"this machine is enough: the run takes {duration(here.run_s)} of the {duration(limit)} allowed"
+        if here.run_s <= ENOUGH_S:
+            return 1, f"this machine is enough: the run takes {duration(here.run_s)}"
+        if best is None or faster < 1.5:
+            return 1, "this machine is enough: no other single machine is 1.5 times as fast"
+    small = min((row for row in single if row.form in ("consumer", "laptop")), key=lambda row: row.run_s, default=None)
+    why = _why_not(here, limit)
+    if small and (limit is not None or small.run_s <= 24 * 3600 or best is None or small.run_s <= 1.5 * best.run_s):
+        return 2, f"{why}; one {small.name} takes {duration(small.run_s)}, bound by {small.bound}"
+    if best:
+        lack = "no consumer GPU has the memory" if not small else f"a {small.name} takes {duration(small.run_s)}"
+        return 3, f"{lack}; one {best.name} takes {duration(best.run_s)}, bound by {best.bound}"
+    if several:
+        group = min(several, key=lambda row: (row.gpus, row.run_s))
+        return (
+            4,
+            f"no single machine meets the conditions; {group.name} take {duration(group.run_s)}, {group.fits}, bound by {group.bound}",
+        )
+    conditions = (
+        " and ".join(filter(None, ("the deadline" if deadline_s else "", "the budget" if budget else "")))
+        or "the memory"
+    )
+    nearest = min((row for row in rows if row.fits != "no"), key=lambda row: row.run_s, default=None)
+    tail = f"; the fastest, {nearest.name}, takes {duration(nearest.run_s)}" if nearest else ""
+    return 4, f"none of these machines meets {conditions}{tail}"
+
+
+def _why_not(here: MachineRow | None, limit: float | None) -> str:
+    if here is None:
+        return "the machine at hand isn't among the machines"
+    if here.fits == "no":
+        return "the step doesn't fit into this machine's memory"
+    return f"this machine takes {duration(here.run_s)}" + (f" of the {duration(limit)} allowed" if limit else "")
+
+
+def _pays(
+    costs: StepCosts, machines: Sequence[Machine], rows: Sequence[MachineRow], options: dict[str, Any]
+) -> tuple[int | None, str]:
+    """Returns the batch from which a GPU is faster than the CPU at hand, and a sentence about this batch."""
+    here = next((machine for machine in machines if machine.is_here and machine.chip.kind == "cpu"), None)
+    fitting = [
+        (row, machine)
+        for row, machine in zip(rows, machines, strict=True)
+        if machine.chip.kind != "cpu" and machine.gpus == 1 and row.fits != "no"
+    ]
+    if here is None or not fitting:
+        return None, ""
+    row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
+    own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
+    scale = here.measured_ms / estimate(costs, here.chip, **options).step_ms if here.measured_ms else 1.0
+    pays = next(
+        (batch for batch in crossing_batches() if speedup(costs, here.chip, gpu.chip, batch, options) * scale > 1), None
+    )
+    ratio = own.step_ms / row.step_ms
+    low, high = own.low_ms / row.high_ms, own.high_ms / row.low_ms
+    start = f"A GPU pays from batch {pays:,} on" if pays else "No batch up to 65,536 makes a GPU pay"
+    return (
+        pays,
+        f"{start}; at this batch of {costs.batch_size:,} a {gpu.title} is {ratio:.2g} times this CPU ({low:.2g} to {high:.2g}).",
+    )
+
+
+def crossing_batches() -> tuple[int, ...]:
+    return tuple(2**power for power in range(17))
+
+
+def speedup(costs: StepCosts, cpu: Chip, gpu: Chip, batch: float, options: dict[str, Any]) -> float:
+    """Returns the CPU's predicted step divided by the GPU's, at a batch of that size."""
+    scaled = at_batch(costs, batch)
+    return estimate(scaled, cpu, **options).step_ms / estimate(scaled, gpu, **options).step_ms
+
+
+def duration(seconds: float) -> str:
+    """Returns `45 s`, `12 min`, `3.4 h` or `2.1 days`."""
+    for limit, unit, size in ((100, "s", 1), (6000, "min", 60), (48 * 3600, "h", 3600)):
+        if seconds < limit:
+            value = seconds / size
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
+    return f"{seconds / 86400:,.1f} days"
