@@ -101,6 +101,7 @@ ORDER = (
     "profiler/task_profile",
     "profiler/profile",
     "advisor/*",
+    "advising/*",
     "training/*",
     "inference/*",
     "view",

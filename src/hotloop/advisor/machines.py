@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from hotloop.advisor.communication import Network
 from hotloop.advisor.estimate import Estimate, Host, estimate
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import Price
+from hotloop.core.records.advice import NORMAL_90, Correction
 from hotloop.core.records.step_costs import StepCosts
 from hotloop.plan import Plan
 
@@ -38,6 +40,7 @@ class Machine:
         memory_bytes: device memory; that of the chip by default.
         is_here: whether this is the machine at hand, which costs nothing.
         measured_ms: measured step on it, used in place of the prediction.
+        correction: factor and spread from the user's measurements on that chip.
         form: `here`, `consumer`, `laptop`, `workstation` or `cloud`.
     """
 
@@ -47,6 +50,7 @@ class Machine:
     memory_bytes: float | None = None
     is_here: bool = False
     measured_ms: float | None = None
+    correction: Correction = Correction()
 
     @property
     def title(self) -> str:
@@ -177,8 +181,9 @@ def _row(
     options: dict[str, Any],
 ) -> MachineRow:  # fmt: skip
     result, fits, pieces = _fitting(costs, machine, options)
-    scale = machine.measured_ms / result.step_ms if machine.measured_ms else 1.0
-    step_ms = result.step_ms * scale
+    step_ms = machine.measured_ms or result.step_ms * machine.correction.factor
+    scale = step_ms / result.step_ms
+    low_ms, high_ms = _interval(machine, result, step_ms)
     run_s = step_ms * steps / 1e3
     price = prices.get(machine.chip.name)
     per_hour = 0.0 if machine.is_here else price.per_hour * machine.gpus if price else None
@@ -191,8 +196,8 @@ def _row(
         chip=machine.chip.name,
         gpus=machine.gpus,
         step_ms=step_ms,
-        low_ms=machine.measured_ms * 0.9 if machine.measured_ms else result.low_ms,
-        high_ms=machine.measured_ms * 1.1 if machine.measured_ms else result.high_ms,
+        low_ms=low_ms,
+        high_ms=high_ms,
         run_s=run_s,
         memory_bytes=result.memory_bytes,
         memory_there_bytes=machine.memory_bytes or machine.chip.memory_bytes,
@@ -204,10 +209,28 @@ def _row(
         energy_kwh=watts * machine.gpus * run_s / 3.6e6 if watts else None,
         bound=result.bound,
         parts={name: value * scale for name, value in result.parts.items()},
-        source="a step measured here" if machine.measured_ms else result.source,
+        source=_source(machine, result),
         meets=is_in_time and is_in_budget and fits != "no",
         form=machine.form,
     )
+
+
+def _interval(machine: Machine, result: Estimate, step_ms: float) -> tuple[float, float]:
+    """Returns the 90 % interval: of a measured step 10 % on each side."""
+    if machine.measured_ms:
+        return 0.9 * step_ms, 1.1 * step_ms
+    low, high = result.low_ms / result.step_ms, result.high_ms / result.step_ms
+    if machine.correction.spread is not None:
+        own = math.exp(NORMAL_90 * machine.correction.spread)
+        low, high = max(low, 1 / own), min(high, own)
+    return low * step_ms, high * step_ms
+
+
+def _source(machine: Machine, result: Estimate) -> str:
+    if machine.measured_ms:
+        return "a step measured here"
+    count = machine.correction.count
+    return f"{result.source}, corrected by {count} of your measurements" if count else result.source
 
 
 def _fitting(costs: StepCosts, machine: Machine, options: dict[str, Any]) -> tuple[Estimate, Fits, int]:
