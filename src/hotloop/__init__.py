@@ -24,6 +24,8 @@ _HOME = {
     "export": "hotloop.api",
     "load_model": "hotloop.api",
     "devices": "hotloop.api",
+    "advise": "hotloop.advising.public_functions",
+    "estimate_step": "hotloop.advising.public_functions",
     "choose_plan": "hotloop.api",
     "lower": "hotloop.lowering.build",
     "check": "hotloop.tuning.check",
@@ -42,12 +44,14 @@ __all__ = [
     "Run",
     "Task",
     "View",
+    "advise",
     "arrays",
     "check",
     "choose_plan",
     "data",
     "devices",
     "errors",
+    "estimate_step",
     "evaluate",
     "explain",
     "export",
@@ -62,6 +66,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hotloop import arrays, data, errors
+    from hotloop.advising.public_functions import advise, estimate_step
     from hotloop.api import choose_plan, devices, evaluate, export, fit, load_model, predict
     from hotloop.core.callback import View
     from hotloop.errors import HotloopError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hotloop.advisor.chips import Chip
@@ -50,7 +50,7 @@ class Machine:
     memory_bytes: float | None = None
     is_here: bool = False
     measured_ms: float | None = None
-    correction: Correction = Correction()
+    correction: Correction = field(default_factory=Correction)
 
     @property
     def title(self) -> str:
@@ -118,7 +118,7 @@ class MachineRow:
     form: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items()}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -349,8 +349,17 @@ def _pays(
     start = f"A GPU pays from batch {pays:,} on" if pays else "No batch up to 65,536 makes a GPU pay"
     return (
         pays,
-        f"{start}; at this batch of {costs.batch_size:,} a {gpu.title} is {ratio:.2g} times this CPU ({low:.2g} to {high:.2g}).",
+        f"{start}; at your batch of {costs.batch_size:,} {_with_article(gpu.title)} would be {_times(ratio)} times as fast as "
+        f"this CPU ({_times(low)} to {_times(high)}).",
     )
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEFHLMNRSX' or name[:1] == '8' else 'a'} {name}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
 def crossing_batches() -> tuple[int, ...]:

@@ -27,7 +27,7 @@ def advice_page(advice: HardwareAdvice) -> RenderableType:
         f"{advice.batch_size:,}, {advice.steps:,} steps, plan {advice.plan}, {advice.precision}"
     )
     memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in advice.memory.items() if value)
-    lines = [f"Memory: {memory}", *_price_lines(advice), *(f"Note: {note}" for note in advice.notes)]
+    lines = [f"Memory of the step: {memory}", *_price_lines(advice), *(f"Note: {note}" for note in advice.notes)]
     return Group(Text(advice.answer, style="bold"), Text(head), advice_table(advice), *map(Text, lines))
 
 
@@ -49,30 +49,22 @@ def advice_table(advice: HardwareAdvice) -> Table:
     table.add_column("machine", overflow="fold")
     if has_batches:
         table.add_column("batch", justify="right")
-    for name in (
-        "step ms (90 %)",
-        "run",
-        "memory",
-        "",
-        "cost",
-        "per 1,000",
-        "kWh",
-        *(("kg CO2",) if has_carbon else ()),
-    ):
-        table.add_column(name, justify="right", no_wrap=name in ("run", "kWh", "cost"))
-    table.add_column("bound by")
-    table.add_column("")
+    for name in ("step ms", "90 %", "run", "GB of", "fits", "cost", "per 1,000", "kWh", *(("kg CO2",) if has_carbon else ())):
+        table.add_column(name, justify="right", no_wrap=name not in ("fits", "GB of"))
+    table.add_column("bound by", overflow="fold")
+    table.add_column("", no_wrap=True)
     for row in advice.machines:
         table.add_row(
             *(row.name, *((f"{row.batch_size:,}",) if has_batches else ())),
-            f"{format_digits(row.step_ms)} ({format_digits(row.low_ms)} to {format_digits(row.high_ms)})",
+            format_digits(row.step_ms),
+            f"{format_digits(row.low_ms)}–{format_digits(row.high_ms)}",
             format_run(row.run_s),
             _memory(row),
             _fits(row),
-            _price(row.cost),
-            _price(row.cost_per_1000_steps),
-            "" if row.energy_kwh is None else format_digits(row.energy_kwh),
-            *(("" if row.carbon_kg is None else format_digits(row.carbon_kg),) if has_carbon else ()),
+            _small(row.cost),
+            _small(row.cost_per_1000_steps),
+            _small(row.energy_kwh),
+            *((_small(row.carbon_kg),) if has_carbon else ()),
             row.bound,
             ", ".join(row.marks),
             style="bold" if row.marks else "" if row.meets else "dim",
@@ -81,8 +73,9 @@ def advice_table(advice: HardwareAdvice) -> Table:
 
 
 def _memory(row: MachineAdvice) -> str:
-    there = "?" if row.memory_there_bytes is None else format_bytes(row.memory_there_bytes)
-    return f"{format_bytes(row.memory_bytes)} of {there}"
+    """Returns the needed and the existing memory of each chip in GB, such as `0.09/24`."""
+    there = "?" if row.memory_there_bytes is None else format_digits(row.memory_there_bytes / 1e9)
+    return f"{row.memory_bytes / 1e9:.2g}/{there}" if row.memory_bytes < 1e11 else f"{row.memory_bytes / 1e9:,.0f}/{there}"
 
 
 def _fits(row: MachineAdvice) -> str:
@@ -91,7 +84,8 @@ def _fits(row: MachineAdvice) -> str:
     return f"sharded over {row.gpus}" if row.fits == "sharded" else row.fits
 
 
-def _price(value: float | None) -> str:
+def _small(value: float | None) -> str:
+    """Returns a cost, an energy or a mass: two decimals, or two digits of small values."""
     return "" if value is None else "0" if value == 0 else f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 

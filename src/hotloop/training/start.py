@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from hotloop.advising.ledger import measure_prediction, prediction_key
+from hotloop.advising.this_machine import chip_name
 from hotloop.core.callback import Callback
 from hotloop.core.files.trust import require_trust
 from hotloop.core.files.trust import store_trust as trust_run
@@ -268,7 +270,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     for reason in cudnn_inexact_reasons(program.parts):
         if handle.note_inexact(reason):
             say(reason)
-    return train_loop(
+    outcome = train_loop(
         relower,
         handle,
         resume=context.is_resumed,
@@ -277,6 +279,18 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
         if isinstance(handle, FollowerRun)
         else [*_default_callbacks(task, program, say), *context.callbacks],
         say=say,
+    )
+    if plan.parallel == "none" and outcome.history and (line := _compare_with_prediction(context, plan, outcome)):
+        say(line)
+    return outcome
+
+
+def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcome) -> str | None:
+    """Returns a line with the step that `hotloop advise` predicted and the measured step; None without a prediction."""
+    size = context.task.roles.batch_size
+    step_ms = 1e3 * size / max(record.samples_per_s for record in outcome.history)
+    return measure_prediction(
+        prediction_key(context.task.name, size, context.source.record, plan), chip_name(plan.device), step_ms
     )
 
 
