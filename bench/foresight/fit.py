@@ -29,6 +29,7 @@ HOST = {
     "update_s": 2e-5,
     "module_s": 1e-5,
     "step_s": 4e-4,
+    "cpu_dispatch": 0.45,
     "fused_bytes": 0.45,
     "fused_launches": 0.4,
     "overlap_power": 3.0,
@@ -42,7 +43,7 @@ SOURCES = {
     "classes of convolutions, forward and backward": "pytorch-gpu-benchmark (ryujaehun, 2021, MIT): torchvision networks, fp32 and fp16",
     "tensor, attention, cast": "llm-foundry (mosaicml, 2025-07, Apache-2.0): MPT on A100",
     "communication": "vTrain (VIA-Research, 2024-09, MIT): all-reduce on A100, and runs of GPT",
-    "whole": "NeuSight's training runs in fp32",
+    "whole": "NeuSight's training runs in fp32 (sitar-lab/NeuSight, 2025-06, MIT)",
     "host": "claims/2026-11-26_gpu-steps and claims/2026-11-26_speed-h200 of this project",
 }
 

@@ -27,7 +27,7 @@ def test_a_short_run_needs_no_other_machine():
 
 
 def test_a_deadline_that_this_machine_misses_needs_a_gpu(costs):
-    steps = 100_000
+    steps = 200_000
     advice = advise(costs, machines("RTX 4090", "H100"), steps, deadline_s=12 * 3600)
     assert advice.stage == 2
     assert "RTX 4090" in advice.reason

@@ -208,6 +208,8 @@ def _phase(
             found.host_s += launches * facts["compiled_s"] / host.speed
         else:
             found.host_s += dispatches * facts[f"{operator.phase}_s"] / host.speed
+    if chip.kind == "cpu":
+        found.host_s *= facts["cpu_dispatch"]
     if plan.graphs != "none":
         found.host_s *= 0.02
         found.launch_s *= facts["graph_launch"]

@@ -181,7 +181,7 @@ def _row(
 ) -> MachineRow:  # fmt: skip
     result, fits, pieces = _fitting(costs, machine, options)
     scale = machine.measured_ms / result.step_ms if machine.measured_ms else 1.0
-    step_ms = result.step_ms * scale
+    step_ms = machine.measured_ms or result.step_ms
     run_s = step_ms * steps / 1e3
     price = prices.get(machine.chip.name)
     per_hour = 0.0 if machine.is_here else price.per_hour * machine.gpus if price else None
@@ -340,9 +340,9 @@ def _pays(
         return None, ""
     row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
     own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
-    scale = here.measured_ms / estimate(costs, here.chip, **options).step_ms if here.measured_ms else 1.0
+    scale = here.measured_ms / predicted(costs, here, "none", options).step_ms if here.measured_ms else 1.0
     pays = next(
-        (batch for batch in crossing_batches() if speedup(costs, here.chip, gpu.chip, batch, options) * scale > 1), None
+        (batch for batch in crossing_batches() if speedup(costs, here, gpu, batch, options) * scale > 1), None
     )
     ratio = own.step_ms / row.step_ms
     low, high = own.low_ms / row.high_ms, own.high_ms / row.low_ms
