@@ -14,7 +14,7 @@ INTERVAL = (0.70, 1.40)
 
 _NEIGHBOURS = 4  # probes that a product's rate is interpolated from
 _LARGEST_BLOCK = 2**25  # bytes that glibc's allocator reuses; it maps larger blocks anew
-_LSTM_SAVED_BYTES = 61  # per step, row and unit, which the probe of an LSTM allocates too
+_LSTM_BYTES = 80  # per step, row and unit, which the probe of an LSTM allocates too
 _LAST_SLOPE = 1.0  # seconds by bytes beyond the largest probe
 
 _SUBSTITUTE: dict[Kind, str] = {
@@ -92,18 +92,17 @@ def _memory_seconds(costs: StepCosts, rates: CpuRates) -> float:
 def _new_page_bytes(costs: StepCosts) -> float:
     """Returns the bytes that the C library takes from the system in each step, beside those that the probes take.
 
-    glibc returns blocks above 32 MiB at once, and the rest of a step's memory if it exceeds twice the largest block.
+    glibc returns blocks above 32 MiB at once, and of the rest what exceeds twice the largest block.
     """
     products = [one for one in costs.operators if one.kind in _PRODUCTS]
-    saved_by_lstm = sum(
-        _LSTM_SAVED_BYTES * math.prod((one.shape[0], one.shape[1], one.shape[3])) * one.count
+    of_lstm = sum(
+        _LSTM_BYTES * math.prod((one.shape[0], one.shape[1], one.shape[3])) * one.count
         for one in products
         if one.kind == "recurrent" and one.phase == "forward" and len(one.shape) == 4
     )
     large = sum(one.written_bytes * one.count for one in products if one.written_bytes >= _LARGEST_BLOCK)
-    rest = max(costs.activation_peak_bytes - saved_by_lstm - large, 0.0)
-    is_returned = rest > 2 * min(costs.largest_bytes, _LARGEST_BLOCK)
-    return large + rest * is_returned
+    rest = max(costs.activation_peak_bytes - of_lstm - large, 0.0)
+    return large + max(rest - 2 * min(costs.largest_bytes, _LARGEST_BLOCK), 0.0)
 
 
 def _host_seconds(costs: StepCosts, overhead: Mapping[str, float]) -> float:
@@ -148,7 +147,16 @@ def _convolution_features(shape: Sequence[float]) -> tuple[float, ...]:
     return (*sizes, 1.0 * math.log2(kernel_h * kernel_w), 1.0 * math.log2(stride), 3.0 * (groups > 1))
 
 
-_FEATURES: dict[Kind, _Features] = dict.fromkeys(_PRODUCTS, _product_features) | {"convolution": _convolution_features}
+def _recurrent_features(shape: Sequence[float]) -> tuple[float, ...]:
+    """Returns log sizes of rows, inputs and hidden units: steps follow each other at the same rate."""
+    _, rows, inputs, hidden = (*shape, 1.0, 1.0, 1.0, 1.0)[:4]
+    return (math.log2(rows), 0.5 * math.log2(inputs), math.log2(hidden))
+
+
+_FEATURES: dict[Kind, _Features] = dict.fromkeys(_PRODUCTS, _product_features) | {
+    "convolution": _convolution_features,
+    "recurrent": _recurrent_features,
+}
 
 
 def _traffic_seconds(operator: OperatorCost, traffic: Mapping[str, Points]) -> float:
