@@ -243,7 +243,7 @@ class _Trace:
         if needs_closure(optimizer):
             self._update(model, optimizer, lambda: self._pieces(model, optimizer))
             return
-        if self._pieces(model, optimizer):
+        if self._pieces(model, optimizer) is not None:
             self._update(model, optimizer, None)
         if self.average:
             with torch.no_grad():
