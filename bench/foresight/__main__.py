@@ -56,7 +56,15 @@ def result_of(name: str, fitted_on: str, statistic: str, must: float | None, bas
     inside = [bool(low <= measured <= high) for _, _, low, high, measured in judged]
     error = (mean if statistic == "mean" else median)(errors)
     return Result(
-        name, fitted_on, len(judged), statistic, error, must, mean(map(float, inside)), base, mean(float(one <= 0.2) for one in errors)
+        name,
+        fitted_on,
+        len(judged),
+        statistic,
+        error,
+        must,
+        mean(map(float, inside)),
+        base,
+        mean(float(one <= 0.2) for one in errors),
     )
 
 
@@ -179,7 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(line(result), flush=True)
         results.append(result)
         every += judged
-        runs[name] = [dict(zip(("run", "predicted", "low", "high", "measured"), (run[0], *map(float, run[1:])), strict=True)) for run in judged]
+        runs[name] = [
+            dict(zip(("run", "predicted", "low", "high", "measured"), (run[0], *map(float, run[1:])), strict=True))
+            for run in judged
+        ]
     everything = result_of("all of the above", "as above", "median", None, "", every)
     print(line(everything))
     if chosen.record:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hotloop.advisor.chips import Chip
 from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.communication import Network
+from hotloop.advisor.communication import Interconnect
 from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
 from hotloop.advisor.estimate import Estimate, Host, estimate
 from hotloop.advisor.parallel_ways import at_batch
@@ -153,7 +153,7 @@ def advise(
     deadline_s: float | None = None,
     budget: float | None = None,
     host: Host | None = None,
-    network: Network | None = None,
+    network: Interconnect | None = None,
     coefficients: Coefficients | None = None,
 ) -> Advice:
     """Returns a row for each machine, the cheapest and the fastest that meet deadline and budget, and the stage.
@@ -341,9 +341,7 @@ def _pays(
     row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
     own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
     scale = here.measured_ms / predicted(costs, here, "none", options).step_ms if here.measured_ms else 1.0
-    pays = next(
-        (batch for batch in crossing_batches() if speedup(costs, here, gpu, batch, options) * scale > 1), None
-    )
+    pays = next((batch for batch in crossing_batches() if speedup(costs, here, gpu, batch, options) * scale > 1), None)
     ratio = own.step_ms / row.step_ms
     low, high = own.low_ms / row.high_ms, own.high_ms / row.low_ms
     start = f"A GPU pays from batch {pays:,} on" if pays else "No batch up to 65,536 makes a GPU pay"

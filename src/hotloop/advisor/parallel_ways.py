@@ -7,7 +7,7 @@ from typing import Literal
 
 from hotloop.advisor.chips import Chip
 from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.communication import Network, all_reduce_s, gather_s, send_s
+from hotloop.advisor.communication import Interconnect, all_reduce_s, gather_s, send_s
 from hotloop.core.records.step_costs import OperatorCost, StepCosts
 from hotloop.errors import HotloopError
 
@@ -141,7 +141,7 @@ def communication_s(
     way: Way,
     chip: Chip,
     coefficients: Coefficients,
-    network: Network | None,
+    network: Interconnect | None,
     step_s: float,
     precision: str,
     microbatches: int,

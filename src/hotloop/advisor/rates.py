@@ -126,5 +126,5 @@ def _as_product(operator: OperatorCost) -> tuple[int, int, int, int]:
             outputs = operator.flops / (2 * k * c_out * max(1, operator.gradients))
             return groups, max(1, round(outputs)), max(1, c_out // groups), k
         case _ if len(shape) == 4:
-            return shape  # type: ignore[return-value]
+            return shape
     return 1, max(1, math.prod(shape)), 1, max(1, operator.flops // (2 * max(1, math.prod(shape))))
