@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 from scipy.optimize import nnls
 
-from bench.foresight import megatron, mosaic, neusight, torchvision_runs
+from bench.foresight import gpu_claims, megatron, mosaic, neusight, torchvision_runs
 from bench.foresight.kernels import fit_kernels
 from hotloop.advisor.chips import FACTS, find_chip
 from hotloop.advisor.coefficients import Coefficients
@@ -24,9 +24,12 @@ HOST = {
     "launch_s": 2.5e-6,
     "graph_launch": 0.4,
     "compiled_s": 6e-6,
-    "update_s": 4e-5,
-    "module_s": 8e-6,
-    "step_s": 2e-4,
+    "forward_s": 1.5e-5,
+    "backward_s": 1.2e-5,
+    "update_s": 2e-5,
+    "module_s": 1e-5,
+    "step_s": 4e-4,
+    "cpu_dispatch": 0.45,
     "fused_bytes": 0.45,
     "fused_launches": 0.4,
     "overlap_power": 3.0,
@@ -40,7 +43,7 @@ SOURCES = {
     "classes of convolutions, forward and backward": "pytorch-gpu-benchmark (ryujaehun, 2021, MIT): torchvision networks, fp32 and fp16",
     "tensor, attention, cast": "llm-foundry (mosaicml, 2025-07, Apache-2.0): MPT on A100",
     "communication": "vTrain (VIA-Research, 2024-09, MIT): all-reduce on A100, and runs of GPT",
-    "whole": "NeuSight's training runs in fp32",
+    "whole": "NeuSight's training runs in fp32 (sitar-lab/NeuSight, 2025-06, MIT)",
     "host": "claims/2026-11-26_gpu-steps and claims/2026-11-26_speed-h200 of this project",
 }
 
@@ -79,14 +82,15 @@ def fit_all(data: Path, costs: dict[str, StepCosts]) -> Coefficients:
     trained = dict(zip(megatron.NAMES, megatron.fit(megatron_table), strict=True))
     found = [row for row in torchvision_runs.rows(data) if row.network in costs]
     table = torchvision_runs.features(found, costs, unit_coefficients(fitted))
-    pictures = dict(zip(torchvision_runs.NAMES, torchvision_runs.fit(table), strict=True))
+    pictures, _ = torchvision_runs.fit(table)
     nvidia = fitted.kinds["nvidia/fp32"][0]
     tensor = mpt["linear/tensor"]
     classes = dict(fitted.classes)
     for form in torchvision_runs.FORMS:
         classes[f"{form}/fp32"] = pictures[f"{form}/fp32"] / nvidia
-        classes[f"{form}/tensor"] = pictures[f"{form}/tensor"] / tensor
+        classes[f"{form}/tensor"] = pictures[f"{form}/tensor"] / (0.9 * tensor)
     classes |= {
+        "conversion": pictures["conversion"],
         "attention/tensor": mpt["attention/tensor"] / tensor,
         "batched_product/tensor": min(1.3, trained["batched_product/tensor"] / trained["linear/tensor"]),
         "linear/tensor": 1.0,
@@ -102,7 +106,7 @@ def fit_all(data: Path, costs: dict[str, StepCosts]) -> Coefficients:
         "measured/memory": (0.8, 0.2), "measured/normalization": (0.6, 0.25), "measured/softmax": (0.6, 0.25),
     }  # fmt: skip
     host = HOST | {
-        "forward_s": pictures["forward_s"], "backward_s": pictures["backward_s"], "cast_bytes": mpt["cast"], "half": pictures["half"],
+        "cast_bytes": mpt["cast"], "half": pictures["half"],
     }  # fmt: skip
     communication = all_reduce(data) | {
         "pcie_efficiency": 0.6, "node_efficiency": min(1.0, trained["node"]), "node_latency_s": 50e-6,
@@ -117,7 +121,8 @@ def fit_all(data: Path, costs: dict[str, StepCosts]) -> Coefficients:
         if run.mode == "train"
     ]
     spread = max(0.1, 1.15 * float(np.quantile(np.abs(np.log(ratios) - np.log(median(ratios))), 0.9)) / 1.645)
-    return replace(fitted, whole={"eager": (median(ratios), spread), "compiled": (1.0, 0.15)})
+    fitted = replace(fitted, whole={"eager": (median(ratios), spread), "compiled": (1.0, 0.15)})
+    return gpu_claims.fit_host(gpu_claims.rows(), fitted)
 
 
 def rounded(value):

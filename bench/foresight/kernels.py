@@ -127,7 +127,7 @@ def fit_kernels(data: Path, excluded: set[str] = frozenset()) -> Coefficients:
     for _ in range(2):
         shape = least_squares(residuals, shape, loss="soft_l1", f_scale=0.15, max_nfev=6).x
         rates = {name: rates[name] * float(np.median(values)) for name, values in ratios(shape).items()}
-    fitted = with_rates(shape, {name: rate for name, rate in rates.items()})
+    fitted = with_rates(shape, dict(rates.items()))
     others = {name: {kind: (value, MIN_SPREAD) for kind, value in shares.items()} for name, shares in memory.items()}
     fitted = replace(fitted, chips=others | fitted.chips)
     return replace(fitted, kinds=kinds_of(fitted))

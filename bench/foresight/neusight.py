@@ -10,7 +10,10 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from bench.foresight.kernels import MIN_SPREAD, kinds_of
+from bench.foresight.mosaic import spread_of
 from bench.foresight.transformers import hugging_face
 from hotloop.advisor.chips import Chip, find_chip
 from hotloop.advisor.coefficients import Coefficients
@@ -85,3 +88,31 @@ def with_inference(coefficients: Coefficients, data: Path, wanted: Callable[[Run
         chips[name] = chips.get(name, {}) | {"fp32": (median(values), MIN_SPREAD)}
     fitted = replace(coefficients, chips=chips)
     return replace(fitted, kinds=coefficients.kinds | kinds_of(fitted))
+
+
+def judge(
+    data: Path, kernels: Callable[[str], Coefficients], *, sees_kernels: bool
+) -> list[tuple[str, float, float, float]]:
+    """Returns (name, predicted, measured, spread) of each training run; no run of its chip was used.
+
+    Args:
+        data: folder of the measurements.
+        kernels: returns coefficients fitted to the kernels of all chips but the named one.
+        sees_kernels: whether the kernels of the chip itself were used.
+    """
+    training = [run for run in runs(data) if run.mode == "train"]
+    judged = []
+    for name in sorted({run.chip.name for run in training}):
+        fitted = with_inference(
+            kernels("" if sees_kernels else name), data, lambda run, left=name: run.chip.name != left
+        )
+        others = [run for run in training if run.chip.name != name]
+        ratios = np.array([run.seconds / device_seconds(run.costs, run.chip, "fp32", fitted) for run in others])
+        whole = float(np.median(ratios))
+        spread = spread_of(np.log(ratios / whole))
+        for run in training:
+            if run.chip.name == name:
+                chip_spread = fitted.factor(run.chip, "fp32").spread
+                predicted = whole * device_seconds(run.costs, run.chip, "fp32", fitted)
+                judged.append((run.name, predicted, run.seconds, float(np.hypot(spread, chip_spread))))
+    return judged

@@ -26,6 +26,7 @@ PACKAGES = (
     "tuning",
     "scripts",
     "profiler",
+    "advisor",
     "training",
     "inference",
     "report",

@@ -133,7 +133,7 @@ def advise_task(
         HotloopError: an unknown chip, or a step that can't be traced.
     """
     request.machines()  # reports an unknown chip before anything runs
-    here = _machines_here(request, progress)
+    here = request_machines_here(request, progress)
     task, notes = loaded.task, []
     own, batches = task.roles.batch_size, task.roles.batches
     if batches is None:
@@ -169,7 +169,8 @@ def advise_task(
     return advise_subject(subject, here, request, say=say)
 
 
-def _machines_here(request: AdviceRequest, progress: Progress) -> dict[str, Machine]:
+def request_machines_here(request: AdviceRequest, progress: Progress) -> dict[str, Machine]:
+    """Returns this machine by device, with measured speeds; empty if the request leaves it out."""
     if not request.is_here:
         return {}
     return machines_here(lambda what, done, total: progress(f"measuring this machine's speed: {what}", 0.0))

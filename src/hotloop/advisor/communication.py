@@ -14,7 +14,7 @@ DEFAULT_PCIE_BYTES_PER_S = 15.75e9
 
 
 @dataclass(frozen=True)
-class Network:
+class Interconnect:
     """Links between GPUs.
 
     Attributes:
@@ -27,7 +27,7 @@ class Network:
 
 
 def all_reduce_s(
-    size: float, gpus: int, chip: Chip, coefficients: Coefficients, network: Network | None = None
+    size: float, gpus: int, chip: Chip, coefficients: Coefficients, network: Interconnect | None = None
 ) -> float:
     """Returns seconds of summing a tensor of `size` bytes over `gpus` GPUs.
 
@@ -35,7 +35,7 @@ def all_reduce_s(
     """
     if gpus <= 1 or size <= 0:
         return 0.0
-    network = network or Network()
+    network = network or Interconnect()
     facts = coefficients.communication
     within = min(gpus, network.gpus_per_node)
     traffic = 2 * size * (gpus - 1) / gpus
@@ -55,7 +55,9 @@ def link_bytes_per_s(chip: Chip, gpus: int, coefficients: Coefficients) -> float
     return (chip.pcie_bytes_per_s or DEFAULT_PCIE_BYTES_PER_S) * facts["pcie_efficiency"]
 
 
-def gather_s(size: float, gpus: int, chip: Chip, coefficients: Coefficients, network: Network | None = None) -> float:
+def gather_s(
+    size: float, gpus: int, chip: Chip, coefficients: Coefficients, network: Interconnect | None = None
+) -> float:
     """Returns seconds of gathering, or of reducing and scattering, `size` bytes in all: half of an all-reduce."""
     return all_reduce_s(size, gpus, chip, coefficients, network) / 2
 

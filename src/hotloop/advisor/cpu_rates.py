@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ INTERVAL = (0.70, 1.40)
 """Of the prediction: 90 % of steps; measured on small and large networks of one CPU."""
 
 _NEIGHBOURS = 4  # probes that a product's rate is interpolated from
+_LARGEST_BLOCK = 2**25  # bytes that glibc's allocator reuses; it maps larger blocks anew
+_LSTM_BYTES = 80  # per step, row and unit, which the probe of an LSTM allocates too
 _LAST_SLOPE = 1.0  # seconds by bytes beyond the largest probe
 
 _SUBSTITUTE: dict[Kind, str] = {
@@ -48,16 +51,18 @@ class CpuStepTime:
 
     Attributes:
         products, traffic: of operators that are bound by arithmetic, and of all others.
+        memory: of new pages, and of reads from main memory, which the probes of operators lack.
         host: of Python, modules, views and the engine of autograd.
     """
 
     products: float
     traffic: float
+    memory: float
     host: float
 
     @property
     def seconds(self) -> float:
-        return self.products + self.traffic + self.host
+        return self.products + self.traffic + self.memory + self.host
 
 
 def cpu_step_time(costs: StepCosts, rates: CpuRates) -> CpuStepTime:
@@ -70,11 +75,39 @@ def cpu_step_time(costs: StepCosts, rates: CpuRates) -> CpuStepTime:
             products += one.count * _product_seconds(one, rates)
         else:
             traffic += one.count * _traffic_seconds(one, rates.traffic)
-    return CpuStepTime(products, traffic, _host_seconds(costs, rates.overhead_s))
+    return CpuStepTime(products, traffic, _memory_seconds(costs, rates), _host_seconds(costs, rates.overhead_s))
+
+
+def _memory_seconds(costs: StepCosts, rates: CpuRates) -> float:
+    """Returns the time of first touches in a step.
+
+    A step larger than the last-level cache reads parameters, gradients, optimizer state and saved activations from main
+    memory: parameters in each of the three phases.
+    """
+    fixed = 3 * costs.parameter_bytes + costs.gradient_bytes + 2 * costs.optimizer_bytes
+    cold_share = max(0.0, 1.0 - rates.cache_bytes / max(costs.peak_bytes, 1))
+    cold = cold_share * (fixed + 2 * costs.saved_bytes)
+    return rates.fault_s * _new_page_bytes(costs) + rates.cold_s * cold
+
+
+def _new_page_bytes(costs: StepCosts) -> float:
+    """Returns the bytes that the C library takes from the system in each step, beside those that the probes take.
+
+    glibc returns blocks above 32 MiB at once, and of the rest what exceeds twice the largest block.
+    """
+    products = [one for one in costs.operators if one.kind in _PRODUCTS]
+    of_lstm = sum(
+        _LSTM_BYTES * math.prod((one.shape[0], one.shape[1], one.shape[3])) * one.count
+        for one in products
+        if one.kind == "recurrent" and one.phase == "forward" and len(one.shape) == 4
+    )
+    large = sum(one.written_bytes * one.count for one in products if one.written_bytes >= _LARGEST_BLOCK)
+    rest = max(costs.activation_peak_bytes - of_lstm - large, 0.0)
+    return large + max(rest - 2 * min(costs.largest_bytes, _LARGEST_BLOCK), 0.0)
 
 
 def _host_seconds(costs: StepCosts, overhead: Mapping[str, float]) -> float:
-    views = {phase: 0 for phase in ("forward", "backward", "update")}
+    views = dict.fromkeys(("forward", "backward", "update"), 0)
     for one in costs.operators:
         if one.kind == "view" and not one.name.endswith("detach"):
             views[one.phase] += one.count
@@ -115,7 +148,16 @@ def _convolution_features(shape: Sequence[float]) -> tuple[float, ...]:
     return (*sizes, 1.0 * math.log2(kernel_h * kernel_w), 1.0 * math.log2(stride), 3.0 * (groups > 1))
 
 
-_FEATURES: dict[Kind, _Features] = dict.fromkeys(_PRODUCTS, _product_features) | {"convolution": _convolution_features}
+def _recurrent_features(shape: Sequence[float]) -> tuple[float, ...]:
+    """Returns log sizes of rows, inputs and hidden units: steps follow each other at the same rate."""
+    _, rows, inputs, hidden = (*shape, 1.0, 1.0, 1.0, 1.0)[:4]
+    return (math.log2(rows), 0.5 * math.log2(inputs), math.log2(hidden))
+
+
+_FEATURES: dict[Kind, _Features] = dict.fromkeys(_PRODUCTS, _product_features) | {
+    "convolution": _convolution_features,
+    "recurrent": _recurrent_features,
+}
 
 
 def _traffic_seconds(operator: OperatorCost, traffic: Mapping[str, Points]) -> float:
@@ -134,7 +176,7 @@ def _interpolated_seconds(size: float, points: Points) -> float:
     sizes = [sizes[0] for sizes, _ in points]
     if size <= sizes[0]:
         return points[0][1]
-    for (low, first), (high, second) in zip(points, points[1:], strict=False):
+    for (low, first), (high, second) in itertools.pairwise(points):
         if size <= high[0]:
             position = math.log(size / low[0]) / math.log(high[0] / low[0]) if high[0] > low[0] else 0.0
             return math.exp((1 - position) * math.log(first) + position * math.log(second))

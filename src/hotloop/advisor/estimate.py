@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hotloop.advisor.chips import PRECISIONS, Chip, find_chip
 from hotloop.advisor.coefficients import Coefficients, shipped
-from hotloop.advisor.communication import DEFAULT_PCIE_BYTES_PER_S, Network
+from hotloop.advisor.communication import DEFAULT_PCIE_BYTES_PER_S, Interconnect
 from hotloop.advisor.parallel_ways import Way, communication_s, memory_of, share_of
 from hotloop.advisor.rates import PRODUCTS, operator_time, product_class
-from hotloop.core.records.step_costs import OperatorCost, StepCosts
+from hotloop.core.records.step_costs import OperatorCost, StepCosts, StepPhase
 from hotloop.errors import HotloopError
 from hotloop.plan import BASELINE, Plan
 
@@ -22,7 +22,7 @@ _NORMAL_90 = 1.645
 _WIDTHS = {"fp32": 1.0, "tf32": 1.0, "fp16": 0.5, "bf16": 0.5, "fp8": 0.5}
 """Bytes of an activation in the precision, as a share of fp32."""
 
-_PHASES = ("forward", "backward", "update")
+_PHASES: tuple[StepPhase, ...] = ("forward", "backward", "update")
 
 _FUSIBLE = ("elementwise", "random", "normalization", "softmax", "reduction", "copy")
 
@@ -82,7 +82,7 @@ def estimate(
     host: Host | None = None,
     *,
     way: Way = "data",
-    network: Network | None = None,
+    network: Interconnect | None = None,
     microbatches: int | None = None,
     coefficients: Coefficients | None = None,
 ) -> Estimate:
@@ -154,7 +154,7 @@ def parse_plan(plan: Plan | str) -> Plan:
     words = [word for word in plan.split() if word != "baseline"]
     if not all("=" in word for word in words):
         raise HotloopError(f"plan {plan!r}", expected="'baseline' or axes such as 'compile=step graphs=32'")
-    axes: dict[str, object] = dict(word.split("=", 1) for word in words)
+    axes: dict[str, str] = dict(word.split("=", 1) for word in words)
     return (
         Plan(**{name: int(value) if str(value).isdigit() else value for name, value in axes.items()})
         if axes
@@ -179,6 +179,7 @@ def _phase(
     operators: Iterable[OperatorCost], chip: Chip, precision: str, plan: Plan, host: Host, coefficients: Coefficients
 ) -> _Phase:
     found = _Phase()
+    launches: float
     fused = plan.compile != "none"
     facts = coefficients.host
     for operator in operators:
@@ -208,6 +209,8 @@ def _phase(
             found.host_s += launches * facts["compiled_s"] / host.speed
         else:
             found.host_s += dispatches * facts[f"{operator.phase}_s"] / host.speed
+    if chip.kind == "cpu":
+        found.host_s *= facts["cpu_dispatch"]
     if plan.graphs != "none":
         found.host_s *= 0.02
         found.launch_s *= facts["graph_launch"]
@@ -215,7 +218,7 @@ def _phase(
 
 
 def _combine(
-    phases: dict[str, _Phase], costs: StepCosts, chip: Chip, coefficients: Coefficients, host: Host, plan: Plan
+    phases: Mapping[StepPhase, _Phase], costs: StepCosts, chip: Chip, coefficients: Coefficients, host: Host, plan: Plan
 ) -> tuple[dict[str, float], float, float]:
     """Returns parts and seconds of a step on one chip, and the spread of the prediction's logarithm."""
     facts = coefficients.host

@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 from hotloop.advisor.chips import Chip
 from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.communication import Network
+from hotloop.advisor.communication import Interconnect
+from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
 from hotloop.advisor.estimate import Estimate, Host, estimate
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import Price
 from hotloop.core.records.advice import NORMAL_90, Correction
+from hotloop.core.records.cpu_rates import CpuRates
 from hotloop.core.records.step_costs import StepCosts
 from hotloop.plan import Plan
 
@@ -41,7 +43,7 @@ class Machine:
         is_here: whether this is the machine at hand, which costs nothing.
         measured_ms: measured step on it, used in place of the prediction.
         correction: factor and spread from the user's measurements on that chip.
-        form: `here`, `consumer`, `laptop`, `workstation` or `cloud`.
+        cpu_rates: rates measured on it, used for a CPU in place of published rates.
     """
 
     chip: Chip
@@ -51,6 +53,7 @@ class Machine:
     is_here: bool = False
     measured_ms: float | None = None
     correction: Correction = field(default_factory=Correction)
+    cpu_rates: CpuRates | None = None
 
     @property
     def title(self) -> str:
@@ -154,7 +157,7 @@ def advise(
     deadline_s: float | None = None,
     budget: float | None = None,
     host: Host | None = None,
-    network: Network | None = None,
+    network: Interconnect | None = None,
     coefficients: Coefficients | None = None,
 ) -> Advice:
     """Returns a row for each machine, the cheapest and the fastest that meet deadline and budget, and the stage.
@@ -242,7 +245,7 @@ def _fitting(costs: StepCosts, machine: Machine, options: dict[str, Any]) -> tup
         for pieces in (1, 2, 4, 8, 16, 32, 64):
             if pieces > 1 and pieces * machine.gpus > costs.batch_size:
                 break
-            result = in_pieces(costs, machine.chip, machine.gpus, way, pieces, options)
+            result = in_pieces(costs, machine, way, pieces, options)
             first = first or result
             if there is None:
                 return result, "unknown", 1
@@ -253,15 +256,35 @@ def _fitting(costs: StepCosts, machine: Machine, options: dict[str, Any]) -> tup
     return first, "no", 1
 
 
-def in_pieces(costs: StepCosts, chip: Chip, gpus: int, way: str, pieces: int, options: dict[str, Any]) -> Estimate:
+def predicted(costs: StepCosts, machine: Machine, way: str, options: dict[str, Any]) -> Estimate:
+    """Returns the estimate of a step on a machine, by its own measured rates where it has them."""
+    result = estimate(costs, machine.chip, gpus=machine.gpus, way=way, **options)  # type: ignore[arg-type]
+    if machine.cpu_rates is None or machine.chip.kind != "cpu":
+        return result
+    time = cpu_step_time(costs, machine.cpu_rates)
+    parts = {"compute": time.products, "memory": time.traffic, "launches": time.host, "communication": 0.0}
+    parts = {name: value * 1e3 for name, value in parts.items()} | {"data loading": result.parts["data loading"]}
+    step_ms = sum(parts.values())
+    return replace(
+        result,
+        step_ms=step_ms,
+        low_ms=step_ms * INTERVAL[0],
+        high_ms=step_ms * INTERVAL[1],
+        parts=parts,
+        bound=max(parts, key=lambda name: parts[name]),
+        source="rates measured on this machine",
+    )
+
+
+def in_pieces(costs: StepCosts, machine: Machine, way: str, pieces: int, options: dict[str, Any]) -> Estimate:
     """Returns the estimate of a batch computed in pieces: forward and backward once a piece, the update once."""
-    whole = estimate(costs, chip, gpus=gpus, way=way, **options)  # type: ignore[arg-type]
+    whole = predicted(costs, machine, way, options)
     if pieces == 1:
         return whole
-    piece = estimate(at_batch(costs, costs.batch_size / pieces), chip, gpus=gpus, way=way, **options)  # type: ignore[arg-type]
+    piece = predicted(at_batch(costs, costs.batch_size / pieces), machine, way, options)
     update = replace(costs, operators=tuple(costs.in_phase("update")), input_bytes=0, module_calls=0, gradient_bytes=0)
-    once = estimate(update, chip, gpus=gpus, way=way, **options).step_ms  # type: ignore[arg-type]
-    step_ms = max(whole.step_ms, pieces * piece.step_ms - (pieces - 1) * min(once, piece.step_ms))
+    once_ms = min(predicted(update, machine, way, options).step_ms, piece.step_ms)
+    step_ms = max(whole.step_ms, pieces * piece.step_ms - (pieces - 1) * once_ms)
     scale = step_ms / piece.step_ms
     return replace(
         piece,
@@ -340,10 +363,8 @@ def _pays(
         return None, ""
     row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
     own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
-    scale = here.measured_ms / estimate(costs, here.chip, **options).step_ms if here.measured_ms else 1.0
-    pays = next(
-        (batch for batch in crossing_batches() if speedup(costs, here.chip, gpu.chip, batch, options) * scale > 1), None
-    )
+    scale = here.measured_ms / predicted(costs, here, "none", options).step_ms if here.measured_ms else 1.0
+    pays = next((batch for batch in crossing_batches() if speedup(costs, here, gpu, batch, options) * scale > 1), None)
     ratio = own.step_ms / row.step_ms
     low, high = own.low_ms / row.high_ms, own.high_ms / row.low_ms
     start = f"A GPU pays from batch {pays:,} on" if pays else "No batch up to 65,536 makes a GPU pay"
@@ -366,10 +387,10 @@ def crossing_batches() -> tuple[int, ...]:
     return tuple(2**power for power in range(17))
 
 
-def speedup(costs: StepCosts, cpu: Chip, gpu: Chip, batch: float, options: dict[str, Any]) -> float:
+def speedup(costs: StepCosts, cpu: Machine, gpu: Machine, batch: float, options: dict[str, Any]) -> float:
     """Returns the CPU's predicted step divided by the GPU's, at a batch of that size."""
     scaled = at_batch(costs, batch)
-    return estimate(scaled, cpu, **options).step_ms / estimate(scaled, gpu, **options).step_ms
+    return predicted(scaled, cpu, "none", options).step_ms / predicted(scaled, gpu, "none", options).step_ms
 
 
 def duration(seconds: float) -> str:

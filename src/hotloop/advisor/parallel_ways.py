@@ -7,7 +7,7 @@ from typing import Literal
 
 from hotloop.advisor.chips import Chip
 from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.communication import Network, all_reduce_s, gather_s, send_s
+from hotloop.advisor.communication import Interconnect, all_reduce_s, gather_s, send_s
 from hotloop.core.records.step_costs import OperatorCost, StepCosts
 from hotloop.errors import HotloopError
 
@@ -44,7 +44,8 @@ def at_batch(costs: StepCosts, batch_size: float) -> StepCosts:
     ratio = batch_size / max(1, costs.batch_size)
     if ratio == 1:
         return costs
-    operators = tuple(one if one.phase == "update" else _scaled(one, ratio) for one in costs.operators)
+    weights = weight_gradients(costs)
+    operators = tuple(one if one.phase == "update" else _scaled(one, ratio, one in weights) for one in costs.operators)
     activations = round(costs.activation_peak_bytes * ratio)
     return replace(
         costs,
@@ -60,39 +61,46 @@ def at_batch(costs: StepCosts, batch_size: float) -> StepCosts:
     )
 
 
-def _scaled(operator: OperatorCost, ratio: float) -> OperatorCost:
+def weight_gradients(costs: StepCosts) -> set[OperatorCost]:
+    """Returns the backward products whose inner dimension is the batch, by comparison with the forward products."""
+    linear = [one for one in costs.operators if one.kind == "linear" and len(one.shape) == 4]
+    forward = {one.shape[1:] for one in linear if one.phase == "forward"}
+    found = set()
+    for one in linear:
+        m, n, k = one.shape[1:]
+        if one.phase == "backward" and ({(k, m, n), (k, n, m)} & forward) and (m, k, n) not in forward:
+            found.add(one)
+    return found
+
+
+def _scaled(operator: OperatorCost, ratio: float, is_weight_gradient: bool) -> OperatorCost:
     """Returns an operator of a batch `ratio` times as large."""
-    constant = _weight_bytes(operator)
+    constant = _weight_bytes(operator, is_weight_gradient)
     moved = max(0, operator.bytes - constant) * ratio + min(constant, operator.bytes)
     share = moved / operator.bytes if operator.bytes else 1.0
+    shape = operator.shape
+    if shape:
+        index = 0
+        if operator.kind == "linear" and len(shape) == 4:
+            index = 3 if is_weight_gradient else 1
+        shape = (*shape[:index], max(1, round(shape[index] * ratio)), *shape[index + 1 :])
     return replace(
         operator,
         flops=round(operator.flops * ratio),
         read_bytes=round(operator.read_bytes * share),
         written_bytes=round(operator.written_bytes * share),
-        shape=_scaled_shape(operator, ratio),
+        shape=shape,
     )
 
 
-def _weight_bytes(operator: OperatorCost) -> int:
+def _weight_bytes(operator: OperatorCost, is_weight_gradient: bool = False) -> int:
     shape, width = operator.shape, 2 if "16" in operator.dtype else 4
     if operator.kind == "linear" and len(shape) == 4:
         _, m, n, k = shape
-        return width * (m * n if operator.phase == "backward" and k > max(m, n) else n * k)
+        return width * (m * n if is_weight_gradient else n * k)
     if operator.kind == "convolution" and len(shape) >= 9:
         return width * shape[1] * shape[4] * shape[5] * shape[6] // max(1, shape[8])
     return 0
-
-
-def _scaled_shape(operator: OperatorCost, ratio: float) -> tuple[int, ...]:
-    shape = operator.shape
-    if not shape:
-        return shape
-    index = 0
-    if operator.kind == "linear" and len(shape) == 4:
-        _, m, n, k = shape
-        index = 3 if operator.phase == "backward" and k > max(m, n) else 1
-    return (*shape[:index], max(1, round(shape[index] * ratio)), *shape[index + 1 :])
 
 
 def _divided(operator: OperatorCost, parts: int) -> OperatorCost:
@@ -133,7 +141,7 @@ def communication_s(
     way: Way,
     chip: Chip,
     coefficients: Coefficients,
-    network: Network | None,
+    network: Interconnect | None,
     step_s: float,
     precision: str,
     microbatches: int,

@@ -69,8 +69,8 @@ def _product_time(
     use = tile_use(operator, chip, coefficients, chip_class)
     compute = operator.flops / (rate * use)
     memory = operator.bytes * byte_scale / (chip.bandwidth_bytes_per_s * coefficients.factor(chip, "memory").value)
-    if operator.kind == "convolution" and operator.shape[8:] and operator.shape[8] > 1:
-        memory /= coefficients.classes.get("grouped_memory", 1.0)
+    if operator.kind == "convolution" and chip_class == "tensor" and chip.architecture in ("Volta", "Turing"):
+        memory *= 1 + coefficients.classes.get("conversion", 0.0)  # their tensor cores take channels last
     power = coefficients.shapes["power"]
     seconds = (compute**power + memory**power) ** (1 / power)
     count = operator.count
@@ -121,10 +121,10 @@ def _as_product(operator: OperatorCost) -> tuple[int, int, int, int]:
         case "attention" if len(shape) == 4:
             return shape[0], shape[1], shape[3], shape[2]
         case "convolution" if len(shape) >= 9:
-            samples, c_in, _h, _w, c_out, rows, columns, _stride, groups = shape[:9]
+            _samples, c_in, _h, _w, c_out, rows, columns, _stride, groups = shape[:9]
             k = max(1, c_in // groups * rows * columns)
             outputs = operator.flops / (2 * k * c_out * max(1, operator.gradients))
             return groups, max(1, round(outputs)), max(1, c_out // groups), k
         case _ if len(shape) == 4:
-            return shape  # type: ignore[return-value]
+            return shape
     return 1, max(1, math.prod(shape)), 1, max(1, operator.flops // (2 * max(1, math.prod(shape))))

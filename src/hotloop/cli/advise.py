@@ -204,7 +204,12 @@ def _advise_script(
     progress: Callable[[str, float], None],
     as_json: bool,
 ) -> HardwareAdvice:
-    raise typer.BadParameter("scripts come next")
+    import sys
+
+    from hotloop.advising.script_advice import advise_script
+
+    stdout = sys.stderr.fileno() if as_json else None
+    return advise_script(path, arguments, steps, epochs, request, stdout=stdout, say=say, progress=progress)
 
 
 def _show(found: HardwareAdvice, out: Path | None, as_json: bool) -> None:

@@ -49,7 +49,17 @@ def advice_table(advice: HardwareAdvice) -> Table:
     table.add_column("machine", overflow="fold")
     if has_batches:
         table.add_column("batch", justify="right")
-    for name in ("step ms", "90 %", "run", "GB of", "fits", "cost", "per 1,000", "kWh", *(("kg CO2",) if has_carbon else ())):
+    for name in (
+        "step ms",
+        "90 %",
+        "run",
+        "GB of",
+        "fits",
+        "cost",
+        "per 1,000",
+        "kWh",
+        *(("kg CO2",) if has_carbon else ()),
+    ):
         table.add_column(name, justify="right", no_wrap=name not in ("fits", "GB of"))
     table.add_column("bound by", overflow="fold")
     table.add_column("", no_wrap=True)
@@ -75,7 +85,9 @@ def advice_table(advice: HardwareAdvice) -> Table:
 def _memory(row: MachineAdvice) -> str:
     """Returns the needed and the existing memory of each chip in GB, such as `0.09/24`."""
     there = "?" if row.memory_there_bytes is None else format_digits(row.memory_there_bytes / 1e9)
-    return f"{row.memory_bytes / 1e9:.2g}/{there}" if row.memory_bytes < 1e11 else f"{row.memory_bytes / 1e9:,.0f}/{there}"
+    return (
+        f"{row.memory_bytes / 1e9:.2g}/{there}" if row.memory_bytes < 1e11 else f"{row.memory_bytes / 1e9:,.0f}/{there}"
+    )
 
 
 def _fits(row: MachineAdvice) -> str:

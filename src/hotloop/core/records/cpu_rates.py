@@ -19,13 +19,19 @@ class CpuRates:
         traffic: by operator, such as `aten.relu`: ((bytes read and written), seconds) a probe.
         overhead_s: seconds of the host: `view`, a view in the forward pass; `node`, in the backward pass; `module`, a
             module's call; `parameter`, of an update, beside its operators; `optimizer`, an update beside its parameters;
-            `step`, of hotloop's step beside all these.
+            `engine`, a backward pass beside its nodes.
+        fault_s: seconds per byte of new memory, which the system zeroes.
+        cold_s: seconds per byte that a tensor takes longer to read and write from main memory than from a cache.
+        cache_bytes: of the last-level cache.
         threads: of one operation.
     """
 
     products: dict[str, Points]
     traffic: dict[str, Points]
     overhead_s: dict[str, float]
+    fault_s: float
+    cold_s: float
+    cache_bytes: int
     threads: int = 1
 
     def to_dict(self) -> dict[str, Any]:

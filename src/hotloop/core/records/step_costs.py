@@ -105,6 +105,7 @@ class StepCosts(_Record):
         peak_bytes: the most bytes of tensors on the device at one time, in the order of execution.
         forward_peak_bytes, backward_peak_bytes, update_peak_bytes: `peak_bytes` of each phase.
         saved_bytes: of tensors that the forward pass keeps for the backward pass.
+        largest_bytes: of one tensor that the step allocates.
         module_calls: calls of modules in the forward pass.
         autograd_nodes: nodes of the backward graph.
         parameter_tensors: trainable ones.
@@ -125,6 +126,7 @@ class StepCosts(_Record):
     backward_peak_bytes: int = 0
     update_peak_bytes: int = 0
     saved_bytes: int = 0
+    largest_bytes: int = 0
     module_calls: int = 0
     autograd_nodes: int = 0
     parameter_tensors: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import cycle
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,13 +21,15 @@ from hotloop.core.records.step_costs import OperatorCost
 from hotloop.profiler.step_costs.cpu_probe_operators import PRODUCT_PROBES, TRAFFIC_PROBES, Probe
 from hotloop.profiler.step_costs.recorder import StepRecorder
 
-WINDOW_S, LEAST_WINDOWS = 0.0004, 3
+WINDOW_S, LEAST_WINDOWS = 0.0004, 2
 LEAST_S = 1e-6  # of an operator in the backward pass, from which the engine's time is subtracted
+_FAULT_BYTES, _COLD_BYTES, _PART_BYTES = 2**27, 2**28, 2**19
+_USUAL_CACHE_BYTES = 2**25
 PRODUCTS = ("linear", "batched_product", "convolution", "attention", "recurrent")
 _CHAIN, _TINY_PARAMETERS = 64, 16
 
 
-def measure_cpu_rates(budget_s: float = 0.03, tick: Callable[[str], None] = lambda _: None) -> CpuRates:
+def measure_cpu_rates(budget_s: float = 0.02, tick: Callable[[str], None] = lambda _: None) -> CpuRates:
     """Returns the rates of this CPU with torch's current number of threads.
 
     Args:
@@ -48,7 +51,28 @@ def measure_cpu_rates(budget_s: float = 0.03, tick: Callable[[str], None] = lamb
                     points[cost.bytes] = min(seconds, points.get(cost.bytes, seconds))
         in_order = {name: _increasing(points) for name, points in traffic.items()}
         overhead |= _update_overhead(budget_s, in_order)
-    return CpuRates({n: tuple(p) for n, p in products.items()}, in_order, overhead, torch.get_num_threads())
+        fault_s, cold_s = _memory_overhead(budget_s)
+    rates = {name: tuple(points) for name, points in products.items()}
+    return CpuRates(rates, in_order, overhead, fault_s, cold_s, _cache_bytes(), torch.get_num_threads())
+
+
+def _memory_overhead(budget_s: float) -> tuple[float, float]:
+    """Returns seconds per byte of memory that the system zeroes, and of memory that no cache has."""
+    reused = torch.zeros(_FAULT_BYTES // 4)
+    new = min(best_seconds(lambda: torch.empty(_FAULT_BYTES // 4).fill_(1.0), 2 * budget_s) for _ in range(3))
+    old = min(best_seconds(lambda: reused.fill_(1.0), 2 * budget_s) for _ in range(3))
+    fault = (new - old) / _FAULT_BYTES
+    parts = torch.zeros(_COLD_BYTES // 4).split(_PART_BYTES // 4)
+    turns = cycle(parts)
+    cold = best_seconds(lambda: [next(turns).add_(1.0) for _ in parts], 4 * budget_s) / _COLD_BYTES
+    warm = best_seconds(lambda: parts[0].add_(1.0), 4 * budget_s) / _PART_BYTES
+    return max(fault, 0.0), max(cold - warm, 0.0) / 2  # each byte is read and written
+
+
+def _cache_bytes() -> int:
+    """Returns the bytes of the largest cache that the system reports."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.removesuffix("K")) * 1024 for size in sizes if size.endswith("K")), default=_USUAL_CACHE_BYTES)
 
 
 def _increasing(points: dict[float, float]) -> Points:

@@ -15,6 +15,9 @@ _POOL_BYTES = 2**23  # of the rotating copies of a probe's tensors: more than a 
 _MOST_COPIES = 16
 _SIZES = (64, 4096, 32768, 262144, 2097152, 6291456, 12582912)  # elements; the last exceeds malloc's largest block
 
+_MOST_ELEMENTS = 2097152  # of operators other than _LARGE
+_LARGE = ("relu", "clone", "add_", "sqrt", "div", "lerp_", "addcmul_", "addcdiv_", "mul_", "zeros_like")
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -36,6 +39,11 @@ def _random(*shape: int, trained: bool = True) -> Tensor:
 
 def _of_input(function: Callable[[Tensor], Tensor], *shape: int) -> Callable[[], Tensor]:
     x = _random(*shape)
+    return lambda: function(x)
+
+
+def _of_activations(function: Callable[[Tensor], Tensor], *shape: int) -> Callable[[], Tensor]:
+    x = F.relu(torch.randn(*shape)).requires_grad_()  # equal numbers make a maximum faster
     return lambda: function(x)
 
 
@@ -102,7 +110,10 @@ _CONVOLUTION_SIZES = (  # rows, channels before, side, channels after, kernel, s
     (8, 128, 16, 160, 3, 2, 1), (16, 160, 8, 160, 3, 1, 1), (16, 384, 4, 384, 3, 1, 1), (1, 192, 28, 256, 3, 1, 1),
     (2, 384, 14, 384, 3, 1, 1), (8, 128, 16, 192, 1, 1, 1), (8, 96, 16, 192, 1, 2, 1), (8, 64, 16, 64, 3, 1, 64),
 )  # fmt: skip
-_RECURRENT_SIZES = ((16, 8, 32, 64), (16, 64, 64, 128), (32, 32, 128, 192), (24, 96, 32, 320), (48, 16, 96, 224))
+_RECURRENT_SIZES = (
+    (16, 8, 32, 64), (16, 64, 64, 128), (32, 32, 128, 192), (24, 96, 32, 320), (8, 16, 96, 224),
+    (8, 128, 96, 192), (6, 64, 128, 512), (16, 8, 48, 288),
+)  # fmt: skip
 
 
 def _product_probes() -> Iterator[Probe]:
@@ -151,12 +162,17 @@ _UPDATES: dict[str, tuple[Callable[..., Any], int]] = {
 def _traffic_probes() -> Iterator[Probe]:
     for size in _SIZES:
         for name, function in _UNARY.items():
+            if size > _MOST_ELEMENTS and name not in _LARGE:
+                continue
             yield Probe(name, partial(_of_input, function, size), size)
         for name, (update, tensors) in _UPDATES.items():
+            if size > _MOST_ELEMENTS and name not in _LARGE:
+                continue
             yield Probe(name, partial(_in_place, update, tensors, size), tensors * size, has_backward=False)
         yield Probe("add", partial(_of_pair, torch.add, size), 2 * size)
         yield Probe("mul", partial(_of_pair, torch.mul, size), 2 * size)
-        yield Probe("mse", partial(_of_pair, F.mse_loss, size), 2 * size)
+        if size <= _MOST_ELEMENTS:
+            yield Probe("mse", partial(_of_pair, F.mse_loss, size), 2 * size)
     for side in (8, 64, 256, 1024, 2048):
         rows = (side, side)
         yield Probe("softmax", partial(_of_input, partial(torch.softmax, dim=1), *rows), side * side)
@@ -168,7 +184,7 @@ def _traffic_probes() -> Iterator[Probe]:
         yield Probe("cross_entropy", partial(_cross_entropy, side * side // 16, 16), side * side)
     for rows, channels, side in ((1, 8, 8), (8, 16, 16), (8, 64, 32), (32, 64, 32), (4, 64, 160)):
         shape, elements = (rows, channels, side, side), rows * channels * side * side
-        yield Probe("max_pool", partial(_of_input, partial(F.max_pool2d, kernel_size=2), *shape), elements)
+        yield Probe("max_pool", partial(_of_activations, partial(F.max_pool2d, kernel_size=2), *shape), elements)
         yield Probe("average", partial(_of_input, partial(F.adaptive_avg_pool2d, output_size=1), *shape), elements)
         if rows > 1:
             yield Probe("batch_norm", partial(_of_module, partial(nn.BatchNorm2d, channels), *shape), elements)

@@ -35,6 +35,7 @@ class StepRecorder(ReadOnlyDispatchMode):
         is_recording: whether operators are recorded; the memory always is.
         calls: equal operators with their number.
         live_bytes: of living storages.
+        largest_bytes: of one storage that a recorded operator made.
         peaks: the most `live_bytes` by phase, with the workspace of operators.
         notes: answers to operators whose result depends on values.
     """
@@ -46,7 +47,7 @@ class StepRecorder(ReadOnlyDispatchMode):
         self.is_recording = False
         self.weight = 1
         self.calls: dict[OperatorCost, int] = {}
-        self.live_bytes = 0
+        self.live_bytes = self.largest_bytes = 0
         self.peaks: dict[str, int] = {"forward": 0, "backward": 0, "update": 0}
         self.notes: dict[str, None] = {}
         self._storages: dict[int, weakref.ref[Any]] = {}
@@ -117,6 +118,8 @@ class StepRecorder(ReadOnlyDispatchMode):
             return False
         self._storages[key] = weakref.ref(storage, partial(self._free, key, size))
         self.live_bytes += size
+        if self.is_recording:
+            self.largest_bytes = max(self.largest_bytes, size)
         return True
 
     def _add_bytes(self, tensor: Tensor, size: int) -> None:

@@ -243,7 +243,7 @@ class _Trace:
         if needs_closure(optimizer):
             self._update(model, optimizer, lambda: self._pieces(model, optimizer))
             return
-        if self._pieces(model, optimizer):
+        if self._pieces(model, optimizer) is not None:
             self._update(model, optimizer, None)
         if self.average:
             with torch.no_grad():
@@ -359,6 +359,7 @@ class _Trace:
             backward_peak_bytes=min(peaks["backward"], passes),
             update_peak_bytes=peaks["update"],
             saved_bytes=max(self.saved_bytes, 0),
+            largest_bytes=recorder.largest_bytes,
             module_calls=self.module_calls,
             autograd_nodes=self.autograd_nodes,
             parameter_tensors=sum(value.requires_grad for value in parameters),
