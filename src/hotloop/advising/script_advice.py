@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hotloop.advising.task_advice import AdviceRequest, Subject, advise_subject, request_machines_here
@@ -76,7 +77,7 @@ def costs_of_profile(profile: Profile) -> StepCosts:
     Raises:
         TaskError: the profile has no step with operators.
     """
-    operators = tuple(_cost(one) for one in profile.operators if one.calls > 0)
+    operators = _as_lists([_cost(one) for one in profile.operators if one.calls > 0])
     if not profile.steps or not operators:
         reason = profile.notes[0] if profile.notes else f"exit code {profile.exit_code}"
         raise TaskError(
@@ -108,6 +109,26 @@ def costs_of_profile(profile: Profile) -> StepCosts:
         module_calls=round(sum(module.calls for module in profile.modules)),
         parameter_tensors=tensors,
     )
+
+
+def _as_lists(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
+    """Returns the operators with the update's as one call over all parameters, which is torch's default on GPUs."""
+    found: dict[str, OperatorCost] = {}
+    others = []
+    for one in operators:
+        if one.phase != "update" or one.kind == "view":
+            others.append(one)
+            continue
+        before = found.get(one.name)
+        found[one.name] = replace(
+            before or one,
+            kind="update",
+            flops=(before.flops if before else 0) + one.flops * one.count,
+            read_bytes=(before.read_bytes if before else 0) + one.read_bytes * one.count,
+            written_bytes=(before.written_bytes if before else 0) + one.written_bytes * one.count,
+            count=1,
+        )
+    return (*others, *found.values())
 
 
 def _cost(operator: OperatorTime) -> OperatorCost:
