@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 import hotloop as package
+from hotloop.cli.options import console
 from hotloop.core.hardware import probe
 from hotloop.errors import HotloopError
 from tests.support.processes.in_process_command import SMALL, Hotloop
@@ -38,7 +39,8 @@ def _once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotloop.advising.this_machine.measure_hardware", lambda **options: _MEASURED[0])
 
 
-def test_the_answer_comes_first(task: Path, hotloop: Hotloop) -> None:
+def test_the_answer_comes_first(task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_width", 140)
     done = hotloop("advise", task, *CHIPS)
     assert done.code == 0
     lines = [line for line in done.err.splitlines() if not line.startswith(("tracing", "measuring"))]
@@ -78,12 +80,12 @@ def test_budget_and_deadline_and_own_prices_decide(task: Path, tmp_path: Path, h
         (("--prices", "nowhere.csv"), "nowhere.csv"),
         (("--gpus", "0"), "--gpus is '0'; expected whole numbers of 1 or more"),
         (("--batch-sizes", "32,x"), "--batch-sizes"),
-        (("--deadline", "soon"), "deadline=soon"),
+        (("--deadline", "soon"), "deadline='soon'"),
         (("--budget", "-1"), "--budget is -1.0; expected 0 or more"),
         (("--precision", "fp7"), "--precision is fp7; expected one of fp32"),
         (("--plan", "auto"), "--plan auto depends on the machine"),
         (("--steps", "3"), "--steps is for a script"),
-        (("--out", "no/such/folder/page.html"), "--out"),
+        (("--out", "task.py/page.html"), "task.py/page.html can't be written"),
         (("--score",), "give no Task"),
     ],
 )

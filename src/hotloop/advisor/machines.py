@@ -14,6 +14,7 @@ from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
 from hotloop.advisor.estimate import Estimate, Host, estimate
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import Price
+from hotloop.advisor.words import duration, times, with_article
 from hotloop.core.records.advice import NORMAL_90, Correction
 from hotloop.core.records.cpu_rates import CpuRates
 from hotloop.core.records.step_costs import StepCosts
@@ -370,17 +371,9 @@ def _pays(
     start = f"A GPU pays from batch {pays:,} on" if pays else "No batch up to 65,536 makes a GPU pay"
     return (
         pays,
-        f"{start}; at your batch of {costs.batch_size:,} {_with_article(gpu.title)} would be {_times(ratio)} times as fast as "
-        f"this CPU ({_times(low)} to {_times(high)}).",
+        f"{start}; at your batch of {costs.batch_size:,} {with_article(gpu.title)} would be {times(ratio)} times as fast as "
+        f"this CPU ({times(low)} to {times(high)}).",
     )
-
-
-def _with_article(name: str) -> str:
-    return f"{'an' if name[:1] in 'AEFHLMNRSX' or name[:1] == '8' else 'a'} {name}"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
 def crossing_batches() -> tuple[int, ...]:
@@ -391,12 +384,3 @@ def speedup(costs: StepCosts, cpu: Machine, gpu: Machine, batch: float, options:
     """Returns the CPU's predicted step divided by the GPU's, at a batch of that size."""
     scaled = at_batch(costs, batch)
     return predicted(scaled, cpu, "none", options).step_ms / predicted(scaled, gpu, "none", options).step_ms
-
-
-def duration(seconds: float) -> str:
-    """Returns `45 s`, `12 min`, `3.4 h` or `2.1 days`."""
-    for limit, unit, size in ((100, "s", 1), (6000, "min", 60), (48 * 3600, "h", 3600)):
-        if seconds < limit:
-            value = seconds / size
-            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
-    return f"{seconds / 86400:,.1f} days"

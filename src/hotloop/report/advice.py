@@ -85,9 +85,8 @@ def advice_table(advice: HardwareAdvice) -> Table:
 def _memory(row: MachineAdvice) -> str:
     """Returns the needed and the existing memory of each chip in GB, such as `0.09/24`."""
     there = "?" if row.memory_there_bytes is None else format_digits(row.memory_there_bytes / 1e9)
-    return (
-        f"{row.memory_bytes / 1e9:.2g}/{there}" if row.memory_bytes < 1e11 else f"{row.memory_bytes / 1e9:,.0f}/{there}"
-    )
+    needed = row.memory_bytes / 1e9
+    return f"{'<0.01' if needed < 0.01 else format_digits(needed)}/{there}"
 
 
 def _fits(row: MachineAdvice) -> str:
