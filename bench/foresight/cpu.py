@@ -47,7 +47,9 @@ def cpu_rows(rates: CpuRates | None = None) -> list[tuple[str, float, float, flo
         for size in sizes:
             predicted = 1000 * cpu_step_time(workload_costs(name, size), rates).seconds
             measured = 1000 * measured_step_s(name, size)
-            rows.append((f"{name}, batch {size}", predicted, INTERVAL[0] * predicted, INTERVAL[1] * predicted, measured))
+            rows.append(
+                (f"{name}, batch {size}", predicted, INTERVAL[0] * predicted, INTERVAL[1] * predicted, measured)
+            )
     return rows
 
 

@@ -52,7 +52,18 @@ def rows(data: Path) -> tuple[Row, ...]:
 
 CHIP = find_chip("A100 SXM4 80GB")
 
-NAMES = ("linear/tensor", "batched_product/tensor", "cast", "launch_s", "link", "all_reduce_s", "gradients", "node", "constant_ms", "update")
+NAMES = (
+    "linear/tensor",
+    "batched_product/tensor",
+    "cast",
+    "launch_s",
+    "link",
+    "all_reduce_s",
+    "gradients",
+    "node",
+    "constant_ms",
+    "update",
+)
 """Fitted factors: products, bytes of other operators, seconds of the host per kernel, share of the link's bandwidth, seconds
 of the host per all-reduce, bytes of gradients over 2 per parameter, share of 100 GB/s between nodes, and the update's bytes."""
 
@@ -102,7 +113,13 @@ def predicted(values: np.ndarray, table: dict[str, np.ndarray]) -> np.ndarray:
     own = (12 * table["layers"] * table["hidden"] ** 2 + VOCABULARY * table["hidden"]) / t / stages
     outer = np.where(table["gpus"] > 8, node * 100e9 / 8, bandwidth)
     sums = np.where(copies > 1, 2 * (copies - 1) / copies * own * 2 * gradients / outer, 0)
-    return (pieces + stages - 1) * stage + pieces * seconds(table["head"]) + sums + own * update * 26e-12 + constant_ms * 1e-3
+    return (
+        (pieces + stages - 1) * stage
+        + pieces * seconds(table["head"])
+        + sums
+        + own * update * 26e-12
+        + constant_ms * 1e-3
+    )
 
 
 def fit(table: dict[str, np.ndarray]) -> np.ndarray:

@@ -34,7 +34,9 @@ class Checkpointed(nn.Module):
 
     def __init__(self, depth: int = 8, width: int = 256) -> None:
         super().__init__()
-        blocks = (nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth))
+        blocks = (
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)
+        )
         self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -77,7 +77,13 @@ def features(found: Sequence[Row], coefficients: Coefficients) -> np.ndarray:
         chip = find_chip(row.chip)
         parts = dict.fromkeys(("product", "attention", "other", "update"), 0.0)
         for one in row.costs.operators:
-            kind = one.kind if one.kind in ("attention", "update") else "product" if "product" in one.kind or one.kind == "linear" else "other"
+            kind = (
+                one.kind
+                if one.kind in ("attention", "update")
+                else "product"
+                if "product" in one.kind or one.kind == "linear"
+                else "other"
+            )
             parts[kind] += operator_time(one, chip, "bf16", coefficients).seconds
         moved = 3 * 2 * row.costs.parameters * (row.gpus - 1) / row.gpus
         parts["update"] /= row.gpus * row.accumulation

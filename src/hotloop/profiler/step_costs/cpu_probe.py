@@ -118,9 +118,11 @@ def _measure(probe: Probe, budget_s: float, engine_s: float) -> Iterator[tuple[O
     inputs = [_leaves(one) for one in results]
     backward = cycle(
         [
-            (lambda one=one, leaves=leaves, gradient=gradient: torch.autograd.grad(
-                one, leaves, gradient, retain_graph=True
-            ))
+            (
+                lambda one=one, leaves=leaves, gradient=gradient: torch.autograd.grad(
+                    one, leaves, gradient, retain_graph=True
+                )
+            )
             for one, leaves, gradient in zip(results, inputs, gradients, strict=True)
         ]
     )
