@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hotloop.core.records.cpu_rates import CpuRates, Points
 from hotloop.core.records.step_costs import Kind, OperatorCost, StepCosts
@@ -106,7 +107,7 @@ def _new_page_bytes(costs: StepCosts) -> float:
 
 
 def _host_seconds(costs: StepCosts, overhead: Mapping[str, float]) -> float:
-    views = {phase: 0 for phase in ("forward", "backward", "update")}
+    views = dict.fromkeys(("forward", "backward", "update"), 0)
     for one in costs.operators:
         if one.kind == "view" and not one.name.endswith("detach"):
             views[one.phase] += one.count
@@ -175,7 +176,7 @@ def _interpolated_seconds(size: float, points: Points) -> float:
     sizes = [sizes[0] for sizes, _ in points]
     if size <= sizes[0]:
         return points[0][1]
-    for (low, first), (high, second) in zip(points, points[1:], strict=False):
+    for (low, first), (high, second) in pairwise(points):
         if size <= high[0]:
             position = math.log(size / low[0]) / math.log(high[0] / low[0]) if high[0] > low[0] else 0.0
             return math.exp((1 - position) * math.log(first) + position * math.log(second))

@@ -60,7 +60,7 @@ def test_rates_survive_json_and_wrong_ones_are_named() -> None:
 
 
 def test_probes_measure_what_a_prediction_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = [probe for probe in TRAFFIC_PROBES if probe.elements <= 64]
+    few = [probe for probe in TRAFFIC_PROBES if probe.elements <= 200]
     monkeypatch.setattr(cpu_probe, "TRAFFIC_PROBES", few)
     monkeypatch.setattr(cpu_probe, "PRODUCT_PROBES", PRODUCT_PROBES[:3])
     monkeypatch.setattr(cpu_probe, "_FAULT_BYTES", 2**16)
