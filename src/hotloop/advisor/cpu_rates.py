@@ -154,7 +154,8 @@ def _recurrent_features(shape: Sequence[float]) -> tuple[float, ...]:
     return (math.log2(rows), 0.5 * math.log2(inputs), math.log2(hidden))
 
 
-_FEATURES: dict[Kind, _Features] = dict.fromkeys(_PRODUCTS, _product_features) | {
+_FEATURES: Mapping[Kind, _Features] = {
+    **dict.fromkeys(_PRODUCTS, _product_features),
     "convolution": _convolution_features,
     "recurrent": _recurrent_features,
 }
