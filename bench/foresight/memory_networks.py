@@ -25,7 +25,7 @@ class Network:
     name: str
     model: Callable[[], nn.Module]
     batch: Batch
-    loss: Callable[[Any, Any], Tensor] = nn.CrossEntropyLoss()
+    loss: Callable[[Any, Any], Tensor] = F.cross_entropy
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hotloop.core.records.cpu_rates import CpuRates, Points
 from hotloop.core.records.step_costs import Kind, OperatorCost, StepCosts
@@ -154,7 +155,8 @@ def _recurrent_features(shape: Sequence[float]) -> tuple[float, ...]:
     return (math.log2(rows), 0.5 * math.log2(inputs), math.log2(hidden))
 
 
-_FEATURES: dict[Kind, _Features] = dict.fromkeys(_PRODUCTS, _product_features) | {
+_FEATURES: Mapping[Kind, _Features] = {
+    **dict.fromkeys(_PRODUCTS, _product_features),
     "convolution": _convolution_features,
     "recurrent": _recurrent_features,
 }
@@ -176,7 +178,7 @@ def _interpolated_seconds(size: float, points: Points) -> float:
     sizes = [sizes[0] for sizes, _ in points]
     if size <= sizes[0]:
         return points[0][1]
-    for (low, first), (high, second) in itertools.pairwise(points):
+    for (low, first), (high, second) in pairwise(points):
         if size <= high[0]:
             position = math.log(size / low[0]) / math.log(high[0] / low[0]) if high[0] > low[0] else 0.0
             return math.exp((1 - position) * math.log(first) + position * math.log(second))

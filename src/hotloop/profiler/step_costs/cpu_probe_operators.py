@@ -127,8 +127,8 @@ def _product_probes() -> Iterator[Probe]:
     for rows, heads, length, width in ((1, 4, 64, 32), (4, 4, 128, 64), (2, 8, 320, 64), (1, 4, 512, 64)):
         yield Probe("attention", partial(_attention, rows, heads, length, width), rows * heads * length * width * 3)
     for steps, rows, inputs, width in _RECURRENT_SIZES:
-        module = partial(nn.LSTM, inputs, width, batch_first=True)
-        yield Probe("recurrent", partial(_of_module, module, rows, steps, inputs), 16 * steps * rows * width)
+        layer = partial(nn.LSTM, inputs, width, batch_first=True)
+        yield Probe("recurrent", partial(_of_module, layer, rows, steps, inputs), 16 * steps * rows * width)
 
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -174,11 +174,11 @@ def _traffic_probes() -> Iterator[Probe]:
         if size <= _MOST_ELEMENTS:
             yield Probe("mse", partial(_of_pair, F.mse_loss, size), 2 * size)
     for side in (8, 64, 256, 1024, 2048):
-        rows = (side, side)
-        yield Probe("softmax", partial(_of_input, partial(torch.softmax, dim=1), *rows), side * side)
-        yield Probe("log_softmax", partial(_of_input, partial(torch.log_softmax, dim=1), *rows), side * side)
-        yield Probe("layer_norm", partial(_of_module, partial(nn.LayerNorm, side), *rows), side * side)
-        yield Probe("sum of rows", partial(_in_place, lambda x: x.sum(0, keepdim=True), 1, *rows), side * side, False)
+        square = (side, side)
+        yield Probe("softmax", partial(_of_input, partial(torch.softmax, dim=1), *square), side * side)
+        yield Probe("log_softmax", partial(_of_input, partial(torch.log_softmax, dim=1), *square), side * side)
+        yield Probe("layer_norm", partial(_of_module, partial(nn.LayerNorm, side), *square), side * side)
+        yield Probe("sum of rows", partial(_in_place, lambda x: x.sum(0, keepdim=True), 1, *square), side * side, False)
         yield Probe("rows", partial(_rows_of, side, side), side * side, has_backward=False)
         yield Probe("embedding", partial(_embedding, 64, side, side), side * side)
         yield Probe("cross_entropy", partial(_cross_entropy, side * side // 16, 16), side * side)

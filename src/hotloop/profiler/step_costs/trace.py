@@ -197,7 +197,7 @@ class _Trace:
         if self.average:
             with torch.no_grad():
                 self.recorder.phase = "update"
-                trained = [value for value in model.parameters() if value.requires_grad]
+                trained: list[Tensor] = [value for value in model.parameters() if value.requires_grad]
                 torch._foreach_lerp_(self.average, trained, 0.1)
                 self.recorder.phase = "forward"
 
@@ -248,7 +248,7 @@ class _Trace:
                 nn.utils.clip_grad_norm_(trained, self.parts.clip_norm)
             if self.parts.clip_value is not None:
                 nn.utils.clip_grad_value_(trained, self.parts.clip_value)
-            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.step(closure)
         except Exception as error:
             if self.mode is None:
                 raise
