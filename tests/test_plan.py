@@ -46,7 +46,7 @@ PLANS = st.fixed_dictionaries(
 
 @given(PLANS)
 def test_toml_keeps_every_axis(plan: Plan) -> None:
-    assert Plan.from_toml(plan.to_toml()) == plan
+    assert Plan.from_toml(plan.to_toml()) == Plan.from_toml(plan.to_toml(plan.relevant_axes())) == plan
 
 
 @given(PLANS)
@@ -193,3 +193,20 @@ def test_a_plan_needs_no_torch() -> None:
     code = "import sys; from hotloop import Plan; Plan(device='cuda').to_toml(); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("plan", "axes"),
+    [
+        (Plan(), {"device"}),
+        (Plan(compile="step"), {"device", "compile", "rewrites"}),
+        (Plan(parallel="data", ranks=2), {"device", "parallel", "ranks", "workforce"}),
+        (
+            Plan(parallel="stages"),
+            {"device", "parallel", "ranks", "workforce", "pipeline", "microbatches", "split"},
+        ),
+    ],
+)
+def test_relevant_axes(plan: Plan, axes: set[str]) -> None:
+    assert plan.relevant_axes() == axes
+    assert plan.relevant_axes({"threads"}) == axes | {"threads"}

@@ -32,7 +32,7 @@ COLD, WARM = "cold", "warm"
 _MOST_RUNS = 5
 """Of `auto` with one cache, unless it compiles in the last: what doesn't pay in one run it may compile for those that follow."""
 
-_REMEMBERED, _COMPILES = "remembered as the fastest", "auto compiles"
+_REMEMBERED, _COMPILES = "stored as the fastest", "auto compiles"
 
 
 def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:

@@ -33,6 +33,7 @@ _HOME = {
     "tune": "hotloop.tuning.tune",
     "profile": "hotloop.profiler.profile",
     "explain": "hotloop.explainer.explain",
+    "summary": "hotloop.api",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("arrays", "data", "errors")
@@ -61,13 +62,14 @@ __all__ = [
     "predict",
     "profile",
     "race",
+    "summary",
     "tune",
 ]
 
 if TYPE_CHECKING:
     from hotloop import arrays, data, errors
     from hotloop.advising.public_functions import advise, estimate_step
-    from hotloop.api import choose_plan, devices, evaluate, export, fit, load_model, predict
+    from hotloop.api import choose_plan, devices, evaluate, export, fit, load_model, predict, summary
     from hotloop.core.callback import View
     from hotloop.errors import HotloopError
     from hotloop.explainer.explain import explain

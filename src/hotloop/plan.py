@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,6 +19,9 @@ from hotloop.errors import PlanError, did_you_mean, shorten
 
 Steps = Annotated[int, Field(ge=2)]
 """Number of steps in one replay."""
+
+_AXES_OF_RANKS = ("ranks", "workforce")
+"""Axes that only several processes have."""
 
 AXES_OF_PARALLEL = {
     "local": ("sync_every", "outer"),
@@ -32,7 +35,7 @@ def axes_dropped_with(before: str, now: str) -> tuple[str, ...]:
     """Returns the axes that lose their meaning when `parallel` changes."""
     if before == now:
         return ()
-    return (*AXES_OF_PARALLEL.get(before, ()), *(["ranks", "workforce"] if now == "none" else []))
+    return (*AXES_OF_PARALLEL.get(before, ()), *(_AXES_OF_RANKS if now == "none" else ()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,9 +217,24 @@ class Plan(BaseModel):
         changed = [f"{axis}={value}" for axis, value in self if value != getattr(BASELINE, axis)]
         return " ".join(changed) or "baseline"
 
-    def to_toml(self) -> str:
-        """Returns TOML without the axes that are None, since TOML has no null."""
-        return tomli_w.dumps(self.model_dump(exclude_none=True))
+    def relevant_axes(self, requested: Collection[str] = ()) -> set[str]:
+        """Returns the axes that say something: the device, requested axes, and axes that differ from the baseline.
+
+        An axis that belongs to the value of another one counts with it, such as `rewrites` of a compiled plan.
+        """
+        changed = {axis for axis, value in self if value != getattr(BASELINE, axis)}
+        belonging = [*AXES_OF_PARALLEL.get(self.parallel, ())]
+        belonging += _AXES_OF_RANKS if self.parallel != "none" else ()
+        belonging += ["rewrites"] if self.compile != "none" else []
+        return {"device", *changed, *requested, *belonging}
+
+    def to_toml(self, axes: Collection[str] | None = None) -> str:
+        """Returns TOML without the axes that are None, since TOML has no null.
+
+        Args:
+            axes: the axes to write; default all, as a run's file has them.
+        """
+        return tomli_w.dumps(self.model_dump(include=None if axes is None else set(axes), exclude_none=True))
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "plan") -> Self:

@@ -22,7 +22,7 @@ from tests.support.bench.fake_peers import PEER
 
 SAID = {
     "c": "auto compiles: a step takes 2 ms, so compiling should save about 80 s",
-    "r": "auto: compile=package, remembered as the fastest that is proven equal",
+    "r": "auto: compile=package, stored as the fastest that is proven equal",
     "x": "auto goes on eagerly: a step takes 2 ms",
 }
 

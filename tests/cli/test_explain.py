@@ -32,11 +32,13 @@ def test_as_json(hotloop: Hotloop) -> None:
     assert (linear.operation, linear.parameters, linear.known) == ("linear", 15, True)
     assert [(one.result, one.text, one.flops, one.agrees) for one in linear.equations] == [
         ("Z", "X W^T + b", 2 * 7 * 4 * 3, True),
-        ("dW", "dZ^T X", 2 * 7 * 4 * 3, True),
-        ("db", "sum of dZ over its rows", 21, True),
+        ("dW", "dZ^T X = sum of dz_n^T x_n over the rows n", 2 * 7 * 4 * 3, True),
+        ("db", "sum of dz_n over the rows n", 21, True),
     ]
     assert (loss.module, loss.operation) == ("(loss)", "cross_entropy_loss")
     assert explanation.gradients == (2, 2)
+    assert linear.notes == ["no dX: X needs no gradient, since nothing before it is trained"]
+    assert explanation.example is not None and explanation.example.difference == 0
 
 
 def test_in_words(hotloop: Hotloop) -> None:
@@ -45,6 +47,21 @@ def test_in_words(hotloop: Hotloop) -> None:
     assert "the model (Linear), 15 parameters" in done.err
     assert "dW = dZ^T X" in done.err
     assert "agree with torch and autograd" in " ".join(done.err.split())
+
+
+def test_the_page_as_a_file(hotloop: Hotloop, tmp_path: Path) -> None:
+    assert hotloop("explain", "task.py", "--html", "page.html").code == 0
+    assert "The backward pass of a linear layer" in (tmp_path / "page.html").read_text()
+    done = hotloop("explain", "task.py", "--html", "task.py/page.html", "--json")
+    assert done.code == 1 and "task.py/page.html" in done.err and Explanation(**done.document).layers
+
+
+def test_a_frozen_weight_has_no_gradient(hotloop: Hotloop, tmp_path: Path) -> None:
+    frozen = "nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3))"
+    (tmp_path / "frozen.py").write_text(f"{SMALL}task = make(model=lambda: {frozen})\n")
+    first, second, _ = Explanation(**hotloop("explain", "frozen.py", "--json").document).layers
+    assert first.notes == ["no gradient reaches this layer"]
+    assert second.notes == ["no dX: X needs no gradient, since nothing before it is trained"]
 
 
 def test_a_wrong_equation_is_shown_and_fails(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:

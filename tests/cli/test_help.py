@@ -57,6 +57,16 @@ def test_each_command_explains_itself(command, run_cli) -> None:
     assert "--json" in done.stdout
 
 
+def test_train_and_plan_have_the_same_table_of_plans(run_cli) -> None:
+    tables = [
+        run_cli(command, "--help").stdout.partition("Which plan does a run use?")[2].partition("little was measured")[0]
+        for command in ("train", "plan")
+    ]
+    assert tables[0] == tables[1]
+    for option in ("(none)", "--plan auto", "--tune"):
+        assert option in tables[0]
+
+
 def test_version(run_cli) -> None:
     done = run_cli("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"hotloop {__version__}\n", "")

@@ -192,7 +192,7 @@ def test_what_a_person_sees(hotloop: Hotloop, tmp_path: Path) -> None:
     assert lines[1].startswith("epoch 2/2  ")
     assert lines[2] == "finished after 2 epochs"
     assert lines[3] == "test loss 1.0986  test accuracy 0.4000"
-    assert lines[4:] == [f"run: first   plan: {BY_RULES.brief()}   learning curves: first/curves.html"]
+    assert lines[4:] == [f"run: first   plan: {BY_RULES.brief()} (default)   learning curves: first/curves.html"]
     assert "\x1b" not in done.err
 
 

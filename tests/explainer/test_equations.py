@@ -334,8 +334,8 @@ def test_a_linear_layer_costs_what_its_products_cost() -> None:
     assert [(one.result, one.text, one.flops) for one in second.equations] == [
         ("Z", "X W^T + b", 2 * 4 * 7 * 3),
         ("dX", "dZ W", 2 * 4 * 7 * 3),
-        ("dW", "dZ^T X", 2 * 4 * 7 * 3),
-        ("db", "sum of dZ over its rows", 4 * 3),
+        ("dW", "dZ^T X = sum of dz_n^T x_n over the rows n", 2 * 4 * 7 * 3),
+        ("db", "sum of dz_n over the rows n", 4 * 3),
     ]
     assert second.equations[2].bytes == 4 * (4 * 3 + 4 * 7 + 3 * 7)
 

@@ -132,6 +132,7 @@ class Sorted(nn.Module):
         return torch.zeros_like(made).index_copy(0, order, made)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("plan", [pytest.param(STEP, marks=pytest.mark.more), PACKAGE], ids=Plan.brief)
 def test_sizes_may_depend_on_the_batch(plan: Plan) -> None:
     task = a_task(model=Sorted)

@@ -39,6 +39,7 @@ PUBLIC = {
         "predict",
         "profile",
         "race",
+        "summary",
         "tune",
     ],
     "hotloop.arrays": [
@@ -93,8 +94,10 @@ PUBLIC = {
         "Draws",
         "Standardize",
         "compose",
+        "csv",
         "digits",
         "fashion_mnist",
+        "image_folder",
         "mnist",
         "random_crop",
         "random_erase",

@@ -37,11 +37,24 @@ PACKAGES = (
 MOST_FILES = 13
 """Files of a folder, `__init__.py` included."""
 
-PLUGINS = ("cli", "arrays", "explainer/layers", "lowering/rewrites", "profiler/detectors")
-"""Folders of files that are alike, one for each command, layer, rewrite or detector: they may have any number of files."""
+PLUGINS = ("cli", "arrays", "explainer/layers", "lowering/rewrites", "profiler/detectors", "report")
+"""Folders of files that are alike, one for each command, layer, rewrite, detector or page: they may have any number of files."""
 
 PUBLIC_FUNCTIONS = frozenset(
-    ("check", "devices", "evaluate", "explain", "export", "plan", "predict", "profile", "race", "train", "tune")
+    (
+        "check",
+        "devices",
+        "evaluate",
+        "explain",
+        "export",
+        "plan",
+        "predict",
+        "profile",
+        "race",
+        "summary",
+        "train",
+        "tune",
+    )
 )
 """Nouns of commands: the command, the entry of its package, its record and its page share a noun."""
 
@@ -51,6 +64,7 @@ SHARED_STEMS = {
     "recurrent": "a family of layers in arrays and in explainer",
     "explanation": "a record and its page",
     "hardware": "a record and its page",
+    "model_summary": "a record, its page and its computation",
 }
 """File names that several folders have, each with the reason."""
 

@@ -7,7 +7,8 @@ import io
 from rich.console import Console
 
 from hotloop.core.records.explanation import Equation, Explanation, LayerExplanation, MatrixRecord
-from hotloop.report.explanation import explanation_page
+from hotloop.explainer.linear_example import linear_example
+from hotloop.report.explanation import explanation_html, explanation_page
 
 
 def equation(result: str, difference: float | None = 1e-16, agrees: bool | None = True) -> Equation:
@@ -30,7 +31,30 @@ def test_layers_are_shown_as_they_are_written_out() -> None:
     Console(file=out, width=100).print(
         explanation_page(Explanation(**given, written={"Dense": "forward   Y = X Wᵀ [b]"}))
     )
-    assert "hotloop.arrays" in out.getvalue() and "forward   Y = X Wᵀ [b]" in out.getvalue()
+    assert "hotloop.arrays.Dense" in out.getvalue()
+    assert "Y = X Wᵀ" not in out.getvalue()  # the page has one notation
+
+
+def test_the_lesson_comes_first_and_has_the_numbers_of_the_example() -> None:
+    """By hand: dZ = (Z - T) / 2, and dW is the sum of an outer product for each of the two samples."""
+    example = linear_example()
+    assert example.difference == 0
+    assert example.dz == [[0.5, 1], [-1, -1]]
+    assert example.outer == [[[0.5, 1, 0], [1, 2, 0]], [[0, -1, -3], [0, -1, -3]]]
+    assert (example.dw, example.db) == ([[0.5, 0, -3], [1, 1, -3]], [-0.5, 0])
+    assert example.dx == [[2.5, 1, -0.5], [-3, -1, 1]]
+    text = shown(explanation(LINEAR).model_copy(update={"example": example}))
+    assert text.startswith("The backward pass of a linear layer")
+    assert text.index("autograd computes the same numbers") < text.index("net.0 (Linear)")
+    assert "dW  O x I  dW = dZ^T X = sum of dz_n^T x_n over n" in text
+    assert "    0.5    1    0         0   -1   -3       0.5    0   -3" in text
+    assert "The first layer has no dX: its X is data." in text
+
+
+def test_the_page_in_html_needs_no_other_file() -> None:
+    page = explanation_html(explanation(LINEAR).model_copy(update={"example": linear_example()}))
+    assert page.startswith("<!DOCTYPE html>") and "dW = dZ^T X" in page and "net.0 (Linear)" in page
+    assert "<script" not in page and "src=" not in page and "http" not in page
 
 
 LINEAR = LayerExplanation(
@@ -95,6 +119,7 @@ def test_layers_with_their_equations() -> None:
     assert "t[bold]: a batch of 8x4; 1,234 parameters" in text
     assert "net.0 (Linear), call 2, 1,234 parameters  (model.py:7)" in text
     assert "X 8x4   Z 8x3" in text
+    assert "dZ 8x3   dX 3" in text
     assert "dW = A B[red]" in text and "2e-16" in text
     assert "net.1 (Flatten)" in text
     words = " ".join(text.split())

@@ -112,7 +112,7 @@ def use_the_race() -> None:
     said: list[str] = []
     wanted = PlanRequest.from_value("auto", {"device": "cpu"})
     program = lower_cached_or_auto(digits(), wanted, said.append, facts=facts)
-    assert said == ["auto: optimizer=fused, remembered as the fastest that is proven equal"]
+    assert said == ["auto: optimizer=fused, stored as the fastest that is proven equal"]
     assert program.parts.plan == Plan(device="cpu", optimizer="fused")
 
 

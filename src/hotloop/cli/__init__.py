@@ -15,8 +15,19 @@ from hotloop.cli.options import run_app
 
 # in the order of the help
 COMMANDS = (
-    *("devices", "advise", "train", "plan", "race", "check", "tune"),
-    *("profile", "explain", "evaluate", "predict", "export"),
+    "devices",
+    "advise",
+    "train",
+    "plan",
+    "race",
+    "check",
+    "tune",
+    "profile",
+    "summary",
+    "explain",
+    "evaluate",
+    "predict",
+    "export",
 )
 
 # \b: no line wrapping in the paragraph
@@ -36,6 +47,7 @@ You write what to train as a Task in a Python file; hotloop decides how to run t
   hotloop tune task.py                          find the fastest plan with that result, and store it
   hotloop profile task.py                       where a step's time goes, and what would help
   hotloop profile train.py -- --lr 0.1          the same for any PyTorch script with its own arguments
+  hotloop summary task.py                       its layers: shapes, parameters, FLOPs, memory
   hotloop explain task.py                       each layer's forward and backward as matrices
   hotloop evaluate runs/first                   its metrics on the test data
   hotloop predict runs/first images.npy         the trained network's output for new inputs

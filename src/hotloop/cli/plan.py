@@ -29,15 +29,33 @@ def plan(
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     settings: SetOption = None,
     device: DeviceOption = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show every axis of the plan, also those without an effect here.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the plan that --plan auto would choose here, and plans that can't run, with reasons.
 
     \b
     hotloop plan examples/fashion.py
-    hotloop plan examples/fashion.py --set residency=host     with an axis set, as in hotloop train
+    hotloop plan examples/fashion.py --set residency=host    with an axis set, as in hotloop train
+    hotloop plan examples/fashion.py --epochs 100            a longer run may compile
+    hotloop plan examples/fashion.py --all                   every axis of the plan
 
-    Earlier results of hotloop race and hotloop tune count, as in hotloop train. Nothing is trained or measured.
+    \b
+    Which plan does a run use?
+    option       plan                       compiles            searches first    proven
+    (none)       stored result, else rules  only a stored plan  no                a stored plan
+    --plan auto  stored result, else rules  if compiling saves  only then:        a stored or a
+                 or a compiled plan         twice its cost      races and proves  compiled plan
+    --tune       stored result, else the    if the search       yes, unless a     a stored plan,
+                 winner of a search         expects a gain      result is stored  the winner
+
+    A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
+    these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:
+    hotloop check proves it. A search without a winner leaves the baseline, or the rules if too little was measured.
+
+    Nothing is trained or measured. The lines after `as a file` can be saved, changed, and given to --plan.
     """
     given = parse_pairs(param or [])
     axes = axes_of_options(settings, device=device)
@@ -54,4 +72,4 @@ def plan(
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json):
         forecast = api.plan_loaded_task(load_task(task, given), wanted, overrides, say)
-    print_result(as_json, plan_document(forecast), lambda: plan_page(forecast))
+    print_result(as_json, plan_document(forecast), lambda: plan_page(forecast, axes, has_all_axes=show_all))

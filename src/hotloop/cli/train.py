@@ -54,7 +54,7 @@ def train(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="How to run it: auto, baseline (eager), arrays or a TOML file.",
+            help="Plan of the training: auto, baseline (eager), arrays or a TOML file.",
             show_default="auto, with --set the baseline, or the run's own",
         ),
     ] = None,
@@ -70,14 +70,16 @@ def train(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Processes that share the training, under --set parallel=...; alone it means parallel=data.",
+            help="Processes that share the training, with --set parallel=...; without --set they share it by "
+            "parallel=data.",
             show_default="as many as there are devices",
         ),
     ] = None,
     rank_timeout: Annotated[
         str | None,
         typer.Option(
-            help="How long ranks wait for each other, such as 5m; then the run ends with a line that says where each is.",
+            help="Longest time that ranks wait for each other, such as 5m; after it the run ends with the place of "
+            "each rank.",
             show_default="60s, or 20 times the longest step",
         ),
     ] = None,
@@ -106,8 +108,19 @@ def train(
     hotloop train examples/fashion.py --ranks 2             two processes share each batch
     hotloop train examples/fashion.py --ranks 2 --set workforce=ray    the same, where Ray places them
 
-    The default plan is the stored result of hotloop tune, else the choice of auto's rules, without compiling.
-    hotloop plan shows both.
+    \b
+    Which plan does a run use?
+    option       plan                       compiles            searches first    proven
+    (none)       stored result, else rules  only a stored plan  no                a stored plan
+    --plan auto  stored result, else rules  if compiling saves  only then:        a stored or a
+                 or a compiled plan         twice its cost      races and proves  compiled plan
+    --tune       stored result, else the    if the search       yes, unless a     a stored plan,
+                 winner of a search         expects a gain      result is stored  the winner
+
+    A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
+    these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:
+    hotloop check proves it. A search without a winner leaves the baseline, or the rules if too little was measured.
+    With --set alone a run uses the baseline with these axes. hotloop plan shows the choice.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
@@ -116,19 +129,19 @@ def train(
     if resume is not None and (run is not None or param):
         raise typer.BadParameter("--run and --param are for a new run; --resume keeps those of the run")
     if tune and (resume is not None or plan not in (None, "auto")):
-        raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
+        raise typer.BadParameter("--tune searches a plan for a new run: leave out --resume and --plan")
     if trust and resume is None:
         raise typer.BadParameter("--trust is for the code in a run's folder: give it with --resume")
     given = parse_pairs(param or [])
     axes = axes_of_options(settings, device=device, workers=workers, ranks=ranks)
     if tune and (axes.keys() & {"parallel", "ranks"} or launched_ranks() > 1):
-        raise typer.BadParameter("--tune looks for the plan of one process: leave out --ranks and parallel")
+        raise typer.BadParameter("--tune searches a plan for one process: leave out --ranks and parallel")
     if task is not None:
         file_of_reference(
             split_reference(task)[0]
         )  # reports a wrong path before the import of torch, which takes seconds
 
-    from hotloop.core.plan_request import PlanRequest
+    from hotloop.core.plan_request import PlanRequest, plan_origin
 
     wanted = PlanRequest.from_value(plan, axes)  # reports a wrong plan before the import of torch
     if is_data_parallel_default(ranks, wanted.plan) and (
@@ -186,7 +199,8 @@ def train(
             display.close()
     if isinstance(handle, FollowerRun):
         return  # rank 0 prints the result
-    for line in summary(handle.path, handle.plan.brief(), ended.final):
+    origin = "" if resume is not None else " (--tune)" if tune else plan_origin(plan, axes)
+    for line in summary(handle.path, handle.plan.brief() + origin, ended.final):
         display.say(line)
     if as_json:
         print_json(

@@ -16,6 +16,10 @@ AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
 EXPECTED_PLAN = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
 
 
+_AXES_BESIDE_AUTO = {"device", "workers"}
+"""Axes that leave the choice of the others to `auto`, if no plan is given."""
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """A requested plan.
@@ -64,7 +68,7 @@ class PlanRequest:
     @classmethod
     def with_auto_default(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
         """Returns a request whose default is `auto`, or the baseline if an axis of the computation is set."""
-        if given is not None or (axes or {}).keys() - {"device", "workers"}:
+        if given is not None or (axes or {}).keys() - _AXES_BESIDE_AUTO:
             return cls.from_value(given, axes)
         return replace(cls.from_value(AUTO, axes), is_explicit=False)
 
@@ -80,6 +84,16 @@ class PlanRequest:
         if requested != ("stages", before.ranks, before.pipeline, "auto"):
             return self
         return replace(self, plan=self.plan.with_axes(split=before.split))
+
+
+def plan_origin(given: Any, axes: Mapping[str, Any]) -> str:
+    """Returns the option that chose a new run's plan, for a line such as `plan: optimizer=fused (default)`.
+
+    The help of `hotloop train` has a table of these options. The text is empty for a plan that the user named.
+    """
+    if given is None:
+        return "" if axes.keys() - _AXES_BESIDE_AUTO else " (default)"
+    return " (--plan auto)" if given == AUTO else ""
 
 
 def _read_plan(path: Path) -> Plan:

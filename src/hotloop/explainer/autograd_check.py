@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,7 @@ def check_call(recorded: TorchCall, formula: Formula, bytes_of: Callable[[int], 
         if parameter:
             gradients[parameter] = gradients.get(parameter, torch.zeros(())) + value
     notes = [*layer.notes, *equations.notes]
-    if not flows:
-        notes.append("no gradient reaches this layer")
+    notes += _absent_gradients(recorded, equations, leaves, wanted) if flows else ["no gradient reaches this layer"]
     matrices = [_matrix(name, value, recorded, leaves) for name, value in equations.operands.items()]
     matrices.append(MatrixRecord(name="Z", shape=list(call.outputs[0].shape)))
     changes = {"matrices": matrices, "forward": forward, "backward": backward, "notes": notes, "known": True}
@@ -189,6 +188,20 @@ def _largest(tensors: list[Tensor]) -> float:
     """Returns the largest magnitude, without infinities, as in masks, but with NaN."""
     found = [x.detach().abs().masked_fill(x.detach().isinf(), 0.0).max() for x in tensors if x.numel()]
     return float(torch.stack(found).max()) if found else 0.0
+
+
+def _absent_gradients(
+    recorded: TorchCall, equations: LayerEquations, leaves: list[Tensor], wanted: set[str]
+) -> Iterator[str]:
+    """Yields why the backward pass computes no gradient of an operand."""
+    results = {term.result for term in equations.backward}
+    for name, value in equations.operands.items():
+        if name in wanted or f"d{name}" not in results:
+            continue
+        parameter = recorded.parameters[_occurrence(leaves, value)]
+        yield f"no d{name}: " + (
+            f"{parameter} is frozen" if parameter else f"{name} needs no gradient, since nothing before it is trained"
+        )
 
 
 def _occurrence(leaves: list[Tensor], value: Tensor | None) -> int:

@@ -31,6 +31,7 @@ from hotloop.explainer.layers import (
     shape_ops,
 )
 from hotloop.explainer.layers.equation import Formula
+from hotloop.explainer.linear_example import linear_example
 from hotloop.explainer.recorder import TorchCall, TorchCallRecorder, UnrecordedNode
 from hotloop.lowering.context import build_model
 from hotloop.task import Task, YieldedResult
@@ -153,6 +154,7 @@ def _explain_call(task: Task, batch: Any, model: nn.Module, recorder: TorchCallR
         bytes=sum(item.bytes for _, item in equations),
         gradients=(len(trained) - len(unlike), len(trained)),
         unexplained=unlike,
+        example=linear_example(),
         written=arrays_equations(layers),
         **_worst_equation(layers),
     )

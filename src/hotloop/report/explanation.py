@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from hotloop.core.format import format_bytes, format_flops, format_shape
 from hotloop.core.records.explanation import Equation, Explanation, LayerExplanation, MatrixRecord
+from hotloop.report.linear_lesson import linear_lesson
 
 _MAX_HEAVIEST = 3
+
+_HTML_WIDTH = 120
+"""Columns of the HTML page, in a monospaced font."""
 
 
 def explanation_page(explanation: Explanation) -> RenderableType:
     """Returns a block for each call of a module, and a summary."""
     top = Text(f"{explanation.task}: a batch of {', '.join(explanation.batch)}; {explanation.parameters:,} parameters")
     legend = Text(
-        "A letter is a matrix, dW the gradient of W; * is number by number. On the right: FLOPs, bytes, and how far the"
-        " equation in plain matrix operations (float64) is from torch and autograd, of its largest number.",
+        "On the right of each equation: FLOPs, bytes, and its largest difference from torch (Z) or autograd (gradients),"
+        " divided by the largest number. The equations are computed in plain matrix operations, in float64.",
         style="dim",
     )
+    lesson = [] if explanation.example is None else [Text(linear_lesson(explanation.example)), Text()]
     blocks = [
         part for _, layers in groupby(explanation.layers, attrgetter("module", "call")) for part in _block(list(layers))
     ]
     return Group(
-        top, legend, Text(), *blocks, *_numpy_code(explanation), *(Text(line) for line in summary(explanation))
+        *lesson, top, legend, Text(), *blocks, *_numpy_code(explanation), *(Text(line) for line in summary(explanation))
     )
+
+
+def explanation_html(explanation: Explanation) -> str:
+    """Returns the page as HTML that needs no other file."""
+    console = Console(file=io.StringIO(), record=True, width=_HTML_WIDTH, force_terminal=True)
+    console.print(explanation_page(explanation))
+    return console.export_html()
 
 
 def _numpy_code(explanation: Explanation) -> Iterator[RenderableType]:
     if not explanation.written:
         return
-    yield Text("What hotloop.arrays has for these, to be read and run (docs/arrays.md):", style="bold")
-    for name, text in explanation.written.items():
-        yield _indented(name)
-        yield Padding(Text(text), (0, 0, 0, 4))
+    names = ", ".join(f"hotloop.arrays.{name}" for name in explanation.written)
+    yield Text(f"The same layers as array code, to read and run: {names}.")
     yield Text()
 
 
@@ -74,6 +85,8 @@ def _layer_lines(layer: LayerExplanation, heading: str) -> Iterator[RenderableTy
     unknown = ("", "") if layer.known else ("  not explained", "yellow")
     yield Text.assemble((heading, "bold"), unknown)
     yield _indented(_matrices(layer.matrices))
+    if gradients := _gradient_shapes(layer):
+        yield _indented(gradients)
     yield from (_indented(note) for note in layer.notes)
     if layer.equations:
         yield Padding(_equations(layer), (0, 0, 0, 2))
@@ -102,6 +115,15 @@ def _where(layer: LayerExplanation) -> str:
 
 def _matrices(matrices: list[MatrixRecord]) -> str:
     return "   ".join(f"{one.name} {format_shape(one.shape)}" for one in matrices)
+
+
+def _gradient_shapes(layer: LayerExplanation) -> str:
+    """Returns the shapes of dZ and of the layer's gradients; empty for a layer without a backward pass."""
+    outputs = [one.shape for one in layer.matrices if one.name == "Z"]
+    names = {one.name for one in layer.matrices}
+    found = [("dZ", shape) for shape in outputs[:1]]
+    found += [(one.result, one.shape) for one in layer.backward if one.result.removeprefix("d") in names]
+    return "   ".join(f"{name} {format_shape(shape)}" for name, shape in found) if len(found) > 1 else ""
 
 
 def _indented(text: str) -> Padding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,20 @@ if TYPE_CHECKING:
     from hotloop.core.feasibility.forecast import PlanForecast, RankedPlan
 
 
-_REMEMBERED = "remembered as the fastest that is proven equal"
+_STORED = "stored as the fastest that is proven equal"
 
 
-def plan_page(forecast: PlanForecast) -> RenderableType:
-    """Returns the plan with its reasons, tried, skipped and open plans, and the infeasible values."""
+def plan_page(forecast: PlanForecast, requested: Collection[str] = (), *, has_all_axes: bool = False) -> RenderableType:
+    """Returns the plan with its reasons, its file, tried, skipped and open plans, and the infeasible values.
+
+    Args:
+        requested: axes that the user set.
+        has_all_axes: whether the plan's file has every axis, also those without an effect here.
+    """
     choice, first = forecast.choice, "auto runs"
     lines = []
     if forecast.remembered is not None:
-        lines.append(f"auto runs: {forecast.remembered.brief()}, {_REMEMBERED}")
+        lines.append(f"auto runs: {forecast.remembered.brief()}, {_STORED}")
         first = "without that it would run"
     lines += [f"{first}: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
     if forecast.compiled:
@@ -33,12 +38,26 @@ def plan_page(forecast: PlanForecast) -> RenderableType:
         if any(one.plan.compile == "none" for one in forecast.compiled):
             tries += ", and one with compile=none,"
         lines.append(
-            f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps say it pays:"
+            f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps show "
+            "that a compilation pays:"
         )
         lines += _with_new_reasons(forecast.compiled)
-    lines += [f"auto passes over {line}" for line in forecast.passed_over]
+    lines += [f"auto leaves out {line}" for line in forecast.passed_over]
     lines += [f"train finds out about {line}" for line in forecast.left_open]
+    lines += _plan_file(forecast, requested, has_all_axes)
     return Group(*(Text(line) for line in lines), refusals_table(forecast.refused))
+
+
+def _plan_file(forecast: PlanForecast, requested: Collection[str], has_all_axes: bool) -> Iterator[str]:
+    """Yields the plan as a file for `--plan FILE`."""
+    plan = forecast.plan
+    axes = None if has_all_axes else plan.relevant_axes(requested)
+    yield (
+        "as a file for --plan FILE"
+        + ("" if has_all_axes else " (hotloop plan --all shows the other axes)")
+        + ":"
+    )
+    yield from (f"  {line}" for line in plan.to_toml(axes).splitlines())
 
 
 def _with_new_reasons(choices: Sequence[RankedPlan]) -> Iterator[str]:
@@ -65,7 +84,7 @@ def plan_document(forecast: PlanForecast) -> dict[str, Any]:
     remembered, choice = forecast.remembered, forecast.choice
     return {
         "plan": (remembered or choice.plan).model_dump(),
-        "why": list(choice.why) if remembered is None else [_REMEMBERED],
+        "why": list(choice.why) if remembered is None else [_STORED],
         "remembered": remembered is not None,
         "compiled": [one.plan.model_dump() for one in forecast.compiled] if remembered is None else [],
         "compiled_why": [list(one.why) for one in forecast.compiled] if remembered is None else [],
@@ -85,7 +104,7 @@ _MEANING = {
     "bitwise": "the same result to the last bit",
     "fp32-equivalent": "the same result but for rounding",
     "reduced-precision": "another result, computed in fewer bits than the baseline's",
-    "unproven": "nobody can tell by comparing steps",
+    "unproven": "a comparison of steps can't decide",
     "broken": "another result",
 }
 

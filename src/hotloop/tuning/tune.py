@@ -131,7 +131,9 @@ def _fixed_axes_notes(base: Plan) -> list[str]:
     if len(left) > 1:
         return []
     but = f" but {left[0]}" if left else ""
-    return [f"the plan sets every axis that a search changes{but}, and those stay; leave out what is to be looked for"]
+    return [
+        f"the plan sets every axis that a search changes{but}, and a search keeps them; leave out the axes to search"
+    ]
 
 
 def _make_verdict(search: PlanSearch, winner: str, facts: TaskFacts, began: float, before: CpuUsage) -> Verdict:
@@ -203,7 +205,7 @@ def cached_or_tuned_plan(
     facts = facts_with_fingerprint(loaded)
     plan = cached_best_plan(loaded, wanted, say, facts)
     if plan is not None:
-        return plan, f"tune: {plan.brief()}, remembered as the fastest that is proven equal"
+        return plan, f"tune: {plan.brief()}, stored as the fastest that is proven equal"
     if loaded.record is not None and (before := _earlier_failed_search(facts, wanted)) is not None:
         return _plan_without_result(
             wanted, before.left_open, "an earlier search found nothing proven equal that is faster"

@@ -36,6 +36,7 @@ def cycling(optimizer: torch.optim.Optimizer, total: int) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
 
 
+@pytest.mark.few("compile=step", "graphs=step")
 @pytest.mark.parametrize("plan", [Plan(compile="package"), Plan(compile="step"), Plan(graphs="step")], ids=Plan.brief)
 def test_a_rate_in_a_tensor_is_read_at_each_step(plan: Plan) -> None:
     """A schedule changes such a tensor in place: it stays the object that it was."""

@@ -53,6 +53,7 @@ def task():
 """
 
 
+@pytest.mark.more
 def test_a_token_beyond_the_vocabulary_ends_training_in_one_line_and_not_the_process(
     run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_token_beyond_the_vocabulary_ends_training_in_one_line_and_not_the_pro
     assert "frame #" not in done.stderr
 
 
+@pytest.mark.few("compile=forward")
 @pytest.mark.parametrize("plan", [Plan(compile="package"), Plan(compile="forward")], ids=Plan.brief)
 def test_a_label_out_of_range_is_named_with_its_sample(plan: Plan, tmp_path: Path) -> None:
     data = Loaded(lambda index, x, y: (x, y if index != 18 else torch.tensor(3)))
@@ -79,6 +81,7 @@ class Tenths(nn.Module):
         return (x * 10).round().long()
 
 
+@pytest.mark.more
 def test_what_a_program_stumbles_over_is_told_as_the_eager_step_tells_it(tmp_path: Path) -> None:
     model = lambda: nn.Sequential(Tenths(), nn.Embedding(17, 2), nn.Flatten(), nn.Linear(12, 3))  # noqa: E731
     data = Loaded(lambda index, x, y: (x * 0 + index / 10, y))

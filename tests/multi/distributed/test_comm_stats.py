@@ -57,7 +57,7 @@ def cost(path: Path, parallel: Any, capfd: pytest.CaptureFixture[str]) -> tuple[
     return [event for event in run.journal() if event["event"] in ("ranks", "waiting")], capfd.readouterr().err
 
 
-@pytest.mark.few("tensor", "stages")
+@pytest.mark.few("tensor")
 @pytest.mark.parametrize("parallel", ENGINES)
 def test_what_the_engines_wait_for_is_counted(tmp_path: Path, parallel: str, capfd: pytest.CaptureFixture[str]) -> None:
     events, err = cost(tmp_path / "run", parallel, capfd)
@@ -73,6 +73,7 @@ def test_what_the_engines_wait_for_is_counted(tmp_path: Path, parallel: str, cap
     assert f"rank {SLOW} is the slowest: others waited" in err
 
 
+@pytest.mark.few("tensor")
 @pytest.mark.parametrize("parallel", ["tensor", "stages"])
 def test_engines_that_are_not_heard_are_missed(
     tmp_path: Path, parallel: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -115,6 +115,7 @@ def test_ranks_in_a_cluster_of_its_own_end_as_those_without_ray(whole: Path, run
     assert ranks_of(tmp_path / "run") == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("trouble", ["kill", pytest.param("keeper", marks=pytest.mark.more)])
 def test_ranks_on_two_machines_start_again_where_one_is_killed_and_end_the_same(
     whole: Path, two_machines: dict[str, str], run_cli: RunCli, tmp_path: Path, trouble: str

@@ -149,6 +149,7 @@ def test_a_signal_is_heard_though_all_workers_have_stopped(tmp_path: Path, monke
         hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="async", ranks=2), progress=False)
 
 
+@pytest.mark.more
 def test_a_training_whose_workers_have_all_stopped_ends_within_the_limit(tmp_path: Path) -> None:
     here, loss = os.getpid(), nn.MSELoss()
 
@@ -186,6 +187,7 @@ def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch
     assert any(line.startswith("worker 0 was killed by SIGKILL") for line in lines)
 
 
+@pytest.mark.more
 def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     join = process_pool._join_rpc
 
@@ -204,6 +206,7 @@ def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkey
         pass
 
 
+@pytest.mark.more
 def test_a_worker_that_stops_while_it_builds_its_model_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     here = os.getpid()
 
@@ -253,6 +256,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.more
 def test_an_actor_that_is_killed_comes_back() -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")
     from hotloop.lowering.parameter_server.workers.ray_workers import ActorPool
@@ -288,7 +292,7 @@ def test_when_all_workers_are_killed_it_says_so_and_new_ones_can_be_employed() -
             assert isinstance(crew, ProcessPool)
             program.advance(2)
             os.kill(crew.pids()[0], signal.SIGKILL)
-            with pytest.raises(TrainingError, match="all workers are gone"):
+            with pytest.raises(TrainingError, match="all workers have ended"):
                 an_epoch(program)
 
 

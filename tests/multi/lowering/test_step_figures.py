@@ -64,11 +64,13 @@ def test_a_line_names_figures_that_are_means_over_parts_of_a_batch(
     assert all(row["train_perplexity"] > 1 for row in run.epochs)
 
 
+@pytest.mark.more
 def test_a_step_without_further_figures_gets_no_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     hotloop.fit(task(loss_alone), run=tmp_path / "run", plan=Plan(parallel="data", ranks=2))
     assert "means over" not in capfd.readouterr().err
 
 
+@pytest.mark.more
 def test_in_training_the_mean_over_ranks_differs_and_in_validation_it_is_that_of_one_process(tmp_path: Path) -> None:
     one = hotloop.fit(task(perplexity), run=tmp_path / "one", plan=Plan(), progress=False)
     two = hotloop.fit(task(perplexity), run=tmp_path / "two", plan=Plan(parallel="data", ranks=2), progress=False)

@@ -326,6 +326,7 @@ task = hotloop.Task(model=lambda: nn.Linear(6, 2), loss=nn.CrossEntropyLoss(), d
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("options", [("--run", "run"), ()], ids=["named", "unnamed"])
 def test_a_rank_that_is_killed_after_the_run_was_made_and_before_its_first_step(
     options: tuple[str, ...], tmp_path: Path, run_cli: RunCli

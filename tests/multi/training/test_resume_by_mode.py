@@ -89,7 +89,7 @@ def reached(run: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=() if mode in ("data", "stages") else pytest.mark.more) for mode in MODES]
+    "mode", [pytest.param(mode, marks=() if mode == "data" else pytest.mark.more) for mode in MODES]
 )
 def test_other_numbers_of_ranks_continue_to_the_end_of_one_process(mode: Any, tmp_path: Path) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone"

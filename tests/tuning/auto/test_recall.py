@@ -75,7 +75,7 @@ def test_a_plan_of_the_rules_that_was_found_slower_is_not_taken(
     program = lower_cached_or_auto(loaded, PlanRequest.with_auto_default(None, {"device": "cpu"}), said.append)
     program.close()
     assert program.parts.plan == (FUSED if says is None else Plan())
-    assert said == [] if says is None else f"auto passes over optimizer=fused: {says}" in said[0]
+    assert said == [] if says is None else f"auto leaves out optimizer=fused: {says}" in said[0]
 
 
 RECORD = SourceRecord(file="t.py", module="t", attribute="task", digest="d", reference="t.py", origin=".")
@@ -169,7 +169,7 @@ def test_what_auto_finds_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for _ in range(2):
         lower_cached_or_auto(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), said.append).close()
-    assert said == ["auto: optimizer=fused, remembered as the fastest that is proven equal"]
+    assert said == ["auto: optimizer=fused, stored as the fastest that is proven equal"]
 
 
 FILE = """
@@ -195,7 +195,7 @@ def test_a_run_that_is_gone_on_with_takes_what_was_found_too(tmp_path: Path) -> 
     save_races(verdict(timing(FUSED, 1.3), **of_this))
     cpu, more = {"device": "cpu"}, {"epochs": 2}
     run, _ = resume_run(tmp_path / "run", plan="auto", axes=cpu, overrides=more, say=said.append)
-    assert run.plan == FUSED and "auto: optimizer=fused, remembered as the fastest that is proven equal" in said
+    assert run.plan == FUSED and "auto: optimizer=fused, stored as the fastest that is proven equal" in said
 
 
 @pytest.mark.parametrize(("done", "plan"), [(0, COMPILED), (9_000, FUSED)])

@@ -75,6 +75,33 @@ class LayerExplanation(Record):
         return [*self.forward, *self.backward]
 
 
+class LinearExample(Record):
+    """The backward pass of a linear layer in numbers: 2 samples, 3 inputs, 2 outputs, float64.
+
+    The loss is the mean over the samples n of |z_n - t_n|^2 / 2. Matrices are lists of rows.
+
+    Attributes:
+        x, w, b, t: inputs, weights, bias and targets.
+        z: output, X W^T + b.
+        dz: gradient of the loss by Z; row n belongs to sample n.
+        dx, dw, db: gradients by X, W and b, as matrix products.
+        outer: for each sample, the outer product of its rows of dZ and X; dW is their sum.
+        difference: largest difference of dX, dW and db from autograd's gradients.
+    """
+
+    x: list[list[float]]
+    w: list[list[float]]
+    b: list[float]
+    t: list[list[float]]
+    z: list[list[float]]
+    dz: list[list[float]]
+    dx: list[list[float]]
+    dw: list[list[float]]
+    db: list[float]
+    outer: list[list[list[float]]]
+    difference: float
+
+
 class Explanation(Record):
     """The layers of a Task's model for one batch.
 
@@ -87,6 +114,7 @@ class Explanation(Record):
             that difference.
         gradients: number of parameters whose gradients equal the network's own backward within rounding, and of all.
         unexplained: parameters with other gradients, or in unknown operations.
+        example: the backward pass of a linear layer in numbers.
         written: matrices of the equivalent layer of `hotloop.arrays`, by layer name.
     """
 
@@ -101,6 +129,7 @@ class Explanation(Record):
     difference: float | None = None
     gradients: tuple[int, int] = (0, 0)
     unexplained: list[str] = Field(default_factory=list)
+    example: LinearExample | None = None
     written: dict[str, str] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 

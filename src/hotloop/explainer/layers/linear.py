@@ -32,10 +32,10 @@ def linear(call: FunctionCall) -> LayerEquations:
     )
     backward = [
         EquationTerm("dX", "dZ W", lambda: dz @ w, flops, [dz, w]),
-        EquationTerm("dW", "dZ^T X", lambda: dz_rows.T @ rows, flops, [dz, x]),
+        EquationTerm("dW", "dZ^T X = sum of dz_n^T x_n over the rows n", lambda: dz_rows.T @ rows, flops, [dz, x]),
     ]
     if b is not None:
-        backward.append(EquationTerm("db", "sum of dZ over its rows", lambda: dz_rows.sum(0), dz.numel(), [dz]))
+        backward.append(EquationTerm("db", "sum of dz_n over the rows n", lambda: dz_rows.sum(0), dz.numel(), [dz]))
     return LayerEquations(named_operands(X=x, W=w, b=b), [forward], backward)
 
 
