@@ -124,7 +124,11 @@ WRONG = {
     "a device elsewhere, and auto": (("--plan", "auto", "--device", "xpu:7"), 1, ("'xpu:7' isn't on this machine",)),
     "fp16 on a CPU": (("--set", "precision=fp16", *CPU), 1, ("precision=fp16 with device=cpu", "no loss scaling")),
     "fp16 on a CPU, and auto": (("--plan", "auto", "--set", "precision=fp16", *CPU), 1, ("no loss scaling",)),
-    "graphs on a CPU": (("--set", "graphs=step", *CPU), 1, ("graphs=step with device=cpu", "CUDA devices", "graphs=none")),
+    "graphs on a CPU": (
+        ("--set", "graphs=step", *CPU),
+        1,
+        ("graphs=step with device=cpu", "CUDA devices", "graphs=none"),
+    ),
     "pieces": (("--set", "accumulation=6", *CPU), 1, ("a batch of 5 can't be cut into 6 pieces",)),
     "images": (("--set", "layout=channels_last", *CPU), 1, ("4 or 5 dimensions",)),
     "arrays compiled": (("--plan", "arrays", "--set", "compile=step", *CPU), 1, ("compile=step with engine=arrays",)),

@@ -52,11 +52,7 @@ def _plan_file(forecast: PlanForecast, requested: Collection[str], has_all_axes:
     """Yields the plan as a file for `--plan FILE`."""
     plan = forecast.plan
     axes = None if has_all_axes else plan.relevant_axes(requested)
-    yield (
-        "as a file for --plan FILE"
-        + ("" if has_all_axes else " (hotloop plan --all shows the other axes)")
-        + ":"
-    )
+    yield ("as a file for --plan FILE" + ("" if has_all_axes else " (hotloop plan --all shows the other axes)") + ":")
     yield from (f"  {line}" for line in plan.to_toml(axes).splitlines())
 
 
