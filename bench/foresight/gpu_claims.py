@@ -101,7 +101,9 @@ def judge(coefficients: Coefficients) -> list[tuple[str, float, float, float, fl
     judged = []
     for workload in sorted({row.workload for row in found}):
         fitted = fit_host(found, coefficients, lambda row, left=workload: row.workload != left)
-        for row in found:
-            if row.workload == workload:
-                judged.append((f"{row.chip} {workload} {row.peer}", *predicted(row, fitted), row.seconds))
+        judged += [
+            (f"{row.chip} {workload} {row.peer}", *predicted(row, fitted), row.seconds)
+            for row in found
+            if row.workload == workload
+        ]
     return judged

@@ -36,7 +36,7 @@ def _once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures this machine's speed once for all tests, whose cache folders are empty."""
     if not _MEASURED:
         _MEASURED.append(probe.measure_hardware())
-    monkeypatch.setattr("hotloop.advising.this_machine.measure_hardware", lambda **options: _MEASURED[0])
+    monkeypatch.setattr("hotloop.hardware_advice.this_machine.measure_hardware", lambda **options: _MEASURED[0])
 
 
 def test_the_answer_comes_first(task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:

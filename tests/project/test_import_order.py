@@ -105,7 +105,7 @@ ORDER = (
     "profiler/task_profile",
     "profiler/profile",
     "advisor/*",
-    "advising/*",
+    "hardware_advice/*",
     "training/*",
     "inference/*",
     "view",

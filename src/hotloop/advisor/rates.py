@@ -15,7 +15,7 @@ _TILES = (128, 64, 32)
 
 
 @dataclass(frozen=True)
-class OperatorTime:
+class PredictedTime:
     """Seconds of all calls of an operator on the device.
 
     Attributes:
@@ -33,7 +33,7 @@ class OperatorTime:
 
 def operator_time(
     operator: OperatorCost, chip: Chip, precision: str, coefficients: Coefficients, byte_scale: float = 1.0
-) -> OperatorTime:
+) -> PredictedTime:
     """Returns the time of all calls of an operator.
 
     Args:
@@ -44,7 +44,7 @@ def operator_time(
         byte_scale: factor on all bytes, such as 0.5 for a step traced in fp32 that runs in bf16.
     """
     if operator.kind == "view":
-        return OperatorTime(0.0, 0.0, 0.0, "memory")
+        return PredictedTime(0.0, 0.0, 0.0, "memory")
     if operator.kind in PRODUCTS:
         return _product_time(operator, chip, precision, coefficients, byte_scale)
     chip_class = operator.kind if operator.kind in ("normalization", "softmax") else "memory"
@@ -52,7 +52,7 @@ def operator_time(
     memory = operator.bytes * byte_scale / (chip.bandwidth_bytes_per_s * share)
     compute = operator.flops / (chip.vector_flop_per_s * coefficients.classes["vector"])
     seconds = max(memory, compute) * operator.count
-    return OperatorTime(seconds, compute * operator.count, memory * operator.count, chip_class)
+    return PredictedTime(seconds, compute * operator.count, memory * operator.count, chip_class)
 
 
 def product_class(chip: Chip, precision: str) -> str:
@@ -62,7 +62,7 @@ def product_class(chip: Chip, precision: str) -> str:
 
 def _product_time(
     operator: OperatorCost, chip: Chip, precision: str, coefficients: Coefficients, byte_scale: float
-) -> OperatorTime:
+) -> PredictedTime:
     chip_class = product_class(chip, precision)
     rate = chip.peak(precision) * coefficients.factor(chip, chip_class).value
     rate *= coefficients.classes.get(_product_kind(operator, chip_class), 1.0)
@@ -74,7 +74,7 @@ def _product_time(
     power = coefficients.shapes["power"]
     seconds = (compute**power + memory**power) ** (1 / power)
     count = operator.count
-    return OperatorTime(seconds * count, compute * count, memory * count, chip_class)
+    return PredictedTime(seconds * count, compute * count, memory * count, chip_class)
 
 
 def _product_kind(operator: OperatorCost, chip_class: str) -> str:

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from hotloop.advising.ledger import measure_prediction, prediction_key
-from hotloop.advising.this_machine import chip_name
 from hotloop.core.callback import Callback
 from hotloop.core.files.trust import require_trust
 from hotloop.core.files.trust import store_trust as trust_run
@@ -36,6 +34,8 @@ from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import local_rank_count
 from hotloop.distributed.process_group import RankSession
 from hotloop.errors import DiskError, HotloopError, RunError, TaskError
+from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
+from hotloop.hardware_advice.this_machine import chip_name
 from hotloop.lowering.build import close_on_error, lower
 from hotloop.lowering.parameter_server.workers.worker import RemoteTask
 from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan, start_workers

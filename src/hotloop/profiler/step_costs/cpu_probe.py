@@ -19,7 +19,7 @@ from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.cpu_rates import CpuRates, Points
 from hotloop.core.records.step_costs import OperatorCost
 from hotloop.profiler.step_costs.cpu_probe_operators import PRODUCT_PROBES, TRAFFIC_PROBES, Probe
-from hotloop.profiler.step_costs.recorder import StepRecorder
+from hotloop.profiler.step_costs.operator_recorder import StepRecorder
 
 WINDOW_S, LEAST_WINDOWS = 0.0004, 2
 LEAST_S = 1e-6  # of an operator in the backward pass, from which the engine's time is subtracted

@@ -29,7 +29,7 @@ from hotloop.plan import Plan
 from hotloop.profiler.step_costs.compiled_memory import compiled_activation_share
 from hotloop.profiler.step_costs.device_operators import choose_implementation, operators_of
 from hotloop.profiler.step_costs.fake_parts import batch_bytes, counted_modules, fake_model, resize_batch
-from hotloop.profiler.step_costs.recorder import StepRecorder, parameter_elements
+from hotloop.profiler.step_costs.operator_recorder import StepRecorder, parameter_elements
 from hotloop.profiler.step_costs.step_parts import StepParts
 from hotloop.task import Parameters, Task
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hotloop.advising.ledger import correction, load_predictions, prediction_key, store_prediction
-from hotloop.advising.this_machine import machines_here, measure_step
 from hotloop.advisor.chips import Chip, find_chip
 from hotloop.advisor.estimate import Host, estimate
 from hotloop.advisor.machines import Advice, Machine, MachineRow, advise, crossing_batches
@@ -21,6 +19,8 @@ from hotloop.core.records.step_costs import StepCosts
 from hotloop.core.records.training import SourceRecord
 from hotloop.core.reporter import Progress, Report
 from hotloop.errors import HotloopError
+from hotloop.hardware_advice.ledger import correction, load_predictions, prediction_key, store_prediction
+from hotloop.hardware_advice.this_machine import machines_here, measure_step
 from hotloop.plan import Plan
 from hotloop.profiler.step_costs.trace import trace_step
 from hotloop.task import override_fields

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hotloop.advising.task_advice import AdviceRequest, advise_task
 from hotloop.advisor.chips import find_chip
 from hotloop.advisor.estimate import Estimate, parse_plan
 from hotloop.advisor.estimate import estimate as estimate_costs
@@ -18,6 +17,7 @@ from hotloop.core.format import parse_seconds
 from hotloop.core.records.advice import HardwareAdvice
 from hotloop.core.reporter import Report
 from hotloop.errors import TaskError, type_name
+from hotloop.hardware_advice.task_advice import AdviceRequest, advise_task
 from hotloop.plan import Plan
 from hotloop.profiler.step_costs.trace import trace_step
 from hotloop.task import Parameters, Task

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hotloop.advising.ledger import (
+from hotloop.core.records.advice import Correction, Score
+from hotloop.hardware_advice.ledger import (
     correction,
     ledger_folder,
     load_predictions,
@@ -15,7 +16,6 @@ from hotloop.advising.ledger import (
     prediction_key,
     store_prediction,
 )
-from hotloop.core.records.advice import Correction, Score
 from hotloop.plan import Plan
 
 CHIP = "RTX 4090"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hotloop.advising.ledger import measure_prediction, prediction_key
-from hotloop.advising.this_machine import chip_name
 from hotloop.core.records.race import Verdict
+from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
+from hotloop.hardware_advice.this_machine import chip_name
 from hotloop.task_file import LoadedTask
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hotloop.advising.task_advice import AdviceRequest, Subject, advise_subject, request_machines_here
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.core.records.advice import HardwareAdvice
-from hotloop.core.records.profile import OperatorTime, Profile
+from hotloop.core.records.profile import PredictedTime, Profile
 from hotloop.core.records.step_costs import Kind, OperatorCost, StepCosts, StepPhase
 from hotloop.core.reporter import Progress, Report
 from hotloop.errors import TaskError
+from hotloop.hardware_advice.task_advice import AdviceRequest, Subject, advise_subject, request_machines_here
 from hotloop.profiler.script import profile_script
 from hotloop.profiler.step_costs.operator_kinds import operator_kind
 
@@ -39,7 +39,7 @@ def advise_script(
     """Returns the advice for a script, which is stopped as by Ctrl-C after `steps` measured steps.
 
     Args:
-        epochs: passes over the script's DataLoader in the whole run.
+        epochs: complete rounds of the script's DataLoader in the whole run.
         stdout: a file number for the script's output.
 
     Raises:
@@ -131,7 +131,7 @@ def _as_lists(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
     return (*others, *found.values())
 
 
-def _cost(operator: OperatorTime) -> OperatorCost:
+def _cost(operator: PredictedTime) -> OperatorCost:
     name = operator.name.partition("::")[2] or operator.name
     phase = _PHASES.get(operator.phase, "update" if operator.within else "forward")
     kind: Kind = operator_kind(name, phase)
