@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.core.records.advice import HardwareAdvice
-from hotloop.core.records.profile import PredictedTime, Profile
+from hotloop.core.records.profile import OperatorTime, Profile
 from hotloop.core.records.step_costs import Kind, OperatorCost, StepCosts, StepPhase
 from hotloop.core.reporter import Progress, Report
 from hotloop.errors import TaskError
@@ -131,7 +131,7 @@ def _as_lists(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
     return (*others, *found.values())
 
 
-def _cost(operator: PredictedTime) -> OperatorCost:
+def _cost(operator: OperatorTime) -> OperatorCost:
     name = operator.name.partition("::")[2] or operator.name
     phase = _PHASES.get(operator.phase, "update" if operator.within else "forward")
     kind: Kind = operator_kind(name, phase)
