@@ -143,8 +143,14 @@ def advise_task(
     costs, measured, loading = {}, {}, {}
     for number, size in enumerate(sizes):
         progress(f"tracing a step of batch {size:,}", (2 * number + 1) / (2 * len(sizes) + 1))
-        sized = override_fields(task, {"batch_size": size})
-        costs[size] = trace_step(sized, plan=request.plan, batch_size=size, device="cuda")
+        try:
+            sized = override_fields(task, {"batch_size": size})
+            costs[size] = trace_step(sized, plan=request.plan, batch_size=size, device="cuda")
+        except HotloopError as error:
+            if not costs and size == sizes[-1]:
+                raise
+            notes.append(f"batch {size:,} is left out: {error.given}")
+            continue
         progress(f"measuring a step of batch {size:,} here", (2 * number + 2) / (2 * len(sizes) + 1))
         for device, machine in here.items():
             reason = _why_not_measured(costs[size], machine, device, request)
