@@ -24,7 +24,7 @@ def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
     samples = step.profile.samples_per_step
     if not samples:
         return
-    updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # the first line is shown
+    updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # a single line is enough
     phases = [phase for phase in COMPUTING_PHASES if not (updating and phase == "update")]
     others = step.named - step.trainer_lines
     ones = step.operators(lambda one: one.phase in phases and one.where not in others)

@@ -365,7 +365,7 @@ def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
 
 
 def unused_functions(step: ProfiledStep) -> Iterator[Remedy]:
-    """Yields a remedy for functions on tensors that run again without a backward, at lines that also run with a backward.
+    """Yields a remedy for functions that run again without a backward, at lines that also run with a backward.
 
     Networks that are modules are left to `habits`: a teacher may run the same lines as the trained network.
     """
