@@ -1,0 +1,68 @@
+"""The README of the record of predictions: the table, what the predictions rest on, and what is weak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NOTES = {
+    "neusight_unseen": "Transformers in fp32 on A100, V100, MI100 and MI210. No kernel and no run of the judged chip is in the fit.",
+    "neusight_seen": "The same runs. Kernels of the judged chip are in the fit; training runs of the chip are left out.",
+    "torchvision": "30 networks, batch 12, fp32 and fp16. The judged chip is left out of the fit.",
+    "mpt": "MPT of 125 million to 70 billion parameters in bf16. The judged model size is left out of the fit. The predictions "
+    "come from formulas of `bench/foresight/mosaic.py`, which are simpler than those of `hotloop advise`.",
+    "vtrain": "GPT with tensor, data and pipeline parallelism. The judged number of GPUs is left out of the fit. The predictions "
+    "come from formulas of `bench/foresight/megatron.py`, which are simpler than those of `hotloop advise`.",
+    "gpu": "W1 to W4 and W6 as a tutorial's loop and as hotloop's plans, from the record `speed-h200`. Two factors of the host's "
+    "time are fitted to the other networks of the same record. The loop computes convolutions in TF32, torch's default.",
+    "pays": "Step on a CPU over step on the H200, for each CPU record of the same network and the same loop. The CPU's step is "
+    "measured; the H200's step is predicted as in the row above. The figure is the share of wrong answers; coverage is that "
+    "of the ratio.",
+    "cpu": "45 steps: forward, backward and update with Adam, one thread. Only probes of single operators on this machine are used.",
+    "memory": "20 networks on the CPU. Nothing is fitted; the interval was set by hand to 0.93 to 1.10 times the prediction.",
+}
+
+WEAK = """\
+## Weaknesses
+
+- Facts of chips and prices are typed from data sheets and price pages. No measurement checks them.
+- The intervals of predictions for a CPU, of time and of memory, were set by hand after a look at the same networks.
+- MPT and vTrain are predicted by formulas of the bench with factors of their own. Their rows show that the costs of a step predict
+  runs on many GPUs; the rows don't score the output of `hotloop advise`.
+- All runs on GPUs but those of the H200 were measured by others, with other versions of torch.
+- The formulas were developed on the same data sets from which single chips, sizes and numbers of GPUs are left out for each fit.
+"""
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """Returns the README of a record of `bench.foresight`."""
+    processor, versions = record["machine"]["processor"], record["versions"]
+    rows = [row for row in record["results"] if "set" in row]
+    missing = [name for name in NOTES if name not in {row["set"] for row in rows}]
+    lines = [
+        "# Predictions for other hardware, beside measured times",
+        "",
+        f"Command: `{record['command']}`; PATH is a folder with the tables of others.",
+        f"Machine of the computation: {processor['model']}, {processor['allowed_cores']} cores, {record['threads']}. "
+        f"Python {versions['python']}, torch {versions['torch']}, hotloop {versions['hotloop']}.",
+        "",
+        "An error is |predicted / measured - 1|. Coverage is the share of measured values within the 90 % interval; the goal is 85 to "
+        "95 %. Each judged run is left out of the fit of its prediction. `record.json` has every prediction and measured value.",
+        "",
+        "| set | n | error | goal | coverage | others, or base rate | fitted on |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(_row(row) for row in rows),
+        "",
+        "## Sets",
+        "",
+        *(f"- **{row['name']}.** {NOTES[row['set']]} Judged {row['taken'][:16].replace('T', ' ')} UTC." for row in rows),
+    ]
+    if missing:
+        lines += ["", "## Not in this record", "", *(f"- `{name}`: {NOTES[name]}" for name in missing)]
+    return "\n".join([*lines, "", WEAK])
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    goal = "" if row["must"] is None else f"{row['must']:.0%}" + ("" if row["error"] <= row["must"] else ", missed")
+    figure = f"{row['statistic']} {row['error']:.2%}"
+    return f"| {row['name']} | {row['runs']} | {figure} | {goal} | {row['coverage']:.0%} | {row['base']} | {row['fitted_on']} |"
