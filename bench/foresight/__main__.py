@@ -18,8 +18,10 @@ from statistics import mean, median
 
 from bench.claim import CLAIMS, commit, write_claim
 from bench.foresight import gpu_claims, megatron, mosaic, neusight, torchvision_networks, torchvision_runs
+from bench.foresight.claim_page import page
 from bench.foresight.fit import fit_all, runs_coefficients, unit_coefficients, write
 from bench.foresight.kernels import fit_kernels
+from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.hardware.machine import current_time
 
 Judged = list[tuple[str, float, float, float, float]]
@@ -228,9 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "results": [{"set": name} | asdict(result) for name, result in ordered.items()] + [asdict(everything)],
             "runs": {name: [dict(zip(FIELDS, run, strict=True)) for run in runs[name]] for name in ordered},
         }
-        print(
-            write_claim("foresight", "python -m bench.foresight --data PATH --record", None, figures), file=sys.stderr
-        )
+        folder = write_claim("foresight", "python -m bench.foresight --data PATH --record", None, figures)
+        write_atomic(folder / "README.md", page(json.loads((folder / "record.json").read_text())))
+        print(folder, file=sys.stderr)
 
 
 if __name__ == "__main__":

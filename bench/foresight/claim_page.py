@@ -55,7 +55,10 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         "## Sets",
         "",
-        *(f"- **{row['name']}.** {NOTES[row['set']]} Judged {row['taken'][:16].replace('T', ' ')} UTC." for row in rows),
+        *(
+            f"- **{row['name']}.** {NOTES[row['set']]} Judged {row['taken'][:16].replace('T', ' ')} UTC."
+            for row in rows
+        ),
     ]
     if missing:
         lines += ["", "## Not in this record", "", *(f"- `{name}`: {NOTES[name]}" for name in missing)]
