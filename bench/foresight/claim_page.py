@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 NOTES = {
-    "neusight_unseen": "Transformers in fp32 on A100, V100, MI100 and MI210. No kernel and no run of the judged chip is in the fit.",
+    "neusight_unseen": "Transformers in fp32 on A100, V100, MI100 and MI210. No kernel and no run of the judged chip is in the fit. "
+    "Boards with another memory or form of the same chip count as other chips.",
     "neusight_seen": "The same runs. Kernels of the judged chip are in the fit; training runs of the chip are left out.",
     "torchvision": "30 networks, batch 12, fp32 and fp16. The judged chip is left out of the fit.",
     "mpt": "MPT of 125 million to 70 billion parameters in bf16. The judged model size is left out of the fit. The predictions "
@@ -14,13 +15,18 @@ NOTES = {
     "vtrain": "GPT with tensor, data and pipeline parallelism. The judged number of GPUs is left out of the fit. The predictions "
     "come from formulas of `bench/foresight/megatron.py`, which are simpler than those of `hotloop advise`.",
     "gpu": "W1 to W4 and W6 as a tutorial's loop and as hotloop's plans, from the record `speed-h200`. Two factors of the host's "
-    "time are fitted to the other networks of the same record. The loop computes convolutions in TF32, torch's default.",
-    "pays": "Step on a CPU over step on the H200, for each CPU record of the same network and the same loop. The CPU's step is "
-    "measured; the H200's step is predicted as in the row above. The figure is the share of wrong answers; coverage is that "
-    "of the ratio.",
-    "cpu": "45 steps: forward, backward and update with Adam, one thread. Only probes of single operators on this machine are used.",
-    "memory": "20 networks on the CPU. Nothing is fitted; the interval was set by hand to 0.93 to 1.10 times the prediction.",
+    "time are fitted to the other networks of the record. The shares of bytes and launches that fusion leaves were set by hand "
+    "after the same record. The loop computes convolutions in TF32, torch's default.",
+    "pays": "Step on a CPU over step on the H200, for each CPU record of the same network with the same kind of loop. The CPU's "
+    "step is measured; the H200's step is predicted as in the row above. The error is the share of wrong answers; coverage "
+    "is that of the ratio.",
+    "cpu": "Forward, backward and update with Adam, one thread, at five batch sizes. Only probes of single operators on this "
+    "machine are used.",
+    "memory": "Peak of tensors' bytes in the third step, against the allocator's record. Nothing is fitted; the interval was set by "
+    "hand to 0.93 to 1.10 times the prediction.",
 }
+
+NOT_RECORDED = {"cpu": "The machine was busy with other programs; times of steps on the CPU need a quiet machine."}
 
 WEAK = """\
 ## Weaknesses
@@ -61,7 +67,7 @@ def page(record: Mapping[str, Any]) -> str:
         ),
     ]
     if missing:
-        lines += ["", "## Not in this record", "", *(f"- `{name}`: {NOTES[name]}" for name in missing)]
+        lines += ["", "## Not in this record", "", *(f"- `{name}`: {NOTES[name]} {NOT_RECORDED.get(name, '')}".strip() for name in missing)]
     return "\n".join([*lines, "", WEAK])
 
 
