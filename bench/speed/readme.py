@@ -53,7 +53,10 @@ def overview(found: Summary, where: str) -> str:
     Args:
         where: device, machine and threads of the measurement.
     """
-    caption = f"A step under `--plan auto`, and how many times as long the others take (95 % intervals), on {where}."
+    caption = (
+        f"The time of a training step under `--plan auto` on {where}, and how many times as long a step of the others takes, "
+        "with 95 % intervals. Below 1 the other is faster."
+    )
     return "\n".join([caption, "", *rows(HEAD, list(_cells(found)))])
 
 

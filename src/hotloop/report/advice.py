@@ -28,7 +28,9 @@ def advice_page(advice: HardwareAdvice) -> RenderableType:
     )
     memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in advice.memory.items() if value)
     lines = [f"Memory of the step: {memory}", *_price_lines(advice), *(f"Note: {note}" for note in advice.notes)]
-    return Group(Text(advice.answer, style="bold"), Text(head), advice_table(advice), expense_table(advice), *map(Text, lines))
+    return Group(
+        Text(advice.answer, style="bold"), Text(head), advice_table(advice), expense_table(advice), *map(Text, lines)
+    )
 
 
 def _price_lines(advice: HardwareAdvice) -> list[str]:
