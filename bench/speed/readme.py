@@ -15,7 +15,7 @@ from hotloop.errors import HotloopError
 
 BEGIN, END = "<!-- figures of make bench -->", "<!-- end of the figures -->"
 
-HEAD = ("network", "hotloop", "tutorial's loop", "Lightning", "fastest other library")
+HEAD = ("network", "hotloop", "PyTorch tutorial's loop", "Lightning", "fastest other library")
 
 _TITLES = {
     TUTORIAL: "tutorial's loop",
