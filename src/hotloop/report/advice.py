@@ -27,10 +27,26 @@ def advice_page(advice: HardwareAdvice) -> RenderableType:
         f"{advice.batch_size:,}, {advice.steps:,} steps, plan {advice.plan}, {advice.precision}"
     )
     memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in advice.memory.items() if value)
-    lines = [f"Memory of the step: {memory}", *_price_lines(advice), *(f"Note: {note}" for note in advice.notes)]
+    lines = [
+        *_mark_lines(advice),
+        f"Memory of the step: {memory}",
+        *_price_lines(advice),
+        *(f"Note: {note}" for note in advice.notes),
+    ]
     return Group(
         Text(advice.answer, style="bold"), Text(head), advice_table(advice), expense_table(advice), *map(Text, lines)
     )
+
+
+def _mark_lines(advice: HardwareAdvice) -> list[str]:
+    """Returns the cheapest and the fastest machines that meet the conditions, one line for each."""
+    has_batches = len({row.batch_size for row in advice.machines}) > 1
+    lines = []
+    for mark in dict.fromkeys(mark for row in advice.machines for mark in row.marks):
+        rows = [row for row in advice.machines if mark in row.marks]
+        names = (f"{row.name}, batch {row.batch_size:,}" if has_batches else row.name for row in rows)
+        lines.append(f"{mark.capitalize()}: {'; '.join(names)}")
+    return lines
 
 
 def _price_lines(advice: HardwareAdvice) -> list[str]:
@@ -44,7 +60,7 @@ def _price_lines(advice: HardwareAdvice) -> list[str]:
 
 
 def advice_table(advice: HardwareAdvice) -> Table:
-    """Returns a row of 80 columns for each machine and batch size: times, memory, cost of the run, and marks."""
+    """Returns a row of 80 columns for each machine and batch size: times, memory and cost of the run; marked rows are bold."""
     has_batches = len({row.batch_size for row in advice.machines}) > 1
     table = _table()
     table.add_column("machine", overflow="fold", min_width=8)
@@ -52,8 +68,7 @@ def advice_table(advice: HardwareAdvice) -> Table:
         table.add_column("batch", justify="right", no_wrap=True)
     for name in ("step ms (90 %)", "run", "memory GB", "cost"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True, min_width=8)
-    table.add_column("", min_width=8)
+    table.add_column("bound by", no_wrap=True)
     for row in advice.machines:
         table.add_row(
             *(row.name, *((f"{row.batch_size:,}",) if has_batches else ())),
@@ -62,7 +77,6 @@ def advice_table(advice: HardwareAdvice) -> Table:
             _memory(row),
             _small(row.cost),
             row.bound,
-            " ".join(row.marks),
             style=_style(row),
         )
     return table
