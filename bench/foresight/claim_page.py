@@ -22,9 +22,9 @@ NOTES = {
     "step is measured; the H200's step is predicted as in the row above. The error is the share of wrong answers; coverage "
     "is that of the ratio.",
     "cpu": "Forward, backward and update with Adam, one thread, at five batch sizes. Only probes of single operators on this "
-    "machine are used.",
-    "memory": "Peak of tensors' bytes in the third step, against the allocator's record. Nothing is fitted; the interval was set by "
-    "hand to 0.93 to 1.10 times the prediction.",
+    "machine are used. The formulas were written after a look at these networks, and several probes resemble their layers.",
+    "memory": "Peak of tensors' bytes in the third step, against the allocator's record. No factor is fitted. The formulas of oneDNN's "
+    "workspaces were written after a look at these networks; the interval was set by hand to 0.93 to 1.10 times the prediction.",
 }
 
 NOT_RECORDED = {
