@@ -141,7 +141,7 @@ def test_a_silent_rank_is_told_once_and_its_return_too() -> None:
         if second < 2 or second > 7:
             sign(1, second)
         beats.check(float(second))
-    assert told == ["waiting for rank 1: no sign of life for 5s", "rank 1 goes on"]
+    assert told == ["waiting for rank 1: no sign of life for 5s", "rank 1 continues"]
 
 
 def test_only_the_first_that_is_well_speaks() -> None:

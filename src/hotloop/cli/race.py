@@ -92,6 +92,7 @@ def race(
     spec = RaceSpec(named, devices=names, axes=axes, time_limit=time_limit)
     spec.requested_plans()  # reports a wrong plan before the import of torch, which takes seconds
 
+    from hotloop.hardware_advice.race_comparison import compare_with_predictions
     from hotloop.report.race import race_progress_bar
     from hotloop.task_file import load_task
     from hotloop.tuning import race as tuning_race
@@ -102,7 +103,10 @@ def race(
             scaling = tuning_race.race_scales(task, given, sizes, spec, **common)
         else:
             prove = tuning_race.PROVE if parity else None
-            verdict = tuning_race.race_loaded(load_task(task, given), spec, prove=prove, **common)
+            loaded = load_task(task, given)
+            verdict = tuning_race.race_loaded(loaded, spec, prove=prove, **common)
+            for line in compare_with_predictions(loaded, verdict, batch_size):
+                say(line)
     if save is not None:
         _show_scaling(scaling, save, as_json)
     else:

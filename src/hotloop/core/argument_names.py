@@ -9,7 +9,7 @@ from typing import Any
 
 from hotloop.errors import HotloopError
 
-_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|summary|devices)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
+_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|summary|devices|advise)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
 """A complete command, which `name_arguments` leaves unchanged: the user can enter the command in a shell."""
 
 _PATH = r"[^\s;,]*[^\s;,.:]"
@@ -33,7 +33,7 @@ _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--without-prepare\b", "prepare=False"),
     (r"--(trust|refresh)\b", r"\1=True"),
 ]
-_NAMES = "rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
+_NAMES = "chips|gpus|batch-sizes|deadline|budget|prices|precision|carbon|rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
 
 
 def name_arguments(text: str) -> str:

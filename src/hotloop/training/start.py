@@ -35,6 +35,8 @@ from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import local_rank_count
 from hotloop.distributed.process_group import RankSession
 from hotloop.errors import DiskError, HotloopError, RunError, TaskError
+from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
+from hotloop.hardware_advice.this_machine import chip_name
 from hotloop.lowering.build import close_on_error, lower
 from hotloop.lowering.parameter_server.workers.worker import RemoteTask
 from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan, start_workers
@@ -300,7 +302,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     with ExitStack() as stack:
         for writer in writers:
             stack.enter_context(writer.open())
-        return train_loop(
+        outcome = train_loop(
             relower,
             handle,
             resume=context.is_resumed,
@@ -308,6 +310,10 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
             callbacks=[*_default_callbacks(task, program, say), *writers, *context.callbacks] if writers else (),
             say=say,
         )
+    if plan.parallel == "none" and outcome.history and (line := _compare_with_prediction(context, plan, outcome)):
+        say(line)
+    return outcome
+
 
 
 def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
@@ -321,6 +327,15 @@ def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
 def _layers_of(program: Program) -> ModelLayers | None:
     """Returns the layers of the trained model; None for several ranks, whose model can't run on a single rank."""
     return model_layers(program.parts.task, program.model) if program.parts.world.is_single else None
+
+
+def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcome) -> str | None:
+    """Returns a line with the step that `hotloop advise` predicted and the measured step; None without a prediction."""
+    size = context.task.roles.batch_size
+    step_ms = 1e3 * size / max(record.samples_per_s for record in outcome.history)
+    return measure_prediction(
+        prediction_key(context.task.name, size, context.source.record, plan), chip_name(plan.device), step_ms
+    )
 
 
 def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | None, say: Report) -> Program:
