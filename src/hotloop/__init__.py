@@ -32,6 +32,7 @@ _HOME = {
     "profile": "hotloop.profiler.profile",
     "explain": "hotloop.explainer.explain",
     "summary": "hotloop.api",
+    "study": "hotloop.hyperparameters.study",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("arrays", "data", "errors")
@@ -58,6 +59,7 @@ __all__ = [
     "predict",
     "profile",
     "race",
+    "study",
     "summary",
     "tune",
 ]
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from hotloop.core.callback import View
     from hotloop.errors import HotloopError
     from hotloop.explainer.explain import explain
+    from hotloop.hyperparameters.study import study
     from hotloop.lowering.build import lower
     from hotloop.plan import Plan
     from hotloop.profiler.profile import profile

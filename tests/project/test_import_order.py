@@ -102,6 +102,7 @@ ORDER = (
     "profiler/profile",
     "training/*",
     "inference/*",
+    "hyperparameters/*",
     "view",
     "asynchronous",
     "parallel",

@@ -37,6 +37,7 @@ PUBLIC = {
         "predict",
         "profile",
         "race",
+        "study",
         "summary",
         "tune",
     ],

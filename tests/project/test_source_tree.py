@@ -28,6 +28,7 @@ PACKAGES = (
     "profiler",
     "training",
     "inference",
+    "hyperparameters",
     "report",
     "cli",
 )
@@ -50,6 +51,7 @@ PUBLIC_FUNCTIONS = frozenset(
         "predict",
         "profile",
         "race",
+        "study",
         "summary",
         "train",
         "tune",

@@ -9,7 +9,7 @@ from typing import Any
 
 from hotloop.errors import HotloopError
 
-_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|summary|devices)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
+_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|summary|devices|study)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
 """A complete command, which `name_arguments` leaves unchanged: the user can enter the command in a shell."""
 
 _PATH = r"[^\s;,]*[^\s;,.:]"

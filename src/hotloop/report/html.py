@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -59,7 +60,16 @@ def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
     return figure
 
 
+def write_figures(path: Path, title: str, figures: Sequence[go.Figure], option: str | None = None) -> None:
+    """Writes figures below each other as one page, with one copy of the drawing library; see `write_page`."""
+    drawn = [
+        figure.to_html(full_html=False, include_plotlyjs=number == 0, config=CONFIG)
+        for number, figure in enumerate(figures)
+    ]
+    page = _PAGE.format(title=escape(title), font=FONT, ink=INK, figure="\n".join(drawn))
+    write_atomic(path, page, option)
+
+
 def write_page(path: Path, title: str, figure: go.Figure, option: str | None = None) -> None:
     """Writes a figure as one page for any browser, also offline; errors name the command's `option`."""
-    drawn = figure.to_html(full_html=False, include_plotlyjs=True, config=CONFIG)
-    write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)
+    write_figures(path, title, [figure], option)
