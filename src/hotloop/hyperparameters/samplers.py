@@ -42,8 +42,13 @@ def make_sampler(study: StudyRecord, round_number: int) -> samplers.BaseSampler:
     if study.sampler == "gp":
         return samplers.GPSampler(seed=seed, warn_independent_sampling=False)
     if study.sampler == "grid":
-        return samplers.GridSampler(grid(study.space), seed=seed)
+        return _Grid(grid(study.space), seed=seed)
     return samplers.RandomSampler(seed=seed)
+
+
+class _Grid(samplers.GridSampler):
+    def after_trial(self, *arguments: Any) -> None:
+        """Does nothing: Optuna 5.0's method stops `Study.optimize` after the last point, an error outside of it."""
 
 
 def make_pruner(name: str, epochs: int) -> pruners.BasePruner:

@@ -210,6 +210,8 @@ def check_names(space: Space, arguments: Sequence[str], kinds: Mapping[str, str]
                 expected="one of " + ", ".join(known),
                 fix=did_you_mean(name, known),
             )
+        if name in TASK_FIELDS and name not in arguments:
+            _check_task_field(name, parameter)
         for other in parameter.when:
             if other not in space:
                 raise StudyError(f"{parameter.place}: when names {other!r}", expected="one of " + ", ".join(space))
@@ -221,6 +223,14 @@ def check_names(space: Space, arguments: Sequence[str], kinds: Mapping[str, str]
             raise StudyError(f"{next(iter(waiting.values())).place}: the conditions are circular")
         ordered |= {name: waiting.pop(name) for name in ready}
     return {name: _with_kind(name, parameter, kinds) for name, parameter in ordered.items()}
+
+
+def _check_task_field(name: str, parameter: ParameterRecord) -> None:
+    least = 0 if name == "seed" else 1
+    values = parameter.choices or [parameter.low, parameter.high]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least or value != int(value):
+            raise StudyError(f"{parameter.place}: {name} is {value!r}", expected=f"whole numbers from {least} on")
 
 
 def _with_kind(name: str, parameter: ParameterRecord, kinds: Mapping[str, str]) -> ParameterRecord:
@@ -275,7 +285,6 @@ def _is_active(parameter: ParameterRecord, params: Mapping[str, Value]) -> bool:
 
 def largest(space: Space, name: str, default: int) -> int:
     """Returns the largest value of a whole-number parameter."""
-    parameter = space.get(name)
-    if parameter is None:
-        return default
-    return int(max(parameter.choices) if parameter.choices else parameter.high or default)  # type: ignore[type-var,arg-type]
+    parameter = space.get(name, ParameterRecord())
+    numbers = [value for value in (*parameter.choices, parameter.high) if isinstance(value, int | float)]
+    return int(max(numbers, default=default))

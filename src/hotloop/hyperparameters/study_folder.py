@@ -54,7 +54,7 @@ class StudyFolder:
                 raise StudyError(
                     f"{path} holds a study already",
                     expected="a new folder",
-                    fix=f"go on with it by --resume {path}, or choose another with --study",
+                    fix=f"go on by `hotloop study --resume {path}`, or choose another with --study",
                 )
             others = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
             if others - {"source", "logs", ".lock"} or (path.exists() and not path.is_dir()):
