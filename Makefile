@@ -5,11 +5,12 @@
 #   DEMO_RUN  the folder that `make demo` writes
 #   ARGS      for `make bench`: a part of it, or a longer one, such as ARGS="W1 W4" or ARGS=--full
 #             for `make gpu`: such as ARGS=--rehearse or ARGS="--budget 200 --only train"
-#   WHEELHOUSE, PYTHON_VERSION, HAVE, MACHINE   for a machine without network: see docs/gpu.md
+#   WHEELHOUSE, PYTHON_VERSION, HAVE, MACHINE   for a machine without network: see docs/how-to/gpus-and-clusters.md
 
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH_VENV := .venv-bench
+DOCS_VENV := .venv-docs
 GPU_VENV := .venv-gpu
 ARGS ?=
 WHEELHOUSE ?=
@@ -34,6 +35,7 @@ VENV_STAMP := $(VENV)/.stamp-venv
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
 BENCH_STAMP := $(BENCH_VENV)/.stamp-bench
+DOCS_STAMP := $(DOCS_VENV)/.stamp-docs
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 
@@ -50,7 +52,7 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all bench gpu wheelhouse lint format clean
+.PHONY: help demo test test-all bench gpu wheelhouse docs docs-serve screenshots lint format clean
 
 help: ## show this list
 	@echo "hotloop: trains your PyTorch network as fast as your hardware allows, and proves it"
@@ -92,6 +94,16 @@ wheelhouse: ## collect what `make gpu` needs on a machine without network; PYTHO
 test-all: $(DEV_STAMP) ## run these tests and those left out for their length, about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
+docs: $(DOCS_STAMP) ## build the documents as a site in build/site, which opens without a network
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
+	@echo "build/site/index.html"
+
+docs-serve: $(DOCS_STAMP) ## show the site at http://127.0.0.1:8000, built again when a page changes
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs serve
+
+screenshots: $(RUN_STAMP) ## record the session of README.md again
+	$(BIN)/python -m docs.generators.session
+
 lint: $(DEV_STAMP) ## check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -102,7 +114,7 @@ format: $(DEV_STAMP) ## put the code into the one style
 	$(BIN)/ruff format
 
 clean: ## remove what make made, except runs/ and what was measured (.bench/)
-	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(DOCS_VENV) $(GPU_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests examples bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_STAMP):
@@ -119,6 +131,13 @@ $(BENCH_STAMP): pyproject.toml constraints.txt
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps timm
 	@printf '#!/bin/sh\ncd "%s" && exec "%s" -m bench.speed "$$@"\n' "$(CURDIR)" "$(abspath $(BENCH_VENV))/bin/python" \
 	  > $(BENCH_VENV)/bin/hotloop-bench && chmod +x $(BENCH_VENV)/bin/hotloop-bench
+	@touch $@
+
+# The site reads the source without importing hotloop, so that its environment has no torch.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON_FITS)
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install $(PIP_OPTIONS) 'mkdocs<2' 'mkdocs-material<10' 'mkdocstrings[python]' ruff
 	@touch $@
 
 $(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt

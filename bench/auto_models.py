@@ -258,7 +258,7 @@ def _left_out(done: Sequence[Row]) -> Iterator[str]:
             yield f"- {row['model']}, {one['name']}: {ratio} {why}"
 
 
-_AGAINST = ("auto passes over", "auto goes on eagerly")
+_AGAINST = ("auto leaves out", "auto goes on eagerly")
 """What `auto` says where it doesn't take a plan."""
 
 

@@ -84,7 +84,7 @@ def test_a_text_becomes_what_the_default_is(name: str, text: str, value: Any) ->
     [
         ("whole", "1.5", "whole=1.5; expected a whole number"),
         ("whole", "true", "whole=true; expected a whole number"),
-        ("number", "wide", "number=wide; expected a number. Look at its default, 1.0"),
+        ("number", "wide", "number=wide; expected a number. Check its default, 1.0"),
         ("yes", "perhaps", "yes=perhaps; expected true or false"),
         ("pair", "abc", "pair=abc; expected a valid tuple"),
     ],

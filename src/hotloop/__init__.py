@@ -24,6 +24,8 @@ _HOME = {
     "export": "hotloop.api",
     "load_model": "hotloop.api",
     "devices": "hotloop.api",
+    "advise": "hotloop.hardware_advice.public_functions",
+    "estimate_step": "hotloop.hardware_advice.public_functions",
     "choose_plan": "hotloop.api",
     "lower": "hotloop.lowering.build",
     "check": "hotloop.tuning.check",
@@ -44,12 +46,14 @@ __all__ = [
     "Run",
     "Task",
     "View",
+    "advise",
     "arrays",
     "check",
     "choose_plan",
     "data",
     "devices",
     "errors",
+    "estimate_step",
     "evaluate",
     "explain",
     "export",
@@ -70,6 +74,7 @@ if TYPE_CHECKING:
     from hotloop.core.callback import View
     from hotloop.errors import HotloopError
     from hotloop.explainer.explain import explain
+    from hotloop.hardware_advice.public_functions import advise, estimate_step
     from hotloop.hyperparameters.study import study
     from hotloop.lowering.build import lower
     from hotloop.plan import Plan

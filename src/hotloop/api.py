@@ -22,6 +22,7 @@ from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord
 from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
+from hotloop.data.readers.stored_reader import reader_from_json
 from hotloop.distributed.fork_safety import check_cuda
 from hotloop.distributed.join import plan_to_launch
 from hotloop.distributed.launch import launch, local_rank_count
@@ -38,6 +39,7 @@ from hotloop.report.progress import TrainingDisplay
 from hotloop.report.progress import summary as training_summary
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
+from hotloop.training.resume import check_files
 from hotloop.training.run import FollowerRun, Run
 from hotloop.training.start import resume_run, start_run, task_of_run
 from hotloop.tuning.auto.recall import forecast_from_cache
@@ -66,7 +68,7 @@ def fit(
             Task in a file, else the choice of the rules. A resumed run keeps its own plan by default. Several ranks
             start
                 as forks
-            of this process, see docs/parallel.md.
+            of this process, see docs/how-to/ranks.md.
         device: overrides the plan's, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: save and stop after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
@@ -96,7 +98,7 @@ def fit(
         reporter=display.reporter,
     )
     if resume and run is None:
-        raise RunError("resume=True without a run", expected="run= the folder to go on with")
+        raise RunError("resume=True without a run", expected="run= with the folder of the run to continue")
 
     def train() -> Run:
         try:
@@ -223,7 +225,9 @@ def predict(
 
     Args:
         x: raw inputs (N, ...) like the training data's before the Task's `prepare`: an array or tensor; a tuple of
-            several; a dict for a Task with a dict of data; or the path of a .npy or .npz file.
+            several; a dict for a Task with a dict of data; or the path of a .npy or .npz file. For a Task of
+            `hotloop.data.image_folder` also the path of an image or of a folder of images, which are sorted by path;
+            for one of `hotloop.data.csv` the path of a CSV file with the same columns for inputs.
         device: default this machine's accelerator, else the CPU.
         task, weights, trust, say: see `load_model`.
         progress: receives `(processed samples, total)`.
@@ -240,7 +244,8 @@ def predict(
     owner = task_of_run(handle, task, trust=trust, say=say)
     place = check_device(resolve_device(Plan(), device).device)
     model = trained_model(owner, choose_weights(handle, weights, say).state, place)
-    return predict_arrays(owner, model, x, handle.record.facts, place, progress)
+    reader = reader_from_json(handle.record.reader)
+    return predict_arrays(owner, model, x, handle.record.facts, place, progress, reader=reader, say=say)
 
 
 def evaluate(
@@ -255,7 +260,10 @@ def evaluate(
     say: Report = warnings.warn,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Returns loss and metrics of a run's trained model; for a classification also confusions and worst mistakes.
+    """Returns loss and metrics of a run's trained model.
+
+    For a classification there are also precision, recall, F1, top-5 accuracy, confusions and the worst mistakes; for a
+    regression mean absolute error, root mean squared error, R² and residuals.
 
     The evaluation is eager, with this process's torch settings, independent of the run's plan.
 
@@ -271,10 +279,19 @@ def evaluate(
     handle = _open_run(run)
     plan = resolve_device(Plan(workers=handle.plan.workers), device)
     chosen = choose_weights(handle, weights, say)
-    program = lower(task_of_run(handle, task, trust=trust, say=say), plan)
+    owner = task_of_run(handle, task, trust=trust, say=say)
+    check_files(handle.record, owner)
+    program = lower(owner, plan)
     try:
         return evaluate_weights(
-            program, chosen, run=str(handle.path), on=on, data=data, classes=handle.record.classes, progress=progress
+            program,
+            chosen,
+            run=str(handle.path),
+            on=on,
+            data=data,
+            classes=handle.record.classes,
+            targets=handle.record.reader.get("targets", ()),
+            progress=progress,
         )
     finally:
         program.close()
@@ -310,6 +327,7 @@ def export(
     """
     handle = _open_run(run)
     owner = task_of_run(handle, task, trust=trust, say=say)
+    check_files(handle.record, owner)
     chosen = choose_weights(handle, weights, say)
     model = trained_model(owner, chosen.state, torch.device("cpu"))
     options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, inputs=inputs, versions=result_versions())

@@ -251,16 +251,16 @@ def dead_dataloader_worker(error: BaseException) -> DataError | None:
     """Returns the error to raise if the cause is a dead data-loading process or a lack of shared memory."""
     if any(_NO_SHARED_MEMORY.search(str(cause)) for cause in _error_chain(error)):
         return DataError(
-            "a worker process that loads the data found no room for a batch in shared memory (/dev/shm)",
-            expected="room for several batches of each worker",
-            fix="use --workers 0, or give more shared memory, of which docker gives 64 MB without --shm-size",
+            "a worker process that loads the data has no shared memory (/dev/shm) left for a batch",
+            expected="shared memory for several batches of each worker",
+            fix="use --workers 0, or give more shared memory: docker gives 64 MB without --shm-size",
         )
     if not any(map(_is_worker_death, _error_chain(error))):
         return None
     return DataError(
         "a worker process that loads the data died",
         expected="workers that live until training ends",
-        fix="see what happens with --workers 0; lack of memory is a common cause",
+        fix="try --workers 0; lack of memory is a common cause",
     )
 
 

@@ -82,7 +82,7 @@ class Task:
         optimizer: takes a list of the trainable parameters (see `Parameters`), returns a `torch.optim.Optimizer`; or a
             dict of name -> optimizer with disjoint parameters, which `step` updates in turn.
         data: `(x, y)` or `(x1, x2, ..., y)` arrays or tensors; a dict of arrays; a list of samples; a map-style or
-            iterable data set; a DataLoader; or a built-in `Bundle` with its own validation, test and `prepare`. NumPy's
+            iterable data set; a DataLoader; or a `Bundle` of `hotloop.data`, with validation, test and `prepare`. NumPy's
             float64 becomes float32. A Hugging Face data set without a format returns tensors.
         loss: `loss(output, target) -> 0-dim tensor`, a mean over the batch, for data of the form `(inputs..., target)`.
         step: `step(model, batch) -> loss`, instead of `loss`, for other forms. A mapping with `loss` may have further
@@ -328,7 +328,7 @@ def _deep_copy(model: nn.Module) -> nn.Module:
         raise TaskError(
             f"the parameter {name!r} of the model has a hook on its gradient, which a copy of the model would not have",
             expected="a function that builds the model",
-            fix="hang the hook up in that function",
+            fix="register the hook in that function",
         )
     return copy_model(model)
 

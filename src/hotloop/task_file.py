@@ -337,7 +337,7 @@ def _parse_argument(value: Any, parameter: inspect.Parameter) -> Any:
         expected=_TYPE_NAMES.get(kind_of) or first.errors()[0]["msg"].removeprefix("Input should be "),
         fix="give such a value"
         if parameter.default in (None, parameter.empty)
-        else f"look at its default, {parameter.default!r}",
+        else f"check its default, {parameter.default!r}",
     )
 
 

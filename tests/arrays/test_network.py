@@ -281,7 +281,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[HotloopError], tuple[str, ...]
     "a layer in place of a list": (lambda: Network(Dense(4)), TaskError, ("a Dense in place of a list",)),
     "a beta of one": (lambda: Adam(beta2=1), PlanError, ("beta2=1 of Adam", "below 1")),
     "a rate in words": (lambda: Adam(lr="fast"), PlanError, ("lr='fast' of Adam",)),
-    "a layer twice": (lambda: Network([one := Dense(4), ReLU(), one]), TaskError, ("Dense(4) stands twice",)),
+    "a layer twice": (lambda: Network([one := Dense(4), ReLU(), one]), TaskError, ("Dense(4) is in the network twice",)),
     "an unknown optimizer": (lambda: small(optimizer="adamm"), PlanError, ("optimizer='adamm'", "adam, adamw")),
     "no optimizer": (lambda: small(optimizer=None), PlanError, ("optimizer=None",)),
     "an unknown loss": (lambda: small(loss="mse"), PlanError, ("loss='mse'", "squared_error")),
@@ -301,7 +301,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[HotloopError], tuple[str, ...]
     "a pool beside the image": (lambda: MaxPool(2, pad=2), TaskError, ("pad=2 around", "half of the window")),
     "more than all": (lambda: Dropout(1.5), TaskError, ("p=1.5 of Dropout", "0 to 1")),
     "one number for a variance": (
-        lambda: fitted(Network([BatchNorm(), Dense(4)]), FLAT, Y, batch_size=5), DataError, ("one number for each",),
+        lambda: fitted(Network([BatchNorm(), Dense(4)]), FLAT, Y, batch_size=5), DataError, ("single number for each",),
     ),
 }  # fmt: skip
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_given_back_is_one_line() -> None:
             return x
 
     x = np.ones((2, 3))
-    for layer, says in ((a.Step(), "Step has nothing like it in torch"), (Mine(), "Mine has nothing like it")):
+    for layer, says in ((a.Step(), "Step has no equivalent in torch"), (Mine(), "Mine has no equivalent")):
         net = a.Network([layer, a.Dense(3)])
         net.predict(x)
         with pytest.raises(TaskError, match=says):

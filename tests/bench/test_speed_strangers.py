@@ -137,10 +137,10 @@ def test_without_a_search_the_table_is_of_auto_alone_and_says_why_it_left_plans_
     assert auto_models.searched_and_raced("bert", 1.0, search=False)["searched"] is None
     assert calls == [Plan()]
     row = stranger("vit", 2.0, None) | {"searched": None}
-    row["verdict"]["notes"] = ["auto passes over compile=package: it's 0.92 times as fast", "the machine was busy"]
+    row["verdict"]["notes"] = ["auto leaves out compile=package: it's 0.92 times as fast", "the machine was busy"]
     text = auto_models.markdown([row])
     assert "found by tune" not in text and "busy" not in text
-    assert "- vit, auto passes over compile=package: it's 0.92 times as fast" in text
+    assert "- vit, auto leaves out compile=package: it's 0.92 times as fast" in text
 
 
 def test_a_race_of_strangers_finds_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

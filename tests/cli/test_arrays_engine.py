@@ -58,7 +58,7 @@ def test_its_layers_are_profiled(hotloop: Hotloop) -> None:
     assert all(one["update_ms"] is not None and one["flops"] is None for one in found["modules"])
     assert not any("engine" in one["axes"] for one in found["remedies"])
     shown = hotloop("profile", "task.py", "--plan", "arrays", "--steps", "8", *CPU)
-    assert "(engine=arrays) on cpu" in shown.err and "only a race says" in shown.err
+    assert "(engine=arrays) on cpu" in shown.err and "only a race measures" in shown.err
     assert "Nothing was found" not in shown.err and "FLOPs" not in shown.err
 
 
@@ -66,5 +66,5 @@ def test_what_it_cannot_write_out_is_one_line_and_no_run(hotloop: Hotloop) -> No
     done = hotloop("train", "task.py:odd", "--plan", "arrays", "--run", "run", *CPU)
     assert done.code == 1
     (line,) = done.err.splitlines()
-    assert line.startswith("error: engine=arrays can't write out '1' (Mine)")
+    assert line.startswith("error: engine=arrays doesn't support '1' (Mine)")
     assert not Path("run").exists()

@@ -168,7 +168,7 @@ def test_a_signal_while_trainings_are_compared_leaves_the_proof_and_what_was_tra
     assert (len(found["baseline"]), len(found["plan"]), found["seeds"]) == (2, 1, [0, 1])
     assert (found["equivalent"], found["difference"]) == (False, None)
     assert found["ended_by"] == number.name
-    said = f"stopped by {number.name} at the training of the plan with seed 1; what was found before is shown"
+    said = f"stopped by {number.name} at the training of the plan with seed 1; the results so far are shown"
     assert done.err.splitlines()[-1] == said
 
 

@@ -73,7 +73,7 @@ def assert_refused(done: Done, *says: str, kind: str) -> None:
 def test_evaluate_prints_a_table_and_writes_its_files(hotloop, folder) -> None:
     done = hotloop("evaluate", "run")
     assert done.code == 0, done.err
-    for words in ("Accuracy per class", "Most frequent confusions", "test: loss", "accuracy", "297 samples"):
+    for words in ("Metrics per class", "Most frequent confusions", "test: loss", "accuracy", "297 samples"):
         assert words in done.err
     for name in ("evaluation.json", "confusion.html", "mistakes.html"):
         assert str(Path("run/evaluation") / name) in done.err
@@ -131,7 +131,8 @@ def test_evaluate_of_another_kind_of_task_has_no_classes(hotloop, folder) -> Non
     assert hotloop("train", "regression_of_a_test.py", "--run", "regression", "--device", "cpu").code == 0
     done = hotloop("evaluate", "regression")
     assert done.code == 0 and "test: loss" in done.err and "class" not in done.err
-    assert [path.name for path in (folder / "regression/evaluation").iterdir()] == ["evaluation.json"]
+    files = sorted(path.name for path in (folder / "regression/evaluation").iterdir())
+    assert files == ["evaluation.json", "residuals.html"]
 
 
 def test_evaluate_what_is_no_run(hotloop) -> None:
@@ -203,7 +204,9 @@ def test_several_outputs_go_into_an_archive(hotloop, folder) -> None:
     [
         (("nowhere.npy",), "no file nowhere.npy"),
         (("text.npy",), "no .npy or .npz file"),
-        (("images.npy", "--out", "scores.csv"), ".npy or .npz"),
+        (("images.npy", "--out", "scores.txt"), ".npy, .npz or .csv"),
+        (("images.npy", "--format", "csv", "--out", "scores.npy"), "--format csv and --out scores.npy"),
+        ((".",), "is a folder"),
         (("images.npy", "--out", "images.npy"), "is the file with the inputs"),
         (("small.npy",), "(N, 28, 28)"),
         (("images.npy", "--device", "cuda:99"), "cuda:99"),
@@ -225,7 +228,7 @@ def test_export_says_what_the_file_takes_and_how_it_was_checked(hotloop) -> None
     done = hotloop("export", "run", "--to", "model.pt2")
     assert done.code == 0, done.err
     for words in ("takes input: uint8 (batch, 28, 28)", "gives output: float32 (batch, 10)", "prepare is in the file",
-                  "read back and run on batches of 1, 4, 7", "written: model.pt2"):  # fmt: skip
+                  "loaded again and run on batches of 1, 4, 7", "written: model.pt2"):  # fmt: skip
         assert words in done.err
     found = torch.export.load("model.pt2").module()(torch.from_numpy(np.load("images.npy")))
     np.testing.assert_allclose(found.detach().numpy(), library.predict("run", np.load("images.npy")), atol=1e-5)

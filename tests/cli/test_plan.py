@@ -124,7 +124,11 @@ WRONG = {
     "a device elsewhere, and auto": (("--plan", "auto", "--device", "xpu:7"), 1, ("'xpu:7' isn't on this machine",)),
     "fp16 on a CPU": (("--set", "precision=fp16", *CPU), 1, ("precision=fp16 with device=cpu", "no loss scaling")),
     "fp16 on a CPU, and auto": (("--plan", "auto", "--set", "precision=fp16", *CPU), 1, ("no loss scaling",)),
-    "graphs on a CPU": (("--set", "graphs=step", *CPU), 1, ("graphs=step with device=cpu", "CUDA's", "graphs=none")),
+    "graphs on a CPU": (
+        ("--set", "graphs=step", *CPU),
+        1,
+        ("graphs=step with device=cpu", "CUDA devices", "graphs=none"),
+    ),
     "pieces": (("--set", "accumulation=6", *CPU), 1, ("a batch of 5 can't be cut into 6 pieces",)),
     "images": (("--set", "layout=channels_last", *CPU), 1, ("4 or 5 dimensions",)),
     "arrays compiled": (("--plan", "arrays", "--set", "compile=step", *CPU), 1, ("compile=step with engine=arrays",)),
@@ -174,7 +178,7 @@ def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, ru
     args = ("--epochs", "9999", "--plan", "auto", "--stop-after", "1s", *CPU)
     done = run_cli("train", task, "--run", "run", *args, env=no_compiler)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("auto passes over compile=package: compiling for the CPU needs a C++ compiler") == 1
+    assert done.stderr.count("auto leaves out compile=package: compiling for the CPU needs a C++ compiler") == 1
     assert plan_of(task.parent / "run") == FUSED
 
 
@@ -252,7 +256,7 @@ def test_plan_shows_a_file_of_the_axes_that_matter(task: Path, hotloop: Hotloop)
 
 
 def test_the_file_that_plan_shows_is_a_plan_for_train(task: Path, hotloop: Hotloop) -> None:
-    shown = hotloop("plan", task, *CPU).err.partition("--all shows them):\n")[2]
+    shown = hotloop("plan", task, *CPU).err.partition("shows the other axes):\n")[2]
     Path("mine.toml").write_text(
         "\n".join(line for line in shown.splitlines() if line.startswith("  ")).replace("  ", "")
     )
@@ -268,7 +272,7 @@ def test_plan_says_what_only_training_finds_out(tmp_path: Path, hotloop: Hotloop
     assert "auto runs: residency=host" in done.err
     assert "train finds out about residency=host: " in done.err
     trained = hotloop("train", "task.py", *CPU, "--plan", "auto", "--run", "run")
-    assert "auto passes over residency=host" in trained.err and "random generator" in trained.err
+    assert "auto leaves out residency=host" in trained.err and "random generator" in trained.err
     assert plan_of(Path("run")) == FUSED
 
     open_questions = hotloop("plan", "task.py", *CPU, "--set", "accumulation=2", "--json").document["left_open"]
@@ -322,7 +326,7 @@ def test_plan_counts_what_was_found_before(
         assert f"without that it would run: {BY_RULES.brief()}" in done.err
     else:
         assert f"auto runs: {Plan(**KEPT).brief()}\n" in done.err
-        why = f"auto passes over {BY_RULES.brief()}: it was found slower than the baseline"
+        why = f"auto leaves out {BY_RULES.brief()}: it was found slower than the baseline"
         assert why in " ".join(done.err.split())
     assert document["plan"] == (plan if ratio > 1 else Plan(**KEPT)).model_dump() and document["remembered"] is (
         ratio > 1

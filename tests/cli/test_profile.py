@@ -52,7 +52,7 @@ def test_a_script_keeps_its_arguments_its_output_and_its_exit_code(hotloop: Hotl
     done = hotloop("profile", "script.py", "--", "--lr", "0.1", "--json")
     assert done.code == 3
     assert done.out == "from the script ['--lr', '0.1', '--json']\n"
-    assert "no training steps could be told apart" in done.err
+    assert "no single training steps were found" in done.err
     assert "exit code 3" in done.err
 
 
@@ -141,7 +141,7 @@ def test_options_arrive(hotloop: Hotloop, asked: Asked, tmp_path: Path) -> None:
 def test_in_words_with_pictures(hotloop: Hotloop, asked: Asked, tmp_path: Path) -> None:
     done = hotloop("profile", "task.py", "--pictures", "seen", "--module", "head")
     assert done.out == ""
-    assert "What bounds the step: arithmetic." in done.err
+    assert "Limit of the step: arithmetic." in done.err
     assert "operators in head" in done.err
     assert {path.name for path in (tmp_path / "seen").iterdir()} == {"phases.html", "modules.html", "roofline.html"}
     assert "picture: seen" in done.err
@@ -168,7 +168,7 @@ def test_pictures_that_can_t_be_written_at_the_end_cost_nothing_but_themselves(
 ) -> None:
     monkeypatch.setattr("hotloop.cli.profile.check_writable", lambda path, option: Path("file").touch())
     done = hotloop("profile", "task.py", "--pictures", "file")
-    assert done.code == 1 and "What bounds the step" in done.err
+    assert done.code == 1 and "Limit of the step" in done.err
     assert done.err.splitlines()[-1].startswith("error: file can't be made a folder")
     done = hotloop("profile", "task.py", "--pictures", "file", "--json")
     assert done.code == 1 and done.document["pages"] == [] and done.document["remedies"]
@@ -190,7 +190,7 @@ def test_a_script_that_was_killed_ends_as_shells_report_it(hotloop: Hotloop, ask
         (("task.py", "--set", "parallel=data"), "parallel=data on the CPU without a number of ranks"),
         (("script.py", "--steps", "0"), "--steps is 0; expected 1 or more"),
         (("task.py", "--stop-after", "5s"), "--stop-after ends a script"),
-        (("task.py:task", "--", "--x"), "arguments behind -- are for a script"),
+        (("task.py:task", "--", "--x"), "arguments after -- are for a script"),
         (("nowhere.py",), "no file nowhere.py"),
         (("script.py", "--stop-after", "soon"), "soon"),
         (("task.py", "--plan", "nowhere.toml"), "no plan at 'nowhere.toml'"),

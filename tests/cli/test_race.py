@@ -98,7 +98,9 @@ def test_a_plan_that_cannot_be_run_is_shown_as_such(task: Path, hotloop: Hotloop
     done = hotloop(*args, "--json")
     assert done.code == 0
     [_, failed] = done.document["plans"]
-    assert "graphs are CUDA's" in failed["failure"] and failed["verdict"] is None and failed["step_ms"] is None
+    assert (
+        "graphs are for CUDA devices" in failed["failure"] and failed["verdict"] is None and failed["step_ms"] is None
+    )
     assert done.document["winner"] == "baseline"
     assert "graphs.toml: graphs=step with device=cpu can't be run here" in hotloop(*args).err.replace("\n", " ")
 
@@ -107,7 +109,7 @@ def test_a_time_too_short_to_say_anything(task: Path, hotloop: Hotloop) -> None:
     done = hotloop("race", task, "--no-parity", "--time-limit", "0.001s", "--json")
     assert done.code == 0 and done.document["winner"] is None
     assert {plan["verdict"] for plan in done.document["plans"]} == {None}
-    assert any("the time limit was too short to say anything of auto" in note for note in done.document["notes"])
+    assert any("the time limit was too short to measure auto" in note for note in done.document["notes"])
     assert "No winner: too little was measured" in hotloop("race", task, "--no-parity", "--time-limit", "0.001s").err
 
 
@@ -240,7 +242,7 @@ WRONG: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a size below zero": (("--scale", "width=-1,1", "--plans", "auto"), 1, ("above zero",)),
     "a size twice": (("--scale", "width=1,2", "-p", "width=3"), 2, ("width is given by --scale and by --param",)),
     "no sizes": (("--scale", "width"), 2, ("'width' is not of the form name=value",)),
-    "a picture of nothing": (("--save", "x.html"), 2, ("--save is for the picture of --scale",)),
+    "a picture of nothing": (("--save", "x.html"), 2, ("--save names the file for the picture of --scale",)),
     "a device twice": (("--devices", "cpu", "--set", "device=cpu"), 2, ("by --devices and by --set",)),
 }
 

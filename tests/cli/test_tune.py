@@ -206,13 +206,13 @@ def test_a_plan_that_is_given_is_not_looked_for(hotloop: Hotloop, given: tuple[s
     task = () if given[0] == "--resume" else ("task.py",)
     done = hotloop("train", *task, *given, "--tune")
     assert done.code == 2
-    assert "--tune looks for the plan of a new run" in done.err
+    assert "--tune searches a plan for a new run" in done.err
 
 
 def test_a_plan_for_ranks_is_not_looked_for(hotloop: Hotloop) -> None:
     done = hotloop("train", "task.py", "--ranks", "2", "--tune")
     assert done.code == 2
-    assert "--tune looks for the plan of one process" in done.err
+    assert "--tune searches a plan for one process" in done.err
 
 
 WRONG = {

@@ -27,7 +27,7 @@ def at_lines(words: str) -> str:
     return re.sub(r"@(\d+)", lambda match: str(SMALL.count("\n") + int(match[1])), words)
 
 
-_SAID_BEFORE = ("auto passes over ", "read ", "  ", "SyntaxError: ", "IndentationError: ")
+_SAID_BEFORE = ("auto leaves out ", "read ", "  ", "SyntaxError: ", "IndentationError: ")
 """What training says of its data before it begins, and the place of an error of syntax as Python shows it."""
 
 
@@ -174,7 +174,7 @@ REAL = {
         SAMPLES.format(trouble="__import__('os')._exit(3)"),
         ("--workers", "1"),  # a second one might complain that nobody takes what it had ready
         "error: a worker process that loads the data died; expected workers that live until training ends. "
-        "See what happens with --workers 0; lack of memory is a common cause\n",
+        "Try --workers 0; lack of memory is a common cause\n",
     ),
 }
 

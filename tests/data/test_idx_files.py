@@ -39,10 +39,10 @@ SPOILT = {
     "torn": (SOUND[:-1], "1,199 bytes", "1,200"),
     "too long": (SOUND + b"\0", "1,201 bytes", "1,200"),
     "huge by its header": (b"\0\0\x0b\x04" + b"\xff" * 16, "0 bytes"),
-    "gzip, torn": (PACKED[:-20], "torn or corrupt"),
-    "gzip, torn in its header": (PACKED[:5], "torn or corrupt"),
-    "gzip, a byte changed": (PACKED[:60] + bytes([PACKED[60] ^ 1]) + PACKED[61:], "torn or corrupt"),
-    "gzip, wrong checksum": (PACKED[:-8] + b"\1\2\3\4" + PACKED[-4:], "torn or corrupt"),
+    "gzip, torn": (PACKED[:-20], "cut off or corrupt"),
+    "gzip, torn in its header": (PACKED[:5], "cut off or corrupt"),
+    "gzip, a byte changed": (PACKED[:60] + bytes([PACKED[60] ^ 1]) + PACKED[61:], "cut off or corrupt"),
+    "gzip, wrong checksum": (PACKED[:-8] + b"\1\2\3\4" + PACKED[-4:], "cut off or corrupt"),
     "gzip of something else": (gzip.compress(b"<html></html>"), "3c 68 74 6d"),
 }
 

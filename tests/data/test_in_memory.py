@@ -178,7 +178,7 @@ def test_other_validation_data_stays_as_it_is_and_that_is_said() -> None:
     assert isinstance(program.parts.splits.validation, Samples)
     assert lines[1] == (
         "validation can't be read into memory: its sample 0 draws from torch's random generator; "
-        "it is loaded sample by sample"
+        "the data is loaded sample by sample"
     )
     asked = drawing.asked
     hotloop.lower(program.parts.task, Plan(residency="host"), lines.append)

@@ -50,9 +50,9 @@ RANDOM: dict[str, tuple[Callable[[int, Tensor], Any], str]] = {
     "drawn for nothing": (lambda index, x: (torch.rand(1), x)[1], "sample 0 draws from torch's"),
     "one of them": (lambda index, x: x + torch.rand(6) if index == 17 else x, "sample 17 draws from torch's"),
     "own generator": (Own(np.random.default_rng()), r"sample 0 draws from the random generator data\.then\.generator"),
-    "system": (Own(random.SystemRandom()), "sample 23 is another one when asked for again"),
-    "counter": (Counter(), "sample 23 is another one when asked for again"),
-    "counter of epochs": (Counter(24), r"sample \d+ is another one when asked for again"),
+    "system": (Own(random.SystemRandom()), "sample 23 differs when it is read again"),
+    "counter": (Counter(), "sample 23 differs when it is read again"),
+    "counter of epochs": (Counter(24), r"sample \d+ differs when it is read again"),
 }
 
 
@@ -98,11 +98,11 @@ def test_the_user_may_say_that_data_is_deterministic_or_not() -> None:
 
 
 def test_data_said_to_be_deterministic_is_still_compared_with_what_was_read() -> None:
-    with pytest.raises(PlanError, match=r"put together are not their batch: batch\[0\] holds other values"):
+    with pytest.raises(PlanError, match=r"differ from their batch: batch\[0\] holds other values"):
         reading(Pairs(then=Own(random.SystemRandom())), deterministic=True)
     late: list[int] = []
     data = Pairs(then=lambda index, x: x + len(late))
-    with pytest.raises(PlanError, match=r"came out otherwise: batch\[0\] holds other values"):
+    with pytest.raises(PlanError, match=r"differs: batch\[0\] holds other values"):
         reading(data, progress=lambda done, samples: late.append(1) if done == samples else None)
 
 

@@ -22,7 +22,7 @@ from tests.support.runs import start_run
 
 DRAWS = torch.Generator().manual_seed(0)
 X, Y = torch.randn(12, 4, generator=DRAWS), torch.randn(12, 1, generator=DRAWS)
-DOUBT = "the rows of a batch can't be counted surely"
+DOUBT = "the rows of a batch can't be counted with certainty"
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:

@@ -141,7 +141,7 @@ def test_a_silent_rank_is_told_once_and_its_return_too() -> None:
         if second < 2 or second > 7:
             sign(1, second)
         beats.check(float(second))
-    assert told == ["waiting for rank 1: no sign of life for 5s", "rank 1 goes on"]
+    assert told == ["waiting for rank 1: no sign of life for 5s", "rank 1 continues"]
 
 
 def test_only_the_first_that_is_well_speaks() -> None:
@@ -168,7 +168,7 @@ def test_a_silent_first_rank_is_told_from_outside() -> None:
         if second < 8 or second > 13:
             store.set("hotloop/beat/launch/0", str(second))
         outside.check(float(second))
-    assert told == ["waiting for rank 0: no sign of life for 5s", "rank 0 goes on"]
+    assert told == ["waiting for rank 0: no sign of life for 5s", "rank 0 continues"]
     with Heartbeat(store, "launch", 0, 1, told.append).beat():
         pass
     for second in range(16, 30):  # it has left, and owes nobody a sign

@@ -329,7 +329,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused(plan: Plan, optimizer
     ("fields", "says"),
     [
         ({"model": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))}, "'1' (BatchNorm1d)"),
-        ({"step": lambda model, batch: model(batch[0]).pow(2).sum() / 10}, "divides by something"),
+        ({"step": lambda model, batch: model(batch[0]).pow(2).sum() / 10}, "divides by a number"),
     ],
 )
 def test_pieces_that_don_t_add_up_are_refused(fields: dict, says: str) -> None:

@@ -314,8 +314,8 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (Recomputed, "more often than a first look has shown"),
-        (Otherwise, "bernoulli_ draws otherwise than a first look has shown"),
+        (Recomputed, "more often than in the first run"),
+        (Otherwise, "bernoulli_ draws otherwise than in the first run"),
         (lambda: Growing(0.0), ""),
         (Mixed, "Python's or NumPy's generator"),
     ],

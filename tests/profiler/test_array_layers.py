@@ -160,7 +160,7 @@ def test_no_remedy_of_torchs_is_given() -> None:
     assert [one for one in found.remedies if "data" not in one.cause] == []
     assert found.bound == "unknown" and found.limit_ms is None
     said = " ".join(found.bound_evidence)
-    assert "array operations 90 %" in said and "input 10 %" in said and "Most of it is a: 70 %" in said
+    assert "array operations 90 %" in said and "input 10 %" in said and "The largest part is a: 70 %" in said
 
 
 def test_what_takes_more_than_the_layers_bounds_the_step() -> None:

@@ -78,7 +78,7 @@ def test_a_child_that_takes_too_long_ends_with_the_compilers_that_it_started(tmp
         while not (note.exists() and note.read_text()):
             time.sleep(0.01)
         failure = child.result(0.1)["failure"]
-    assert "did not come to an end within" in failure and time.monotonic() - began < BOUND_S
+    assert "did not finish within" in failure and time.monotonic() - began < BOUND_S
     assert not psutil.pid_exists(child.pid)
     for _ in range(500):  # its parent is gone, so the system takes a moment to clear it away
         if not psutil.pid_exists(int(note.read_text())) or psutil.Process(int(note.read_text())).status() == "zombie":

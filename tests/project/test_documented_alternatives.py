@@ -1,4 +1,4 @@
-"""What docs/training.md says to do in place of what a Task can't express works, and resumes exactly or says that it doesn't."""
+"""The alternatives of docs/reference/limits.md for what a Task cannot express resume exactly, or report why not."""
 
 from __future__ import annotations
 

@@ -26,9 +26,11 @@ PACKAGES = (
     "tuning",
     "scripts",
     "profiler",
+    "advisor",
     "training",
     "inference",
     "hyperparameters",
+    "hardware_advice",
     "report",
     "cli",
 )
@@ -42,6 +44,7 @@ PLUGINS = ("cli", "arrays", "explainer/layers", "lowering/rewrites", "profiler/d
 
 PUBLIC_FUNCTIONS = frozenset(
     (
+        "advise",
         "check",
         "devices",
         "evaluate",
@@ -60,10 +63,12 @@ PUBLIC_FUNCTIONS = frozenset(
 """Nouns of commands: the command, the entry of its package, its record and its page share a noun."""
 
 SHARED_STEMS = {
+    "advice": "a record and its page",
     "activations": "a family of layers in arrays and in explainer",
     "losses": "a family of layers in arrays and in explainer",
     "recurrent": "a family of layers in arrays and in explainer",
     "explanation": "a record and its page",
+    "cpu_rates": "a record and the times that follow from the rates",
     "hardware": "a record and its page",
     "model_summary": "a record, its page and its computation",
 }

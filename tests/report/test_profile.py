@@ -48,15 +48,15 @@ def test_everything_that_was_found_is_there() -> None:
         "the model Net[red] 25 ms 60 ms 85 % 6 GFLOP 300 MB 25 %",
         "Update by Adam (forloop) at train.py:40: 2 ms a step.",
         "group 0: 3 tensors, 12,000 numbers, 1.5 ms",
-        "group slow: 1 tensors, 9 numbers, in one go with the others",
+        "group slow: 1 tensors, 9 numbers, in one call with the others",
         "convolution_backward 2 38 ms 38 % 3 GFLOP 100 MB backward in features.0 model.py:12",
-        "What bounds the step: arithmetic. Of a step of 100 ms: arithmetic 70 %.",
+        "Limit of the step: arithmetic. Of a step of 100 ms: arithmetic 70 %.",
         "1. an optimizer in for-loop mode: up to 31 % of the step at /far/away/train.py:40 take the fused one",
         "plan: --set optimizer=fused",
         "raced: 1.40 times as fast (1.30 to 1.50)",
         "Costs little here: .item() each step, at /far/away/train.py:41 (0.2 % of the step).",
         "1.0 % of the step is unattributed.",
-        "Watching made a step 1.010 times as long",
+        "Recording made a step 1.010 times as long",
         "Recording ended before the script: enough steps were recorded.",
         "Note: a note",
     ):
@@ -105,7 +105,7 @@ def test_operators_of_one_module() -> None:
     text = shown(made(), module="head")
     assert "operators in head" in text
     assert "mm " in text and "convolution_backward" not in text
-    assert "No operator of 'nowhere' was seen" in shown(made(), module="nowhere")
+    assert "No operator of 'nowhere' was recorded" in shown(made(), module="nowhere")
     assert "convolution_backward" in shown(made(), module="features")  # those inside as well
 
 
@@ -126,10 +126,10 @@ def test_how_many_remedies_are_not_shown_is_said() -> None:
 
 def test_without_steps_it_says_so() -> None:
     text = shown(Profile(source="plain.py", steps=0, step_ms=None, notes=["it never imported torch"], exit_code=3))
-    assert "no training steps could be told apart" in text
+    assert "no single training steps were found" in text
     assert "it never imported torch" in text
     assert "exit code 3" in text
-    assert "What bounds" not in text and "would help" not in text
+    assert "Limit of the step" not in text and "would help" not in text
 
 
 def test_a_script_that_a_signal_ended_says_which() -> None:

@@ -41,7 +41,7 @@ def assert_passed_over(folder: Path, bad: Path, before: Path, why: str = "") -> 
     found = CheckpointFolder(folder).newest(said.append)
     assert found is not None
     assert found[1] == before
-    assert [line.split(":")[0] for line in said] == [f"passing over the checkpoint of step {int(bad.name[5:14])}{why}"]
+    assert [line.split(":")[0] for line in said] == [f"skipping the checkpoint of step {int(bad.name[5:14])}{why}"]
 
 
 def two(folder: Path) -> tuple[Path, Path]:
@@ -214,7 +214,7 @@ def test_a_lost_best_epoch_does_not_lose_the_training(folder: Path) -> None:
     assert found is not None
     assert (found[1], found[0].best) == (newest, None)
     assert differing_paths(found[0].state, load(newest).state) == []
-    assert said[-1] == "taking the checkpoint of step 26 all the same, without its best epoch"
+    assert said[-1] == "using the checkpoint of step 26 without its best epoch"
 
 
 def test_with_no_good_checkpoint_nothing_is_trained_anew_unasked(
@@ -229,8 +229,8 @@ def test_with_no_good_checkpoint_nothing_is_trained_anew_unasked(
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints is good"):
         hotloop.fit(task(2), run=path, device="cpu", resume=True)
     said = " ".join(capfd.readouterr().err.split())
-    assert "passing over the checkpoint of step 26" in said
-    assert "passing over the checkpoint of step 25" in said
+    assert "skipping the checkpoint of step 26" in said
+    assert "skipping the checkpoint of step 25" in said
     assert CheckpointFolder(path / "checkpoints").files() == before
 
 

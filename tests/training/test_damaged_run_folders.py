@@ -165,7 +165,7 @@ def test_what_is_no_checkpoint_is_passed_over(
     newest.unlink()
     put(newest)
     try:
-        assert "passing over the checkpoint of step 20" in resumed(copy, capsys)
+        assert "skipping the checkpoint of step 20" in resumed(copy, capsys)
     except HotloopError as error:  # the same checkpoint, written anew, has the folder's name
         assert put is a_folder
         assert "Is a directory" in str(error)
@@ -225,7 +225,7 @@ def test_a_checkpoint_that_says_what_can_not_be_is_passed_over(
         path.unlink()
         train(copy)
     else:
-        assert "passing over the checkpoint of step 20" in resumed(copy, capsys)
+        assert "skipping the checkpoint of step 20" in resumed(copy, capsys)
     assert disagreements(whole, copy) == []
 
 

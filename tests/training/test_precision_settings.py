@@ -88,7 +88,7 @@ def test_a_run_goes_on_under_the_settings_that_it_began_with(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run" / "run.json").read_text())["switches"]["mkldnn.matmul"] == "tf32"
     (tmp_path / "log.txt").unlink()
     said = train(tmp_path, "highest", "--resume", "run", "--epochs", "2")
-    assert "matrix products in tf32 then, fp32 now: the run goes on with those that it began with" in said
+    assert "matrix products in tf32 then, fp32 now: the run continues with the settings of its start" in said
     noted = (tmp_path / "log.txt").read_text().splitlines()[1:]  # the first is of a look at the model's output
     assert {"train tf32", "eval tf32"} <= set(noted), noted
     assert "train ieee" not in noted and "eval ieee" not in noted, noted

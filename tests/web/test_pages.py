@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotloop.core.records.advice import HardwareAdvice, MachineAdvice, StepCurve
 from hotloop.core.records.race import Crossover, RaceScaling, Timing, Verdict
 from hotloop.core.records.training import Evaluation, Mistake, Picture
+from hotloop.report.advice import cost_front, write_advice
 from hotloop.report.confusion import most_frequent, write_confusion
 from hotloop.report.learning_curves import write_curves
 from hotloop.report.mistakes import write_mistakes
@@ -260,3 +262,37 @@ def test_a_crossing_is_named_beside_its_line_between_the_sizes(tmp_path, drawn) 
 
 def test_pictures_without_anything_to_show_are_not_written(tmp_path) -> None:
     assert write_charts(made(phases={}, modules=[]), tmp_path / "seen") == []
+
+
+def advised() -> HardwareAdvice:
+    """Four machines, of which one is slower and dearer than another."""
+    figures = dict(
+        gpus=1, form="workstation", batch_size=32, step_ms=1.0, low_ms=0.8, high_ms=1.2, memory_bytes=1, fits="fits",
+        memory_there_bytes=10.0, accumulation=1, way="none", cost_per_1000_steps=1.0, energy_kwh=None, bound="memory",
+        parts={}, source="", meets=True,
+    )  # fmt: skip
+    given = (("<i>", 36e3, 0.0), ("slow", 7200.0, 9.0), ("middle", 3600.0, 4.0), ("fast", 360.0, 20.0))
+    rows = [MachineAdvice(name=name, chip=name, run_s=run_s, cost=cost, **figures) for name, run_s, cost in given]
+    curves = [
+        StepCurve(name="CPU", is_cpu=True, batch_sizes=[1, 100], step_ms=[1, 100]),
+        StepCurve(name="fast", is_cpu=False, batch_sizes=[1, 100], step_ms=[10, 10]),
+    ]
+    return HardwareAdvice(
+        subject="t", stage=1, reason="enough", pays_from=10, pays="A GPU pays.", batch_size=32, steps=9, epochs=1,
+        precision="fp32", plan="baseline", parameters=1, flops=1, memory={}, machines=rows, curves=curves,
+    )  # fmt: skip
+
+
+def test_the_front_leaves_out_what_is_slower_and_dearer() -> None:
+    assert [row.name for row in cost_front(advised().machines)] == ["fast", "middle", "<i>"]
+
+
+@pytest.mark.more
+@needs_browser
+def test_advice_has_its_machines_its_front_and_the_crossing(drawn, tmp_path) -> None:
+    write_advice(advised(), tmp_path / "advice.html")
+    found = drawn(tmp_path / "advice.html")
+    assert found.errors == []
+    assert found.shapes["point"] == 4
+    assert {"<i>", "slow", "middle", "fast", "a GPU pays from batch 10 on"} <= set(found.texts)
+    assert any("Stage 1 of 4: enough. A GPU pays." in text for text in found.texts)

@@ -4,7 +4,7 @@ Each layer runs on NumPy, CuPy, PyTorch, or any other library of the array API s
 
 To be read in this order: `layer.py` (the chain rule), `dense.py`, `activations.py`, `losses.py`, `optimizers.py`,
 `conv.py` (convolution, pooling), `reshape.py`, `recurrent.py`, `graph.py`, and `network.py`, which trains.
-docs/arrays.md explains the matrices.
+docs/how-to/arrays.md explains the matrices.
 """
 
 from hotloop.arrays.activations import (

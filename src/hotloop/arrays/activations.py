@@ -210,7 +210,7 @@ class Softmax(Layer):
 
     def shape(self, shape: Shape) -> Shape:
         if not -len(shape) <= self.axis <= len(shape) or not self.axis:
-            raise ShapeMismatch(f"a dimension {self.axis} beside the batch's")
+            raise ShapeMismatch(f"a dimension {self.axis} besides the batch dimension")
         return shape
 
     def forward(self, x: Array, training: bool = False) -> Array:

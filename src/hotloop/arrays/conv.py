@@ -60,7 +60,7 @@ class Window:
     def shape(self, shape: Shape, channels: int) -> Shape:
         """Returns the output shape of a layer with `channels` channels and a number for each position."""
         if len(shape) != 3 or min(self.positions(shape[1:])) < 1:
-            raise ShapeMismatch(f"images (channels, height, width) that hold a window of {self._extent()}")
+            raise ShapeMismatch(f"images (channels, height, width) at least as large as a window of {self._extent()}")
         return (channels, *self.positions(shape[1:]))
 
     def _extent(self) -> str:
@@ -198,7 +198,7 @@ class _Pooling(Layer):
         if any(2 * outside > inside for outside, inside in zip(self.window.pad, self.window.size, strict=True)):
             raise TaskError(
                 f"pad={pad!r} around a pooling window of {self.window!r}",
-                expected="half of the window at most, so that each sees a pixel",
+                expected="at most half of the window, so that each window contains a pixel",
             )
 
     def shape(self, shape: Shape) -> Shape:
@@ -218,7 +218,7 @@ class MaxPool(_Pooling):
 
     If several numbers of a window are the largest, each of these `count` numbers gets the same share; torch gives all
     to the first. Both are subgradients. Equal numbers come from zeros after a ReLU, whose derivative is 0 anyway, and
-    from flat areas of an image. docs/arrays.md compares the mask with a list of places.
+    from flat areas of an image. docs/how-to/arrays.md compares the mask with a list of places.
 
     Args:
         size, stride, pad, dilation: see `Window`; the stride is the size by default.

@@ -240,9 +240,9 @@ class BatchNorm(Layer):
         count = math.prod(x.shape) // x.shape[1]
         if count < 2:
             raise DataError(
-                "a batch normalisation gets one number for each channel, which has no variance",
+                "a batch normalisation got a single number for each channel, and a single number has no variance",
                 expected="two or more",
-                fix="choose a batch size that leaves no single sample over",
+                fix="choose a batch size whose last batch has 2 or more samples",
             )
         unbiased = variance * (count / (count - 1))
         for name, value in (("running_mean", mean), ("running_var", unbiased)):

@@ -97,9 +97,7 @@ def _check(nodes: Any) -> None:
         unknown = [one for one in given if one not in known]
         if not given or unknown or name == INPUT:
             got = f"gets {unknown[0]!r}" if unknown else "gets nothing" if not given else "has the input's name"
-            raise TaskError(
-                f"{name!r} of a graph {got}", expected=f"names of what stands before it: {', '.join(known)}"
-            )
+            raise TaskError(f"{name!r} of a graph {got}", expected=f"names of layers before it: {', '.join(known)}")
         known.append(name)
         used.update(given)
     unused = [name for name in known[:-1] if name not in used]

@@ -146,7 +146,9 @@ def check_layers(given: Any) -> None:
         if not isinstance(layer, Layer):
             shown = f"the class {layer.__name__}" if isinstance(layer, type) else type_name(layer)
             raise TaskError(
-                f"{shown} stands among the layers", expected="layers", fix="make one of it, such as Dense(100)"
+                f"{shown} stands among the layers",
+                expected="layers",
+                fix="make an instance of the class, such as Dense(100)",
             )
 
 

@@ -88,7 +88,7 @@ class BinaryCrossEntropy(Loss):
         super().check(target, output, name)
         xp = array_namespace(target)
         if not bool(xp.all((target >= 0) & (target <= 1))):
-            raise DataError(f"{name} has numbers outside of 0 to 1", expected="probabilities of yes")
+            raise DataError(f"{name} has numbers outside of 0 to 1", expected="probabilities of the class 1")
 
 
 class CrossEntropy(Loss):
@@ -158,7 +158,7 @@ def _check_shape(target: Array, output: Shape, name: str) -> None:
     if tuple(target.shape[1:]) != tuple(output):
         raise DataError(
             f"a sample of {name} has shape {tuple(target.shape[1:])}",
-            expected=f"{tuple(output)}, as the network's outputs ask for",
+            expected=f"{tuple(output)}, as the network's outputs have",
             fix="reshape it, or change the last layer",
         )
 

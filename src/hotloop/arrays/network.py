@@ -250,7 +250,7 @@ class Network:
             raise TaskError(
                 f"a state of {len(state)} arrays, and the network has {len(own)}",
                 expected="equal names and shapes",
-                fix="restore what the state() of a network of the same layers gave, after a first batch",
+                fix="restore the result of state() of a network with the same layers, after a first batch",
             )
         for name, value in state.items():
             own[name][...] = value
@@ -266,8 +266,8 @@ class Network:
         """
         if self._sample is None:
             raise TaskError(
-                "a network without weights, which come with the first batch",
-                expected="one that was trained, or has predicted",
+                "a network without weights: the first batch creates them",
+                expected="a network after fit or predict",
                 fix="call fit or predict before",
             )
         return to_sequential(self.chain, tuple(self._sample.shape[1:])).eval()
@@ -283,7 +283,7 @@ class Network:
         if x.shape[0] != y.shape[0]:
             raise DataError(
                 f"{name} has {x.shape[0]} samples and {target} has {y.shape[0]}",
-                expected="as many of one as of the other",
+                expected="equal numbers",
             )
         self.loss.check(y, self._outputs, target)
         floats = self.xp.isdtype(y.dtype, "real floating")
@@ -330,13 +330,14 @@ class Network:
         final = self.loss.final
         if final is not None and type(self._leaves[-1]) is final:
             raise TaskError(
-                f"the last layer is a {type_name(self._leaves[-1])[2:]}, and {type(self.loss).__name__} has one of its own",
+                f"the last layer is a {type_name(self._leaves[-1])[2:]}, and the loss "
+                f"{type(self.loss).__name__} contains another",
                 expected="scores",
                 fix="leave that layer out",
             )
         twice = [repr(one) for place, one in enumerate(self._leaves) if one in self._leaves[:place]]
         if twice:
-            raise TaskError(f"{twice[0]} stands twice in the network", expected="each layer once", fix="make two of it")
+            raise TaskError(f"{twice[0]} is in the network twice", expected="each layer once", fix="make two layers")
         late = [repr(one) for one in self._leaves[1:] if isinstance(one, Embedding)]
         if late:
             raise TaskError(f"{late[0]} is not the first layer", expected="whole numbers, as the data has")

@@ -52,8 +52,8 @@ def _torch_module(layer: Layer, sample: Shape) -> nn.Module:
     make = _MODULE_MAKERS.get(type(layer))
     if make is None:
         raise TaskError(
-            f"{layer!r} has nothing like it in torch",
-            expected="layers that torch has modules for",
+            f"{layer!r} has no equivalent in torch",
+            expected="layers with an equivalent module of torch",
             fix="leave that layer out, or use the network itself",
         )
     from torch import nn

@@ -16,6 +16,7 @@ from hotloop.cli.options import run_app
 # in the order of the help
 COMMANDS = (
     "devices",
+    "advise",
     "train",
     "plan",
     "race",
@@ -38,6 +39,7 @@ You write what to train as a Task in a Python file; hotloop decides how to run t
 
 \b
   hotloop devices                               what this machine has
+  hotloop advise task.py                        which hardware it needs: time, memory and cost elsewhere
   hotloop train task.py                         train the Task in task.py, into a new run folder
   hotloop train task.py --epochs 3 --run runs/first
   hotloop plan task.py                          how --plan auto would run it here, and why

@@ -31,7 +31,7 @@ def check(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="What to check: auto, baseline, arrays or a TOML file.",
+            help="Plan to check: auto, baseline, arrays or a TOML file.",
             show_default="the default of hotloop train",
         ),
     ] = None,
@@ -42,7 +42,7 @@ def check(
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     converge: Annotated[
         int,
-        typer.Option(help="Also train to the end with so many seeds, with both plans, and compare the final figures."),
+        typer.Option(help="Also train both plans to the end with this many seeds, and compare the final figures."),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,6 +86,6 @@ def check(
         )
     print_result(as_json, parity.model_dump(), lambda: parity_page(parity))
     if (ends := parity.convergence) is not None and ends.ended is not None:
-        exit_early(ends.ended_by, f"{ends.ended}; what was found before is shown")
+        exit_early(ends.ended_by, f"{ends.ended}; the results so far are shown")
     if parity.parity == "broken":
         raise typer.Exit(FAILED)

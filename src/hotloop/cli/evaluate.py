@@ -38,26 +38,32 @@ class DataPart(StrEnum):
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
     on: Annotated[
-        DataPart | None, typer.Option(help="Which data.", show_default="test, or validation without test data")
+        DataPart | None,
+        typer.Option(help="Part of the data to evaluate on.", show_default="test, or validation without test data"),
     ] = None,
     weights: WeightsOption = WeightsName.best,
     device: DeviceOption = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show loss and metrics of a trained network, and for a classification its mistakes.
+    """Show loss and metrics of a trained network, and its mistakes or residuals.
 
     \b
     hotloop evaluate runs/first
     hotloop evaluate runs/first --on validation
 
-    Writes RUN/evaluation/: evaluation.json, and for a classification confusion.html and mistakes.html.
+    A classification has precision, recall and F1 per class, top-5 accuracy from 6 classes on, and confusions. A
+    regression has MAE (mean absolute error), RMSE (root mean squared error) and R² per target.
+
+    Writes RUN/evaluation/: evaluation.json; for a classification confusion.html and mistakes.html; for a regression
+    residuals.html.
 
     Test data is meant to be read once. A network that is selected by its test figures has biased test figures:
     select by --on validation.
     """
     from hotloop import api
     from hotloop.report.confusion import class_tables
+    from hotloop.report.regression.residuals import regression_table
 
     with stdout_for(as_json), progress_bar("evaluating") as progress:
         found = api.evaluate(run, on=on, weights=weights.value, trust=trust, device=device, say=say, progress=progress)
@@ -69,7 +75,13 @@ def evaluate(
         return
     if found.confusion:
         console.print(class_tables(found))
+    if found.regression is not None:
+        console.print(regression_table(found.regression))
     figures = {"loss": found.loss, **found.metrics}
+    if found.top_5_accuracy is not None:
+        figures["top-5 accuracy"] = found.top_5_accuracy
+    if found.macro_average is not None:
+        figures["macro F1"] = found.macro_average.f1
     say(f"{found.on}: " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items()))
     say(f"{found.samples:,} samples, {found.weights} weights (epoch {found.epoch})")
     if found.note:
@@ -83,6 +95,7 @@ def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
     from hotloop.core.files.atomic_files import write_atomic
     from hotloop.report.confusion import write_confusion
     from hotloop.report.mistakes import write_mistakes
+    from hotloop.report.regression.residuals import write_residuals
 
     files = {"evaluation": folder / "evaluation.json"}
     write_atomic(files["evaluation"], found.model_dump_json(indent=2))
@@ -92,4 +105,7 @@ def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
     if found.classes:
         files["mistakes"] = folder / "mistakes.html"
         write_mistakes(found, files["mistakes"])
+    if found.regression is not None:
+        files["residuals"] = folder / "residuals.html"
+        write_residuals(found, files["residuals"])
     return files

@@ -27,11 +27,12 @@ def export(
     ],
     weights: WeightsOption = WeightsName.best,
     without_prepare: Annotated[
-        bool, typer.Option("--without-prepare", help="Leave the Task's prepare out: the file takes prepared inputs.")
+        bool,
+        typer.Option("--without-prepare", help="Export without the Task's prepare: the file takes prepared inputs."),
     ] = False,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="The only number of samples that the file takes at a time.", show_default="any number"),
+        typer.Option(help="Fixed number of samples that the file takes at a time.", show_default="any number"),
     ] = None,
     inputs: Annotated[
         Path | None,
@@ -77,5 +78,5 @@ def export(
         without = "without the Task's prepare: inputs must be prepared"
         say("the Task's prepare is in the file" if done.prepare else without)
     sizes = ", ".join(map(str, done.batch_sizes))
-    say(f"read back and run on batches of {sizes}: differs from the model by {done.difference:.2g} at most")
+    say(f"loaded again and run on batches of {sizes}: differs from the model by at most {done.difference:.2g}")
     say(f"written: {done.file} ({done.size_bytes / 1e6:.2f} MB), {done.weights} weights (epoch {done.epoch})")

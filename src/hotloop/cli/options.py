@@ -56,7 +56,9 @@ SetOption = Annotated[
 ]
 TrustOption = Annotated[
     bool,
-    typer.Option("--trust", help="Trust the code in the folder of a run that you didn't start, now and later."),
+    typer.Option(
+        "--trust", help="Trust the code in the folder of a run that you didn't start, for this and later commands."
+    ),
 ]
 
 
@@ -66,7 +68,10 @@ class WeightsName(StrEnum):
 
 
 WeightsOption = Annotated[
-    WeightsName, typer.Option(help="Those of the best epoch by validation (without it, the last), or the last.")
+    WeightsName,
+    typer.Option(
+        help="Weights of the best epoch by validation (without validation data: of the last), or of the last epoch."
+    ),
 ]
 
 
@@ -90,7 +95,9 @@ def print_json(document: dict[str, Any]) -> None:
     """
     text = json.dumps(_finite(document), indent=2, allow_nan=False)
     if sys.stdout is None:
-        raise DiskError("stdout is closed", expected="a place for the one JSON document", fix="open it, or omit --json")
+        raise DiskError(
+            "stdout is closed", expected="an open stdout for the JSON document", fix="open it, or omit --json"
+        )
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -45,11 +45,11 @@ def profile(
         typer.Argument(help="A Task (file.py, file.py:name, package.module:name), or any script.", show_default=False),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Behind --: the script's own.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help="To run a Task with: auto, baseline, arrays or a TOML file.", show_default="baseline"),
+        typer.Option(help="Plan of a Task: auto, baseline, arrays or a TOML file.", show_default="baseline"),
     ] = None,
     settings: SetOption = None,
     device: DeviceOption = None,
@@ -58,7 +58,8 @@ def profile(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Processes that share each step, under --set parallel=...; alone it means parallel=data.",
+            help="Processes that share each step, with --set parallel=...; without --set they share it by "
+            "parallel=data.",
             show_default="as many as there are devices",
         ),
     ] = None,
@@ -67,27 +68,25 @@ def profile(
     ] = None,
     stop_after: Annotated[
         str | None,
-        typer.Option(
-            help="End a script after this time, such as 60s: as by Ctrl-C; by SIGTERM if it goes on for 60 s after that."
-        ),
+        typer.Option(help="Stop a script after this time, such as 60s: first by Ctrl-C, 60 s later by SIGTERM."),
     ] = None,
     try_remedies: Annotated[
         bool,
         typer.Option(
             "--try",
-            help="Race the remedies that a plan can express, or a script's network compiled, and print the gains.",
+            help="Race the remedies that a plan can express, or the compiled network of a script, and print the gains.",
         ),
     ] = False,
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="For the whole profile of a Task with --try, or for the race of a script's network.",
-            show_default="30s for what --try races",
+            help="Time limit of the whole profile of a Task with --try, or of the race of a script's network.",
+            show_default="30s for the races of --try",
         ),
     ] = None,
-    module: Annotated[str | None, typer.Option(help="Show the operators of this module alone.")] = None,
+    module: Annotated[str | None, typer.Option(help="Show only the operators of this module.")] = None,
     as_module: Annotated[
-        bool, typer.Option("-m", help="FILE is a module that runs as a script, as under python -m.")
+        bool, typer.Option("-m", help="FILE is the name of a module to run as a script, as with python -m.")
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of a few steps to this file.")] = None,
     pictures: Annotated[Path | None, typer.Option(help="Write pages with pictures into this folder.")] = None,
@@ -154,7 +153,7 @@ def _script_path(file: str, arguments: bool) -> Path | None:
         return Path(file)  # such as a command written in Python
     path = file_of_reference(where)
     if arguments and (path is None or where != file):
-        raise typer.BadParameter(f"{file} names a Task, and arguments behind -- are for a script; pass -p name=value")
+        raise typer.BadParameter(f"{file} names a Task, and arguments after -- are for a script; pass -p name=value")
     if path is None or where != file or (not arguments and defines_task(path, name)):
         return None
     return path
@@ -192,7 +191,7 @@ def _say_first() -> Callable[[str, float], None]:
         nonlocal is_reported
         if not is_reported and doing.startswith("measuring"):
             is_reported = True
-            say("measuring what this machine can do, once")
+            say("measuring this machine's limits, once")
 
     return progress
 

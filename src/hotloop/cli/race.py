@@ -53,12 +53,14 @@ def race(
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="For the whole race, such as 60s or 5m: preparing, measuring, proving.",
-            show_default="60s for measuring, without preparing and proving",
+            help="Time limit of the whole race, such as 60s or 5m: preparation, measurement, proof.",
+            show_default="60s for the measurement alone",
         ),
     ] = None,
     parity: Annotated[bool, typer.Option(help="Prove that each plan gives the baseline's result.")] = True,
-    save: Annotated[Path | None, typer.Option(help="The picture of --scale.", show_default="race-NAME.html")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="File for the picture of --scale.", show_default="race-NAME.html")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Race plans side by side: which finishes this run first.
@@ -76,7 +78,7 @@ def race(
         raise typer.BadParameter("the device is given by --devices and by --set")
     sizes = _parse_scale(scale, given)
     if save is not None and sizes is None:
-        raise typer.BadParameter("--save is for the picture of --scale")
+        raise typer.BadParameter("--save names the file for the picture of --scale")
     file_of_reference(split_reference(task)[0])
     if sizes is not None:
         save = save or Path(f"race-{sizes[0]}.html")
@@ -90,6 +92,7 @@ def race(
     spec = RaceSpec(named, devices=names, axes=axes, time_limit=time_limit)
     spec.requested_plans()  # reports a wrong plan before the import of torch, which takes seconds
 
+    from hotloop.hardware_advice.race_comparison import compare_with_predictions
     from hotloop.report.race import race_progress_bar
     from hotloop.task_file import load_task
     from hotloop.tuning import race as tuning_race
@@ -100,7 +103,10 @@ def race(
             scaling = tuning_race.race_scales(task, given, sizes, spec, **common)
         else:
             prove = tuning_race.PROVE if parity else None
-            verdict = tuning_race.race_loaded(load_task(task, given), spec, prove=prove, **common)
+            loaded = load_task(task, given)
+            verdict = tuning_race.race_loaded(loaded, spec, prove=prove, **common)
+            for line in compare_with_predictions(loaded, verdict, batch_size):
+                say(line)
     if save is not None:
         _show_scaling(scaling, save, as_json)
     else:
@@ -112,7 +118,7 @@ def _show(verdict: Any, as_json: bool) -> None:
 
     print_result(as_json, verdict.model_dump(), lambda: race_page(verdict))
     if verdict.ended is not None:
-        exit_early(verdict.ended_by, f"{verdict.ended}; what was raced before is shown")
+        exit_early(verdict.ended_by, f"{verdict.ended}; the results so far are shown")
 
 
 def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
@@ -128,7 +134,7 @@ def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
     if scaling.ended is not None:
         if unwritten is not None:
             say(f"error: {unwritten}")
-        exit_early(scaling.ended_by, f"{scaling.ended}; what was raced before is shown")
+        exit_early(scaling.ended_by, f"{scaling.ended}; the results so far are shown")
     exit_if_failed(unwritten)
 
 

@@ -54,7 +54,7 @@ def train(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="How to run it: auto, baseline (eager), arrays or a TOML file.",
+            help="Plan of the training: auto, baseline (eager), arrays or a TOML file.",
             show_default="auto, with --set the baseline, or the run's own",
         ),
     ] = None,
@@ -70,14 +70,16 @@ def train(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Processes that share the training, under --set parallel=...; alone it means parallel=data.",
+            help="Processes that share the training, with --set parallel=...; without --set they share it by "
+            "parallel=data.",
             show_default="as many as there are devices",
         ),
     ] = None,
     rank_timeout: Annotated[
         str | None,
         typer.Option(
-            help="How long ranks wait for each other, such as 5m; then the run ends with a line that says where each is.",
+            help="Longest time that ranks wait for each other, such as 5m; after it the run ends with the place of "
+            "each rank.",
             show_default="60s, or 20 times the longest step",
         ),
     ] = None,
@@ -127,13 +129,13 @@ def train(
     if resume is not None and (run is not None or param):
         raise typer.BadParameter("--run and --param are for a new run; --resume keeps those of the run")
     if tune and (resume is not None or plan not in (None, "auto")):
-        raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
+        raise typer.BadParameter("--tune searches a plan for a new run: leave out --resume and --plan")
     if trust and resume is None:
         raise typer.BadParameter("--trust is for the code in a run's folder: give it with --resume")
     given = parse_pairs(param or [])
     axes = axes_of_options(settings, device=device, workers=workers, ranks=ranks)
     if tune and (axes.keys() & {"parallel", "ranks"} or launched_ranks() > 1):
-        raise typer.BadParameter("--tune looks for the plan of one process: leave out --ranks and parallel")
+        raise typer.BadParameter("--tune searches a plan for one process: leave out --ranks and parallel")
     if task is not None:
         file_of_reference(
             split_reference(task)[0]

@@ -33,7 +33,7 @@ def tune(
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="For the whole search, such as 60s or 5m.",
+            help="Time limit of the whole search, such as 60s or 5m.",
             show_default="the time that a better plan can save in this run",
         ),
     ] = None,

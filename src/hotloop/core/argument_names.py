@@ -9,7 +9,7 @@ from typing import Any
 
 from hotloop.errors import HotloopError
 
-_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|summary|devices|study)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
+_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|summary|devices|advise|study)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
 """A complete command, which `name_arguments` leaves unchanged: the user can enter the command in a shell."""
 
 _PATH = r"[^\s;,]*[^\s;,.:]"
@@ -38,7 +38,7 @@ _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--study\b", "folder="),
     (r"--require\b", "constraints="),
 ]
-_NAMES = "trials|sampler|jobs|repeats|seed|rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
+_NAMES = "trials|sampler|jobs|repeats|seed|chips|gpus|batch-sizes|deadline|budget|prices|precision|carbon|rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
 
 
 def name_arguments(text: str) -> str:

@@ -149,4 +149,4 @@ def other_settings(then: Float32Switches, now: Float32Switches, device: str) -> 
         for operator, name in SWITCH_OF.get(device, {}).items()
         if then.get(name, now[name]) != now[name]
     ]
-    return f"torch's settings: {', '.join(other)}: the run goes on with those that it began with" if other else ""
+    return f"torch's settings: {', '.join(other)}: the run continues with the settings of its start" if other else ""

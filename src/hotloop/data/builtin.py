@@ -247,7 +247,7 @@ def _read_bundle(spec: IdxSet, folder: Path, validation: int, seed: int) -> Bund
 
 def _read_pair(spec: IdxSet, images: Path, labels: Path) -> Pair:
     x, y = read_idx(images), read_idx(labels)
-    again = f"Give the folder of a sound copy of {spec.name}"
+    again = f"Give the folder of an intact copy of {spec.name}"
     if x.dtype != np.uint8 or x.shape[1:] != (IMAGE_SIDE, IMAGE_SIDE) or not len(x):
         raise DataError(
             f"{images} holds {x.dtype} of shape {x.shape}", expected=f"uint8 (N, {IMAGE_SIDE}, {IMAGE_SIDE})", fix=again
@@ -272,7 +272,7 @@ def _check_request(validation: int, seed: int, available: int) -> None:
         raise DataError(
             f"validation={validation!r}",
             expected=f"a whole number from 0 to {available - 1}",
-            fix="Hold back fewer samples; some must be left to train on",
+            fix="Set fewer samples aside; training needs some",
         )
     if not (isinstance(seed, int) and seed >= 0):
         raise DataError(f"seed={seed!r}", expected="a whole number, 0 or more", fix="Pass seed=0, for one")

@@ -1,10 +1,12 @@
-"""A built-in data set: its parts, classes and preprocessing."""
+"""A data set with its parts, classes and preprocessing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +16,50 @@ from hotloop.errors import DataError
 Pair = tuple[Tensor, Tensor]
 
 
+class InputReader(Protocol):
+    """Reads new inputs from a user's files in the same way as the training data.
+
+    Attributes:
+        kind: `images` or `csv`.
+        targets: names of the columns of a regression's targets; empty for classes.
+        prepare: preprocessing of the read inputs, with the statistics of the training data.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def targets(self) -> tuple[str, ...]: ...
+
+    @property
+    def prepare(self) -> Callable[[Tensor], Tensor]: ...
+
+    def read(self, path: Path, say: Callable[[str], None]) -> Any:
+        """Returns raw inputs with an array's interface of rows."""
+
+    def names(self, path: Path) -> list[str]:
+        """Returns a name for each input of `read`; empty if the inputs have numbers alone."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the reader as a JSON document for the run folder."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Bundle:
-    """A raw data set in memory, on the CPU.
+    """A raw data set, mostly in memory, on the CPU.
 
     Args:
         name: the data set's name, such as "Fashion-MNIST".
-        train: `(x, y)`: raw inputs of shape (N, ...) and labels of shape (N,).
+        train: `(x, y)`: raw inputs of shape (N, ...) and labels of shape (N,), or targets of shape (N, targets). A set
+            of many images is a map-style data set.
         validation: the same for early stopping and model choice, or None.
         test: the same for the final metrics, or None.
         classes: the name of each label, in order.
         prepare: turns a batch of raw inputs into float32 model input, sample by sample, on its device.
         note: a remark for the user, such as "these are the digits, because ..."; mostly "".
+        reader: reads new inputs from files of the training data's kind, for `predict`; None for built-in sets.
+        digest: hash of the files; a run's later use refuses changed files. "" for built-in sets.
+        inputs: names of the columns of the inputs; empty for images.
     """
 
     name: str
@@ -35,10 +69,17 @@ class Bundle:
     classes: tuple[str, ...] = ()
     prepare: Callable[[Tensor], Tensor] | None = None
     note: str = ""
+    reader: InputReader | None = None
+    digest: str = ""
+    inputs: tuple[str, ...] = ()
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the number of samples of each part."""
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: len(pair[1]) if pair else 0 for name, pair in parts.items()}
 
     def __repr__(self) -> str:
-        parts = {"train": self.train, "validation": self.validation, "test": self.test}
-        sizes = ", ".join(f"{part}={len(pair[1]) if pair else 0:,}" for part, pair in parts.items())
+        sizes = ", ".join(f"{part}={size:,}" for part, size in self.sizes().items())
         return f"<Bundle {self.name}: {sizes}, classes={len(self.classes)}>"
 
 

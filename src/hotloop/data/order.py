@@ -104,7 +104,7 @@ def split_positions(samples: int, share: float | int, seed: int) -> tuple[Tensor
     if not 0 < validation < samples:
         raise DataError(
             f"validation={share!r} of {samples} samples",
-            expected=f"a share such as 0.1, or a number from 1 to {samples - 1}, that leaves some for both",
+            expected=f"a share such as 0.1, or a number from 1 to {samples - 1}, that leaves samples for both",
             fix="choose another share",
         )
     permutation = torch.randperm(samples, generator=generator_for(seed, "validation"))

@@ -22,8 +22,8 @@ _CHUNK_BYTES = 1 << 20
 """Size of a sum's chunk: torch copies a chunk to float64."""
 
 _NONFINITE_FIX = (
-    "remove those samples; or put a number in place of what is missing (nan_to_num) and a mask beside it, as data=(x, y,"
-    " mask), for a step(model, batch) that leaves it out of the loss"
+    "remove those samples; or put a number in place of what is missing (nan_to_num) and a mask next to it, as "
+    "data=(x, y, mask), for a step(model, batch) that leaves it out of the loss"
 )
 
 

@@ -46,8 +46,8 @@ def end_openmp_threads() -> None:
             done = False
         if not done and torch.get_num_threads() > 1:
             raise TrainingError(
-                f"forks of this process can't compute with several threads: {path} doesn't let go of those that it has",
-                expected="a libgomp of GCC 9 or later, as torch's own wheels have it",
+                f"forks of this process can't compute with several threads: {path} doesn't release its threads",
+                expected="a libgomp of GCC 9 or later, as in torch's own wheels",
                 fix="set OMP_NUM_THREADS=1, or train by the command: hotloop train task.py --ranks",
             )
 

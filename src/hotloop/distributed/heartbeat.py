@@ -77,7 +77,7 @@ class Heartbeat:
             seconds = now - self._last_beats[rank][1]
             self._tell(f"waiting for rank {rank}: no sign of life for {seconds:.0f}s")
         for rank in sorted(self._silent - silent):
-            self._tell(f"rank {rank} goes on")
+            self._tell(f"rank {rank} continues")
 
     def _key(self, rank: int) -> str:
         return _beat_key(self._launch, rank)
@@ -127,7 +127,7 @@ class LaunchWatch:
         if silent and not self._silent:
             self._tell(f"waiting for rank 0: no sign of life for {now - self._since:.0f}s")
         elif self._silent and not silent:
-            self._tell("rank 0 goes on")
+            self._tell("rank 0 continues")
         self._silent = silent
 
 

@@ -155,7 +155,7 @@ def launch_until_done(
                 return run_in(store) or "", 128 + number
             if attempt == restarts:
                 again = f", after {restarts} new starts" if restarts else ""
-                raise TrainingError(f"{killed}{again}", fix="look for what kills it") from None
+                raise TrainingError(f"{killed}{again}", fix="find what kills it") from None
         say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {restarts})")
     raise AssertionError("the last attempt returns or raises")
 
@@ -308,7 +308,7 @@ def _describe_kill(rank: int, failure: ProcessFailure, logs: str) -> str:
     if isinstance(kind, type) and issubclass(kind, HotloopError):
         raise kind(words)
     what = f"{name}: {words}" if name else _last_line(logs, rank)
-    raise TrainingError(f"rank {rank} ended with exit code {failure.exitcode}: {what or 'it said nothing'}")
+    raise TrainingError(f"rank {rank} ended with exit code {failure.exitcode}: {what or 'without a message'}")
 
 
 def _crash_place(store: dist.TCPStore, launch: str, rank: int, logs: str) -> str:

@@ -82,7 +82,7 @@ class RankEnv:
             host = environment["MASTER_ADDR"]
         except (KeyError, ValueError) as error:
             raise PlanError(
-                f"RANK and WORLD_SIZE are in the environment, and something is amiss with {error}",
+                f"RANK and WORLD_SIZE are in the environment, and these are missing or wrong: {error}",
                 expected="what torchrun sets",
                 fix="start with torchrun or --ranks, or unset RANK and WORLD_SIZE",
             ) from None
@@ -272,7 +272,7 @@ def check_sums(world: World, device: str) -> None:
         expected = world.ranks * (world.ranks + 1) // 2 * number
         if not torch.equal(total.cpu(), expected):
             raise TrainingError(
-                f"torch.distributed adds up wrongly on {kind}: {total.tolist()}",
+                f"torch.distributed computes wrong sums on {kind}: {total.tolist()}",
                 expected=f"{expected.tolist()}, the sum over {world.ranks} ranks",
                 fix="use another version of torch, or parallel=none",
             )
@@ -283,7 +283,7 @@ def _check_gpus(env: RankEnv) -> None:
     if env.local_ranks > gpus:
         raise PlanError(
             f"{env.local_ranks} ranks on a machine with {gpus} CUDA device{'' if gpus == 1 else 's'}",
-            expected="one of its own for each rank",
+            expected="one device for each rank",
             fix=f"use --ranks {gpus} (--nproc-per-node of torchrun)"
             if gpus > 1
             else "use one process, or --device cpu",

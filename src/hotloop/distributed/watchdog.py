@@ -281,7 +281,7 @@ class Watchdog:
                 TrainingError(
                     waits,
                     expected="the same collective operations on each rank",
-                    fix="look for what only some ranks do; --rank-timeout makes them wait longer; continue with --resume",
+                    fix="find what only some ranks do; --rank-timeout makes them wait longer; continue with --resume",
                 ),
                 1,
             )

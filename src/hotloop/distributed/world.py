@@ -158,11 +158,11 @@ def check_in_step(world: World, state: State) -> list[str]:
                 f"after step {state.position.step} rank {rank} and rank 0 differ in {what!r}"
                 + (f" and {len(differing) - 1} more" if differing[1:] else ""),
                 expected="the same on all ranks",
-                fix="use parallel=none: something in the model depends on which samples a rank sees, or on chance",
+                fix="use parallel=none: something in the model depends on the samples of a rank, or on random numbers",
             )
     places = dict.fromkeys(place for _, digests in of_ranks for place in _differing_parts(first_attributes, digests))
     return [
-        f"{place.replace('/', '.')} is another value on each rank, and a checkpoint stores that of rank 0"
+        f"{place.replace('/', '.')} has another value on each rank, and a checkpoint stores that of rank 0"
         for place in places
         if place.split("/")[0] not in _COMPARED_PARTS
     ]

@@ -42,7 +42,7 @@ def make_sampler(study: StudyRecord, round_number: int) -> samplers.BaseSampler:
     if study.sampler == "gp":
         return samplers.GPSampler(seed=seed, warn_independent_sampling=False)
     if study.sampler == "grid":
-        return _Grid(grid(study.space), seed=seed)
+        return _Grid(grid(study.space), seed=study.seed)  # one order of the points for all rounds
     return samplers.RandomSampler(seed=seed)
 
 

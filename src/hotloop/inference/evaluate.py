@@ -1,4 +1,7 @@
-"""Evaluates a trained network on a data set: figures, and for a classifier confusions and worst mistakes."""
+"""Evaluates a trained network on a data set: figures, and for a classifier confusions and worst mistakes.
+
+For a regression the errors and residuals are collected.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from hotloop.data.batch_tree import batch_inputs
 from hotloop.data.sources import Source, Stream, evaluation_source
 from hotloop.data.splits import prepare_source
 from hotloop.errors import DataError
+from hotloop.inference.metrics import RegressionErrors, class_metrics
 from hotloop.inference.predict import ChosenWeights, Progress
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.evaluation import evaluate
@@ -28,6 +32,9 @@ MAX_CLASSES = 1000
 
 MAX_MISTAKES = 24
 
+_TOP = 5
+"""Scores that count for the top-k accuracy, of classifications with more classes."""
+
 _MAX_SIDE_PX = 128
 """Largest side of a stored picture in pixels; larger pictures are subsampled."""
 
@@ -40,6 +47,7 @@ def evaluate_weights(
     on: str | None = None,
     data: Any = None,
     classes: Sequence[str] = (),
+    targets: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Evaluation:
     """Evaluates weights on a part of the Task's data, or on the caller's data.
@@ -47,16 +55,23 @@ def evaluate_weights(
     Raises:
         DataError: the part doesn't exist.
         CheckpointError: the weights belong to another model.
+
+    Args:
+        classes, targets: names of the classes, or of a regression's targets.
     """
     with preserve_generators(*program.devices):
         program.restore_weights(chosen.state)
         program.position = chosen.state.position
         name, source = choose_data(program.parts, on, data)
-        evaluator = Evaluator(program.parts.task.objective.ignore_index)
+        task = program.parts.task
+        evaluator = Evaluator(task.objective.ignore_index)
+        regression = RegressionErrors(task.loss)
         total = None if isinstance(source, Stream) else len(source)
 
         def watch(batch: Any, samples: int, computed: StepResult) -> None:
             evaluator(batch, samples, computed)
+            if computed.output is not None and not computed.classified:
+                regression.add(computed.output, batch[-1])
             if progress is not None:
                 progress(evaluator.samples, total)
 
@@ -73,7 +88,7 @@ def evaluate_weights(
         samples=figures.samples,
         loss=figures.values["loss"],
         metrics=metrics,
-        **evaluator.findings(classes),
+        **(evaluator.findings(classes) or regression.findings(targets)),
     )
 
 
@@ -114,6 +129,8 @@ class Evaluator:
         self.ignored, self.limit = ignored, limit
         self.samples = self.classes = 0
         self._counts: Tensor | None = None
+        self._top_hits: Tensor | int = 0
+        self._counted: Tensor | int = 0
         self._worst: dict[str, Tensor] = {}
 
     def __call__(self, batch: Any, samples: int, computed: StepResult) -> None:
@@ -127,6 +144,10 @@ class Evaluator:
         counted = (target >= 0) & (target < self.classes)
         if self.ignored is not None:
             counted &= target != self.ignored
+        if self.classes > _TOP:
+            top = output.topk(_TOP, dim=1).indices
+            self._top_hits += ((top == target.unsqueeze(1)).any(dim=1) & counted).sum()
+            self._counted += counted.sum()
         if self.classes <= MAX_CLASSES:
             pairs = (target * self.classes + predicted)[counted]
             counts = pairs.bincount(minlength=self.classes**2)
@@ -149,12 +170,18 @@ class Evaluator:
             return {}
         classes = [*names[: self.classes], *map(str, range(len(names), self.classes))]
         found: dict[str, Any] = {"classes": classes, "mistakes": self._mistakes()}
+        if int(self._counted):
+            found["top_5_accuracy"] = int(self._top_hits) / int(self._counted)
         if self._counts is None:
-            note = f"{self.classes:,} classes are more than the {MAX_CLASSES:,} that a confusion matrix is made for"
+            note = (
+                f"{self.classes:,} classes are more than the {MAX_CLASSES:,} for which a confusion matrix, precision,"
+                " recall and F1 are computed"
+            )
             return found | {"note": note}
         confusion = self._counts.view(self.classes, self.classes).tolist()
         rates = [row[place] / sum(row) if any(row) else None for place, row in enumerate(confusion)]
-        return found | {"confusion": confusion, "accuracy_per_class": rates}
+        metrics = class_metrics(self._counts.view(self.classes, self.classes))
+        return found | metrics | {"confusion": confusion, "accuracy_per_class": rates}
 
     def _mistakes(self) -> list[Mistake]:
         if not self._worst:

@@ -160,7 +160,7 @@ def _difference(subject: ExportSubject, loaded: LoadedModel, size: int, name: st
             raise ExportError(
                 f"{name}, loaded again, differs from the model by {distance:.3g} on {size} samples",
                 expected=f"at most {tolerance:.3g}",
-                fix="check whether the model draws random numbers, or keeps what it learned outside of its state_dict",
+                fix="check whether the model draws random numbers, or stores what it learned outside of its state_dict",
             )
     return max(differences)
 

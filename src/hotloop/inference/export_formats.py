@@ -249,8 +249,8 @@ def _capture_error(subject: ExportSubject, error: Exception) -> ExportError:
         )
     if subject.batch_size is None and _can_capture(replace(subject, batch_size=_CAPTURE_SAMPLES)):
         return ExportError(
-            "the model doesn't take any number of samples, as far as torch.export can tell",
-            expected="operations that hold for each",
+            "torch.export finds that the model doesn't take every number of samples",
+            expected="operations for any number of samples",
             fix=f"give --batch-size N (batch_size=N) for a file that takes N samples at a time, or {weights}",
         )
     return ExportError(f"the model can't be captured by torch.export: {describe_error(error)}", fix=weights)

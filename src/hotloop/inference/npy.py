@@ -16,6 +16,7 @@ from hotloop.core.files.atomic_files import write_atomic
 from hotloop.errors import DataError, shorten
 
 _REWRITE_HINT = "write it anew with numpy.savez"
+_OTHER_FILES = "images and CSV files need a Task with hotloop.data.image_folder or hotloop.data.csv"
 _ENCRYPTED = 1
 _MAX_COMPRESSION = 1100
 """Upper bound of the compression ratio; deflate reaches 1,032."""
@@ -39,7 +40,7 @@ def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
             return dict(archive)
     except MemoryError as error:
         raise DataError(
-            f"{path} declares more than the memory holds", expected="arrays that fit", fix=_REWRITE_HINT
+            f"{path} declares arrays larger than the memory", expected="arrays that fit into memory", fix=_REWRITE_HINT
         ) from error
     except (
         ValueError,
@@ -71,9 +72,7 @@ def _check_archive(path: Path) -> None:
         for member in archive.infolist():
             shown = f"{path} has the member {shorten(member.filename)}"
             if member.flag_bits & _ENCRYPTED:
-                raise DataError(
-                    f"{shown}, which is encrypted", expected="arrays that anybody can read", fix=_REWRITE_HINT
-                )
+                raise DataError(f"{shown}, which is encrypted", expected="arrays without encryption", fix=_REWRITE_HINT)
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 kind = f"compression {member.compress_type}"
                 raise DataError(f"{shown}, which has {kind}", expected="what numpy.savez writes", fix=_REWRITE_HINT)
@@ -97,9 +96,19 @@ def _declared_bytes(file: IO[bytes]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+def is_array_file(path: Path) -> bool:
+    """Returns whether the file begins as a .npy or .npz file, or has such a name."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return file.read(6).startswith(tuple(_MAGIC))
+    return path.suffix in _MAGIC.values()
+
+
 def _suffix_by_content(path: Path) -> str:
     if not path.exists():
         raise DataError(f"no file {path}", expected="a .npy or .npz file", fix="check the path")
+    if path.is_dir():
+        raise DataError(f"{path} is a folder", expected="a .npy or .npz file", fix=_OTHER_FILES)
     try:
         with path.open("rb") as file:
             start = file.read(6)
@@ -109,14 +118,16 @@ def _suffix_by_content(path: Path) -> str:
         ) from error
     found = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
     if found is None:
-        raise DataError(f"{path} is no .npy or .npz file", expected="one", fix="write it with numpy.save")
+        raise DataError(
+            f"{path} is no .npy or .npz file", expected="one", fix="write it with numpy.save; " + _OTHER_FILES
+        )
     return found
 
 
 def check_output(path: Path, inputs: Path) -> None:
     """Raises DataError for a path that outputs can't be written to."""
-    if path.suffix not in (".npy", ".npz"):
-        raise DataError(f"--out {path}", expected="a name that ends in .npy or .npz", fix="choose one")
+    if path.suffix not in (".npy", ".npz", ".csv"):
+        raise DataError(f"--out {path}", expected="a name that ends in .npy, .npz or .csv", fix="choose one")
     if path.resolve() == inputs.resolve():
         raise DataError(f"--out {path} is the file with the inputs", expected="another", fix="choose another name")
 

@@ -21,7 +21,7 @@ from hotloop.core.task_parts.module_modes import modules_in_eval, set_training, 
 from hotloop.core.task_parts.optimizer_state import inner_optimizers
 from hotloop.core.task_parts.optimizer_state import restore_state as restore_optimizer
 from hotloop.data.batch_tree import batch_inputs, to_device, tree_tensors
-from hotloop.data.bundle import Bundle
+from hotloop.data.bundle import Bundle, InputReader
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import as_source, as_tensor
 from hotloop.data.splits import DataSplits
@@ -35,7 +35,7 @@ from hotloop.errors import (
     is_out_of_memory,
     type_name,
 )
-from hotloop.inference.npy import read_arrays
+from hotloop.inference.npy import is_array_file, read_arrays
 from hotloop.lowering.context import build_model
 from hotloop.lowering.evaluation import inference_batch_size
 from hotloop.lowering.object_state.attributes import restore_model_attributes
@@ -97,7 +97,7 @@ def _no_weights_error(run: Run, weights: WeightsChoice) -> RunError:
     what = f"no good checkpoint for its {weights} weights" if files else "lost all its checkpoints"
     return RunError(
         f"{run.path} has {what}",
-        expected="one that is as training wrote it",
+        expected="a checkpoint that is unchanged since training",
         fix="restore one from a copy, or train anew: nothing in this folder gives its weights back",
     )
 
@@ -149,7 +149,11 @@ def first_inputs(task: Task, samples: int) -> Any:
 
 def first_samples(task: Task, x: Any, most: int) -> Any:
     """Returns the first samples of arrays or of a file, in the form of `predict`."""
-    columns = _read_inputs(task, Path(x)) if isinstance(x, str | Path) else input_columns(x)
+    if isinstance(x, str | Path):
+        reader = task.data.reader if isinstance(task.data, Bundle) else None
+        columns = _read_inputs(task, Path(x), reader, warnings.warn)
+    else:
+        columns = input_columns(x)
     return cut_rows(columns, 0, min(most, count_samples(columns)))
 
 
@@ -188,16 +192,28 @@ def model_output(task: Task, model: nn.Module, inputs: Any) -> Tensor | dict[str
 
 
 def predict(
-    task: Task, model: nn.Module, x: Any, facts: TaskFacts, device: torch.device, progress: Progress | None = None
+    task: Task,
+    model: nn.Module,
+    x: Any,
+    facts: TaskFacts,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    reader: InputReader | None = None,
+    say: Say = warnings.warn,
 ) -> np.ndarray | dict[str, np.ndarray]:
-    """Returns the model's output for each sample of `x`, on the CPU; see `hotloop.predict`."""
-    columns = _read_inputs(task, Path(x)) if isinstance(x, str | Path) else input_columns(x)
+    """Returns the model's output for each sample of `x`, on the CPU; see `hotloop.predict`.
+
+    Args:
+        reader: the run's reader of input files, whose statistics also apply to arrays.
+    """
+    columns = _read_inputs(task, Path(x), reader, say) if isinstance(x, str | Path) else input_columns(x)
     total = count_samples(columns)
     size = inference_batch_size(facts.batch_size, 4 * sum(math.prod(shape) for shape in facts.inputs))
     gathered: dict[str, np.ndarray] = {}
     alone = True
     with preserve_generators(device), torch.no_grad():
-        for start, output in _outputs(task, model, columns, size, facts, device):
+        for start, output in _outputs(task, model, columns, size, facts, device, reader):
             alone = isinstance(output, Tensor)
             for name, rows in ({"": output} if isinstance(output, Tensor) else output).items():
                 values = to_numpy(rows)
@@ -210,10 +226,16 @@ def predict(
 
 
 def _outputs(
-    task: Task, model: nn.Module, columns: Any, size: int, facts: TaskFacts, device: torch.device
+    task: Task,
+    model: nn.Module,
+    columns: Any,
+    size: int,
+    facts: TaskFacts,
+    device: torch.device,
+    reader: InputReader | None,
 ) -> Iterator[tuple[int, Tensor | dict[str, Tensor]]]:
     """Yields `(index of the first sample, output)` of each batch; random draws follow from the Task's seed."""
-    prepare = prepare_function(task)
+    prepare = task.prepare or (reader.prepare if reader is not None else prepare_function(task))
     streams, owned = RandomStreams(task.seed, device), OwnedGenerators({**task.owners(model), "prepare": prepare})
     owned.refresh()
     for number, start in enumerate(range(0, count_samples(columns), size)):
@@ -234,8 +256,11 @@ def to_numpy(output: Tensor) -> np.ndarray:
     return output.detach().to("cpu", wanted).numpy()
 
 
-def _read_inputs(task: Task, path: Path) -> Any:
+def _read_inputs(task: Task, path: Path, reader: InputReader | None, say: Say) -> Any:
     """Returns the inputs in a file: by name if the Task's data has names, else in the file's order."""
+    path = path.expanduser()
+    if reader is not None and not is_array_file(path):
+        return reader.read(path, say)
     found = read_arrays(path)
     if not isinstance(found, dict) or isinstance(first_inputs(task, 1), Mapping):
         return found
@@ -337,8 +362,8 @@ def _call_on_new_inputs(batch: Any, facts: TaskFacts, function: Callable[..., An
         if is_out_of_memory(error):
             raise MemoryExhausted(
                 f"the memory ran out on {count_samples(batch)} samples: {describe_error(error)}",
-                expected="room for them",
-                fix="free some, or use a device with more, such as --device cpu",
+                expected="memory for them",
+                fix="free memory, or use a device with more memory, such as --device cpu",
             ) from error
         given = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape[1:])}" for t in tree_tensors(batch))
         shapes = facts.inputs[:-1] or facts.inputs

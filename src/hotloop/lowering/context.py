@@ -200,7 +200,7 @@ def _check_loss(task: Task) -> None:
     if learning:
         raise TaskError(
             f"the loss has a trainable parameter {learning[0]!r}, which the optimizer doesn't get",
-            expected="all that is trained in the model",
+            expected="a loss without trainable parameters",
             fix="put the loss into the model, and give a step(model, batch) that calls it",
         )
 

@@ -325,7 +325,7 @@ class EagerStep:
                 if figure is None:
                     raise TaskError(
                         "end_epoch() without a figure, and the schedule is a ReduceLROnPlateau",
-                        expected="the figure that it watches",
+                        expected="the figure that the schedule monitors",
                         fix="call end_epoch(loss)",
                     )
                 schedule.step(figure)

@@ -164,7 +164,7 @@ def prove_programs(
         HotloopError: a step of the baseline itself fails, and so would the training.
     """
     if any(isinstance(program.optimizer, NamedOptimizers) for program in programs):
-        why = "the step updates several optimizers in turn, and the proof follows one update in a step"
+        why = "the step updates several optimizers in turn, and a proof compares one update in a step"
         return [_unproven_parity(program.parts.plan, why, False) for program in programs]
     if why := missing_memory(programs):
         return [_unproven_parity(program.parts.plan, why, True) for program in programs]

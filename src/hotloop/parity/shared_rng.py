@@ -79,7 +79,7 @@ def find_random_ops(program: Program) -> RandomOps:
     if len(few.known) != len(few.drawn):
         return RandomOps(irregular="an operation computes with what it draws")
     if [draw.name for draw in few.drawn] != [draw.name for draw in more.drawn]:
-        return RandomOps(irregular="a batch of another size draws otherwise")
+        return RandomOps(irregular="a batch of another size draws other numbers")
     if not counts_samples(program.parts):
         return RandomOps(irregular="a piece in which nothing counts draws nothing")
     places = []
@@ -88,7 +88,7 @@ def find_random_ops(program: Program) -> RandomOps:
             return RandomOps(irregular="what is drawn once for a batch is drawn once for each piece")
         dimension = batch_dimension(one, other, (_FEW, _MORE))
         if dimension is None or drawing.how is None or not one.dense:
-            return RandomOps(irregular=f"what {one.name} draws isn't known well enough")
+            return RandomOps(irregular=f"how {one.name} draws isn't known well enough")
         places.append(RandomOpPlace(drawing, dimension))
     return RandomOps(tuple(places))
 
@@ -217,15 +217,15 @@ class _ReplayedDraws(TorchDispatchMode):
         places, number = self._pieces.places, self._number
         self._number += 1
         if number >= len(places):
-            return self._none("a step draws more often than a first look has shown")
+            return self._none("a step draws more often than in the first run")
         expected = places[number].drawing
         if (drawing.name, drawing.how) != (expected.name, expected.how):
-            return self._none(f"{drawing.name} draws otherwise than a first look has shown")
+            return self._none(f"{drawing.name} draws otherwise than in the first run")
         if self._drawn is None:
             self._drawn = self._pieces.drawn(places[number].samples(drawing.shape))
         value = next(self._drawn)
         if tuple(value.shape) != drawing.shape:
-            return self._none(f"{drawing.name} draws into another shape than a first look has shown")
+            return self._none(f"{drawing.name} draws into another shape than in the first run")
         return value
 
     def _none(self, why: str) -> Tensor | None:

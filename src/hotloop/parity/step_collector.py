@@ -127,7 +127,7 @@ class StepCollector:
         if _step_error(found) > max(_SAME_SHARE, self._format_error):
             # Two runs may have been equal by chance.
             return self._unrepeatable(point) or (
-                f"the baseline's loss is off by {found[_LOSS]:.0%} in float64, so they compute different things"
+                f"the baseline's loss is off by {found[_LOSS]:.0%} in float64, so the two compute different results"
             )
         self.references[0].errors.errors.append(found)
         for reference in self.references[1:]:

@@ -12,7 +12,7 @@ from hotloop.parity.free_run import FreeRunResult, KindDrift
 from hotloop.parity.noise_floor import noise_floors, typical_errors
 from hotloop.parity.step_collector import floor_ratio
 
-# Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/parity.md.
+# Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/concepts/proof.md.
 TYPICAL_LIMIT = 4.0
 """Limit of a tensor's median error, in multiples of the noise floor."""
 
@@ -102,8 +102,7 @@ def _class_without_errors(
         if evidence.peers:
             of_fp32 = max((row.ratio for row in typical_errors(candidate, evidence.baselines, [])), default=0.0)
             size = "larger" if of_fp32 > TYPICAL_LIMIT else "no larger"
-            happens = "" if of_fp32 > TYPICAL_LIMIT else ", as it happens"
-            reason += f" those of the eager step in that precision {allowed}, and {size} than the baseline's{happens}"
+            reason += f" those of the eager step in that precision {allowed}, and {size} than the baseline's"
         else:
             reason += f" what harmless changes of the baseline come to {allowed}"
         return {"parity": "reduced-precision", "reason": reason}

@@ -43,7 +43,7 @@ from hotloop.tuning.race import PROVE, Prove, race_loaded
 Progress = Callable[[str, float], None]
 
 UNTRIED_TORCH = (
-    "only a race says whether PyTorch takes less time for this step: --try, or hotloop race --plans arrays,auto"
+    "only a race measures whether PyTorch takes less time for this step: --try, or hotloop race --plans arrays,auto"
 )
 NO_PLAN = "a script has no plan to change; make the training a Task, and --try races remedies that a plan can express"
 REMEDY_RACE_S = 30.0

@@ -61,7 +61,7 @@ def confusion_figure(evaluation: Evaluation) -> go.Figure:
             text=[[str(samples or "") for samples in row] for row in evaluation.confusion],
             texttemplate="%{text}" if written else None,
             hovertemplate=(
-                "%{customdata[0]} taken for %{customdata[1]}<br>%{customdata[2]:,} of %{customdata[3]:,} (%{z:.1%})"
+                "%{customdata[0]} predicted as %{customdata[1]}<br>%{customdata[2]:,} of %{customdata[3]:,} (%{z:.1%})"
                 "<extra></extra>"
             ),
             colorscale=_SCALE,
@@ -94,33 +94,46 @@ def write_confusion(evaluation: Evaluation, path: Path) -> None:
 
 
 _MAX_ROWS = 20
-_BAR_WIDTH = 20
+_BAR_WIDTH = 10
 
 
 def class_tables(evaluation: Evaluation) -> RenderableType:
-    """Returns tables of the accuracy per class and of the most frequent confusions."""
-    return Group(_accuracies(evaluation), _confusions(evaluation))
+    """Returns tables of precision, recall and F1 per class and of the most frequent confusions."""
+    tables = [_class_metrics(evaluation)]
+    return Group(*tables, _confusions(evaluation)) if most_frequent(evaluation) else Group(*tables)
 
 
-def _accuracies(evaluation: Evaluation) -> Table:
+def _class_metrics(evaluation: Evaluation) -> Table:
     rates = evaluation.accuracy_per_class
     order = range(len(rates))
-    title = "Accuracy per class"
+    title = "Metrics per class"
     if len(rates) > _MAX_ROWS:
         present = [place for place in order if rates[place] is not None]
         order = sorted(present, key=lambda place: rates[place] or 0.0)[:_MAX_ROWS]  # type: ignore[assignment]
-        title = f"Accuracy of the {_MAX_ROWS} worst of {len(rates)} classes"
+        title = f"Metrics of the {_MAX_ROWS} worst of {len(rates)} classes"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("class", overflow="fold")
     table.add_column("samples", justify="right")
-    table.add_column("accuracy", justify="right")
+    for name in ("precision", "recall", "F1"):
+        table.add_column(name, justify="right")
     table.add_column("")
     for place in order:
-        rate = rates[place]
-        shown = "-" if rate is None else f"{rate:.1%}"
-        bar = Text("█" * round((rate or 0.0) * _BAR_WIDTH), style="green")
-        table.add_row(Text(evaluation.classes[place]), f"{sum(evaluation.confusion[place]):,}", shown, bar)
+        shares = (evaluation.precision_per_class[place], rates[place], evaluation.f1_per_class[place])
+        bar = Text("█" * round((rates[place] or 0.0) * _BAR_WIDTH), style="green")
+        samples = f"{sum(evaluation.confusion[place]):,}"
+        table.add_row(Text(evaluation.classes[place]), samples, *map(_percent, shares), bar)
+    for name, average in (
+        ("macro average", evaluation.macro_average),
+        ("weighted average", evaluation.weighted_average),
+    ):
+        if average is not None:
+            figures = map(_percent, (average.precision, average.recall, average.f1))
+            table.add_row(Text(name, style="italic"), "", *figures, "")
     return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _confusions(evaluation: Evaluation) -> Table:

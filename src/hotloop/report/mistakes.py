@@ -28,8 +28,8 @@ def mistakes_figure(evaluation: Evaluation) -> go.Figure:
 
 def _note(evaluation: Evaluation, pictured: bool) -> str:
     if not evaluation.mistakes:
-        return f"{evaluation.samples:,} samples, all of them told right"
-    order = "Black: what it is. Red: what the network says, and how sure it is. " if pictured else ""
+        return f"{evaluation.samples:,} samples, all classified correctly"
+    order = "Black: the true class. Red: the predicted class and its probability. " if pictured else ""
     return f"{order}The worst {len(evaluation.mistakes)} of {evaluation.samples:,} samples."
 
 

@@ -38,10 +38,11 @@ def plan_page(forecast: PlanForecast, requested: Collection[str] = (), *, has_al
         if any(one.plan.compile == "none" for one in forecast.compiled):
             tries += ", and one with compile=none,"
         lines.append(
-            f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps say it pays:"
+            f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps show "
+            "that a compilation pays:"
         )
         lines += _with_new_reasons(forecast.compiled)
-    lines += [f"auto passes over {line}" for line in forecast.passed_over]
+    lines += [f"auto leaves out {line}" for line in forecast.passed_over]
     lines += [f"train finds out about {line}" for line in forecast.left_open]
     lines += _plan_file(forecast, requested, has_all_axes)
     return Group(*(Text(line) for line in lines), refusals_table(forecast.refused))
@@ -51,11 +52,7 @@ def _plan_file(forecast: PlanForecast, requested: Collection[str], has_all_axes:
     """Yields the plan as a file for `--plan FILE`."""
     plan = forecast.plan
     axes = None if has_all_axes else plan.relevant_axes(requested)
-    yield (
-        "as a file for --plan FILE"
-        + ("" if has_all_axes else " (the other axes are the baseline's; --all shows them)")
-        + ":"
-    )
+    yield ("as a file for --plan FILE" + ("" if has_all_axes else " (hotloop plan --all shows the other axes)") + ":")
     yield from (f"  {line}" for line in plan.to_toml(axes).splitlines())
 
 
@@ -103,7 +100,7 @@ _MEANING = {
     "bitwise": "the same result to the last bit",
     "fp32-equivalent": "the same result but for rounding",
     "reduced-precision": "another result, computed in fewer bits than the baseline's",
-    "unproven": "nobody can tell by comparing steps",
+    "unproven": "a comparison of steps can't decide",
     "broken": "another result",
 }
 

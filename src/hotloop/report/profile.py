@@ -83,7 +83,7 @@ def headline(profile: Profile) -> str:
     under = f" ({profile.plan})" if profile.plan else ""
     what = f"{profile.source}{under} on {profile.device}"
     if profile.step_ms is None:
-        return f"{what}: no training steps could be told apart"
+        return f"{what}: no single training steps were found"
     samples = profile.samples_per_step
     rate = f", {1000 * samples / profile.step_ms:,.0f} samples/s" if samples else ""
     return f"{what}: a step takes {format_time(profile.step_ms)}{rate} (median of {profile.steps:,})"
@@ -238,7 +238,7 @@ def _updates(profile: Profile) -> Iterator[str]:
         place = f" at {_short(one.where)}" if one.where else ""
         yield f"Update by {one.kind}{how}{place}: {format_time(one.ms)} a step."
         for group in one.groups if len(one.groups) > 1 or any(group.ms is not None for group in one.groups) else []:
-            took = "in one go with the others" if group.ms is None else format_time(group.ms)
+            took = "in one call with the others" if group.ms is None else format_time(group.ms)
             yield f"  group {group.name}: {group.tensors} tensors, {group.numbers:,} numbers, {took}"
     update_ms = profile.phases.get("update", 0.0)
     rest_ms = update_ms - sum(one.ms for one in profile.optimizers)
@@ -261,7 +261,7 @@ def operators_table(profile: Profile, module: str | None) -> RenderableType:
         shown_name = Text.assemble(one.name.removeprefix("aten::"), "\n", (_operator_details(one), "dim"))
         costs = format_percent(share), format_flops(one.flops), format_bytes(one.bytes)
         shown.add_row(shown_name, *map(Text, (f"{one.calls:.3g}", format_time(one.ms), *costs)))
-    return shown if ranked else Text(f"No operator of {module!r} was seen; see the names above.")
+    return shown if ranked else Text(f"No operator of {module!r} was recorded; see the names above.")
 
 
 def _operator_details(one: OperatorTime) -> str:
@@ -288,7 +288,7 @@ def _verdict(profile: Profile) -> Iterator[RenderableType]:
         return
     yield Text()
     is_known = profile.bound != "unknown"
-    bound = f"What bounds the step: {profile.bound}." if is_known else "What bounds the step couldn't be told."
+    bound = f"Limit of the step: {profile.bound}." if is_known else "The limit of the step is unknown."
     yield Text(bound, style="bold")
     yield from (_indented(sentence) for sentence in profile.bound_evidence)
 
@@ -302,7 +302,7 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
     counted = [one for one in profile.remedies if not one.note]
     if counted:
         yield Text()
-        yield Text("What would help, the most winning first:", style="bold")
+        yield Text("Remedies, the largest gain first:", style="bold")
     for number, one in enumerate(counted[:_REMEDIES], start=1):
         yield Text(f"{number}. {one.cause}: up to {format_percent(one.gain)} of the step")
         yield from (_indented(text, 3) for text in _details(one))
@@ -355,8 +355,8 @@ def _endnotes(profile: Profile) -> Iterator[str]:
     if profile.overhead is not None:
         over = profile.overhead
         yield (
-            f"Watching made a step {over.ratio:.3f} times as long (95 %: {over.low:.3f} to {over.high:.3f};"
-            f" {over.instrumented} steps watched closely and {over.clean} in turn not)."
+            f"Recording made a step {over.ratio:.3f} times as long (95 %: {over.low:.3f} to {over.high:.3f}; "
+            f"{over.instrumented} recorded steps, and {over.clean} unrecorded steps in turn)."
         )
     if profile.trace:
         yield f"Trace of a few steps: {relative_place(profile.trace)} (open it in ui.perfetto.dev or chrome://tracing)."

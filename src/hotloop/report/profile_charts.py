@@ -128,8 +128,11 @@ def roofline_figure(profile: Profile) -> go.Figure:
     )
     figure.update_xaxes(title_text="FLOPs for each byte", type="log", dtick=1, exponentformat="power")
     figure.update_yaxes(title_text="FLOP/s", type="log", dtick=1, exponentformat="power")
-    note = "Limits as measured on this machine; bytes count tensors once, so what stays in a cache can lie above."
-    return style_figure(figure, "What the modules reach of this machine's limits", note).update_layout(height=560)
+    note = (
+        "Limits as measured on this machine; bytes count tensors once, so operations on cached data can be above "
+        "a limit."
+    )
+    return style_figure(figure, "Share of this machine's limits that modules reach", note).update_layout(height=560)
 
 
 def _leaf_modules(modules: Sequence[ModuleTime]) -> list[ModuleTime]:

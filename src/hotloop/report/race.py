@@ -64,7 +64,7 @@ def _describe_verdict(timing: Timing, verdict: Verdict) -> str:
         return "the baseline"
     if timing.failure:
         return "failed"
-    return timing.verdict or ("left behind" if timing.left_out else "too few pairs")
+    return timing.verdict or ("left out" if timing.left_out else "too few pairs")
 
 
 def _time(seconds: float | None) -> str:
@@ -126,10 +126,10 @@ def _why_not_winner(rival: Timing, base: Timing, steps: int | None) -> str:
     if rival.verdict == "slower":
         return f"{rival.name} takes {1 / (rival.ratio or 1):.2f} times as long"
     if rival.verdict is None and rival.left_out:
-        what = "behind" if rival.behind else "behind another plan"
+        what = "behind" if rival.behind else "another plan is faster"
         return f"{rival.name} was left out after {rival.windows} pairs: {what}"
     if rival.verdict is None:
-        return f"too little was measured of {rival.name} to tell"
+        return f"too little of {rival.name} was measured for a verdict"
     if rival.verdict != "faster":
         return f"no difference was found to {rival.name}"
     if rival.parity is not None and rival.parity not in TRUSTED_CLASSES:
@@ -137,5 +137,5 @@ def _why_not_winner(rival: Timing, base: Timing, steps: int | None) -> str:
     if rival.parity is None and rival.finishes(steps) < base.finishes(steps):
         return f"{rival.name} is {rival.ratio:.2f} times as fast, but it wasn't proven"
     pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"
-    longer = "start and compile" if not rival.looking_ms else "start, compile and look at what callbacks change"
+    longer = "start and compile" if not rival.looking_ms else "start, compile and check what callbacks change"
     return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to {longer}{pays}"

@@ -103,7 +103,7 @@ def imports_from(path: Sequence[str]) -> Iterator[None]:
 
 
 def _is_shadowed(module: ModuleType, folders: Collection[str], path: Sequence[str]) -> bool:
-    """Returns whether a module lies in one of the folders, and another module of its name on the path."""
+    """Returns whether a module is in one of the folders, and another module of its name on the path."""
     spec = getattr(module, "__spec__", None)
     file = getattr(spec, "origin", None) or getattr(module, "__file__", None)
     if not isinstance(file, str) or module.__name__ == "__main__" or getattr(spec, "has_location", True) is False:

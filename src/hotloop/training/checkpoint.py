@@ -204,11 +204,13 @@ def load(path: Path) -> Checkpoint:
     try:
         content = read_regular(path)
     except RunError as error:
-        raise CheckpointError(error.given, fix="take the one before it") from error
+        raise CheckpointError(error.given, fix="use the checkpoint before it") from error
     if content is None:
-        raise CheckpointError(f"{path.name} can't be read (it is gone)", fix="take the one before it")
+        raise CheckpointError(f"{path.name} can't be read (it is gone)", fix="use the checkpoint before it")
     if hashlib.sha256(content).hexdigest() != name[2]:
-        raise CheckpointError(f"{path.name} is torn or was changed: its checksum differs", fix="take the one before it")
+        raise CheckpointError(
+            f"{path.name} is incomplete or was changed: its checksum differs", fix="use the checkpoint before it"
+        )
     return decode(content, path)
 
 
@@ -249,18 +251,18 @@ class CheckpointFolder:
                     raise CheckpointError(f"{path.name} is damaged: {why}")
             except CheckpointError as error:
                 self._bad.add(path)
-                say(f"passing over the checkpoint of step {_step_of(path)}: {error.given}")
+                say(f"skipping the checkpoint of step {_step_of(path)}: {error.given}")
                 continue
             try:
                 if checkpoint.best is not None:
                     self.load_best(checkpoint.best)
                 return checkpoint, path
             except CheckpointError as error:
-                say(f"passing over the checkpoint of step {_step_of(path)}, whose best epoch is lost: {error.given}")
+                say(f"skipping the checkpoint of step {_step_of(path)}, whose best epoch is lost: {error.given}")
                 without_best = without_best or (replace(checkpoint, best=None), path)
         if best_needed or without_best is None:
             return None
-        say(f"taking the checkpoint of step {_step_of(without_best[1])} all the same, without its best epoch")
+        say(f"using the checkpoint of step {_step_of(without_best[1])} without its best epoch")
         return without_best
 
     def load_best(self, best: BestEpoch) -> Checkpoint:

@@ -131,7 +131,7 @@ class _TrainingLoop:
         else:
             self.say("no checkpoint yet: starting from the beginning")
         if found is not None and self.program.parts.splits.order is None:
-            self.say("the data has an order of its own: what was seen is skipped, and the result may come out another")
+            self.say("the data has an order of its own: samples that were used are skipped, and the result may differ")
         step, plan = self.program.position.step, self.run.plan.brief()
         repeated = max(0, self.run.reached() - step)
         self.run.log("resume", step=step, plan=plan, file=path.name if found else None, repeated_at_most=repeated)

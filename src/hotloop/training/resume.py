@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotloop.core.records.training import TaskFacts
+from hotloop.core.records.training import RunRecord, TaskFacts
+from hotloop.data.bundle import Bundle
 from hotloop.errors import CheckpointError, RunError, describe_error, is_out_of_memory
 from hotloop.lowering.program import Program
 from hotloop.task import Task
@@ -39,13 +40,13 @@ def newest_valid_checkpoint(run: Run, say: Callable[[str], None]) -> tuple[Check
     if found is None and checkpoints.files():
         raise CheckpointError(
             f"no checkpoint in {checkpoints.folder} is good",
-            expected="one to go on from",
+            expected="a checkpoint to continue from",
             fix="restore one from a copy, or start a new run",
         )
     if found is None and saved is not None:
         raise CheckpointError(
             f"{checkpoints.folder} has no checkpoint, and the journal says that one of step {saved:,} was written",
-            expected="one to go on from",
+            expected="a checkpoint to continue from",
             fix="restore one from a copy, or start a new run",
         )
     return found
@@ -91,6 +92,26 @@ def check_data(facts: TaskFacts, program: Program) -> None:
         )
 
 
+def describe_files(task: Task) -> dict[str, Any]:
+    """Returns `RunRecord.reader` of a Task with a data set of files; empty for other data."""
+    bundle = task.data
+    return bundle.reader.to_json() | {"digest": bundle.digest} if isinstance(bundle, Bundle) and bundle.reader else {}
+
+
+def check_files(record: RunRecord, task: Task) -> None:
+    """Raises RunError if the data set's files were changed since the start of the run.
+
+    The split of changed files is another: the run's training samples would be among the new test samples.
+    """
+    now = describe_files(task)
+    if record.reader and now and record.reader["digest"] != now["digest"]:
+        raise RunError(
+            f"the files of the data set {task.data.name!r} are not those that the run was started with",
+            expected="the same files, and so the same training, validation and test samples",
+            fix="restore the files, or start a new run",
+        )
+
+
 def check_schedule(program: Program) -> None:
     """Raises RunError if the remaining epochs take more steps than the restored schedule has left."""
     task, position, left = program.parts.task, program.position, program.schedule_left()
@@ -99,6 +120,6 @@ def check_schedule(program: Program) -> None:
     if left is not None and needed > left:
         raise RunError(
             f"the learning-rate schedule has {left} steps left, and going on to epoch {task.epochs} takes {needed}",
-            expected="no more epochs than it was laid out for",
+            expected="no more epochs than the schedule was made for",
             fix="leave --epochs out, or start a new run",
         )

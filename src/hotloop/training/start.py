@@ -34,6 +34,8 @@ from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import local_rank_count
 from hotloop.distributed.process_group import RankSession
 from hotloop.errors import DiskError, HotloopError, RunError, TaskError
+from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
+from hotloop.hardware_advice.this_machine import chip_name
 from hotloop.lowering.build import close_on_error, lower
 from hotloop.lowering.parameter_server.workers.worker import RemoteTask
 from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan, start_workers
@@ -48,7 +50,7 @@ from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
 from hotloop.training.loop import train_loop
-from hotloop.training.resume import check_overrides
+from hotloop.training.resume import check_files, check_overrides, describe_files
 from hotloop.training.run import FollowerRun, Run, is_run
 from hotloop.tuning.auto.recall import count_trained_steps, lower_cached_or_auto, with_facts_for_step_count
 from hotloop.tuning.run_context import RunContext
@@ -101,6 +103,8 @@ def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSe
         classes=list(task.classes or task.roles.classes),
         note=task.roles.note,
         checkpoint_every=context.checkpoint_every or "auto",
+        reader=describe_files(task),
+        has_class_scores=task.objective.cross_entropy and task.predict is None,
         switches=read_switches(),
         versions=result_versions(),
     )
@@ -139,7 +143,8 @@ def resume_run(context: RunContext, path: Path) -> tuple[Run, RunOutcome]:
         context = replace(context, wanted=wanted).on_rank(ranks.world.is_rank_zero)
         if own is not None and wanted.plan.allocator != own.allocator and "allocator" not in axes:
             context.say(
-                "memory of steps isn't kept from here on: nobody here can be told to; the result has the same bits"
+                "memory of steps isn't reused from here on: this machine's allocator has no such setting; the "
+                "result has the same bits"
             )
         return _resume_in_rank(context, path, ranks)
 
@@ -168,6 +173,7 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
     until = math.inf if limit is None else began + parse_seconds(limit, "stop-after")
     loaded = context.loaded
     before = task_of_run(handle, None if loaded is None else loaded.task, trust=context.trust, say=say)
+    check_files(handle.record, before)
     check_overrides(handle.record.facts, before, overrides)
     handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **overrides}})
     loaded = loaded or LoadedTask(before, handle.record.source, files_of(handle.source))
@@ -268,7 +274,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     for reason in cudnn_inexact_reasons(program.parts):
         if handle.note_inexact(reason):
             say(reason)
-    return train_loop(
+    outcome = train_loop(
         relower,
         handle,
         resume=context.is_resumed,
@@ -276,6 +282,18 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
         pause_after_epoch=context.pause_after_epoch,
         callbacks=() if isinstance(handle, FollowerRun) else _callbacks(context, program),
         say=say,
+    )
+    if plan.parallel == "none" and outcome.history and (line := _compare_with_prediction(context, plan, outcome)):
+        say(line)
+    return outcome
+
+
+def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcome) -> str | None:
+    """Returns a line with the step that `hotloop advise` predicted and the measured step; None without a prediction."""
+    size = context.task.roles.batch_size
+    step_ms = 1e3 * size / max(record.samples_per_s for record in outcome.history)
+    return measure_prediction(
+        prediction_key(context.task.name, size, context.source.record, plan), chip_name(plan.device), step_ms
     )
 
 

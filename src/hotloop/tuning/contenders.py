@@ -22,7 +22,7 @@ def check_comparable(plan: Plan) -> None:
     """Raises PlanError for a plan whose steps can't be timed or compared one by one."""
     if plan.parallel == "async":
         raise PlanError(
-            "parallel=async, whose steps come as its workers bring gradients",
+            "parallel=async, whose steps wait for the gradients of workers",
             expected="a plan whose steps can be run one by one",
             fix="train with it, or use parallel=none here",
         )

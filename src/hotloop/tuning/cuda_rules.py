@@ -147,7 +147,7 @@ def _reason(axis: str, plan: Plan, facts: TaskFacts) -> str:
         return "the step is recorded as PyTorch runs it, within seconds" + size * is_large(facts)
     if axis == "layout":
         units = "tensor cores read images with channels last" if plan.precision != "fp32" else _LAYOUT_REASON
-        return f"{units}, and weights that lie so aren't copied in each step"
+        return f"{units}, and weights in that layout aren't copied in each step"
     if axis == "rewrites":
         return _REWRITES_REASON + ", and so do first convolutions and pooling" * facts.has_convolution_layers
     if axis == "optimizer":
@@ -158,8 +158,8 @@ def _reason(axis: str, plan: Plan, facts: TaskFacts) -> str:
 
 
 _FUSED_UPDATE_REASON = "the compiler writes the update of all parameters as one kernel"
-_REWRITES_REASON = "small products become sums, which the compiler joins with what is beside them"
-_LAYOUT_REASON = "the compiler lays images with channels last"
+_REWRITES_REASON = "small products become sums, which the compiler fuses with the operations around them"
+_LAYOUT_REASON = "the compiler stores images with channels last"
 
 _OPTIMIZER_REASONS = {
     "fused": "one kernel of the graph updates all parameters",
@@ -167,6 +167,6 @@ _OPTIMIZER_REASONS = {
 }
 
 _AXIS_REASONS = {
-    "compile": "the compiler makes fewer kernels of what is between products and convolutions",
+    "compile": "the compiler fuses the operations between products and convolutions into fewer kernels",
     "cudnn": "cuDNN times its algorithms for each convolution while the step is recorded, where a heuristic may choose worse",
 }

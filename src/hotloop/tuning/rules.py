@@ -61,7 +61,7 @@ def open_questions(facts: TaskFacts, plan: Plan) -> list[str]:
     """Returns what only lowering finds out, from data and model."""
     found = []
     if plan.engine == "arrays":
-        found.append("engine=arrays: whether the model's modules, the loss and the optimizer are all known")
+        found.append("engine=arrays: whether the model's modules, the loss and the optimizer are all supported")
     if plan.residency != "stream" and facts.data == "Samples":
         found.append(f"residency={plan.residency}: whether the data set fits, and gives the same sample each time")
     if plan.compile != "none":
@@ -100,7 +100,7 @@ def _hints(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[PlanHin
 def _residency_hints(hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
     device = find_device(plan, hardware)
     if device is not None and not device.is_accelerator and hardware.allocator is not None:
-        why = "allocator=keep: memory that a step frees stays for the next one, instead of going back to the system"
+        why = "allocator=keep: memory that a step frees is reused by the next step, instead of going back to the system"
         yield PlanHint("allocator", "keep", why)
 
 
@@ -136,7 +136,7 @@ def _compile_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator
     device = find_device(plan, hardware)
     value = {"cpu": "package", "cuda": "step"}.get(device.kind if device else "")
     if value and is_long_run(facts) and not facts.recurrent:
-        why = f"with {facts.steps:,} steps a compilation may pay, which train times some steps to tell"
+        why = f"with {facts.steps:,} steps a compilation may pay, and train times some steps to decide"
         yield PlanHint("compile", value, f"compile={value}: {why}")
 
 
@@ -146,7 +146,7 @@ def why_not_compiled(facts: TaskFacts, kind: str) -> str:
         return ""
     if kind == "cuda":
         return "cuDNN reads the weights of recurrent layers as one piece of memory, which a captured step can't"
-    return "captured, recurrent layers are written out time step by time step, which compilers take very long for"
+    return "a captured step unrolls recurrent layers over the time steps, which takes very long to compile"
 
 
 def is_long_run(facts: TaskFacts) -> bool:
@@ -165,7 +165,9 @@ def _baseline_reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Itera
         device = find_device(plan, hardware)
         tf32 = device is not None and device.kind == "cuda" and facts.convolutions
         loop = ", which compute convolutions in tf32 here, where precision=fp32 computes in fp32" if tf32 else ""
-        yield f"precision=default: torch's own settings{loop}; fewer bits change the result, so they have to be asked for"
+        yield (
+            f"precision=default: torch's own settings{loop}; fewer bits change the result, so the plan has to name them"
+        )
     if "compile" not in kept and not is_long_run(facts):
         run = "a stream doesn't say how many steps there are" if facts.steps is None else f"{facts.steps:,} steps"
         yield f"compile=none: a compilation is tried from {MIN_COMPILED_STEPS:,} steps on ({run})"

@@ -131,7 +131,9 @@ def _fixed_axes_notes(base: Plan) -> list[str]:
     if len(left) > 1:
         return []
     but = f" but {left[0]}" if left else ""
-    return [f"the plan sets every axis that a search changes{but}, and those stay; leave out what is to be looked for"]
+    return [
+        f"the plan sets every axis that a search changes{but}, and a search keeps them; leave out the axes to search"
+    ]
 
 
 def _make_verdict(search: PlanSearch, winner: str, facts: TaskFacts, began: float, before: CpuUsage) -> Verdict:

@@ -36,7 +36,7 @@ RACES: dict[str, tuple[list[Timing], str | None, str]] = {
     "faster, but its looks at each epoch cost more": (
         [BASE, timing("busy", 5.0, "faster", "bitwise", looking_ms=6.0, run_s=11.0)],
         "baseline",
-        "busy is 2.00 times as fast, but takes longer to start, compile and look at what callbacks change",
+        "busy is 2.00 times as fast, but takes longer to start, compile and check what callbacks change",
     ),
     "reduced precision": (
         [BASE, timing("bf16", 2.0, "faster", "reduced-precision")],
@@ -54,7 +54,7 @@ RACES: dict[str, tuple[list[Timing], str | None, str]] = {
     "left out behind a rival": (
         [BASE, timing("l", 9.0, windows=4, left_out=True, ratio_low=None, ratio_high=None)],
         "baseline",
-        "l was left out after 4 pairs: behind another plan.",
+        "l was left out after 4 pairs: another plan is faster.",
     ),
     "faster, and nobody proved it": (
         [BASE, timing("u", 9.0, "faster", pays_after=0)],
@@ -107,7 +107,7 @@ def test_in_a_terminal_of_80_columns_each_verdict_can_be_read() -> None:
     for words in (
         "the baseline",
         "no difference",
-        "left behind",
+        "left out",
         "too few pairs",
         "0.08 (0.90 to 1.10)",
         *long.split(),

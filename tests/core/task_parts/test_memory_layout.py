@@ -166,7 +166,7 @@ def test_a_loss_is_looked_at_too() -> None:
 
 @pytest.mark.parametrize("name", ["a view of another buffer", "tied in part"])
 def test_a_compiled_step_refuses_to_write_to_memory_of_two_names(name: str) -> None:
-    with pytest.raises(PlanError, match=r"of the model, whose memory '.*' has too"):
+    with pytest.raises(PlanError, match=r"of the model, which shares memory with '.*'"):
         lowered(task_of(model=TRAINED[name]), compile="step")
 
 

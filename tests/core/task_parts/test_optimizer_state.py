@@ -291,7 +291,7 @@ class Misfit(Counting):
 
 def test_a_load_state_dict_that_fails_is_one_line() -> None:
     program = hotloop.lower(a_task(model=network, optimizer=Misfit))
-    with pytest.raises(CheckpointError, match="load_state_dict of Misfit doesn't take what its state_dict gave"):
+    with pytest.raises(CheckpointError, match="load_state_dict of Misfit rejects the result of its own state_dict"):
         program.restore(program.state())
 
 

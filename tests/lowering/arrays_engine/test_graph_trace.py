@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a number in a sum": (forward(lambda self, x: x + 1), ("the function add in", "anything but two tensors")),
     "a scaled sum": (forward(lambda self, x: torch.add(x, x, alpha=2)), ("the function add in",)),
     "a product": (forward(lambda self, x: x * x), ("the function mul in",)),
-    "a branch": (forward(branching), ("whose forward can't be followed at ", "test_graph_trace.py:", "control flow")),
+    "a branch": (forward(branching), ("whose forward can't be traced at ", "test_graph_trace.py:", "control flow")),
     "its own chances": (
         forward(lambda self, x: x.tanh() if random.random() < 0.5 else x), ("the model, an Own", "draws random numbers"),
     ),

@@ -302,6 +302,4 @@ def test_a_loss_that_cannot_be_copied_is_trained_in_pieces_and_said() -> None:
     program = lower(a_task(loss, (X[:, 0], LABELS)), Plan(accumulation=2), lines.append)
     program.advance(4)
     (line,) = lines
-    assert line.startswith(
-        "whether the pieces of a batch add up to the batch isn't tried any more: held can't be copied"
-    )
+    assert line.startswith("pieces of a batch are no longer compared with the whole batch: held can't be copied")

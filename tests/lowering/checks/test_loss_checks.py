@@ -209,7 +209,7 @@ def test_a_loss_that_cannot_be_copied_is_not_tried_and_said() -> None:
         return (output - target).square().mean()
 
     (line,) = said(a_task(loss, (X, VALUES[:, None])))
-    assert line.startswith("whether the loss is a sum over the batch isn't tried: generator can't be copied")
+    assert line.startswith("the test for a loss that is a sum over the batch is left out: generator can't be copied")
 
 
 @pytest.mark.parametrize("plan", [Plan(accumulation=2)], ids=["pieces"])

@@ -52,7 +52,7 @@ def test_a_model_on_the_meta_device_is_refused_in_a_line(model: Any, name: str, 
 def test_missing_targets_have_a_way_out_that_works(tmp_path: Path) -> None:
     missing = torch.where(LATE, Y, torch.nan)
     given = dict(model=lambda: nn.Linear(6, 1), loss=nn.MSELoss(), shuffle=False)
-    with pytest.raises(DataError, match=r"nan_to_num.*mask beside it, as data=\(x, y, mask\), for a step"):
+    with pytest.raises(DataError, match=r"nan_to_num.*mask next to it, as data=\(x, y, mask\), for a step"):
         trained(a_task(**given, data=(X, missing)), tmp_path / "refused")
 
     def step(model: Any, batch: Any) -> Tensor:

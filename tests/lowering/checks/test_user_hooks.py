@@ -215,7 +215,7 @@ def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         with_clamps(AROUND["after"][0]), PlanRequest(Plan(device="cpu"), is_auto=True), said.append
     )
     assert program.parts.plan.compile == "none"
-    assert any("passes over compile=package: " in line and "a hook around SGD.step" in line for line in said)
+    assert any("leaves out compile=package: " in line and "a hook around SGD.step" in line for line in said)
 
 
 def test_arrays_refuse_a_hook_that_is_hung_up_later_at_the_next_step() -> None:

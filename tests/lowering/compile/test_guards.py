@@ -92,8 +92,8 @@ class Remembering(Layer):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"model": Listed}, "reaches a parameter or buffer, a tensor of shape (3,), by another way"),
-        ({"model": Bound}, "reaches a parameter or buffer, a tensor of shape (1,), by another way"),
+        ({"model": Listed}, "reads a parameter or buffer, a tensor of shape (3,), by another way"),
+        ({"model": Bound}, "reads a parameter or buffer, a tensor of shape (1,), by another way"),
         ({"model": Mixing}, "'Mixing.forward().PRIVATE.state."),
         ({"step": partial(taught, moves=True)}, "writes to a tensor of shape"),
         ({"model": Keeping}, "can't be captured"),

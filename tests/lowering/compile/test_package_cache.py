@@ -35,7 +35,7 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
     def lowered() -> list[str]:
         said.clear()
         advance(hotloop.lower(a_task(), PACKAGE, said.append), 2)
-        return [line for line in said if "isn't kept" in line]
+        return [line for line in said if "isn't cached" in line]
 
     (tmp_path / "file").touch()
     for nowhere in (tmp_path / "file", tmp_path / ("long" * 100)):  # where even root can't write, or look
@@ -77,7 +77,10 @@ def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch
         if count == 1:
             path.write_bytes(made[0][: len(made[0]) // 2])
     assert path.read_bytes() == made[0]
-    assert len([line for line in said if line.startswith("the kept package can't be loaded, and is made anew: ")]) == 1
+    assert (
+        len([line for line in said if line.startswith("the cached package can't be loaded, and is compiled again: ")])
+        == 1
+    )
 
 
 @pytest.mark.more
@@ -181,7 +184,7 @@ def test_one_that_was_seen_to_change_is_refused_each_time(
 
     monkeypatch.setattr(StepCapture, "trace_once", turned)
     for _ in range(2):
-        with pytest.raises(PlanError, match="two runs of it do different operations"):
+        with pytest.raises(PlanError, match="two runs of the step do different operations"):
             hotloop.lower(a_task(), PACKAGE)
     assert len(captures) == 4 and not package_cache.package_folder().exists()
 

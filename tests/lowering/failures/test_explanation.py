@@ -123,10 +123,10 @@ def test_a_step_of_ones_own_is_named_by_its_line(tmp_path: Path) -> None:
     assert "tensors on meta and cpu meet (test_explanation.py:" in message
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that isn't there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="names a device that this machine lacks")
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     message = failing(tmp_path, DeviceError, model=layers(InTraining(lambda x: x.cuda())))
-    assert "asks for a device that isn't here in '1' (InTraining) (test_explanation.py:" in message
+    assert "names a device that this machine lacks in '1' (InTraining) (test_explanation.py:" in message
 
 
 SAID = {

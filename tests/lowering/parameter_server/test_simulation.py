@@ -316,7 +316,7 @@ def test_when_all_are_gone_it_says_so() -> None:
 
 
 def test_a_program_of_ones_own_has_no_workers() -> None:
-    with pytest.raises(PlanError, match="nobody computes"):
+    with pytest.raises(PlanError, match="no worker computes"):
         lower(task(), Plan(parallel="async", ranks=2)).advance(1)
 
 

@@ -104,7 +104,10 @@ def test_a_step_that_writes_to_a_tensor_that_its_batch_holds_twice_is_refused() 
 
     x, y = labelled()
     loader = torch.utils.data.DataLoader([[x, y, y, torch.ones(())]], batch_size=None)
-    with pytest.raises(PlanError, match="it writes to a tensor of the batch, of shape \\(24,\\), whose memory another"):
+    with pytest.raises(
+        PlanError,
+        match="the step writes to a tensor of the batch, of shape \\(24,\\), which shares memory with another",
+    ):
         hotloop.lower(a_task(step=clamping, data=loader, batch_size=None), Plan(compile="step"))
 
 
@@ -195,7 +198,7 @@ def test_a_state_that_the_step_was_not_compiled_for_is_told_and_trained_eagerly(
     state.optimizer["state"]["bias"]["more"] = torch.zeros(3)
     program.restore(state)
     advance(program, 4)
-    told = "there is state/bias/more, of which the compiled step knows nothing: while that is so, steps run eagerly"
+    told = "there is state/bias/more, which the compiled step doesn't have: while that is so, steps run eagerly"
     assert [line for line in said if "eagerly" in line] == [told]
     assert program.compiled_steps == 2
     torch.testing.assert_close(program.state().parameters, state_after(task, 7).parameters)

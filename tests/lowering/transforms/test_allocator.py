@@ -115,7 +115,7 @@ def test_a_run_goes_on_where_nobody_can_be_told(
     with pytest.raises(PlanError, match="only glibc"):
         hotloop.fit(longer, run=tmp_path / "run", resume=True, plan=KEEP, progress=False)
     assert hotloop.fit(longer, run=tmp_path / "run", resume=True).plan.allocator == "default"
-    assert "memory of steps isn't kept from here on" in " ".join(capfd.readouterr().err.split())
+    assert "memory of steps isn't reused from here on" in " ".join(capfd.readouterr().err.split())
 
 
 def test_what_is_remembered_is_of_the_allocator_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_another_allocator_that_is_preloaded_is_not_told(tmp_path: Path) -> None
 
 def test_what_can_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: False)
-    with pytest.raises(PlanError, match=r"allocator=keep can't be run here: only glibc .* Use allocator=default"):
+    with pytest.raises(PlanError, match=r"allocator=keep can't be run here: only glibc's .* Use allocator=default"):
         hotloop.lower(a_task(), KEEP)
 
 

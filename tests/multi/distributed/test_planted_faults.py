@@ -153,5 +153,5 @@ def test_the_ranks_see_what_they_hold_differently(planted: dict[str, Any], fault
 
 
 def test_a_rank_that_joins_sees_sums_that_are_wrong(planted: dict[str, Any]) -> None:
-    assert planted["a wrong sum"].startswith("torch.distributed adds up wrongly on cpu: [1.0, 2.0, ")
+    assert planted["a wrong sum"].startswith("torch.distributed computes wrong sums on cpu: [1.0, 2.0, ")
     assert "expected [3.0, 6.0, " in planted["a wrong sum"]

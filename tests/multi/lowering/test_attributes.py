@@ -63,7 +63,7 @@ def reasons(folder: Path, loss: Any, data: Any) -> list[str]:
 
 def test_a_value_of_a_ranks_own_rows_is_one_line(tmp_path: Path) -> None:
     (line,) = reasons(tmp_path, Remembering(), labelled())
-    assert line == "loss.last is another value on each rank, and a checkpoint stores that of rank 0"
+    assert line == "loss.last has another value on each rank, and a checkpoint stores that of rank 0"
 
 
 def test_values_that_are_the_same_are_none_and_those_of_a_data_set_are_one_line(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_loss_of_the_batch_as_a_whole_is_refused_on_all_ranks(seen: list[Any],
     for rank in seen:
         said, *_ = rank[parallel, name]
         assert said.startswith(f"parallel={parallel} changes the gradient of ")
-        assert "the loss or a layer divides by something that a piece counts otherwise" in said
+        assert "the loss or a layer divides by a number that a piece counts differently" in said
         assert said.endswith("Use parallel=none, or give the Task a weight(batch): what its loss divides by")
 
 
@@ -151,7 +151,8 @@ def test_ranks_that_train_by_themselves_say_so(seen: list[Any], name: str) -> No
     said, lines, _ = seen[0]["local", name]
     assert not said
     assert (
-        "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone" in lines
+        "parallel=local: the loss or a layer computes with the whole batch, and each rank computes it on its own rows"
+        in lines
     )
 
 
@@ -161,7 +162,7 @@ def test_a_mean_over_samples_is_taken(seen: list[Any], name: str) -> None:
         said, lines, _ = seen[0][plan.parallel, name]
         assert not said
         told = [line for line in lines if not line.startswith("each rank draws its own random numbers")]
-        untried = "parallel={}: whether the ranks' gradients add up to that of one process couldn't be tried: {}"
+        untried = "parallel={}: the comparison of the ranks' gradients with that of one process failed to run: {}"
         assert told == [untried.format(plan.parallel, why) for case, why in UNTRIED.items() if case == name]
 
 
@@ -242,6 +243,6 @@ def test_backward_is_watched_operator_by_operator_only_where_it_draws(seen: list
 
 
 def test_a_norm_that_looks_at_other_ranks_by_itself_cannot_be_tried(seen: list[Any]) -> None:
-    assert [line.partition("couldn't be tried: ")[2] for line in seen[0]["norm"]] == [
-        "a SyncBatchNorm looks at other ranks"
+    assert [line.partition("failed to run: ")[2] for line in seen[0]["norm"]] == [
+        "a SyncBatchNorm reads the batches of other ranks"
     ]

@@ -118,9 +118,9 @@ def test_what_adds_up_is_trained_as_by_one_process(seen: list[Any], parallel: st
 def test_ranks_that_train_by_themselves_say_so_and_go_on(seen: list[Any]) -> None:
     error, step, _, lines = seen[0]["local", "wrong", "ignored targets"]
     assert not error and step == 6
-    assert [line for line in lines if "looks at the batch as a whole" in line]
+    assert [line for line in lines if "computes with the whole batch" in line]
     *_, lines = seen[0]["local", "right", "a weight"]
-    assert not [line for line in lines if "looks at the batch as a whole" in line]
+    assert not [line for line in lines if "computes with the whole batch" in line]
 
 
 def test_the_state_is_saved_and_a_weight_mends_the_run(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_when_all_workers_are_killed_it_says_so_and_new_ones_can_be_employed() -
             assert isinstance(crew, ProcessPool)
             program.advance(2)
             os.kill(crew.pids()[0], signal.SIGKILL)
-            with pytest.raises(TrainingError, match="all workers are gone"):
+            with pytest.raises(TrainingError, match="all workers have ended"):
                 an_epoch(program)
 
 

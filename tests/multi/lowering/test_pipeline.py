@@ -340,12 +340,12 @@ def mixing(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 STAGES = Plan(parallel="stages", ranks=2, microbatches=2)
-DRAWN = r"^parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from one of its own; expected .* of torch's"
+DRAWN = r"^parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from its own; expected .* of torch's"
 REFUSED: dict[str, tuple[hotloop.Task, dict[str, Any], str]] = {
     "a batch norm": (linear(nn.BatchNorm1d(4)), {}, r"microbatches=2 changes .*'1' \(BatchNorm1d\).*microbatches=1"),
     "a decision": (linear(Decides()), {}, r"can't cut the model: '1' can't be exported as a graph"),
     "no such module": (linear(), {"split": "head"}, r"uses no module 'head'; expected .*such as 1"),
-    "the first module": (linear(), {"split": "0"}, r"doesn't come to these modules in that order"),
+    "the first module": (linear(), {"split": "0"}, r"doesn't call these modules in that order"),
     "a change in place": (linear(nn.ReLU(inplace=True)), {"split": "1"}, r"'1' changes in place what was computed"),
     "layers that Python drops": (linear(Dropping(4, 4)), {}, DRAWN),
     "inputs that NumPy mixes": (linear(loss=None, step=mixing), {}, DRAWN),

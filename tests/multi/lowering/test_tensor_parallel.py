@@ -194,7 +194,7 @@ def test_what_cannot_be_split_is_named(seen: list[Any]) -> None:
 
 
 def test_a_split_that_comes_to_something_else_is_refused(seen: list[Any]) -> None:
-    assert "the model comes to something else with 'blocks.0.out'" in seen[0]["refusals"]["mistaken"]
+    assert "the model has another result with 'blocks.0.out'" in seen[0]["refusals"]["mistaken"]
 
 
 def test_groups_are_found_wherever_the_forward_can_be_followed() -> None:

@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
     ),
     "gradients in vain": (
         seen(habits=[SlowPattern(what="unused gradients", where="train.py:2", per_step=6.0, ms=4.0)]),
-        "gradients that nobody uses",
+        "unused gradients",
         "train.py:2",
     ),
     "a graph that is carried over": (

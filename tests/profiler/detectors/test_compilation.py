@@ -49,7 +49,7 @@ def test_a_measured_gain_is_a_remedy_with_that_gain() -> None:
         (CompiledNetwork(ratio=0.73, low=0.70, high=0.76, network="Net"), "Compiling is no remedy here."),
         (CompiledNetwork(ratio=1.02, low=0.98, high=1.06, network="Net"), "1.02 times as fast (0.98 to 1.06)"),
         (
-            CompiledNetwork(failure="compiling did not come to an end within 30 s"),
+            CompiledNetwork(failure="compiling did not finish within 30 s"),
             "was not measured: compiling did not",
         ),
     ],

@@ -200,7 +200,7 @@ def test_what_workers_do_is_not_said_to_have_been_measured() -> None:
     use = loader(workers=2, collate_where="collate.py:9")
     found = first(seen({"data": 6.0}, loaders=[use]))
     assert found.where == use.where and "collate_fn for each batch (collate.py:9)" in found.remedy
-    assert "isn't measured in workers" in found.evidence and "more workers than 2" in found.remedy
+    assert "are not measured apart" in found.evidence and "more workers than 2" in found.remedy
 
 
 def test_a_short_step_with_workers_is_told_to_load_in_the_process() -> None:

@@ -139,7 +139,7 @@ NOTES: dict[str, tuple[Profile, str]] = {
     ),
     "a graph that is never used": (
         seen(habits=[SlowPattern(what="unused graph", where="t.py:1", per_step=1.0, ms=3.0)]),
-        "a graph is built for a forward that no backward comes back to",
+        "a graph is built for a forward that no backward uses",
     ),
     "a graph kept for nothing": (
         seen(habits=[SlowPattern(what="retained graph", where="t.py:1", per_step=1.0)]),
@@ -226,7 +226,7 @@ def test_an_operator_that_takes_long_may_do_so_since_its_memory_comes_anew() -> 
 def test_a_copy_that_takes_less_than_its_memory_comes_second(copied_ms: float, is_first: bool) -> None:
     copied = operator("cat", copied_ms, where="train.py:7", phase="batch", bytes=1e6, shapes=[""])
     first, *others = remedies(seen({"batch": copied_ms}, operators=[copied], **PAGED))
-    assert "put together" in (first if is_first else others[0]).cause
+    assert "concatenated" in (first if is_first else others[0]).cause
     assert "memory is given back" in (others[0] if is_first else first).cause
 
 

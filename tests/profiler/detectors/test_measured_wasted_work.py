@@ -126,7 +126,7 @@ NAMED = {
     "hooks": (watched_layers, "statistics or checks"),
     "checks": (layers(checked), "statistics or checks"),
     "masks": (layers(masked), "masks, positions"),
-    "a head": (Headed, "a part of the network whose graph is thrown away"),
+    "a head": (Headed, "a part of the network whose graph is discarded"),
 }
 NEEDED = {
     "a function of one's own": layers(Scaled.apply),
@@ -166,4 +166,4 @@ def test_what_is_kept_is_told_from_what_a_teacher_says() -> None:
         return (outputs - wanted).square().mean() + (outputs @ bank.T).square().mean()
 
     (found,) = trained(model, beside)
-    assert found.startswith("what is kept is copied at each step")
+    assert found.startswith("stored tensors are copied at each step")

@@ -90,7 +90,9 @@ def test_tensors_are_moved_where_operators_show_it(case: str) -> None:
     assert cause in first(seen({"python": 3.1}, lines=lines, operators=operators)).cause
 
 
-@pytest.mark.parametrize(("worked", "cause"), [(0.5, "torch's own Python is called"), (2.0, "tensors made or turned")])
+@pytest.mark.parametrize(
+    ("worked", "cause"), [(0.5, "torch's own Python is called"), (2.0, "tensors made or converted")]
+)
 def test_torch_may_be_called_without_making_a_tensor(worked: float, cause: str) -> None:
     """As for an optimizer that is made anew in each step."""
     ones = [operator("zeros", worked, phase="python", where="train.py:35", bytes=1e6)]
@@ -166,8 +168,8 @@ def test_a_copy_of_all_that_was_and_draws_are_told_from_other_tensors_that_are_m
         work = [operator(name, 2.0, phase="python", where="train.py:21", shapes=[])]
         return first(seen({"python": 3.0}, operators=work, lines=[line("python", 3.0, "train.py:21")])).cause
 
-    assert "put together" in cause("cat") and "put together" not in cause("repeat")
-    assert "random numbers are drawn" in cause("normal_") and "made or turned over" in cause("repeat")
+    assert "concatenated" in cause("cat") and "concatenated" not in cause("repeat")
+    assert "random numbers are drawn" in cause("normal_") and "made or converted" in cause("repeat")
 
 
 @pytest.mark.parametrize("comprehension", ["<dictcomp>", "train.<locals>.<listcomp>"])

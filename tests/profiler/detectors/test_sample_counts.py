@@ -36,7 +36,7 @@ def test_what_is_told_by_operators_alone_is_told_of_them() -> None:
     """Of the 1.5 ms that a single look gave to the line, 0.6 are known to be an operator's."""
     ones = [operator("cos", 0.6, phase="python", where="train.py:33")]
     (found,) = remedies(seen({"python": 1.5}, lines=[line("python", 1.5, "train.py:33", looks=1)], operators=ones))
-    assert found.cause.startswith("tensors made or turned over") and found.gain == pytest.approx(0.06)
+    assert found.cause.startswith("tensors made or converted") and found.gain == pytest.approx(0.06)
 
 
 def test_lines_whose_operators_count_by_themselves_stand_alone_however_few_looks_found_them() -> None:

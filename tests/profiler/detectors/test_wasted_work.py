@@ -1,4 +1,4 @@
-"""Work in the forward and in the loss that no gradient comes back to. Records are made by hand."""
+"""Work in the forward and in the loss that no gradient reaches. Records are made by hand."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def aside(name: str, ms: float = 1.0, **fields: Any) -> OperatorTime:
 def said(ones: list[OperatorTime], **fields: Any) -> list[Remedy]:
     phases = {"forward": 5.0, "loss": 1.5}
     found = remedies(seen(phases, operators=[*trained(), *ones], modules=MODULES, **fields))
-    return [one for one in found if "no gradient comes back to" in one.cause]
+    return [one for one in found if "no gradient reaches" in one.cause]
 
 
 NAMED: dict[str, tuple[list[OperatorTime], str]] = {
     "statistics without a graph": ([aside("mean"), aside("std")], "statistics or checks"),
-    "statistics whose graph is thrown away": ([aside("mean", used=False)], "statistics or checks"),
+    "statistics whose graph is discarded": ([aside("mean", used=False)], "statistics or checks"),
     "a check of each layer": (
         [aside("isnan"), aside("any", dtype=""), aside("is_nonzero", dtype="")],
         "statistics or checks",
@@ -48,9 +48,9 @@ NAMED: dict[str, tuple[list[OperatorTime], str]] = {
     "a mask": ([aside("ones"), aside("tril")], "masks, positions"),
     "a bank that is put together anew": (
         [aside("cat", shapes=[]), aside("detach", 0.1, bytes=0.0)],
-        "what is kept is copied",
+        "stored tensors are copied",
     ),
-    "a head that nobody uses": ([aside("addmm", module="net.head", used=False)], "whose graph is thrown away"),
+    "a head that nobody uses": ([aside("addmm", module="net.head", used=False)], "whose graph is discarded"),
 }
 
 
@@ -203,7 +203,7 @@ def test_metrics_are_told_of_once() -> None:
     profile = seen({"forward": 5.0, "loss": 4.5}, operators=[*trained(), *loss_of_loop(), *ones], modules=MODULES)
     causes = [one.cause for one in remedies(profile)]
     assert sum("metrics at each step" in cause for cause in causes) == 1
-    assert not any("no gradient comes back to" in cause for cause in causes)
+    assert not any("no gradient reaches" in cause for cause in causes)
 
 
 def test_what_operators_of_torchs_own_read_and_make_is_none_of_the_users() -> None:

@@ -50,10 +50,10 @@ class Drawn:
     errors: list[str]
 
 
-def draw(page: Path, profile: Path) -> Drawn:
-    """Opens a page in a browser that has no network to use."""
+def draw(page: Path, profile: Path, query: str = "") -> Drawn:
+    """Opens a page, with a query such as `?q=word`, in a browser that has no network to use."""
     assert BROWSER is not None
-    command = [BROWSER, *_OPTIONS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
+    command = [BROWSER, *_OPTIONS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri() + query]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=180, check=True)
     reader = _Reader()
     reader.feed(done.stdout)

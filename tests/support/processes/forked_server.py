@@ -87,9 +87,16 @@ Process = subprocess.Popen[str] | Fork
 class Server:
     """Starts processes: forks of one that it keeps, or fresh ones where it may not fork."""
 
-    def __init__(self, *, forks: bool = sys.platform == "linux") -> None:
+    def __init__(self, *, forks: bool = sys.platform == "linux", requests: socket.socket | None = None) -> None:
+        """`requests` is the connection of another Server, which a program inherited."""
         self.forks = forks
-        self._requests: socket.socket | None = None
+        self._requests = requests
+
+    @property
+    def requests(self) -> socket.socket:
+        """The connection to the process that forks."""
+        self._requests = self._requests or _serve_elsewhere()
+        return self._requests
 
     def start(
         self,
@@ -102,12 +109,14 @@ class Server:
         stderr: File = subprocess.PIPE,
         file_bytes: int | None = None,
         script: bool = False,
+        bound: bool = False,
     ) -> Process:
         """Starts `hotloop ARGS` in a session of its own.
 
         Args:
             fresh: no fork.
             script: the first of `args` is a Python file to run in its place.
+            bound: a fork is killed when this process ends.
             stderr: may be `subprocess.STDOUT`.
             file_bytes: the limit on the size of the files that it writes.
         """
@@ -130,13 +139,13 @@ class Server:
             "env": dict(os.environ if env is None else env),
             "file_bytes": file_bytes,
             "script": script,
+            "bound": bound,
         }
-        self._requests = self._requests or _serve_elsewhere()
         ours, theirs = socket.socketpair()
         with theirs, open(os.devnull) as nothing:
             files = [nothing if stdin == subprocess.DEVNULL else stdin, out, out if err == subprocess.STDOUT else err]
             numbers = [file if isinstance(file, int) else file.fileno() for file in (theirs, *files)]
-            socket.send_fds(self._requests, [json.dumps(request).encode()], numbers)
+            socket.send_fds(self.requests, [json.dumps(request).encode()], numbers)
         return Fork(ours, out, err)
 
     def close(self) -> None:
@@ -185,6 +194,8 @@ def attend(request: dict[str, Any], answers: int, *streams: int) -> None:
     os.write(answers, NUMBER.pack(pid))
     for stream in streams:
         os.close(stream)
+    if request["bound"] and select.select([answers, os.pidfd_open(pid)], [], [])[0][0] == answers:
+        os.kill(pid, signal.SIGKILL)  # the other side is closed: nothing else arrives there
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(BrokenPipeError):  # nobody may wait for it any more
         os.write(answers, NUMBER.pack(code))

@@ -115,7 +115,7 @@ def test_auto_gives_up_what_cannot_be_lowered_and_says_so_once(monkeypatch) -> N
     monkeypatch.setattr(build, "TRANSFORMS", (*build.TRANSFORMS, no_fused))
     said: list[str] = []
     assert lower_requested(a_task(), AUTO, said.append).parts.plan == BASELINE
-    assert said == ["auto passes over optimizer=fused: optimizer=fused met a planted fault", "auto: baseline"]
+    assert said == ["auto leaves out optimizer=fused: optimizer=fused met a planted fault", "auto: baseline"]
     with pytest.raises(PlanError, match="planted fault"):
         lower_requested(a_task(), PlanRequest(Plan(device="cpu", optimizer="fused")))
 
@@ -129,7 +129,7 @@ def test_auto_gives_up_what_there_is_no_memory_for(monkeypatch) -> None:
     monkeypatch.setattr(build, "TRANSFORMS", (*build.TRANSFORMS, no_room))
     said: list[str] = []
     assert lower_requested(a_task(), AUTO, said.append).parts.plan == BASELINE
-    assert len(said) == 2 and said[0].startswith("auto passes over optimizer=fused: ") and "planted" in said[0]
+    assert len(said) == 2 and said[0].startswith("auto leaves out optimizer=fused: ") and "planted" in said[0]
     with pytest.raises(MemoryExhausted):
         lower_requested(a_task(), PlanRequest(Plan(device="cpu", optimizer="fused")))
 
@@ -147,7 +147,7 @@ def test_auto_goes_on_sample_by_sample_where_the_data_has_no_room(monkeypatch) -
     assert lower_requested(task, AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert tries == ["data"]  # what failed once isn't tried again
     assert [line for line in said if "residency=host" in line and "no memory left" in line] == said[:-1]
-    with pytest.raises(PlanError, match="no memory left for it") as caught:
+    with pytest.raises(PlanError, match="no memory left for the data") as caught:
         hotloop.lower(a_task(data=Samples(), epochs=2), Plan(residency="host"))
     assert "\n" not in str(caught.value) and "residency='stream'" in str(caught.value)
 

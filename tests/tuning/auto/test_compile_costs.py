@@ -273,7 +273,7 @@ def test_a_look_at_each_epoch_for_what_callbacks_change_takes_from_what_compilin
         payoff.Payoff(300_000, 1e-3, 2.0, compile_s=20.0, rechecks=epochs, recheck_s=1.0) for epochs in (0, 50, 99)
     ]
     assert [hope.compilations for hope in hopes] == [2, 1, 0]  # of 150 s
-    assert "should save about 51 s of the 300,000 steps left with 99 looks for what callbacks change" in str(hopes[-1])
+    assert "should save about 51 s of the 300,000 steps left with 99 checks for what callbacks change" in str(hopes[-1])
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_callbacks_of_the_run_count_as_those_of_the_task(long, pretended, found,
     monkeypatch.setattr(payoff.Payoff, "compilations", 1)
     lower_requested(a_task(epochs=100), AUTO, said.append, callbacks=[print])
     assert made and all(program.watched for program in made)
-    assert "with 100 looks for what callbacks change" in said[0]
+    assert "with 100 checks for what callbacks change" in said[0]
 
 
 def test_a_run_hands_its_callbacks_on_to_what_chooses(tmp_path, monkeypatch) -> None:
@@ -329,7 +329,7 @@ def test_a_compiled_step_that_loses_what_it_saves_by_looking_is_not_proven(long,
     said = list[str]()
     assert lower_requested(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert said[-2].startswith(
-        "auto passes over compile=package: it saves 0 s with a look at each epoch whether callbacks change the step"
+        "auto leaves out compile=package: it saves 0 s with a check at each epoch whether callbacks change the step"
     )
 
 

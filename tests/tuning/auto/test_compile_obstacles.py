@@ -110,7 +110,7 @@ def test_where_memory_may_be_too_small_for_the_baseline_nothing_runs_beside_it(
     lower_requested(a_task(), PlanRequest(Plan(device="cpu", **axes), is_auto=True), said.append)
     assert {(plan.compile, *(getattr(plan, axis) for axis in axes)) for plan in pretended} == {("none", *axes.values())}
     assert said[-2].startswith(
-        "auto goes on eagerly: compiled plans race beside whole batches of the baseline's precision"
+        "auto goes on eagerly: a race of compiled plans needs memory for whole batches in the baseline's precision"
     )
 
 
@@ -201,7 +201,7 @@ def test_what_was_found_before_is_not_tried_again(name: str, long, pretended, fo
     said: list[str] = []
     lower_requested(a_task(), AUTO, said.append, memory=payoff.RaceHistory([before]))
     assert (Plan(compile="package") in pretended) is not bool(why)
-    assert (f"auto passes over compile=package: {why}" in said) is bool(why)
+    assert (f"auto leaves out compile=package: {why}" in said) is bool(why)
 
 
 def test_what_was_raced_before_is_compiled_where_the_run_pays_for_its_proof() -> None:
@@ -262,7 +262,7 @@ def test_recurrent_layers_are_not_compiled(kind: type[nn.Module], long) -> None:
     task, said = a_task(model=lambda: Reader(kind(6, 4, batch_first=True))), list[str]()
     choices = list_options(task, CPU).choices
     assert {choice.plan.compile for choice in choices} == {"none"}
-    assert any("compile=none: captured, recurrent layers" in why for why in choices[0].why)
+    assert any("compile=none: a captured step unrolls recurrent layers" in why for why in choices[0].why)
     assert lower_requested(task, AUTO, said.append).parts.plan.compile == "none"
     assert len([line for line in said if "recurrent layers" in line]) == 1
     assert list_options(task, Plan(device="cpu", compile="step")).choices[0].plan.compile == "step"  # asked for

@@ -128,7 +128,7 @@ def test_an_eager_plan_that_its_own_race_finds_slower_than_the_baseline_is_not_t
         == BASELINE
     )
     assert said[-2:] == [
-        "auto passes over optimizer=fused: it's 0.90 times as fast as the baseline",
+        "auto leaves out optimizer=fused: it's 0.90 times as fast as the baseline",
         "auto: baseline",
     ]
     assert verdicts[0].winner == "baseline" and verdicts[0].plan("optimizer=fused").behind
@@ -154,7 +154,7 @@ def test_a_compiled_step_that_fails_when_it_is_run_is_passed_over(long, pretende
     said: list[str] = []
     wanted = PlanRequest(Plan(device="cpu", optimizer="default"), is_auto=True)
     assert lower_requested(a_task(epochs=1000), wanted, said.append).parts.plan == BASELINE
-    assert said[-2].startswith("auto passes over compile=package: ") and "ZeroDivisionError" in said[-2]
+    assert said[-2].startswith("auto leaves out compile=package: ") and "ZeroDivisionError" in said[-2]
 
 
 def test_a_compiler_that_fails_is_passed_over(long, pretended, found, monkeypatch) -> None:
@@ -169,7 +169,7 @@ def test_a_compiler_that_fails_is_passed_over(long, pretended, found, monkeypatc
     monkeypatch.setattr(auto_search, "lower", failing)
     said: list[str] = []
     assert lower_requested(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
-    assert "auto passes over compile=package: AssertionError: of the compiler's own" in said[-2]
+    assert "auto leaves out compile=package: AssertionError: of the compiler's own" in said[-2]
 
 
 LASTING: dict[str, tuple[Exception, bool]] = {
@@ -240,7 +240,7 @@ def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkey
         ).parts.plan.compile
         == "none"
     )
-    (passed_over,) = (line for line in said if line.startswith("auto passes over compile=package: the step can't"))
+    (passed_over,) = (line for line in said if line.startswith("auto leaves out compile=package: the step can't"))
     [verdict] = verdicts
     race_cache.save_races(verdict)
     before = [one.timing for one in race_cache.load_races(verdict.fingerprint, verdict.machine, verdict.versions)[0]]
@@ -249,8 +249,8 @@ def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkey
     lower_requested(task, AUTO, said.append, memory=payoff.RaceHistory(before))
     failure = passed_over.partition(": ")[2]
     assert said == [
-        f"auto passes over compile=package: it failed before ({failure})",
-        f"auto passes over compile=forward optimizer=fused: it failed before ({failure})",
+        f"auto leaves out compile=package: it failed before ({failure})",
+        f"auto leaves out compile=forward optimizer=fused: it failed before ({failure})",
         "auto: optimizer=fused",
     ]
 
@@ -271,14 +271,14 @@ def test_a_step_whose_update_can_t_be_captured_is_compiled_without_it_where_that
     )
     task = a_task(optimizer=lambda parameters: torch.optim.RAdam(parameters))
     lower_requested(task, AUTO, said.append, memory=payoff.RaceHistory(save_verdict=verdicts.append))
-    assert any(line.startswith("auto passes over compile=package: the step can't be captured") for line in said)
+    assert any(line.startswith("auto leaves out compile=package: the step can't be captured") for line in said)
     assert pretended[-1] == (Plan(compile="forward") if gain else BASELINE)
 
     # It is known the next time that the whole step can't be, also where nothing is known of the rest.
     failed = [one for one in verdicts[0].plans if one.failure]
     lower_requested(task, AUTO, said.append, memory=payoff.RaceHistory(failed))
     assert pretended[-1] == (Plan(compile="forward") if gain else BASELINE)
-    assert any(line.startswith("auto passes over compile=package: it failed before") for line in said)
+    assert any(line.startswith("auto leaves out compile=package: it failed before") for line in said)
 
 
 def test_without_memory_for_plans_side_by_side_nothing_is_compiled(long, pretended, monkeypatch) -> None:
@@ -312,4 +312,4 @@ def test_a_plan_that_loses_at_once_is_said_to_be_left_out(long, pretended, monke
     said: list[str] = []
     lower_requested(a_task(), AUTO, said.append)
     why = "it was left out after 4 pairs, since it's 0.80 times as fast as the baseline"
-    assert f"auto passes over compile=package: {why}" in said
+    assert f"auto leaves out compile=package: {why}" in said

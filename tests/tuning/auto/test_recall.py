@@ -75,7 +75,7 @@ def test_a_plan_of_the_rules_that_was_found_slower_is_not_taken(
     program = lower_cached_or_auto(loaded, PlanRequest.with_auto_default(None, {"device": "cpu"}), said.append)
     program.close()
     assert program.parts.plan == (FUSED if says is None else Plan())
-    assert said == [] if says is None else f"auto passes over optimizer=fused: {says}" in said[0]
+    assert said == [] if says is None else f"auto leaves out optimizer=fused: {says}" in said[0]
 
 
 RECORD = SourceRecord(file="t.py", module="t", attribute="task", digest="d", reference="t.py", origin=".")

@@ -77,7 +77,7 @@ def test_a_disk_that_is_full_costs_a_run_nothing_but_being_counted(monkeypatch) 
 
     monkeypatch.setattr(race_cache, "write_atomic", full)
     assert save_trained_steps(**HERE, steps=7) == [
-        "the run's steps couldn't be noted for runs to come: no space is left"
+        "the run's steps couldn't be stored for later runs: no space is left"
     ]
 
 
@@ -173,7 +173,7 @@ def test_what_starts_longer_than_it_saves_is_not_tried_again(racing) -> None:
     memory = RaceHistory([timing(tried, 2.0)], unprofitable=[tried])
     lower_requested(a_task(epochs=100), AUTO, said.append, memory=memory).close()
     assert said[0] == (
-        "auto passes over compile=package: it is faster and proven, and takes longer to start than it saves"
+        "auto leaves out compile=package: it is faster and proven, and takes longer to start than it saves"
     )
     assert not any("auto races" in line for line in said)
 

@@ -134,7 +134,7 @@ def test_reading_data_counts_for_each_plan_that_needs_it(monkeypatch) -> None:
 def test_a_plan_that_cannot_be_lowered_leaves_the_race_to_the_others(clock: Clock) -> None:
     found = raced(a_task(), clock, baseline=CPU, graphs=Plan(device="cpu", graphs="step"), slow=MARKED)
     base, graphs, slow = found.plans
-    assert graphs.failure and "graphs are CUDA's" in graphs.failure and graphs.step_ms is None
+    assert graphs.failure and "graphs are for CUDA devices" in graphs.failure and graphs.step_ms is None
     assert graphs.plan["graphs"] == "step" and slow.verdict == "slower" and base.failure is None
 
 
@@ -257,7 +257,7 @@ def test_a_time_too_short_says_so(clock: Clock) -> None:
     rivals = entrants(a_task(), baseline=CPU, slow=MARKED)
     found = measure(rivals, "baseline", steps=1000, time_limit_s=0.001, clock=clock)
     assert [plan.verdict for plan in found.plans] == [None, None] and found.plans[1].windows == 1
-    assert len(found.notes) == 1 and "too short to say anything of slow" in found.notes[0]
+    assert len(found.notes) == 1 and "too short to measure slow" in found.notes[0]
 
 
 def test_a_run_of_one_step_can_be_raced(clock: Clock) -> None:

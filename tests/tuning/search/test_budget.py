@@ -284,7 +284,7 @@ def test_a_time_limit_that_is_too_short_is_said_to_be(monkeypatch: pytest.Monkey
 
     looked = searching(monkeypatch, Blind(), time_limit_s=0.1)
     assert looked.run() == BASELINE
-    assert looked.notes == ["a time limit of 0.1 s is too short to tell any plan from the baseline; give it more"]
+    assert looked.notes == ["a time limit of 0.1 s is too short to compare any plan with the baseline; give it more"]
 
 
 @pytest.mark.parametrize("batch_size", [24, 10])

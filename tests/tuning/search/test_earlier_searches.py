@@ -128,4 +128,4 @@ def test_a_result_that_cannot_be_read_is_said_by_a_search(tried: Callable[[Races
         path.write_text("{}")
     said: list[str] = []
     tune.tune_loaded(load_task(str(tmp_path / "task.py")), Plan(device="cpu"), say=said.append)
-    assert files and len([line for line in said if "is passed over" in line]) == len(files)
+    assert files and len([line for line in said if "is ignored" in line]) == len(files)

@@ -26,7 +26,7 @@ def slowly(task: Task, plan: Plan) -> Any:
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no alarms on Windows")
 def test_a_compiler_that_does_not_come_to_its_end_is_given_up() -> None:
     held = ProgramPool(a_task(), slowly, compile_limit_s=0.1)
-    with pytest.raises(PlanError, match="compiling it was given up after 0 s") as caught:
+    with pytest.raises(PlanError, match="compiling it was stopped after 0 s") as caught:
         held.get_program("compiled", Plan(compile="step"))
     assert "\n" not in str(caught.value) and not held.programs
     # that takes as long as it takes

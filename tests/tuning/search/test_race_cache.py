@@ -1,4 +1,4 @@
-"""Results of races in the user's cache folder: what is found again, what isn't, and what is passed over."""
+"""Results of races in the user's cache folder: what is found again, what isn't, and what is ignored."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_compiling_is_short_only_where_what_was_compiled_is_there(
     shutil.rmtree(where)
     assert taken() is None
     save_races(verdict(timing(plan, 2.0, compile_s=30.0, compile_warm_s=0.5)))
-    assert taken() == (None if way == "package" else plan)  # a package that couldn't be kept
+    assert taken() == (None if way == "package" else plan)  # a package that couldn't be stored
 
 
 def test_a_proof_of_a_few_steps_is_for_runs_of_no_more() -> None:
@@ -242,7 +242,7 @@ def test_a_file_that_cannot_be_read_is_passed_over_and_said(content: str, folder
     torn.write_bytes(content.encode("latin-1"))
     known, notes = load_races("f", "m", VERSIONS)
     assert [one.timing.name for one in known] == ["baseline"]
-    assert len(notes) == 1 and str(torn) in notes[0] and "passed over" in notes[0]
+    assert len(notes) == 1 and str(torn) in notes[0] and "ignored" in notes[0]
     save_races(verdict(timing(FUSED, 1.3)))
     assert len(found()) == 2
 
@@ -252,13 +252,13 @@ def test_a_result_of_an_axis_that_there_is_no_more_is_passed_over_and_said(folde
     save_races(verdict(one.model_copy(update={"plan": {**one.plan, "gone": 1}})))
     known, notes = load_races("f", "m", VERSIONS)
     assert [one.timing.name for one in known] == ["baseline"]
-    assert len(notes) == 1 and "passed over" in notes[0] and "gone" in notes[0]
+    assert len(notes) == 1 and "ignored" in notes[0] and "gone" in notes[0]
 
 
 def test_a_folder_that_cannot_be_written_costs_a_note_alone(folder: Path) -> None:
     folder.write_text("a file in its place")
     notes = save_races(verdict(timing(FUSED, 1.3)))
-    assert len(notes) == 1 and "couldn't be kept" in notes[0]
+    assert len(notes) == 1 and "couldn't be stored" in notes[0]
 
 
 def test_a_reduced_precision_is_taken_by_those_who_asked_for_it_alone() -> None:

@@ -92,7 +92,7 @@ def test_a_time_limit_is_kept_to_with_long_steps(monkeypatch: pytest.MonkeyPatch
     assert all(seconds >= 8 * plans * LONG_S for plans, seconds in races.each)
     search = with_long_steps(monkeypatch, Long(), steps=1_000, time_limit_s=50.0, compiler=True)
     search.run()
-    assert "no compilation was tried: what is left of the time limit" in search.notes[-1]
+    assert "no compilation was tried: the rest of the time limit" in search.notes[-1]
 
 
 def test_nothing_is_compiled_that_no_race_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_nothing_is_compiled_that_no_race_has_time_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "profile_step", lambda program: None)
     assert search.run() == BASELINE
     assert not any("compile" in name for name in races.raced)
-    assert search.notes == ["a time limit of 5 s is too short to tell any plan from the baseline; give it more"]
+    assert search.notes == ["a time limit of 5 s is too short to compare any plan with the baseline; give it more"]
 
 
 def test_it_is_said_where_nothing_could_be_told_in_the_time_that_the_run_pays_for(
@@ -156,7 +156,7 @@ def test_it_is_said_where_a_run_that_is_to_stop_leaves_too_little_for_any_plan(m
     deadline = Deadline(least.min_race_s() + least.proof_s + 0.001)
     search = searching(monkeypatch, Long(), deadline=deadline, task=family("mlp"))
     assert search.run() == BASELINE
-    assert "until stop-after" in search.notes[-1] and "too little to tell any plan" in search.notes[-1]
+    assert "until stop-after" in search.notes[-1] and "too little to compare any plan" in search.notes[-1]
 
 
 def test_how_many_plans_a_race_has_time_for() -> None:

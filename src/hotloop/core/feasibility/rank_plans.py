@@ -15,8 +15,8 @@ _IN_STEP = ("data", "sharded", "towers", "local", *JOINT_MODES)
 
 _SINGLE_RANK_AXES = {
     "engine": "ranks share what autograd computes",
-    "compile": "a compiled step has never been run by several ranks",
-    "graphs": "a graph of a step that ranks share has never been recorded",
+    "compile": "compiled steps on several ranks are untested",
+    "graphs": "graphs of a step that ranks share are untested",
     "accumulation": "the ranks cut each batch into parts already",
 }
 """Reasons against axes in the modes of `_IN_STEP`."""
@@ -25,17 +25,17 @@ _SINGLE_RANK_AXES = {
 def _check_rank_count(case: FeasibilityInput) -> Iterator[Violation]:
     plan = case.plan
     if plan.parallel == "none" and plan.ranks not in (None, 1):
-        reason = "nothing says how the ranks share the training"
+        reason = "no axis says how the ranks share the training"
         yield Violation(("ranks", "parallel"), reason, "use parallel=data, or leave ranks out")
     if plan.parallel == "none" and plan.workforce != BASELINE.workforce:
-        reason = "a single process is where it was started"
+        reason = "a single process runs on the machine that started it"
         yield Violation(("workforce", "parallel"), reason, "use parallel=data, or leave workforce out")
 
 
 _SINGLE_MODE_AXES = {
     "local": "only the ranks of parallel=local average their weights",
     "stages": "only parallel=stages passes microbatches from rank to rank",
-    "async": "only the workers of parallel=async are ever behind",
+    "async": "only the workers of parallel=async can have old parameters",
 }
 """Reasons against axes that belong to another value of `parallel`."""
 
@@ -54,13 +54,13 @@ def _check_synchronous(case: FeasibilityInput) -> Iterator[Violation]:
         return
     yield from axis_violations(plan, _SINGLE_RANK_AXES, "parallel", "parallel=none")
     if facts.data == "Stream":
-        reason = "the data is a stream with an order of its own, which ranks can't be sure to share"
+        reason = "the data is a stream with an order of its own, which may differ between ranks"
         yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
     if plan.ranks is not None and plan.ranks > facts.batch_size and plan.parallel not in JOINT_MODES:
         reason = f"a batch of {facts.batch_size} has no part for each of {plan.ranks} ranks"
         yield Violation(("ranks", "parallel"), reason, f"use at most ranks={facts.batch_size}")
     if case.device.kind not in ("cpu", "cuda"):
-        reason = f"ranks talk by gloo or NCCL, and neither knows {case.device.name}"
+        reason = f"ranks communicate by gloo or NCCL, and neither supports {case.device.name}"
         yield Violation(("parallel", "device"), reason, "use --device cpu, or parallel=none")
 
 
@@ -69,13 +69,13 @@ def _check_updates(case: FeasibilityInput) -> Iterator[Violation]:
     if plan.parallel not in ("towers", "local", "tensor"):
         return
     if plan.precision == "fp16":
-        reason = "all ranks would have to leave out the same steps, those whose scaled gradients overflow"
+        reason = "all ranks would have to skip the same steps, those whose scaled gradients overflow"
         yield Violation(("precision", "parallel"), reason, "use precision=bf16, or parallel=data")
     if facts.closure:
-        reason = f"{facts.optimizer} calls the loss itself, as often as it likes"
+        reason = f"{facts.optimizer} calls the loss itself, any number of times"
         yield Violation(("parallel",), reason, "use parallel=data, or another optimizer")
     if plan.parallel == "tensor" and plan.optimizer in ("foreach", "fused"):
-        reason = "some parameters are spread over the ranks and some are whole, and one list can't hold both"
+        reason = "some parameters are sharded and some are whole, and one list of parameters can't contain both"
         yield Violation(("optimizer", "parallel"), reason, "use optimizer=default")
 
 
@@ -86,13 +86,13 @@ def _check_stages(case: FeasibilityInput) -> Iterator[Violation]:
     if plan.ranks == 1 and plan.pipeline != "interleaved":
         yield Violation(("ranks", "parallel"), "a single stage is the whole model", "use --ranks 2, or parallel=none")
     if plan.layout != "contiguous":
-        reason = "an exported graph has the order of dimensions that it was made with"
+        reason = "an exported graph has a fixed memory layout"
         yield Violation(("layout", "parallel"), reason, "use layout=contiguous")
     if plan.precision == "fp16":
-        reason = "a step whose gradients overflow on one rank would have to be left out by all"
+        reason = "all ranks would have to skip a step whose gradients overflow on one rank"
         yield Violation(("precision", "parallel"), reason, "use precision=bf16")
     if facts.closure:
-        reason = f"{facts.optimizer} calls the loss itself, as often as it likes"
+        reason = f"{facts.optimizer} calls the loss itself, any number of times"
         yield Violation(("parallel",), reason, "use parallel=data, or another optimizer")
     if plan.microbatches is not None and plan.microbatches > facts.batch_size:
         reason = f"a batch of {facts.batch_size} can't be cut into {plan.microbatches} microbatches"
@@ -104,8 +104,8 @@ def _check_stages(case: FeasibilityInput) -> Iterator[Violation]:
 
 _UPDATE_AXES = {
     "engine": "workers compute gradients by autograd",
-    "compile": "the gradient is a worker's and the update the server's, and what is compiled holds both",
-    "graphs": "the gradient is a worker's and the update the server's, and a graph holds both",
+    "compile": "a worker computes the gradient and the server the update, and a compiled step contains both",
+    "graphs": "a worker computes the gradient and the server the update, and a graph contains both",
     "residency": "workers read their batches themselves",
     "workers": "a worker of parallel=async loads its samples itself",
 }

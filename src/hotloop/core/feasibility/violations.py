@@ -105,8 +105,8 @@ def _check_core_count(case: FeasibilityInput) -> Iterator[Violation]:
         if (getattr(case.plan, axis) or 0) > most:
             yield Violation(
                 (axis,),
-                f"this machine has {cores} logical core{'' if cores == 1 else 's'}, and more than {most} {kind}"
-                " keep it from any work",
+                f"this machine has {cores} logical core{'' if cores == 1 else 's'}, and more than {most} "
+                f"{kind} overload it",
                 f"use {axis}={cores}",
             )
 
@@ -117,12 +117,12 @@ def _check_core_count(case: FeasibilityInput) -> Iterator[Violation]:
 _OF_TORCH = {
     "precision": "array operations compute in the model's own numbers",
     "layout": "the layers of hotloop.arrays know one order of dimensions",
-    "compile": "it is torch's operations that are compiled",
-    "rewrites": "it is a captured step that is rewritten",
-    "graphs": "it is torch's operations that are recorded",
-    "optimizer": "the update is written out",
-    "accumulation": "a batch is not cut into pieces there",
-    "threads": "it sets torch's threads, and NumPy has its own",
+    "compile": "only torch's operations can be compiled",
+    "rewrites": "only a captured step can be rewritten",
+    "graphs": "only torch's operations can be recorded",
+    "optimizer": "array operations compute the update",
+    "accumulation": "array operations compute whole batches",
+    "threads": "the axis sets torch's threads, and NumPy has its own",
     "cudnn": "array operations don't call cuDNN",
 }
 """Reasons against axes with the arrays engine."""
@@ -137,7 +137,7 @@ def _check_arrays_engine(case: FeasibilityInput) -> Iterator[Violation]:
         reason = f"arrays are NumPy's or CuPy's, and neither computes on {device.name}"
         yield Violation(("engine", "device"), reason, "use --device cpu, or engine=eager")
     if case.facts.closure:
-        reason = f"{case.facts.optimizer} calls the loss itself, as often as it likes"
+        reason = f"{case.facts.optimizer} calls the loss itself, any number of times"
         yield Violation(("engine",), reason, "use engine=eager")
 
 
@@ -146,8 +146,8 @@ def _check_arrays_engine(case: FeasibilityInput) -> Iterator[Violation]:
 
 _IN_ONE_PLACE = {
     "engine": "array operations are on one device",
-    "compile": "what is compiled is a step on one device",
-    "graphs": "what is recorded is a step on one device",
+    "compile": "a compiled step runs on one device",
+    "graphs": "a recorded step runs on one device",
     "parallel": "a rank has one device",
 }
 """Reasons against axes with modules on several devices."""
@@ -169,7 +169,7 @@ def _check_placement(case: FeasibilityInput) -> Iterator[Violation]:
         fix = "use precision=default or precision=fp32, or devices of one kind"
         yield Violation(("precision", "placement"), reason, fix)
     if case.facts.closure:
-        reason = f"{case.facts.optimizer} takes all parameters for one vector, which is on one device"
+        reason = f"{case.facts.optimizer} treats all parameters as one vector, on one device"
         yield Violation(("placement",), reason, "use placement=none, or another optimizer")
 
 
@@ -184,7 +184,9 @@ def _check_alternating_updates(case: FeasibilityInput) -> Iterator[Violation]:
     if not case.facts.optimizers:
         return
     names = ", ".join(map(repr, case.facts.optimizers))
-    reason = f"the step updates the optimizers {names} in turn, which is run eagerly, by one process, on whole batches"
+    reason = (
+        f"the step updates the optimizers {names} in turn, and such steps run eagerly, in one process, on whole batches"
+    )
     for axis in _IN_ONE_UPDATE:
         plain = getattr(BASELINE, axis)
         if getattr(case.plan, axis) != plain:
@@ -201,14 +203,14 @@ def _check_arithmetic(case: FeasibilityInput) -> Iterator[Violation]:
     plan, device, axes = case.plan, case.device, ("precision", "device")
     fix = "use precision=default or precision=fp32"
     if plan.precision == "fp16" and device.kind == "cpu":
-        yield Violation(axes, "on a CPU there is no loss scaling, and no fp16 arithmetic that would be faster", fix)
+        yield Violation(axes, "a CPU has no loss scaling, and no faster fp16 arithmetic", fix)
     elif plan.precision in REDUCED and plan.precision not in device.precisions:
         yield Violation(axes, _MISSING_ARITHMETIC[plan.precision].format(device=device.name), fix)
 
 
 _MISSING_ARITHMETIC = {
     "tf32": "{device} has no tf32 arithmetic, which GPUs of NVIDIA have from Ampere on",
-    "bf16": "{device} has no bf16 instructions (a CPU: avx512_bf16, amx_bf16 or ARM's bf16), so it would only be slow",
+    "bf16": "{device} has no bf16 instructions (a CPU: avx512_bf16, amx_bf16 or ARM's bf16), so bf16 would be slower than fp32",
     "fp16": "{device} has no fp16 arithmetic",
 }
 
@@ -225,7 +227,7 @@ def _check_image_layout(case: FeasibilityInput) -> Iterator[Violation]:
 def _check_residency(case: FeasibilityInput) -> Iterator[Violation]:
     residency, facts, free = case.plan.residency, case.facts, case.device.memory_free
     if residency != "stream" and facts.data == "Stream":
-        reason = "the data is a stream with an order of its own, which can't be read once and kept"
+        reason = "the data is a stream with an order of its own, which can't be read once and stored"
         yield Violation(("residency",), reason, "use residency=stream, or give a map-style data set or arrays")
     wanted = (facts.data_bytes or 0) if residency == "device" and case.device.is_accelerator else 0
     if free is not None and wanted > free.value:
@@ -242,7 +244,10 @@ def _format_gib(count: float) -> str:
 
 def _check_allocator(case: FeasibilityInput) -> Iterator[Violation]:
     if case.plan.allocator == "keep" and case.hardware.allocator is None:
-        reason = "only glibc can be told, which here isn't what allocates, or was told already by the environment"
+        reason = (
+            "only glibc's allocator has this setting, and here another allocator is in use, or the environment "
+            "sets it already"
+        )
         yield Violation(("allocator",), reason, "use allocator=default")
 
 
@@ -254,9 +259,9 @@ def _check_cudnn(case: FeasibilityInput) -> Iterator[Violation]:
         return
     fix = "use cudnn=default"
     if case.device.kind != "cuda":
-        yield Violation(("cudnn", "device"), f"cuDNN is for CUDA devices, and {case.device.name} is none", fix)
+        yield Violation(("cudnn", "device"), f"cuDNN is for CUDA devices, not for {case.device.name}", fix)
     if not case.facts.has_convolution_layers:
-        yield Violation(("cudnn",), "the model has no convolution, whose algorithm cuDNN could choose", fix)
+        yield Violation(("cudnn",), "the model has no convolution, and cuDNN chooses algorithms of convolutions", fix)
 
 
 # --- update
@@ -281,7 +286,7 @@ def _check_accumulation(case: FeasibilityInput) -> Iterator[Violation]:
         reason = f"a batch of {facts.batch_size} can't be cut into {pieces} pieces"
         yield Violation(("accumulation",), reason, f"use at most accumulation={facts.batch_size}")
     if pieces > 1 and facts.closure:
-        reason = f"{facts.optimizer} calls the loss itself, and wants that of the whole batch"
+        reason = f"{facts.optimizer} calls the loss itself, and needs the loss of the whole batch"
         yield Violation(("accumulation",), reason, "use accumulation=1")
 
 

@@ -33,7 +33,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         OSError: the file is missing, or the system refuses.
     """
     if path.is_symlink() and not os.path.exists(path):  # opening would create the link's target
-        raise _not_a_file_error(path, "a link to nothing")
+        raise _not_a_file_error(path, "a broken link")
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -106,7 +106,7 @@ def translate_write_errors(path: Path, option: str | None = None) -> Iterator[No
             free = shutil.disk_usage(_existing_parent(path)).free
             raise DiskError(
                 f"{path} can't be written: {error.strerror} ({free / 1e6:.0f} MB free on the disk)",
-                expected="room for it",
+                expected="enough free space",
                 fix="free some space",
             ) from error
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:

@@ -73,7 +73,7 @@ def check_trusted(record: RunRecord | StudyRecord, path: Path) -> None:
             f"{path} is a foreign run: it was started by somebody else, on another machine{age},"
             f" and {path / 'source'} holds code that would run now",
             expected="a run that you started here, or one that you trust",
-            fix=f"read the code, then give --trust once; where nobody attends, set {TRUST_VARIABLE}=1",
+            fix=f"read the code, then give --trust once; in a job that nobody attends, set {TRUST_VARIABLE}=1",
         )
 
 

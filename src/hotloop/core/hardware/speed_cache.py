@@ -41,7 +41,7 @@ def read_speed(wanted: dict[str, Any]) -> tuple[Speed | None, list[str]]:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict) or stored.get("key") != wanted:
-            raise ValueError("its content is not what its name says")
+            raise ValueError("its content does not match its name")
         return Speed.from_dict(stored.get("speed")), [str(note) for note in stored.get("notes") or ()]
     except FileNotFoundError:
         return None, []

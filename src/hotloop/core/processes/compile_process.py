@@ -64,7 +64,7 @@ class CompileProcess:
                 if not (part := os.read(self._reading, 1 << 16)):
                     return _parse_result(text)
                 text += part
-        return {"failure": f"compiling and measuring did not come to an end within {seconds:.0f} s"}
+        return {"failure": f"compiling and measuring did not finish within {seconds:.0f} s"}
 
     def end(self) -> None:
         """Kills the child and its compilers if they still run."""

@@ -43,7 +43,7 @@ _MAX_EMPTY_WALKS = 8
 _WALK_SHARE = 0.01
 """Largest share of time for walks without a detected change."""
 
-_REASON = "hotloop can't set what it draws next, so a resumed run may differ"
+_REASON = "its numbers can't be repeated, so a resumed run may differ"
 
 _Set = Callable[[int], Any]
 
@@ -166,8 +166,8 @@ def unset_generators(owners: Mapping[str, Any]) -> list[str]:
     lines += entropy_calls(found.functions)
     if not found.is_complete:
         lines.append(
-            f"{' and '.join(owners)} lead to more than {MAX_OBJECTS:,} objects: hotloop doesn't look for random "
-            "generators beyond them, so a resumed run may differ if there are some"
+            f"{' and '.join(owners)} lead to more than {MAX_OBJECTS:,} objects: hotloop doesn't search more of "
+            "them for random generators, so a resumed run may differ if there are any"
         )
     return lines
 
@@ -188,13 +188,13 @@ def _settable_generators(found: ObjectWalk, left_out: Sequence[Any] = ()) -> dic
 def _why_not_settable(match: ReachedObject) -> str:
     value = match.value
     if not isinstance(value, _GENERATOR_TYPES):
-        return f"is an iterator ({_generator_kind(value)}), which goes on from where it is"
+        return f"is an iterator ({_generator_kind(value)}), whose position can't be set"
     if _is_global(_state_holder(value)):
         return ""
     if "{}" in match.path:
         return f"is a {_generator_kind(value)} in a set, whose items have no order"
     if isinstance(value, _PYTHON_RANDOM) and not _is_plain(type(value)):
-        return f"is a {_generator_kind(value)}, which draws in a way of its own"
+        return f"is a {_generator_kind(value)}, whose way of drawing is unknown"
     source = _state_holder(value)
     if isinstance(source, np.random.BitGenerator) and type(source) not in (np.random.MT19937, *_FILLS):
         return f"is a {_generator_kind(value)} that draws from a {_generator_kind(source)}"

@@ -122,6 +122,9 @@ class RunRecord(Record):
         source: how to load the Task from the folder; None for a Task made in Python.
         overrides: Task fields set by the command, such as `epochs`.
         checkpoint_every: `auto`, a number of steps, or seconds as `90s`.
+        reader: how the Task's input files are read, with the statistics of the training data, and the `digest` of the
+            files; empty for data without files.
+        has_class_scores: whether the model's outputs are class scores, by the loss.
         switches: torch's float32 switches at the run's start, such as `cudnn.conv: tf32`; empty in runs of older
             versions.
     """
@@ -136,6 +139,8 @@ class RunRecord(Record):
     classes: list[str] = []
     note: str = ""
     checkpoint_every: str = "auto"
+    reader: dict[str, Any] = {}
+    has_class_scores: bool = False
     switches: dict[str, str] = {}
     versions: dict[str, str]
 
@@ -192,6 +197,46 @@ class Mistake(Record):
     picture: Picture | None = Field(default=None, exclude=True, repr=False)
 
 
+class ClassAverage(Record):
+    """Precision, recall and F1, averaged over the classes."""
+
+    precision: float
+    recall: float
+    f1: float
+
+
+class TargetErrors(Record):
+    """The errors of a regression in one target; a residual is `true - predicted`.
+
+    Attributes:
+        name: the target's name, or its number.
+        mae, rmse: mean absolute error and root of the mean squared error, in the target's unit.
+        r2: coefficient of determination; None for a single sample.
+        histogram_edges: limits of the bins of residuals, one more than `histogram_samples`.
+        true, predicted: evenly spaced samples for a picture; excluded from JSON.
+    """
+
+    name: str
+    mae: float
+    rmse: float
+    r2: float | None
+    residual_mean: float
+    residual_std: float
+    histogram_edges: list[float]
+    histogram_samples: list[int]
+    true: list[float] = Field(default=[], exclude=True, repr=False)
+    predicted: list[float] = Field(default=[], exclude=True, repr=False)
+
+
+class Regression(Record):
+    """The errors of a regression: means over its targets, and those of each target."""
+
+    mae: float
+    rmse: float
+    r2: float | None
+    targets: list[TargetErrors]
+
+
 class Evaluation(Record):
     """The figures of a trained network on a data set.
 
@@ -201,6 +246,11 @@ class Evaluation(Record):
         metrics: the Task's, or the accuracy of a classification.
         classes: names by class number; this and the following fields are empty without classes.
         accuracy_per_class: share of each class's samples with correct predictions; None for a class without samples.
+        precision_per_class, recall_per_class, f1_per_class: None for a class that neither targets nor predictions have.
+        macro_average: the mean over the classes that targets or predictions have; None without a confusion matrix.
+        weighted_average: the mean weighted by the classes' samples.
+        top_5_accuracy: share of the samples whose class is among the five highest scores; None for fewer than 6 classes.
+        regression: None for other Tasks.
         confusion: `confusion[true][predicted]`, numbers of samples (or classified pixels or positions).
         mistakes: the most confident wrong predictions, worst first.
         note: remarks, such as why there's no confusion matrix.
@@ -216,6 +266,13 @@ class Evaluation(Record):
     metrics: dict[str, float]
     classes: list[str] = []
     accuracy_per_class: list[float | None] = []
+    precision_per_class: list[float | None] = []
+    recall_per_class: list[float | None] = []
+    f1_per_class: list[float | None] = []
+    macro_average: ClassAverage | None = None
+    weighted_average: ClassAverage | None = None
+    top_5_accuracy: float | None = None
+    regression: Regression | None = None
     confusion: list[list[int]] = []
     mistakes: list[Mistake] = []
     note: str = ""

@@ -23,8 +23,8 @@ def check_memory(model: nn.Module, owner: str = "model") -> None:
                 raise TaskError(
                     f"the {what} {name!r} of the {owner} is {kind}",
                     expected="a dense tensor, which a checkpoint can hold",
-                    fix="register the tensors that it is made of, such as its indices and values, as buffers, and put it "
-                    "together in the forward pass",
+                    fix="register the tensors that it is made of, such as its indices and values, as buffers, and "
+                    "build it from them in the forward pass",
                 )
     for name, value in parameters.items():
         if value.requires_grad and not is_lazy(value) and has_overlap(value):
@@ -32,7 +32,7 @@ def check_memory(model: nn.Module, owner: str = "model") -> None:
                 f"elements of the parameter {name!r} of the {owner} share memory: its shape is {tuple(value.shape)} and its "
                 f"strides are {value.stride()}",
                 expected="a parameter with memory for each element, which an optimizer can update",
-                fix="make it of a clone, or expand it in the forward pass",
+                fix="make it from a clone, or expand it in the forward pass",
             )
 
 

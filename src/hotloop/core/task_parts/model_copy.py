@@ -41,5 +41,5 @@ def copy_model(model: nn.Module) -> nn.Module:
         raise NotCopiedError(
             f"the model can't be copied: {describe_error(error)}",
             expected="modules that copy.deepcopy takes",
-            fix="build it in a function, and keep out of its attributes what can't be copied",
+            fix="build it in a function, and store nothing in its attributes that can't be copied",
         ) from error

@@ -171,8 +171,9 @@ def _load_state(optimizer: Optimizer, state: Any) -> list[str]:
         optimizer.load_state_dict(_with_implementation_of(optimizer, host_copy(state)))
     except Exception as error:
         raise CheckpointError(
-            f"load_state_dict of {type(optimizer).__name__} doesn't take what its state_dict gave: {describe_error(error)}",
-            expected="an optimizer whose two methods fit together",
+            f"load_state_dict of {type(optimizer).__name__} rejects the result of its own state_dict: "
+            f"{describe_error(error)}",
+            expected="an optimizer whose load_state_dict takes the result of its state_dict",
             fix="correct the two methods, or use the Task that the run was started with",
         ) from error
     _repair_state(optimizer.state_dict(), state)

@@ -91,7 +91,7 @@ def named_scalars(figures: Any) -> dict[str, Tensor]:
                 f"step returned {name!r} of shape {tuple(value.shape)}", expected="single numbers beside the loss"
             )
         if name in ("loss", "weight", "samples"):
-            fix = f"call it otherwise, such as 'mean_{name}'"
+            fix = f"give it another name, such as 'mean_{name}'"
             raise TaskError(f"step returned {name!r}, which hotloop counts itself", expected="another name", fix=fix)
     return scalars
 

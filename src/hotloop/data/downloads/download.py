@@ -57,9 +57,9 @@ def _download_file(urls: tuple[str, ...], name: str, digest: str, folder: Path, 
             raise (DiskError if full else DataError)(
                 f"{folder} can't take {name} ({error.strerror or error})",
                 expected="a writable folder with 40 MB free",
-                fix="Make room, or give folder= where the files lie",
+                fix="Free some space, or give folder= with the files",
             ) from error
-    return f"{name} can't be had from {' nor '.join(failures)}"
+    return f"{name} can't be downloaded from {' nor '.join(failures)}"
 
 
 def _failure_reason(error: Exception) -> str:
@@ -80,7 +80,7 @@ def _failure_reason(error: Exception) -> str:
         case requests.RequestException():
             return type(error).__name__
         case _:
-            return "wrong SHA-256, so the file was thrown away"
+            return "wrong SHA-256, so the file was deleted"
 
 
 @contextmanager

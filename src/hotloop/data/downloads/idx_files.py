@@ -18,7 +18,7 @@ from hotloop.errors import DataError
 
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 GZIP = b"\x1f\x8b"
-DOWNLOAD_AGAIN = "Delete it and fetch it again, or give the folder of a sound copy"
+DOWNLOAD_AGAIN = "Delete it and download it again, or give the folder of an intact copy"
 
 
 def read_idx(path: str | Path) -> np.ndarray:
@@ -51,7 +51,7 @@ def _unpack(path: Path) -> bytes:
         raise DataError(f"{path} doesn't exist", expected="an IDX file", fix="Check the path") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path} is a gzip file that is torn or corrupt ({error})",
+            f"{path} is a gzip file that is cut off or corrupt ({error})",
             expected="a whole gzip file with an IDX file in it",
             fix=DOWNLOAD_AGAIN,
         ) from error

@@ -263,7 +263,7 @@ class StreamFeed:
             raise DataError(
                 f"epoch {epoch + 1} of the data has {done} batches" if again else "data is empty",
                 expected=f"{start} or more" if start else "one batch or more",
-                fix="give data that can be run through again and again" if again else "check what it iterates over",
+                fix="give data that can be iterated anew in each epoch" if again else "check what it iterates over",
             )
 
     @cached_property

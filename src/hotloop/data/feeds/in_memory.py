@@ -1,6 +1,6 @@
 """Reads a map-style data set into memory if this changes nothing but the loading time.
 
-A request for a sample must always return the same sample, a batch must be its samples put together, and all must
+A request for a sample must always return the same sample, a batch must be its collated samples, and all must
 fit. Only some samples are checked. The author states other randomness, or changes in training, in
 `Task.deterministic`.
 """
@@ -73,7 +73,7 @@ def read_into_memory(samples: Samples, how: InMemoryRead) -> Table:
     """Returns the data set as a table with bit by bit the same batches.
 
     Raises:
-        PlanError: the data set is random, its batches aren't its samples put together, or it doesn't fit; names the
+        PlanError: the data set is random, its batches aren't its collated samples, or it doesn't fit; names the
             first such sample.
         DataError: the data set raised an error.
     """
@@ -155,7 +155,7 @@ class _SampleRequests(Dataset):
         columns = zip(*map(tree_tensors, alone), strict=True)
         joined = iter([torch.cat(column) for column in columns])
         why = _not_rows(batch, len(numbers)) or batch_difference(batch, map_tensors(lambda _: next(joined), alone[0]))
-        return _SampleAnswer(why=why and f"its samples {list(numbers)} put together are not their batch: {why}")
+        return _SampleAnswer(why=why and f"the collated samples {list(numbers)} differ from their batch: {why}")
 
 
 def _examine(samples: Samples, how: InMemoryRead) -> tuple[tuple[str, ...], float]:
@@ -173,13 +173,14 @@ def _examine(samples: Samples, how: InMemoryRead) -> tuple[tuple[str, ...], floa
             if answer.drawn and how.deterministic is None:
                 raise how.refusal(
                     f"its sample {number} draws from {answer.drawn}",
-                    "use residency='stream'; or say deterministic=True in the Task, if one draw for each sample will do",
+                    "use residency='stream'; or set deterministic=True in the Task, if one draw for each "
+                    "sample is enough",
                 )
             if answer.why:
                 raise how.refusal(answer.why)
             known = first.setdefault(number, answer)
             if again and known.digest != answer.digest:
-                raise how.refusal(f"its sample {number} is another one when asked for again")
+                raise how.refusal(f"its sample {number} differs when it is read again")
             if known.form != first[numbers[0]].form:
                 one, other = _first_difference(first[numbers[0]].form, known.form)
                 raise how.refusal(f"in sample {numbers[0]} {one}, in sample {number} {other}")
@@ -253,7 +254,7 @@ def _compare_batches(samples: Samples, how: InMemoryRead, table: Table) -> None:
     with closing(_batches(samples, how, indices)) as batches:
         for index, batch in zip(indices, batches, strict=True):
             if why := batch_difference(batch, table.take(index)):
-                raise how.refusal(f"the batch of its samples {index[:3].tolist()} and so on came out otherwise: {why}")
+                raise how.refusal(f"the batch that starts with its samples {index[:3].tolist()} differs: {why}")
 
 
 def _prepare_table(table: Table, how: InMemoryRead) -> Table:

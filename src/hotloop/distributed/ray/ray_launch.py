@@ -135,7 +135,7 @@ def _wait_for(group: Any, say: Report) -> None:
     """Waits until Ray has placed all ranks, also after the loss of a machine."""
     if group.wait(_PATIENCE_S):
         return
-    say(f"waiting for Ray, whose cluster has no room for {group.bundle_count} ranks at present")
+    say(f"waiting for Ray, whose cluster has no free resources for {group.bundle_count} ranks at present")
     while not group.wait(1):  # short waits, so that Ctrl-C interrupts them
         pass
 

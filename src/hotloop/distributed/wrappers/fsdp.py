@@ -38,7 +38,7 @@ class FsdpModel:
             if is_out_of_memory(error):
                 raise
             raise PlanError(
-                f"parallel=sharded can't spread this model: {describe_error(error)}", fix="use parallel=data"
+                f"parallel=sharded can't shard this model: {describe_error(error)}", fix="use parallel=data"
             ) from error
         self.module = module
         for unit in self._units():

@@ -119,7 +119,9 @@ class DrawPattern:
             raise TaskError(
                 f"random numbers of shape {shape} are drawn in a step, "
                 + (
-                    "which may be for each sample, or the same for all" if fitting else "which a first look didn't show"
+                    "which may be for each sample, or the same for all"
+                    if fitting
+                    else "which the first check didn't show"
                 ),
                 expected="draws for each sample, or the same for all",
                 fix="use parallel=none",

@@ -69,7 +69,7 @@ def attention(call: FunctionCall) -> LayerEquations:
     ]
     notes = ["fused kernels don't write S and P, and make S once more in backward"]
     if causal:
-        notes.append("causal: nothing looks ahead; the products are counted whole")
+        notes.append("causal: a position uses no later position; the products are counted in full")
     if p:
         notes.append(f"M keeps each weight with a chance of {1 - p:g}")
     if repeats > 1:

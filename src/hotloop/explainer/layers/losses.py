@@ -22,7 +22,7 @@ _MEAN, _NONE = ("mean", 1), ("none", 0)
 def _reduction(
     call: FunctionCall, place: int, count: float, dz: Tensor
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, str]:
-    """How the terms of a loss are put together, dZ for each of them, and the words for it."""
+    """How the terms of a loss are reduced, dZ for each of them, and the words for it."""
     reduction = call.get(place, "reduction", 1)
     if reduction in _NONE:
         return (lambda terms: terms), dz, ""

@@ -106,7 +106,7 @@ def embedding(call: FunctionCall) -> LayerEquations:
     def gradient() -> Tensor:
         return torch.zeros_like(w).index_add_(0, indices.flatten()[kept], dz.reshape(-1, w.shape[1])[kept])
 
-    notes = [] if padding in (None, -1) else [f"row {padding} stands for nothing, and gets no gradient"]
+    notes = [] if padding in (None, -1) else [f"row {padding} is padding, and gets no gradient"]
     return LayerEquations(
         {"W": w},
         [EquationTerm("Z", "rows of W: one-hot rows of the indices times W", lambda: w[indices], 0, [indices, dz])],

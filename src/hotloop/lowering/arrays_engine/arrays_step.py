@@ -50,7 +50,7 @@ class ArraysStep(EagerStep):
         if parts.task.step is not None:
             raise PlanError(
                 "engine=arrays, and the Task has a step of its own",
-                expected="a model and a loss, which can be written out",
+                expected="a model and a loss, which engine=arrays can compute",
                 fix="use engine=eager",
             )
         if parts.in_eval:

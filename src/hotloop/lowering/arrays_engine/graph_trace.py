@@ -38,7 +38,7 @@ _KNOWN_LAYERS = ", ".join(sorted(module.__name__ for module in MODULES))
 
 
 def unsupported_error(what: str, expected: str = "") -> PlanError:
-    return PlanError(f"engine=arrays can't write out {what}", expected=expected, fix="use engine=eager")
+    return PlanError(f"engine=arrays doesn't support {what}", expected=expected, fix="use engine=eager")
 
 
 def module_label(path: str, module: nn.Module) -> str:
@@ -121,8 +121,9 @@ def _graph(model: nn.Module) -> fx.Graph:
     except Exception as error:  # a forward may raise anything when it gets a proxy
         reason = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
         raise unsupported_error(
-            f"the model, {type_name(model)}, whose forward can't be followed at {_user_line(_module_frames(error))}: {reason}",
-            "one that calls the same modules and functions, whatever the numbers are",
+            f"the model, {type_name(model)}, whose forward can't be traced at "
+            f"{_user_line(_module_frames(error))}: {reason}",
+            "a model that calls the same modules and functions for all inputs",
         ) from error
     if _generators() != before:
         raise unsupported_error(

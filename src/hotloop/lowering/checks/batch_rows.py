@@ -97,13 +97,14 @@ class BatchChecks:
 
     def _give_up(self, why: str) -> None:
         self._later = None
-        self._say(f"whether the pieces of a batch add up to the batch isn't tried any more: {why}")
+        self._say(f"pieces of a batch are no longer compared with the whole batch: {why}")
 
     def say_uncounted(self, doubt: str) -> None:
         """Reports once that the rows of a batch can't be counted."""
         self._say(
-            f"the rows of a batch can't be counted surely ({doubt}): figures weigh batches by the samples asked for, where "
-            "these are known; give the Task a weight(batch), what its loss is a mean over",
+            f"the rows of a batch can't be counted with certainty ({doubt}): figures weight batches by the "
+            "requested number of samples, if known; give the Task a weight(batch), the number that its loss "
+            "is a mean over",
             "rows",
         )
 

@@ -51,7 +51,9 @@ def check_clipping(task: Task, parameters: Sequence[Tensor]) -> None:
         )
     if task.clip_value is not None and any(value.is_complex() for value in parameters):
         raise TaskError(
-            "clip_value with complex parameters", expected="an order to cut by", fix="use clip_norm instead"
+            "clip_value with complex parameters",
+            expected="real numbers, which have an order",
+            fix="use clip_norm instead",
         )
 
 
@@ -60,8 +62,8 @@ def report_means(parts: LoweringContext, names: Iterable[str]) -> None:
     if not (of := _batch_parts_name(parts)):
         return
     parts.say(
-        f"{', '.join(names)}: means over {of}, weighted as the loss; a figure that is no mean over samples, such as a "
-        "perplexity, differs from that of the whole batch"
+        f"{', '.join(names)}: means over {of}, weighted as the loss; a figure that is no mean over samples, "
+        "such as a perplexity, differs from the figure of the whole batch"
     )
 
 

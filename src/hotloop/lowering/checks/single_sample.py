@@ -33,7 +33,7 @@ def check_single_samples(parts: LoweringContext) -> None:
     try:
         failed = _training_error(parts)
     except Exception as error:  # the first step reports it
-        parts.say(f"whether the model can be trained on one sample isn't tried: {describe_error(error)}")
+        parts.say(f"training on one sample is not tested: {describe_error(error)}")
         return
     if not failed or (not whole and SINGLE_VALUE_ERROR in failed):
         return  # ranks normalise over the whole batch; another check compares pieces

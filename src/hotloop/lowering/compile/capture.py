@@ -119,7 +119,7 @@ class StepCapture:
         """Traces again; raises PlanError if the trace differs from `first`."""
         second = self.trace_once(batch)
         if first.graph.code != second.graph.code or not have_same_constants(first.graph, second.graph):
-            raise capture_error("two runs of it do different operations", "a step that is the same each time")
+            raise capture_error("two runs of the step do different operations", "a step that is the same each time")
         return second
 
 
@@ -156,7 +156,9 @@ class _Tracer:
         except Exception as error:
             raise self._refused(error) from error
         if positions != _generator_positions():
-            raise capture_error("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
+            raise capture_error(
+                "the step draws from Python's or NumPy's generator", "draws from torch's generator alone"
+            )
         check_draws(graph)
         self.check_generators(graph)
         check_constants(graph, leaves)
@@ -171,7 +173,7 @@ class _Tracer:
             self.step.owned.of_batch.refresh()
             path = self.step.owned.of_batch.find_path(generators[0]) or "a torch.Generator"
             raise capture_error(
-                f"it draws from {path}, a random generator of its own",
+                f"the step draws from {path}, a random generator of its own",
                 "draws from torch's global generator",
                 fix="leave out generator=... there, or choose compile=none and graphs=none",
             )
@@ -216,10 +218,10 @@ class _Tracer:
     def _refused(self, error: Exception) -> PlanError:
         """Returns the error of a failed trace; compile=forward may still work if the update failed."""
         if not self.updates:
-            return capture_error(describe_error(error), "tensor operations that don't ask for a tensor's value")
+            return capture_error(describe_error(error), "tensor operations that don't read a tensor's value in Python")
         return capture_error(
             f"the optimizer, {type_name(self.step.optimizer)}: {describe_error(error)}",
-            "an update of tensor operations that don't ask for a tensor's value",
+            "an update of tensor operations that don't read a tensor's value in Python",
             "choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
         )
 
@@ -293,7 +295,7 @@ def _check_dense(name: str, gradient: Tensor) -> None:
     if gradient.layout != torch.strided:
         raise capture_error(
             f"the gradient of {name!r} is sparse",
-            "gradients that hold a number for each of the parameter",
+            "dense gradients",
             fix="leave out sparse=True of that layer, or choose compile=none and graphs=none",
         )
 
@@ -336,11 +338,11 @@ def _check_hooks(step: EagerStep, *, whole: bool) -> None:
         raise capture_error(
             f"the parameter {name!r} has a hook on its gradient, which would not be called",
             "parameters without hooks of their own",
-            fix="take the hook off, or choose compile=none and graphs=none",
+            fix="remove the hook, or choose compile=none and graphs=none",
         )
     if whole and (hook := describe_update_hook(step.optimizer)) is not None:
         raise capture_error(
             f"there is {hook}, which would not be called",
-            "an optimizer whose class says all that an update does",
+            "an optimizer whose class defines the whole update",
             fix="choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
         )

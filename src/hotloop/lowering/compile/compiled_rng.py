@@ -100,10 +100,10 @@ class _DrawCounter(TorchDispatchMode):
         if is_random_op(function, args, kwargs or {}):
             if self.is_moved:
                 raise capture_error(
-                    "it sets torch's generator and draws from it, as a checkpoint does that computes dropout again, "
-                    "where a compiled step would draw other numbers",
-                    "draws in the order of the step alone",
-                    fix="take dropout out of what is checkpointed, or choose compile=none and graphs=none",
+                    "the step sets torch's generator and draws from it, as activation checkpointing with "
+                    "dropout does, and a compiled step would draw other numbers",
+                    "draws without setting the generator",
+                    fix="take dropout out of the checkpointed layers, or choose compile=none and graphs=none",
                 )
             self.count += 1
         return function(*args, **(kwargs or {}))

@@ -49,16 +49,16 @@ def check_constants(graph: GraphModule, inputs: Iterable[Any]) -> None:
         what = f"a tensor of shape {tuple(value.shape)}"
         if isinstance(value, FakeTensor):
             raise capture_error(
-                f"it keeps {what} from one step for the next outside of the model's buffers", "a buffer for it"
+                f"the step stores {what} for the next step outside of the model's buffers", "a buffer for it"
             )
         if _memory_address(value) in addresses:
             raise capture_error(
-                f"it reaches a parameter or buffer, {what}, by another way than its name in the model, so that it would "
-                "stay as it is",
+                f"the step reads a parameter or buffer, {what}, by another way than its name in the model, so "
+                "the compiled step would use its first value",
                 "parameters and buffers that are read as attributes of their modules, or from an nn.ParameterList",
             )
         if name in mutated:
-            raise capture_error(f"it writes to {what} that is none of the model's", "a buffer of the model for it")
+            raise capture_error(f"the step writes to {what} outside of the model", "a buffer of the model for it")
 
 
 def check_batch(graph: GraphModule, batch: Sequence[Tensor]) -> None:
@@ -75,8 +75,9 @@ def check_batch(graph: GraphModule, batch: Sequence[Tensor]) -> None:
     for node, value in zip(reversed(inputs), reversed(batch), strict=False):
         if str(node.target) in mutated and addresses[_memory_address(value)] > 1:
             raise capture_error(
-                f"it writes to a tensor of the batch, of shape {tuple(value.shape)}, whose memory another one has too",
-                "a step that leaves its batch as it is",
+                f"the step writes to a tensor of the batch, of shape {tuple(value.shape)}, which shares memory "
+                "with another tensor",
+                "a step that doesn't change its batch",
             )
 
 
@@ -99,9 +100,9 @@ def check_overlaps(graph: GraphModule, tensors: Mapping[str, Tensor]) -> None:
             if other_place != place and _memory_address(other) == _memory_address(value) and share_memory(value, other):
                 name, other_name = (path.split("/", 2)[2] for path in (place, other_place))
                 raise capture_error(
-                    f"it writes to {name!r} of the model, whose memory {other_name!r} has too",
+                    f"the step writes to {name!r} of the model, which shares memory with {other_name!r}",
                     "parameters and buffers with memory of their own",
-                    fix="take one out of the other in the forward pass, or choose compile=none and graphs=none",
+                    fix="compute one from the other in the forward pass, or choose compile=none and graphs=none",
                 )
 
 

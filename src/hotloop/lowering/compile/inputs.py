@@ -134,9 +134,9 @@ def describe_mismatch(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
     for place in {**expected, **found}:
         name = place.removeprefix("/")
         if place not in found:
-            return f"there is no {name}, which the compiled step works on"
+            return f"there is no {name}, which the compiled step uses"
         if place not in expected:
-            return f"there is {name}, of which the compiled step knows nothing"
+            return f"there is {name}, which the compiled step doesn't have"
         if not is_same_layout(found[place], expected[place]):
             return f"{name} has another shape, dtype or stride than in the compiled step"
     return None

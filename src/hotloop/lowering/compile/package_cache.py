@@ -46,12 +46,12 @@ def load_or_build_package(
         try:
             return _load_package(path)
         except Exception as error:
-            say(f"the kept package can't be loaded, and is made anew: {describe_error(error)}")
+            say(f"the cached package can't be loaded, and is compiled again: {describe_error(error)}")
     content = _build_package(captured, device, options)
     try:
         write_atomic(path, content)
     except HotloopError as error:
-        say(f"the package isn't kept for later runs: {error.given}")
+        say(f"the package isn't cached for later runs: {error.given}")
         with TemporaryDirectory() as folder:
             path = Path(folder) / path.name
             path.write_bytes(content)

@@ -215,9 +215,9 @@ def _explain_devices(failure: _Failure) -> HotloopError | None:
     device = str(failure.program.device)
     if is_missing_device(failure.text):
         return DeviceError(
-            f"{failure.place} asks for a device that isn't here{failure.where}: {failure.text}",
+            f"{failure.place} names a device that this machine lacks{failure.where}: {failure.text}",
             expected=f"tensors on {device}, the plan's device",
-            fix="take the device from a tensor at hand, such as x.device, instead of naming it",
+            fix="take the device from a tensor, such as x.device, instead of naming a device",
         )
     found = mismatched_devices(failure.text, device)
     if found is None:
@@ -229,7 +229,7 @@ def _explain_devices(failure: _Failure) -> HotloopError | None:
             f"call a placed module, use neither its weights nor other methods, or place what is around it; {advice}"
         )
     return DeviceError(
-        f"{failure.place}: tensors on {' and '.join(found)} meet{failure.where}"
+        f"{failure.place}: one operation has tensors on {' and '.join(found)}{failure.where}"
         + (f", which runs a {type(stray).__name__} that is no registered part of it" if stray is not None else ""),
         expected="all on one device" if placed else f"all on {device}",
         fix=advice if stray is None else "keep modules as attributes or in an nn.ModuleList",
@@ -245,7 +245,7 @@ def _explain_label(failure: _Failure) -> HotloopError | None:
     return DataError(
         f"{failure.place}: the {' '.join([failure.during, 'data']).strip()} has label {label}"
         f"{_describe_sample(failure, label)}"
-        + (f", but the model has {classes} outputs" if classes else ", which is none of the loss's classes"),
+        + (f", but the model has {classes} outputs" if classes else ", which is no class of the loss"),
         expected=f"labels from 0 to {classes - 1}" if classes else "labels from 0 to the number of classes less one",
         fix="check the labels, or the width of the model's last layer",
     )

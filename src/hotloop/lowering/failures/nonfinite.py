@@ -158,10 +158,10 @@ class _Replay:
             known = type(task.loss).__name__ if isinstance(task.loss, nn.Module) else getattr(task.loss, "__name__", "")
             if math.isnan(loss) and (empty := find_empty_mean(program, batch)):
                 return f"the loss became {state}: it has {empty}, in this batch", EMPTY_MEAN_FIX
-            given = f"the loss itself{f' ({known})' if known else ''} became {state}; no output of a module is to blame"
+            given = f"the loss itself{f' ({known})' if known else ''} became {state}; all outputs of modules are finite"
             return given, self._lower_rate() or _LOSS_FIX
         if (name := _bad_parameter(program.model)) is None:
-            return "the loss is finite but what it counts is not", "check what the Task's weight(batch) returns"
+            return "the loss is finite but its weight is not", "check what the Task's weight(batch) returns"
         holder = owner_optimizer(program.optimizer, dict(program.model.named_parameters())[name])
         rate = holder.param_groups[0]["lr"]
         return (
@@ -186,7 +186,7 @@ class _Replay:
     def _report_finite(self) -> NonFiniteError:
         roles = self.program.parts.splits
         reason = (
-            "a module with a state beside its buffers, an operator that isn't deterministic, or faulty hardware"
+            "a module with a state outside of its buffers, an operator that isn't deterministic, or faulty hardware"
             if roles.is_exact
             else "data with an order of its own, which can't be replayed"
         )

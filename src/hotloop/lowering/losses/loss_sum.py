@@ -33,16 +33,16 @@ def check_loss_sum(task: Task, output: Any, target: Any, device: torch.device) -
     try:
         once, *several = _losses_of_copies(task, output, target, device)
     except LossNotCopied as error:
-        return f"whether the loss is a sum over the batch isn't tried: {error}"
+        return f"the test for a loss that is a sum over the batch is left out: {error}"
     except Exception as error:
-        return f"whether the loss is a sum over the batch can't be tried: {describe_error(error)}"
+        return f"the test for a loss that is a sum over the batch failed to run: {describe_error(error)}"
     if not several or not math.isfinite(once) or not once:
         return ""
     if any(abs(more - times * once) > _RELATIVE_TOLERANCE * abs(once) for times, more in enumerate(several, 2)):
         return ""
     return (
-        "the loss is a sum over the batch: twice the samples have twice the loss, so that its figures and the size of a "
-        "step depend on batch_size; divide it by the number of samples"
+        "the loss is a sum over the batch: twice the samples have twice the loss, so the loss and the size of "
+        "a step depend on batch_size; divide it by the number of samples"
     )
 
 

@@ -95,7 +95,7 @@ class GradientFeed:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         if self.crew is None:
             raise PlanError(
-                "nobody computes the gradients of this Program",
+                "no worker computes the gradients of this Program",
                 expected="workers, which hotloop.fit and hotloop train start",
                 fix="use one of these, or hotloop.asynchronous.simulation",
             )

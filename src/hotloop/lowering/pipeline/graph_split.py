@@ -236,7 +236,7 @@ def _export(objective: LossModule, leaves: tuple[Tensor, ...]) -> Any:
 def draws_error() -> PlanError:
     """Returns the error for random draws that would be constants of a graph."""
     return PlanError(
-        "parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from one of its own",
+        "parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from its own",
         expected="random numbers of torch's functions, which are drawn anew in each step",
         fix="draw by torch there, or use parallel=data",
     )

@@ -114,7 +114,7 @@ class MicrobatchRunner:
                 raise PlanError(
                     f"parallel=stages: for {len(like[0])} samples {'in training' if training else 'in evaluation'}"
                     f" stage {stage} uses {strange[0]!r}, which belongs to another",
-                    expected="the same modules in the same order, whatever the batch",
+                    expected="the same modules in the same order for every batch",
                     fix="use parallel=sharded",
                 )
         return chain

@@ -130,7 +130,7 @@ def cut_positions(traced: TracedForward, split: str) -> list[int]:
         places.append(place)
     if sorted({*places, 0}) != [0, *places]:
         raise PlanError(
-            f"split={split}, and the forward pass doesn't come to these modules in that order, after others",
+            f"split={split}, and the forward pass doesn't call these modules in that order, after others",
             fix="name the first module of the second stage, then of the third, and so on, or use split=auto",
         )
     return places

@@ -70,7 +70,7 @@ class PipelineStep(EagerStep):
         if not odd:
             return ScheduledRng(pattern, rank_stages(self.parts))
         self.draws = self._step_draws(self.parts.device, rank=self.parts.world.rank)
-        self.parts.say(f"each rank draws its own random numbers, and not those of one process: {odd}")
+        self.parts.say(f"each rank draws its own random numbers, which differ from those of one process: {odd}")
         return None
 
     def _backward(self, batch: Any, samples: int, step: int) -> StepResult:
@@ -164,8 +164,8 @@ def _join_outputs(*parts: Any) -> Any:
         return parts[0]
     if not parts[0].ndim:
         raise PlanError(
-            "parallel=stages, and the model puts out a single number for all samples of a batch",
-            expected="outputs with a row per sample, which come together out of microbatches",
+            "parallel=stages, and the model returns a single number for all samples of a batch",
+            expected="outputs with a row per sample, which are joined from microbatches",
             fix="use microbatches=1, or leave such an output to a step(model, batch)",
         )
     return torch.cat(parts)

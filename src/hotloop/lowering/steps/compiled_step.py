@@ -379,7 +379,7 @@ def _compile(captured: CapturedStep, parts: LoweringContext) -> Runner:
     except Exception as error:
         raise PlanError(
             f"the captured step can't be compiled: {describe_error(error)}",
-            expected="a compiler that takes it",
+            expected="a step that the compiler accepts",
             fix="choose compile=none",
         ) from error
 

@@ -379,7 +379,7 @@ class CudaGraphStep(CompiledStep):
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.device.type != device:
                     raise PlanError(
-                        f"{name} keeps its {key!r} on the {value.device.type}, where a CUDA graph can't read it",
+                        f"{name} stores its {key!r} on the {value.device.type}, where a CUDA graph can't read it",
                         expected="an optimizer with `capturable`, or without a count of steps",
                         fix="choose graphs=none, or another optimizer",
                     )

@@ -54,9 +54,9 @@ class DataParallelStep(EagerStep):
         super().__init__(parts)
         if draws.odd:  # equal numbers for different samples would be worse
             self.draws = self._step_draws(parts.device, rank=parts.world.rank)
-            parts.say(f"each rank draws its own random numbers, and not those of one process: {draws.odd}")
+            parts.say(f"each rank draws its own random numbers, which differ from those of one process: {draws.odd}")
         if paths := ", ".join(self.owned.of_batch.paths):
-            parts.say(f"each rank draws its own numbers from {paths}, and not those of one process")
+            parts.say(f"each rank draws its own numbers from {paths}, which differ from those of one process")
         self.draws.always = True  # ranks don't exchange which of them drew from Python's generator
         self._rows = self._samples = 0
         self._total: Any = 0
@@ -68,7 +68,7 @@ class DataParallelStep(EagerStep):
         if self._joint.reentrant:  # DDP would mark parameters that the outer backward doesn't reach as unused
             raise PlanError(
                 "parallel=data, and the model has parts computed anew by a reentrant torch.utils.checkpoint",
-                expected="a backward that torch's DistributedDataParallel can follow",
+                expected="a backward that torch's DistributedDataParallel supports",
                 fix="use checkpoint(..., use_reentrant=False) there, or parallel=towers",
             )
         return DdpModel(whole, parts.meter)
@@ -209,7 +209,7 @@ def find_joint_ops(parts: LoweringContext) -> JointOps:
         with preserve_generators(parts.device):
             first, second = (_observe_copy(parts, samples) for samples in (2, 3))
     except Exception as error:
-        return JointOps(True, DrawPattern(odd=f"it couldn't be tried on 2 and 3 samples ({describe_error(error)})"))
+        return JointOps(True, DrawPattern(odd=f"a test on 2 and 3 samples failed to run ({describe_error(error)})"))
     return JointOps(
         first.norms,
         DrawPattern.from_draws(first.drawn, second.drawn, (2, 3)),

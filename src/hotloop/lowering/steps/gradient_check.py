@@ -41,7 +41,7 @@ BatchShare = tuple[Any, int]
 """A batch, and its number of rows."""
 
 SEPARATE_LOSS_NOTE = (
-    "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone"
+    "parallel=local: the loss or a layer computes with the whole batch, and each rank computes it on its own rows"
 )
 """Note for ranks that train by themselves, each on another objective."""
 
@@ -68,7 +68,9 @@ def check_shares(parts: LoweringContext, draws: DrawPattern) -> bool:
     result = _try_shares(parts, draws)  # on each rank, since a step may communicate
     untried, name = parts.world.broadcast_object(lambda: result)
     if untried:
-        parts.say(f"{setting}: whether the ranks' gradients add up to that of one process couldn't be tried: {untried}")
+        parts.say(
+            f"{setting}: the comparison of the ranks' gradients with that of one process failed to run: {untried}"
+        )
     elif name and parts.plan.parallel == "local":
         parts.say(SEPARATE_LOSS_NOTE)
     elif name:
@@ -80,7 +82,7 @@ def _try_shares(parts: LoweringContext, draws: DrawPattern) -> tuple[str, str]:
     """Returns why the comparison failed, and the parameter whose gradient differs; both empty if gradients agree."""
     try:
         if any(isinstance(module, nn.SyncBatchNorm) for module in parts.model.modules()):
-            return "a SyncBatchNorm looks at other ranks", ""
+            return "a SyncBatchNorm reads the batches of other ranks", ""
         with preserve_generators(parts.device):
             batch, samples = _first_samples(parts)
             if samples < 2:

@@ -160,7 +160,7 @@ class _GroupWalk:
         width = modules[-1].in_features if modules[-1] is not None else 0
         uneven = [layer.out_features for layer in modules[:-1] if layer is not None and layer.out_features != width]
         if uneven or width % self.ranks:
-            return f"{(uneven or [width])[0]} columns can't be dealt evenly to {self.ranks} ranks"
+            return f"{(uneven or [width])[0]} columns can't be divided evenly among {self.ranks} ranks"
         return ""
 
     def _is_fixed(self, node: fx.Node) -> bool:

@@ -147,8 +147,8 @@ def _find_splittable(parts: LoweringContext) -> SplittableLayers:
     if not found.groups:
         raise PlanError(
             f"parallel=tensor finds nothing to split: {_describe_reasons(parts.model, found) or 'there is no linear layer'}",
-            expected="two linear layers with pointwise operations between, or an attention with layers of its own for q, k"
-            " and v, by a forward that doesn't look at numbers",
+            expected="two linear layers with pointwise operations between, or an attention with layers of its own for "
+            "q, k and v, in a forward that doesn't branch on values",
             fix="use parallel=data or sharded",
         )
     return found
@@ -198,8 +198,9 @@ def _try_split(parts: LoweringContext, found: SplittableLayers) -> None:
         difference = float((actual[name] - value).norm())
         if not difference <= _ROUNDING * torch.finfo(value.dtype).eps * (float(value.norm()) + 0.01 * size):
             raise PlanError(
-                f"the model comes to something else with {names} split: the gradient of {name!r} is off by {difference:.2g}",
-                expected="the same but for rounding",
+                f"the model has another result with {names} split: the gradient of {name!r} differs by "
+                f"{difference:.2g}",
+                expected="the same result but for rounding",
                 fix="use parallel=data",
             )
 

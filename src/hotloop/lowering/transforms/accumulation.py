@@ -142,7 +142,7 @@ def check_pieces(
             raise pieces_error(what, instead, _find_norms(parts)) from error
         raise ComparisonError(
             f"{asked} can't be checked{' in float64' * wide}: {describe_error(error)}",
-            expected="a model that runs in float64 too, which casts to no dtype of its own" if wide else "",
+            expected="a model that also runs in float64, without casts to a fixed dtype" if wide else "",
             fix=instead,
         ) from error
     if not all(bool(value.isfinite().all()) for value in whole.values()):
@@ -183,13 +183,13 @@ def pieces_error(what: str, instead: str, norms: _NormModules) -> PlanError:
         norms: batch norms of the model, which are the likely reason.
     """
     reason = (
-        f"the layer {norms[0][0]!r} ({type(norms[0][1]).__name__}) normalises over the samples that it sees"
+        f"the layer {norms[0][0]!r} ({type(norms[0][1]).__name__}) normalises over the samples of its input"
         if norms
-        else "the loss or a layer divides by something that a piece counts otherwise than the whole batch"
+        else "the loss or a layer divides by a number that a piece counts differently than the whole batch"
     )
     return PlanError(
         f"{what}: {reason}",
-        expected="a loss that is a mean over samples, and layers that look at each sample alone",
+        expected="a loss that is a mean over samples, and layers that compute each sample on its own",
         fix=instead + ("" if norms else ", or give the Task a weight(batch): what its loss divides by"),
     )
 

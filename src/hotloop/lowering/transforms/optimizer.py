@@ -205,9 +205,10 @@ def check_whole_gradients(model: nn.Module, plan: Plan) -> None:
     if (name := first_hooked_parameter(model)) is not None:
         axis = f"accumulation={plan.accumulation}" if plan.accumulation > 1 else f"parallel={plan.parallel}"
         raise PlanError(
-            f"{axis}, and the parameter {name!r} has a hook on its gradient, which would not get that of the whole batch",
+            f"{axis}, and the parameter {name!r} has a hook on its gradient, which would not get the gradient "
+            "of the whole batch",
             expected="parameters without hooks of their own",
-            fix=f"take the hook off, or leave {axis} out",
+            fix=f"remove the hook, or leave {axis} out",
         )
 
 

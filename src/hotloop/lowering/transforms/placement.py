@@ -114,7 +114,7 @@ def _called_modules(module: nn.Module, name: str) -> Iterator[str]:
         PlanError: the module has no forward whose inputs could be moved.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        raise PlanError(f"placement names {name!r}, which is TorchScript: it takes no hooks", fix="leave it out")
+        raise PlanError(f"placement names {name!r}, which is TorchScript and takes no hooks", fix="leave it out")
     members = {key: member for key, member in module._modules.items() if member is not None}
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
@@ -122,7 +122,7 @@ def _called_modules(module: nn.Module, name: str) -> Iterator[str]:
     elif tensors or not members:
         raise PlanError(
             f"placement names {name!r} ({type(module).__name__}), which has no forward",
-            expected="a module that is called, so that what it is called with can be brought to it",
+            expected="a module that is called, so that its arguments can be copied to its device",
             fix="place the module around it instead",
         )
     else:
@@ -151,8 +151,8 @@ def _check_alike(what: str, found: Sequence[tuple[str, object, str]]) -> None:
         before, there = first.setdefault(id(thing), (name, where))
         if there != where:
             raise PlanError(
-                f"{before!r} and {name!r} are one {what}, and would be apart: {there}, and {where}",
-                expected="one place for what is shared",
+                f"{before!r} and {name!r} share one {what}, and would be on different devices: {there}, and {where}",
+                expected="one device for shared tensors",
                 fix="place the modules that share it alike, or what surrounds all of them",
             )
 

@@ -75,12 +75,12 @@ def _read_once(parts: LoweringContext, name: str, samples: Samples) -> tuple[Tab
             table = read_into_memory(samples, replace(read, progress=progress))
     except PlanError as error:
         error = error.with_traceback(None)  # the error is stored: frees the objects of its frames
-        return error, () if name == "data" else (f"{error.given}; it is loaded sample by sample",)
+        return error, () if name == "data" else (f"{error.given}; the data is loaded sample by sample",)
     except Exception as error:
         if not any(map(is_out_of_memory, filter(None, [error, error.__cause__]))):
             raise
-        failure = read.insufficient_memory(f"there was no memory left for it ({describe_error(error)})")
-        return failure, () if name == "data" else (f"{failure.given}; it is loaded sample by sample",)
+        failure = read.insufficient_memory(f"there was no memory left for the data ({describe_error(error)})")
+        return failure, () if name == "data" else (f"{failure.given}; the data is loaded sample by sample",)
     took_s = time.perf_counter() - began
     roles.reading_s[name] = (took_s, time.perf_counter())
     size = format_megabytes(table.nbytes())
@@ -101,7 +101,7 @@ def _move_table(parts: LoweringContext, name: str, table: Table) -> Table:
             raise InsufficientMemoryError(
                 f"residency='device': {name} takes {format_megabytes(table.nbytes())}, and {device} has "
                 f"{format_megabytes(device_free_bytes(device) or 0)} free",
-                expected="at most half of what is free, for training needs the rest",
+                expected="at most half of the free memory: training needs the rest",
                 fix="use residency='host'",
             )
         moved = parts.splits.moved[key] = table.to(device)

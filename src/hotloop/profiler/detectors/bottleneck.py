@@ -50,7 +50,7 @@ def find_bound(step: ProfiledStep) -> tuple[Bound, list[str]]:
     shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
     evidence = [f"Of a step of {format_milliseconds(step.ms)}: {', '.join(shares)}."] if shares else []
     if step.share(found[first]) < _MIN_SHARE:
-        return "unknown", [*evidence, "No measured part takes a fifth of it."]
+        return "unknown", [*evidence, "No measured part takes a fifth of the step."]
     return first, [*evidence, *_bound_details(step, first, found[first]), *_limit_sentences(step)]
 
 
@@ -67,7 +67,7 @@ def _bound_of_arrays(step: ProfiledStep, found: dict[Bound, float]) -> tuple[Bou
     if own:
         most = max(own, key=lambda name: own[name])
         name = most or "functions of the model's own forward"
-        evidence.append(f"Most of it is {name}: {percent(step.share(own[most]))} of the step.")
+        evidence.append(f"The largest part is {name}: {percent(step.share(own[most]))} of the step.")
     unseen = "Whether layers are bound by arithmetic, memory or calls isn't measured."
     return "unknown", [*evidence, unseen]
 
@@ -75,14 +75,14 @@ def _bound_of_arrays(step: ProfiledStep, found: dict[Bound, float]) -> tuple[Bou
 def _bound_details(step: ProfiledStep, bound: Bound, ms: float) -> list[str]:
     if bound == "overhead":
         calls = sum(one.calls for one in step.operators(lambda one: True))
-        return [f"It starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
+        return [f"The step starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
     if bound == "input":
-        return [f"The next batch is waited for and made during {format_milliseconds(ms)}."]
+        return [f"Waiting for the next batch and making it take {format_milliseconds(ms)}."]
     if bound == "waiting":
         others = f"The first rank waits for the others during {format_milliseconds(ms)}."
         return [others, *filter(None, [describe_slowest_rank(step)])]
     if bound == "communication":
-        return [f"During {format_milliseconds(ms)} the first rank does nothing but send and receive."]
+        return [f"During {format_milliseconds(ms)} the first rank only sends and receives."]
     if bound in ("arithmetic", "memory bandwidth"):
         ones = [
             one
@@ -91,15 +91,15 @@ def _bound_details(step: ProfiledStep, bound: Bound, ms: float) -> list[str]:
         ]
         most = max(ones, key=step.cost_ms)
         place = most.module or most.where or "the step"
-        return [f"Most of it is {most.name} of {place}: {percent(step.share(step.cost_ms(most)))} of the step."]
+        return [f"The largest part is {most.name} of {place}: {percent(step.share(step.cost_ms(most)))} of the step."]
     return []
 
 
 def _limit_sentences(step: ProfiledStep) -> list[str]:
     if step.profile.limits.busy:
         return [
-            "This machine's limits were measured while other programs used it, and nothing is judged by them: "
-            "measure them again by hotloop devices --refresh when the machine is quiet."
+            "This machine's limits were measured while other programs used it, so no advice uses them: "
+            "measure them again with hotloop devices --refresh when the machine is quiet."
         ]
     least = limit_ms(step)
     if not least or least > step.ms:

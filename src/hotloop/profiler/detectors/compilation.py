@@ -65,17 +65,17 @@ def compile_race_result(step: ProfiledStep) -> tuple[list[Remedy], list[str]]:
     if race is None:
         return [], []
     if race.ratio is None or race.low is None or race.high is None:
-        return [], [f"What compiling wins was not measured: {race.failure or 'too few pairs of windows'}."]
+        return [], [f"The gain of compiling was not measured: {race.failure or 'too few pairs of windows'}."]
     found = f"{race.ratio:.2f} times as fast ({race.low:.2f} to {race.high:.2f})"
     what = f"the forward and backward of {race.network}, compiled and as they are in turn, on the inputs of a step"
     if not race.is_faster:
-        return [], [f"Compiling is no remedy here. Measured was {what}: compiled they are {found}."]
+        return [], [f"Compiling is no remedy here. Measured: {what}. Compiled, they are {found}."]
     won = Remedy(
         cause=MANY_SMALL_OPERATIONS,
         where=heaviest(step.operators(lambda one: one.phase in _COMPILED_PHASES), step) or step.profile.step_where,
         remedy="compile the model: torch.compile(model)",
         gain=step.share(step.phase(*_COMPILED_PHASES)) * (1 - 1 / race.ratio),
-        evidence=f"measured was {what}: compiled they are {found}, after {race.compile_s or 0.0:.0f} s of compiling",
+        evidence=f"measured: {what}; compiled, they are {found}, after {race.compile_s or 0.0:.0f} s of compiling",
         won=(race.ratio, race.low, race.high),
     )
     return [won], []
@@ -86,6 +86,6 @@ def missing_measurements(step: ProfiledStep, found: Sequence[Remedy]) -> Iterato
     is_task = bool(step.profile.plan)
     for one in found[:1]:
         how = "--try measures it, and hotloop tune finds the fastest plan" if is_task else "--try measures it"
-        yield f"Starting operations one by one takes up to {percent(one.gain)} of the step. What compiling wins of that: {how}."
+        yield f"Starting operations one by one takes up to {percent(one.gain)} of the step. Gain of compiling: {how}."
     if is_task and not found:
         yield "No other plan was tried: one such as compile=package may win. Run hotloop tune."

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hotloop.core.records.profile import COUNTS, OperatorTime, Remedy
 from hotloop.profiler.detectors.step import ASIDE_PHASES, ProfiledStep, group_by
 
-CONCATENATION = "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)"
+CONCATENATION = "tensors are concatenated in the loop, by a copy of all their numbers (torch.cat, torch.stack)"
 """The cause of a concatenation whose result has the same size at each step."""
 
 _CONCATENATING = ("aten::cat", "aten::stack", "aten::hstack", "aten::vstack", "aten::concat", "aten::concatenate")
@@ -33,10 +33,11 @@ def concatenation_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
             else CONCATENATION,
             where=where,
             remedy="a tensor of its final size, made before the loop, into which each step writes its part in place: "
-            "buffer[n : n + len(new)] = new; of one that drops the oldest, a position that begins anew at its end"
+            "buffer[n : n + len(new)] = new; for a buffer that drops its oldest part, a position that "
+            "restarts at 0 after the end"
             if grows
-            else "what grows or slides: a tensor made before the loop, into which each step writes its part in place; what "
-            "doesn't change: once, before the loop",
+            else "for a buffer that grows or slides: make a tensor before the loop, and write each step's part "
+            "into it in place; for parts that don't change: concatenate them once, before the loop",
             gain=step.share(spent),
             evidence=f"{sum(one.calls for one in joining):.0f} operations take {spent:.2f} ms of each step of {step.ms:.2f} ms",
         )

@@ -107,10 +107,10 @@ def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: 
     if (line := _collate_line(step, loader, waited, lines)) is not None:
         function = named_function(line.function)
         return Remedy(
-            cause=f"slow samples: it takes long to put those of a batch together, in {function}",
+            cause=f"slow samples: collating the samples of a batch takes long, in {function}",
             where=line.where,
-            remedy="do for all samples at once, with operations on whole tensors, or once before training what is done there for "
-            "each batch" + _workers_advice(step, waited, "; or "),
+            remedy="compute for all samples at once, with operations on whole tensors, or once before training"
+            + _workers_advice(step, waited, "; or "),
             gain=step.share(waited),
             evidence=evidence,
             axes={"residency": "host"},
@@ -139,7 +139,7 @@ def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: 
         )
     if loader.batch_size is None:
         return Remedy(
-            cause="waiting for data: the loader takes long beside its data set, which makes whole batches",
+            cause="waiting for data: the loader itself takes long, and its data set makes whole batches",
             where=loader.where,
             remedy="cut the batches out in the loop, without a loader" + _workers_advice(step, waited, ", or "),
             gain=step.share(waited),
@@ -147,7 +147,7 @@ def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: 
             axes={"residency": "host"},
         )
     return Remedy(
-        cause="per-sample loading: the loader asks for each sample by itself and puts the batch together",
+        cause="per-sample loading: the loader reads each sample on its own and collates the batch",
         where=loader.where,
         remedy=_whole_batches_advice(loader),
         gain=step.share(waited),
@@ -238,7 +238,7 @@ def _worker_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, evidenc
         where=own[0] if len(own) == 1 else loader.where,
         remedy=remedy,
         gain=step.share(waited),
-        evidence=f"{evidence}; whether samples, putting them together or handing batches over takes long isn't measured in workers",
+        evidence=f"{evidence}; in workers, the times of loading, collating and sending are not measured apart",
         axes={"residency": "host"},
     )
 
@@ -248,7 +248,7 @@ def _first_batch_advice(loader: LoaderUse, hottest: str) -> str:
     collating = (
         f", or collate_fn for each batch ({loader.collate_where})" if loader.workers and loader.collate_where else ""
     )
-    return f"do once, before training, what the data set does at each call{inside}{collating}"
+    return f"compute once, before training, what the data set computes at each call{inside}{collating}"
 
 
 def unpinned_memory(step: ProfiledStep) -> Iterator[Remedy]:

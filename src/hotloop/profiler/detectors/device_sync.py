@@ -39,7 +39,8 @@ def host_sync(step: ProfiledStep) -> Iterator[Remedy]:
         yield Remedy(
             cause=f".item() at each step: a number is read on the host ({calls:.0f} times)",
             where=where,
-            remedy="keep it as a tensor (total += loss.detach()) and read it every hundred steps or after the epoch",
+            remedy="add it up as a tensor (total += loss.detach()) and read the tensor every hundred steps or after "
+            "the epoch",
             gain=step.share(spent),
             evidence=f"reading it takes {spent:.3f} ms of each step of {step.ms:.2f} ms{here}",
             note=step.share(spent) < COUNTS,
@@ -86,8 +87,8 @@ def device_copies(step: ProfiledStep) -> Iterator[Remedy]:
             if back
             else f"a copy between devices at each step ({', '.join(sorted(ways))})",
             where=where or step.profile.step_where,
-            remedy="keep it where it is used; what doesn't change is copied once, before the loop; batches from pinned "
-            "memory with non_blocking=True",
+            remedy="store the tensor on the device that uses it; copy a tensor that doesn't change once, before the "
+            "loop; batches from pinned memory with non_blocking=True",
             gain=step.share(spent),
             evidence=f"{sum(one.calls for one in ones):.0f} copies take {spent:.2f} ms of each step of {step.ms:.2f} ms",
             axes={"residency": "device"} if all(way.startswith("cpu>") for way in ways) else {},
@@ -107,7 +108,8 @@ def no_op_copies(step: ProfiledStep) -> Iterator[Remedy]:
             yield Remedy(
                 cause="a tensor moved back and forth: to the host for NumPy at each step (.cpu().numpy())",
                 where=where,
-                remedy="keep it as a tensor where it is (out.detach()), and move it once after the loop, or every hundred steps",
+                remedy="leave the tensor on its device (out.detach()), and move it once after the loop, or every "
+                "hundred steps",
                 gain=step.share(sum(one.ms for one in ones)),
                 evidence="there is nothing to copy on a CPU; on an accelerator the host would wait here",
                 note=True,
@@ -116,7 +118,7 @@ def no_op_copies(step: ProfiledStep) -> Iterator[Remedy]:
         if any(_is_batch(step, one) for one in ones) or _has_real_copies(step, where):
             continue
         yield Remedy(
-            cause="a copy to the device at each step (.to()), of what isn't the batch",
+            cause="a copy to the device at each step (.to()), of a tensor other than the batch",
             where=where,
             remedy="copy it once, before the loop",
             gain=step.share(sum(one.ms for one in ones)),

@@ -42,13 +42,16 @@ def _gradient_sums(step: ProfiledStep, parallel: str) -> Iterator[Remedy]:
     """All gradients are summed in each step; local SGD averages weights instead."""
     sent = step.phase("communication")
     axes: dict[str, str | int | bool] = {} if parallel == "local" else {"parallel": "local"}
-    then = "" if parallel == "local" else ", or average weights now and then in place of gradients: another result"
+    then = (
+        "" if parallel == "local" else ", or averages of weights every few steps in place of gradients: another result"
+    )
     yield Remedy(
-        cause="communication: the ranks send each other as much at each step as the model has parameters",
+        cause="communication: at each step the ranks send as many numbers as the model has parameters",
         where="",
-        remedy=f"a larger batch, for which no more is sent (it changes the training){then}",
+        remedy=f"a larger batch, which needs no more communication (it changes the training){then}",
         gain=step.share((1 - 1 / _DEFAULT_SYNC_EVERY) * sent),
-        evidence=f"{format_milliseconds(sent)} of each step of {format_milliseconds(step.ms)} go by in communication, with nothing else to do",
+        evidence=f"{format_milliseconds(sent)} of each step of {format_milliseconds(step.ms)} are communication that "
+        "overlaps with no computation",
         axes=axes,
     )
 
@@ -77,7 +80,7 @@ def _needless_ranks(step: ProfiledStep) -> Iterator[Remedy]:
     spent = min(sum(one.phases.get(name, 0.0) for name in _RANK_PHASES) for one in ranks)
     alone = step.ms - spent + (count - 1) * computed
     yield Remedy(
-        cause=f"{count} ranks, which spend more on each other than each computes",
+        cause=f"{count} ranks, whose communication takes longer than the computation of each",
         where="",
         remedy="one process for the whole batch",
         gain=step.share(step.ms - alone),

@@ -42,8 +42,8 @@ def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
         where=loader or step.profile.step_where,
         remedy=f"a batch of {many} samples (which changes the training: tune the learning rate again)",
         gain=step.share((1 - 1 / factor) * calling),
-        evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
-        "which hardly takes longer for more of them",
+        evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on work for "
+        "each batch, whose times hardly grow with the number of samples",
     )
 
 
@@ -89,9 +89,9 @@ def too_many_threads(step: ProfiledStep) -> Iterator[Remedy]:
         where=threads.where or step.profile.step_where,
         remedy=f"torch.set_num_threads({threads.cores}), or OMP_NUM_THREADS={threads.cores}",
         gain=step.share(computing * (1 - 1 / threads.slower)),
-        evidence=f"operations are cut into {threads.torch} pieces and wait for the last of them: such take "
-        f"{threads.slower:.1f} times as long as with {threads.cores}, and operations are {computing:.2f} ms of each step "
-        f"of {step.ms:.2f} ms",
+        evidence=f"operations are cut into {threads.torch} pieces and wait for the last of them: these operations take "
+        f"{threads.slower:.1f} times as long as with {threads.cores}, and operations are {computing:.2f} ms of "
+        f"each step of {step.ms:.2f} ms",
         axes={"threads": threads.cores},
     )
 
@@ -111,7 +111,7 @@ def idle_cores(step: ProfiledStep) -> Iterator[Remedy]:
         remedy=f"torch.set_num_threads({free})",
         gain=step.share(computing * (1 - threads.torch / free)),
         evidence=f"{threads.busy:.1f} cores were busy while operations took {computing:.2f} ms of each step of "
-        f"{step.ms:.2f} ms; a race says whether more threads make them faster",
+        f"{step.ms:.2f} ms; a race measures whether more threads make them faster",
         axes={"threads": free},
     )
 
@@ -128,7 +128,8 @@ def memory_returned_to_os(step: ProfiledStep) -> Iterator[Remedy]:
     yield Remedy(
         cause="memory is given back to the system after each step, and requested again in the next",
         where=step.profile.step_where or step.profile.source,
-        remedy="keep it: start the script with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 in the environment",
+        remedy="keep the memory in the process: start the script with MALLOC_MMAP_MAX_=0 "
+        "MALLOC_TRIM_THRESHOLD_=100000000000 in the environment",
         gain=step.share(took / max(1.0, threads.busy if threads else 1.0)),
         evidence=f"in each step of {step.ms:.2f} ms the system hands out {paging.pages:,.0f} pages, each zeroed, and takes "
         f"{paging.system_ms:.2f} ms of processors' time",

@@ -48,7 +48,7 @@ def one_hot_matmul(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="index the rows: torch.nn.functional.embedding(indices, table), or table[indices]; "
             "for sums by group index_add",
             gain=step.share((1 - 1 / size[-1]) * spent),
-            evidence=f"making it and the products with it take {spent:.2f} ms of each step of {step.ms:.2f} ms",
+            evidence=f"making the matrix and the products with it take {spent:.2f} ms of each step of {step.ms:.2f} ms",
         )
 
 
@@ -146,11 +146,11 @@ def expanded_low_rank(step: ProfiledStep) -> Iterator[Remedy]:
         yield Remedy(
             cause=f"a weight of {full[0]}x{full[1]} is multiplied out from two thin factors at each step",
             where=heaviest([one for one, _ in found if one.phase != "backward"], step),
-            remedy="multiply the rows with the thin factors one after the other, and add that to what the layer gives: "
-            "(x @ A.T) @ B.T",
+            remedy="multiply the rows with the thin factors one after the other, and add the result to the layer's "
+            "output: (x @ A.T) @ B.T",
             gain=step.share(sum(spared * step.cost_ms(one) for one, spared in found)),
-            evidence=f"making it, and its gradient, take {spent:.2f} ms of each step of {step.ms:.2f} ms, and fewer rows "
-            "than it has are multiplied with it",
+            evidence=f"making the weight, and its gradient, take {spent:.2f} ms of each step of {step.ms:.2f} ms, and "
+            "the batch has fewer rows than the weight",
         )
 
 
@@ -244,8 +244,8 @@ def index_scatter(step: ProfiledStep) -> Iterator[Remedy]:
                 where=where,
                 remedy=_scatter_advice(worst.name),
                 gain=step.share(needed - least),
-                evidence=f"{worst.name} and what it needs take {needed:.2f} ms of each step of {step.ms:.2f} ms, "
-                f"where reading and writing as much takes {least:.2f} ms",
+                evidence=f"{worst.name} and the operations for it take {needed:.2f} ms of each step of {step.ms:.2f} "
+                f"ms; reading and writing the same bytes takes {least:.2f} ms",
             )
 
 
@@ -282,12 +282,12 @@ def _index_operators(step: ProfiledStep, scatters: Sequence[OperatorTime]) -> li
 def _scatter_advice(name: str) -> str:
     if any(part in name for part in _SUMMING_OPS):
         return (
-            "for sums over edges or groups torch.sparse.mm with a matrix of who adds to whom, or torch.segment_reduce over "
-            "rows in the order of their groups; else F.embedding, or a mask"
+            "for sums over edges or groups torch.sparse.mm with an adjacency matrix, or torch.segment_reduce "
+            "over rows in the order of their groups; else F.embedding, or a mask"
         )
     return (
-        "a mask or a built-in operation in its place (multiply by where the value was taken, torch.where, F.max_pool2d, "
-        "F.embedding)"
+        "a mask or a built-in operation in its place (a product with the mask of the positions, torch.where, "
+        "F.max_pool2d, F.embedding)"
     )
 
 
@@ -304,8 +304,8 @@ def double_precision(step: ProfiledStep) -> Iterator[Remedy]:
         where=heaviest(calculating, step) or step.profile.step_where,
         remedy="float32: cast the data once where it is read (.float(), dtype=torch.float32), and leave out .double()",
         gain=step.share(sum(_float64_extra_ms(step, one, factor) for one in ones)),
-        evidence=f"operations on float64 take {spent:.2f} ms of each step of {step.ms:.2f} ms; "
-        f"this machine does {1 / factor:.1f} times as much in float32, and moves twice as many numbers; calling them takes as long",
+        evidence=f"operations on float64 take {spent:.2f} ms of each step of {step.ms:.2f} ms; this machine does "
+        f"{1 / factor:.1f} times as much in float32, and moves twice as many numbers; the calls take as long",
     )
 
 
@@ -379,6 +379,7 @@ def slow_layouts(step: ProfiledStep) -> Iterator[Remedy]:
         where=max(ones, key=step.cost_ms).module or heaviest(ones, step),
         remedy="try channels_last, and numbers of channels that are multiples of 16",
         gain=step.share(spent - least / _PRACTICAL_LIMIT),
-        evidence=f"they take {spent:.2f} ms of each step of {step.ms:.2f} ms; a race says whether the layout is why",
+        evidence=f"they take {spent:.2f} ms of each step of {step.ms:.2f} ms; a race measures whether the layout is the "
+        "cause",
         axes={"layout": "channels_last"},
     )

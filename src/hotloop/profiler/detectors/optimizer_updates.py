@@ -102,8 +102,8 @@ def _group_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
         where=use.where,
         remedy="one optimizer, and one group for all parameters that have the same settings",
         gain=step.share(won),
-        evidence=f"the update takes {use.ms:.2f} ms, {percent(step.share(use.ms))} of the step; {won:.2f} ms of that go into "
-        "Python between the groups",
+        evidence=f"the update takes {use.ms:.2f} ms, {percent(step.share(use.ms))} of the step; {won:.2f} ms of the "
+        "update are Python between the groups",
     )
 
 
@@ -123,7 +123,10 @@ def _implementation_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Re
     elif use.kind in _SPARSE_OPTIMIZERS and step.operators(
         lambda one: "embedding" in one.name and one.name.endswith("sparse_backward")
     ):
-        remedy = f"fused=True for {use.kind} of what has dense gradients, and an optimizer of its own for what has sparse ones"
+        remedy = (
+            f"fused=True for {use.kind} of the parameters with dense gradients, and another optimizer for "
+            "parameters with sparse gradients"
+        )
         yield _per_parameter_remedy(step, use, cause=cause, where=use.where, remedy=remedy)
     else:
         groups = (
@@ -149,8 +152,8 @@ def _foreach_remedy(step: ProfiledStep, use: OptimizerUse, **fields: Any) -> Rem
     calls = part * sum(one.calls for one in ones)
     return Remedy(
         gain=step.share(won),
-        evidence=f"the update takes {spent:.2f} ms, {percent(step.share(spent))} of the step; {won:.2f} ms of that go into "
-        f"Python around {calls:.0f} operations, which stay as many on a CPU",
+        evidence=f"the update takes {spent:.2f} ms, {percent(step.share(spent))} of the step; {won:.2f} ms of the "
+        f"update are Python around {calls:.0f} operations, whose number stays the same on a CPU",
         **fields,
     )
 
@@ -176,11 +179,11 @@ def _custom_optimizer_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[
     yield Remedy(
         cause="an update by hand, in a loop over parameters" if by_hand else _cause(use),
         where=where,
-        remedy="one of torch.optim with fused=True or foreach=True if there is one like it, else torch._foreach_ "
-        "operations over the list of parameters",
+        remedy="an optimizer of torch.optim with fused=True or foreach=True if there is an equivalent, else "
+        "torch._foreach_ operations over the list of parameters",
         gain=step.share(won),
-        evidence=f"the update takes {spent:.2f} ms, {percent(step.share(spent))} of the step; {won:.2f} ms of that go into "
-        f"starting {calls:.0f} operations",
+        evidence=f"the update takes {spent:.2f} ms, {percent(step.share(spent))} of the step; {won:.2f} ms of the "
+        f"update are the start of {calls:.0f} operations",
     )
 
 
@@ -266,7 +269,8 @@ def zero_fill_gradients(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.step_where,
             remedy="zero_grad(set_to_none=True), torch's default: the backward then writes new gradients instead of adding to zeros",
             gain=step.share(spent),
-            evidence=f"filling them with zeros takes {spent:.2f} ms of each step of {step.ms:.2f} ms, adding to them not counted",
+            evidence=f"filling them with zeros takes {spent:.2f} ms of each step of {step.ms:.2f} ms, without the "
+            "additions to them",
         )
 
 
@@ -285,8 +289,8 @@ def dense_embedding_update(step: ProfiledStep) -> Iterator[Remedy]:
         yield Remedy(
             cause=f"an embedding of {rows} rows is updated as a whole, though a batch uses {asked} at most",
             where=one.where or one.module,
-            remedy="nn.Embedding(..., sparse=True) with SGD for it, or with torch.optim.SparseAdam, which is another training: it "
-            "leaves rows without a gradient as they are",
+            remedy="nn.Embedding(..., sparse=True) with SGD, or with torch.optim.SparseAdam; SparseAdam is another "
+            "training, since it does not change rows without a gradient",
             gain=step.share(unused * updating),
             evidence=f"the update takes {updating:.2f} ms of each step of {step.ms:.2f} ms, {percent(unused)} of it for rows "
             "without a gradient",

@@ -25,7 +25,9 @@ _LOOP_PHASES = ("loss", "python", "batch")  # phases of the loop's own computati
 _SQUARING_OPS = frozenset({"aten::pow", "aten::square", "aten::sum"})
 """Operators of a sum of squares, beside products of tensors with themselves."""
 
-FOREACH_ADVICE = "torch._foreach_ operations over the list of parameters; what only measures: every hundred steps"
+FOREACH_ADVICE = (
+    "torch._foreach_ operations over the list of parameters; for code that only measures: every hundred steps"
+)
 
 
 def describe_parameter_loop(step: ProfiledStep, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
@@ -85,8 +87,8 @@ def parameter_reads(step: ProfiledStep) -> Iterator[Remedy]:
             where=heaviest(ones, step),
             remedy=remedy,
             gain=step.share(won),
-            evidence=f"{sum(one.calls for one in ones):.0f} operations go over as many numbers as the optimizer updates; "
-            f"{won:.2f} ms of each step of {step.ms:.2f} ms are to be won",
+            evidence=f"{sum(one.calls for one in ones):.0f} operations read as many numbers as the optimizer updates; a "
+            f"remedy can save {won:.2f} ms of each step of {step.ms:.2f} ms",
         )
 
 
@@ -114,13 +116,15 @@ def gradient_hooks(step: ProfiledStep) -> Iterator[Remedy]:
         worked = sum(step.cost_ms(one) for one in ones)
         won = max(0.0, own - worked) + sum(map(step.reclaimable_ms, ones))
         yield Remedy(
-            cause=f"a hook on each parameter's gradient: {tensors:.0f} tensors are worked on one by one within the backward",
+            cause=f"a hook on each parameter's gradient: {tensors:.0f} tensors are processed one by one within the "
+            "backward",
             where=where,
-            remedy="once after the backward, over the list of gradients: torch.nn.utils.clip_grad_value_, clip_grad_norm_ (a "
-            "Task's clip_value, clip_norm), or torch._foreach_ operations; what only measures: every hundred steps",
+            remedy="once after the backward, over the list of gradients: torch.nn.utils.clip_grad_value_, "
+            "clip_grad_norm_ (a Task's clip_value, clip_norm), or torch._foreach_ operations; for code that "
+            "only measures: every hundred steps",
             gain=step.share(won),
-            evidence=f"{function_of(ones[0])[1]} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and goes over "
-            "as many numbers as the optimizer updates",
+            evidence=f"{function_of(ones[0])[1]} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and "
+            "reads as many numbers as the optimizer updates",
         )
 
 
@@ -159,8 +163,8 @@ def _already_known(step: ProfiledStep, lines: Sequence[str]) -> tuple[str, float
         for where in lines
     )
     return (
-        "for a penalty on weights weight_decay= of the optimizer; for a norm of gradients what "
-        f"torch.nn.utils.clip_grad_norm_ returns, or torch.nn.utils.get_total_norm; else {FOREACH_ADVICE}",
+        "for a penalty on weights weight_decay= of the optimizer; for a norm of gradients the result of "
+        f"torch.nn.utils.clip_grad_norm_, or torch.nn.utils.get_total_norm; else {FOREACH_ADVICE}",
         won,
     )
 

@@ -37,10 +37,11 @@ from hotloop.profiler.detectors.step import (
 )
 
 _REDUCE_ADVICE = (
-    "check what the script requests at each step (callbacks, logging, checks), and leave out what isn't needed"
+    "check the work that the script requests at each step (callbacks, logging, checks), and leave out the "
+    "work that isn't needed"
 )
 
-_TENSOR_ADVICE = "write it with operations on whole tensors, or do it once before the loop"
+_TENSOR_ADVICE = "use operations on whole tensors, or compute once before the loop"
 
 _COMPARING_OPS = frozenset({"aten::eq", "aten::ne"})
 _CHOOSING_OPS = frozenset({"aten::argmax", "aten::topk", "aten::max"})
@@ -105,8 +106,8 @@ def step_metrics(step: ProfiledStep) -> Iterator[Remedy]:
             where=heaviest(lines, step),
             remedy=f"if they only measure, {_LESS_OFTEN_ADVICE}",
             gain=step.share(spent),
-            evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, "
-            "and no backward comes back to it",
+            evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, and no "
+            "backward uses the result",
         )
 
 
@@ -146,7 +147,8 @@ def python_in_forward(step: ProfiledStep) -> Iterator[Remedy]:
             where=hottest.where,
             remedy=remedy,
             gain=step.share(plain),
-            evidence=f"{_called_name(hottest)} takes {plain:.2f} ms of each step of {step.ms:.2f} ms beside torch's operations",
+            evidence=f"{_called_name(hottest)} takes {plain:.2f} ms of each step of {step.ms:.2f} ms outside of torch's "
+            "operations",
         )
     cause = "Python code within the network, the loss or the update"
     yield from _merged_remedies(step, find_spread_work(step, small, past_torch=False), cause, _TENSOR_ADVICE)
@@ -242,13 +244,13 @@ def _describe_lines(step: ProfiledStep, ones: list[LineTime], hottest: LineTime,
     if _is_saving(step, ones):
         return (
             f"a checkpoint is written at each step: {_called_name(hottest)}",
-            "once in an epoch, or every some minutes",
+            "write a checkpoint once in an epoch, or every few minutes",
         )
     if hottest.phase == "logging":
         with_ = f" with {library}" if library not in ("", "torch") else ""
         return (
             f"logging at each step{with_}: {_called_name(hottest)}",
-            "do it every hundred steps, or after an epoch; keep numbers on the device until then",
+            "log every hundred steps, or after an epoch; leave numbers on the device until then",
         )
     if hottest.phase == "synchronisation":
         return (
@@ -271,16 +273,22 @@ def _describe_lines(step: ProfiledStep, ones: list[LineTime], hottest: LineTime,
         if _operator_ms(step, ones, is_random) > 0.5 * _operator_ms(step, ones):
             return (
                 "random numbers are drawn in the loop, outside of the network",
-                "draw them with one call, or for many steps at once; draw before the loop what can stay the same in each step",
+                (
+                    "draw them with one call, or for many steps at once; draw numbers that may stay the same "
+                    "before the loop"
+                ),
             )
         return (
-            "tensors made or turned over in the loop, outside of the network",
-            "make what doesn't change once, before the loop; keep tensors as tensors (no lists, no .tolist())",
+            "tensors made or converted in the loop, outside of the network",
+            "make tensors that don't change once, before the loop; leave tensors as tensors (no lists, no .tolist())",
         )
     if library == "torch":
         return (
             f"torch's own Python is called at each step: {_called_name(hottest)}",
-            "do it once, before the loop, or less often: optimizers, modes and lists of parameters can stay as they are",
+            (
+                "call this code once, before the loop, or less often: optimizers, modes and lists of parameters "
+                "don't change"
+            ),
         )
     if library:
         return _describe_library(step, ones)
@@ -304,7 +312,7 @@ def _describe_wait(step: ProfiledStep, line: LineTime) -> tuple[str, str] | None
         return None
     return (
         f"waiting in the loop, at each step: the thread doesn't run in {_called_name(line)}",
-        "do what it waits for less often, outside of the loop, or in another thread or process",
+        "move the work that it waits for out of the loop, into another thread or process, or do the work less often",
     )
 
 
@@ -313,9 +321,9 @@ def _describe_library(step: ProfiledStep, ones: Sequence[LineTime]) -> tuple[str
     if library in _ARRAY_LIBRARIES and _is_moved_to_host(step, ones):
         return (
             f"a tensor moved back and forth: {library} works on it in the loop",
-            "write it with torch's operations, so that it stays where it is; or do it once before the loop",
+            "use torch's operations, so that the tensor stays on its device; or compute once before the loop",
         )
-    return f"{library} is called at each step", "do it less often, or outside of the loop"
+    return f"{library} is called at each step", "call it less often, or outside of the loop"
 
 
 def _main_library(ones: Sequence[LineTime]) -> str:

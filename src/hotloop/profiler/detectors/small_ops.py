@@ -175,12 +175,12 @@ def _describe_loop(step: ProfiledStep, ones: Sequence[OperatorTime], rounds: flo
     ):
         return (
             f"a Python loop over the {samples:.0f} samples of the batch, with many tiny kernels",
-            "let the operations work on the whole batch at once (batched products, or torch.func.vmap)",
+            "use operations on the whole batch at once (batched products, or torch.func.vmap)",
         )
     return (
         f"many tiny kernels: a Python loop of {rounds:.0f} rounds (time steps, samples, columns, heads) over small operations",
-        "work on all of them at once: one product for all before the loop, a batched product or a whole layer "
-        "(nn.RNN, nn.LSTM) in its place",
+        "compute all rounds at once: one product for all before the loop, a batched product or a whole layer "
+        "(nn.RNN, nn.LSTM) in place of the loop",
     )
 
 
@@ -218,9 +218,10 @@ def unfused_chain(step: ProfiledStep) -> Iterator[Remedy]:
         largest = max(forward, key=step.cost_ms)
         of = f" of {largest.shapes[0]}" if largest.shapes and largest.shapes[0] else ""
         yield Remedy(
-            cause=f"{_count_calls(forward):.0f} operations follow one another over tensors{of}{module_text(forward, step)}, each of which goes through memory by itself",
+            cause=f"{_count_calls(forward):.0f} operations follow one another over "
+            f"tensors{of}{module_text(forward, step)}, each of which reads and writes memory on its own",
             where=heaviest(forward, step),
-            remedy="an operation that does it all, where there is one (F.cross_entropy, F.gelu, F.conv2d, "
+            remedy="one operation for the whole chain, where torch has one (F.cross_entropy, F.gelu, F.conv2d, "
             "F.scaled_dot_product_attention, a normalisation)",
             gain=step.share(spent - stays),
             evidence=f"forward and backward they take {spent:.2f} ms of each step of {step.ms:.2f} ms; the longest take {stays:.2f} ms",

@@ -52,7 +52,7 @@ CauseAndAdvice = tuple[str, str]
 _ScaledShape = tuple[tuple[str, str], str]  # A function by file and name, or a module, and the shape of a tensor there
 
 _UNUSED = (
-    "a part of the network whose graph is thrown away",
+    "a part of the network whose graph is discarded",
     "leave it out if its output isn't used; else call it within torch.no_grad()",
 )
 
@@ -63,10 +63,16 @@ _MEASURED = (
 
 _MADE = (
     "masks, positions or the like, created again at each step",
-    "create once, as a buffer of the module, what doesn't depend on the batch; create with the data what depends on samples alone",
+    (
+        "create tensors that don't depend on the batch once, as buffers of the module; create tensors that depend "
+        "on samples alone with the data"
+    ),
 )
 
-_KEPT = ("what is kept is copied at each step", "a tensor of fixed size, into which each step writes its part in place")
+_KEPT = (
+    "stored tensors are copied at each step",
+    "a tensor of fixed size, into which each step writes its part in place",
+)
 
 
 def no_grad_work(step: ProfiledStep) -> Iterator[Remedy]:
@@ -93,7 +99,7 @@ def _remedy(step: ProfiledStep, what: CauseAndAdvice, ones: Sequence[OperatorTim
     place = f" ({function})" if function not in ("", "<module>") else ""
     place = module_text(ones, step) or place
     return Remedy(
-        cause=f"work in the {ones[0].phase} that no gradient comes back to: {what[0]}{place}",
+        cause=f"work in the {ones[0].phase} that no gradient reaches: {what[0]}{place}",
         where=where,
         remedy=what[1],
         gain=step.share(spent),
@@ -201,7 +207,7 @@ _PATTERN_TEXTS = {
         "detach what one step passes to the next: state.detach(), loss.detach()",
     ),
     "retained graph": (
-        "an unneeded retain_graph: the graph is kept for a backward that never comes",
+        "an unneeded retain_graph: the graph is kept for a second backward that never runs",
         "leave out retain_graph=True",
     ),
     "created graph": (
@@ -210,7 +216,10 @@ _PATTERN_TEXTS = {
     ),
     "wasted forward": (
         "double evaluation: a forward whose result no backward uses",
-        "use the outputs and the loss that the step has already; if no gradients are needed: torch.no_grad()",
+        (
+            "use the outputs and the loss that the step has computed already; if no gradients are needed: "
+            "torch.no_grad()"
+        ),
     ),
     "evaluation": (
         "evaluation at each step: a forward without gradients beside the training's own",
@@ -218,7 +227,7 @@ _PATTERN_TEXTS = {
         "or every few hundred steps",
     ),
     "unused graph": (
-        "a graph is built for a forward that no backward comes back to",
+        "a graph is built for a forward that no backward uses",
         "call it within torch.no_grad(); if it only measures the network, every few hundred steps",
     ),
     "autograd in evaluation": (
@@ -238,8 +247,11 @@ _PATTERN_TEXTS = {
         "one backward of the sum, (a + b).backward(), which gives the same gradients",
     ),
     "unused gradients": (
-        "gradients that nobody uses: no optimizer updates these parameters",
-        "requires_grad_(False) for what isn't trained, before the loop; or call it within torch.no_grad()",
+        "unused gradients: no optimizer updates these parameters",
+        (
+            "requires_grad_(False) for parameters that aren't trained, before the loop; or call it within "
+            "torch.no_grad()"
+        ),
     ),
     "cleared gradients": (
         "gradients that are cleared before they are used: the backward of a loss runs through a network that the loss doesn't train, "
@@ -340,7 +352,7 @@ def _won_ms(step: ProfiledStep, habit: SlowPattern) -> float:
 
 def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
     often = f"{habit.per_step:.0f} times in a step" if habit.per_step >= 1.5 else "at each step"
-    parts = [f"seen {often if habit.per_step >= OFTEN else 'now and then'}"]
+    parts = [f"recorded {often if habit.per_step >= OFTEN else 'sometimes'}"]
     if _won_ms(step, habit):
         parts.append(f"{_won_ms(step, habit):.2f} ms, {percent(step.share(_won_ms(step, habit)))} of it")
     elif habit.what == "unused graph" and step.share(habit.ms or 0.0) >= COUNTS:
@@ -371,6 +383,6 @@ def unused_functions(step: ProfiledStep) -> Iterator[Remedy]:
         where=heaviest(unused, step),
         remedy="use what the step has computed already; if no gradients are needed: torch.no_grad()",
         gain=gain,
-        evidence=f"{sum(one.calls for one in unused):.0f} operations at lines that the backward goes through for others, "
+        evidence=f"{sum(one.calls for one in unused):.0f} operations at lines whose other calls have a backward, "
         f"{percent(gain)} of the step of {step.ms:.2f} ms",
     )

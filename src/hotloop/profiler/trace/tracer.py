@@ -95,7 +95,7 @@ class Tracer:
         ms = (time.perf_counter() - self._began) * 1e3
         events = [_convert_event(raw) for raw in self._stop().events()]
         if self._markers.full:
-            self._note("A traced step ran too many lines; what came last in it has no module and no line of its own.")
+            self._note("A traced step ran too many lines; its last operators have no module and no line.")
         self._namer.name([mark.place for mark in self._markers.marks if mark.place is not None])
         reader = TraceReader(self._markers.marks, _event_cost, self._compilations.graphs)
         operators = reader.operators(events)

@@ -55,7 +55,7 @@ def lower_requested(context: RunContext, memory: RaceHistory = EMPTY_HISTORY) ->
     choices = considered.choices
     if wanted.is_explicit:
         for line in considered.passed_over:
-            context.say(f"auto passes over {line}")
+            context.say(f"auto leaves out {line}")
         if why := _why_only_eager(considered):
             context.say(f"auto goes on eagerly: {why}")
     else:  # compiling takes time, and unproven results need consent: `tune` is for both
@@ -77,7 +77,7 @@ def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Repor
     against = {choice.plan: memory.why_refused(choice.plan) for choice in choices[:-1]}
     for plan, why in against.items():
         if why:
-            say(f"auto passes over {plan.brief()}: {why}")
+            say(f"auto leaves out {plan.brief()}: {why}")
     return [choice for choice in choices if not against.get(choice.plan)]
 
 
@@ -199,7 +199,7 @@ def _plans_not_rejected(
             }
         for way, why in against.items():
             if why:
-                say(f"auto passes over {way.brief()}: {why}")
+                say(f"auto leaves out {way.brief()}: {why}")
         return [way for way in ways if not against[way]]
 
     ways = untried(whole)
@@ -219,8 +219,8 @@ def _why_not_raced(facts: TaskFacts, plan: Plan) -> str:
     if not saving:
         return ""
     return (
-        "compiled plans race beside whole batches of the baseline's precision, for which there may be no memory where"
-        f" {' and '.join(saving)} is set; train --tune races them all the same"
+        "a race of compiled plans needs memory for whole batches in the baseline's precision, and there may "
+        f"be too little where {' and '.join(saving)} is set; train --tune races them anyway"
     )
 
 
@@ -284,7 +284,7 @@ def _lower_first_possible(context: RunContext, choices: list[RankedPlan]) -> tup
         except (PlanError, MemoryExhausted) as error:
             if isinstance(error, DeviceError) or choice is choices[-1]:
                 raise
-            problem = problem or f"auto passes over {choice.plan.brief()}: {error.given}"
+            problem = problem or f"auto leaves out {choice.plan.brief()}: {error.given}"
             continue
         if problem:
             context.say(problem)
@@ -350,7 +350,7 @@ def forecast(
     considered, passed_over = list_options(task, wanted.plan, facts=facts), list[str]()
 
     def say(line: str) -> None:
-        passed_over.append(line.removeprefix("auto passes over "))
+        passed_over.append(line.removeprefix("auto leaves out "))
 
     choices = _without_rejected(considered.choices, memory, say)
     choice = next(one for one in choices if one.plan.compile == wanted.plan.compile)

@@ -165,7 +165,7 @@ def lower_cached_or_auto(context: RunContext) -> Program:
         try:
             program = lower(context.task, plan, context.say, context.reporter.bar)
         except (PlanError, MemoryExhausted) as error:
-            context.say(f"auto passes over the stored plan {plan.brief()}: {error.given}")
+            context.say(f"auto leaves out the stored plan {plan.brief()}: {error.given}")
         else:
             context.say(f"auto: {plan.brief()}, stored as the fastest that is proven equal")
             if plan != _fastest_plan(kept, wanted, facts):  # compiled again, which later runs profit from

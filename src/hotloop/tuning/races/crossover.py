@@ -60,7 +60,7 @@ def _crossover_sizes(points: Sequence[tuple[float, float]]) -> list[float]:
 
 def _reason(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> str:
     if len(own) < 2 or len(baseline) < 2:
-        return "too few sizes were measured to tell what decides"
+        return "too few sizes were measured to name what decides"
     return "; ".join(f"{who}: {_describe_bounds(points)}" for who, points in ((name, own), ("the baseline", baseline)))
 
 

@@ -343,12 +343,12 @@ def _loading_notes(lane: ContenderTimes) -> list[str]:
 def _uncertainty_note(name: str, found: Ratio) -> str:
     if found.low is None or found.high is None:
         return (
-            f"the time limit was too short to say anything of {name}: its windows make {found.pairs} of the "
+            f"the time limit was too short to measure {name}: its windows make {found.pairs} of the "
             f"{MIN_PAIRS} pairs that are needed; give it more time"
         )
     if verdict_of(found) == "no difference" and spans_margin(found):
         return (
-            f"the time limit was too short to tell {name} from the baseline: the interval of its ratio, {found.low:.3f} "
-            f"to {found.high:.3f}, reaches across what would be a difference; give it more time"
+            f"the time limit was too short to compare {name} with the baseline: the interval of its ratio, "
+            f"{found.low:.3f} to {found.high:.3f}, contains a difference and none; give it more time"
         )
     return ""

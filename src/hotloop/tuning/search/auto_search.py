@@ -112,7 +112,7 @@ class AutoSearch:
         if not ready:
             return self.eager
         names = " and ".join(plan.brief() for plan in ready)
-        self.say(f"auto races {names} beside what runs eagerly, and proves the fastest")
+        self.say(f"auto races {names} against the eager plan, and proves the fastest")
         with self.context.reporter.during("racing and proving plans", counted=False):
             self._race(others, ready, step_s)
             return self._prove_fastest(ready)
@@ -195,7 +195,7 @@ class AutoSearch:
         proof_s = estimate_proof_s(step_s, self._copying_s, self.facts.normed)
         if saves_s > proof_s:
             return ""
-        looks = " with a look at each epoch whether callbacks change the step" if timing.looking_ms else ""
+        looks = " with a check at each epoch whether callbacks change the step" if timing.looking_ms else ""
         return f"it saves {max(0.0, saves_s):.0f} s{looks}, and a proof takes about {proof_s:.0f} s"
 
     def _prove(self, plan: Plan) -> Parity:
@@ -217,7 +217,7 @@ class AutoSearch:
         return program
 
     def _say_skipped(self, plan: Plan, why: str) -> None:
-        self.say(f"auto passes over {plan.brief()}: {why}")
+        self.say(f"auto leaves out {plan.brief()}: {why}")
 
     def _make_verdict(self, winner: Plan, seconds: float) -> Verdict:
         return Verdict(

@@ -184,4 +184,4 @@ def why_not_searched(steps: int | None, budget: Budget | None = None) -> str:
         why = f"the whole run takes {budget.run_s:.0f} s under the baseline"
     else:
         why = f"a proof takes as long as about {PROOF_STEPS} steps, and the whole run has {steps}"
-    return f"{why}, so looking for a better plan doesn't pay; a --time-limit looks for one all the same"
+    return f"{why}, so a search for a better plan doesn't pay; with a --time-limit hotloop searches anyway"

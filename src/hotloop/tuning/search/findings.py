@@ -11,8 +11,8 @@ from hotloop.plan import Plan
 BASELINE = "baseline"
 
 OWN_ORDER = (
-    "its data has an order of its own, so no plan can be proven equal and none was raced, whatever the --time-limit;"
-    " hotloop race tells how fast they are"
+    "its data has an order of its own, so no plan can be proven equal and none was raced, whatever the "
+    "--time-limit; hotloop race measures how fast they are"
 )
 
 
@@ -39,4 +39,4 @@ def short_limit_note(time_limit_s: float | None, deadline: Deadline) -> str:
         short, more = f"a time limit of {time_limit_s:g} s is too short", "give it more"
     elif deadline.is_met:
         short, more = f"{deadline}, too little", "a later stop gives more"
-    return f"{short} to tell any plan from the baseline; {more}"
+    return f"{short} to compare any plan with the baseline; {more}"

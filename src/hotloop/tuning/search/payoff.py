@@ -124,7 +124,7 @@ class Payoff:
         loading = f", its batch {format_milliseconds(1e3 * self.load_s)}" if self.load_s > self.step_s else ""
         long = self.costs_s() >= SEARCH_SHARE * self.limit_s
         limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
-        looking = f" with {self.rechecks:,} looks for what callbacks change" if self.rechecks else ""
+        looking = f" with {self.rechecks:,} checks for what callbacks change" if self.rechecks else ""
         lost = (
             ", which a lost race would waste"
             if self.costs_s() < self.saves_s <= _MIN_PAYOFF_FACTOR * self.costs_s()

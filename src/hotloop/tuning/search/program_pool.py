@@ -57,8 +57,8 @@ class ProgramPool:
 
     def _compile_limit_error(self) -> PlanError:
         return PlanError(
-            f"compiling it was given up after {self.compile_limit_s:,.0f} s",
-            expected="a compiler that comes to its end",
+            f"compiling it was stopped after {self.compile_limit_s:,.0f} s",
+            expected="a compiler that finishes",
             fix="choose compile=none",
         )
 

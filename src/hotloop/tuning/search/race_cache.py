@@ -80,7 +80,7 @@ def save_races(verdict: Verdict) -> list[str]:
                 compiled = _compiled_files(timing, path.stem, time.time() - verdict.seconds)
                 _save(CachedRace(key=key, timing=timing, baseline=base, compiled=compiled), path)
     except HotloopError as error:
-        return [f"what the race found couldn't be kept: {error.given}"]
+        return [f"the result of the race couldn't be stored: {error.given}"]
     return []
 
 
@@ -165,11 +165,11 @@ def load_races(fingerprint: str, machine: str, versions: Mapping[str, str]) -> t
         try:
             kept = CachedRace.model_validate_json(path.read_text(encoding="utf-8"))
             if kept.key != _key(where, kept.timing, kept.baseline):
-                raise ValueError("its content is not what its name says")
+                raise ValueError("its content does not match its name")
             _ = kept.timing.as_plan, kept.baseline.as_plan  # another version may have other axes
         except (OSError, ValueError, PlanError) as error:  # pydantic's ValidationError is a ValueError
             why = "not what hotloop wrote" if isinstance(error, ValidationError) else error
-            notes.append(f"the result kept in {path} can't be used ({why}), and is passed over")
+            notes.append(f"the result stored in {path} can't be used ({why}), and is ignored")
             continue
         found.append(kept if kept.is_compiled else _without_compiled_files(kept))
     return found, notes
@@ -234,7 +234,7 @@ def save_trained_steps(
     try:
         write_atomic(_steps_file(_identity(fingerprint, machine, versions), device), f"{steps}\n")
     except HotloopError as error:
-        return [f"the run's steps couldn't be noted for runs to come: {error.given}"]
+        return [f"the run's steps couldn't be stored for later runs: {error.given}"]
     return []
 
 

@@ -265,7 +265,7 @@ class PlanSearch:
         if not self.deadline.has_time_for(way.compile_s + budget.full_race_s() + budget.proof_s):
             return f"it takes about {way.compile_s:.0f} s, and {self.deadline}"
         if budget.race_s(1 / 8, 1, self._spent_s) == 0:
-            return "what is left of the time limit could tell nothing of it"
+            return "the rest of the time limit is too short to measure it"
         return ""
 
     def _race_candidate(self, way: CompileCandidate, lost_s: float, budget: Budget) -> bool:

@@ -109,7 +109,7 @@ class ProcessPool:
                 if (lost := self._dead_workers()) is not None:
                     return lost
                 if not self._processes:
-                    raise TrainingError("all workers are gone", fix="see above how each ended") from None
+                    raise TrainingError("all workers have ended", fix="see above how each ended") from None
                 try:
                     worker, answer = self._answers.get(timeout=_POLL_S)
                 except queue.Empty:
@@ -177,7 +177,7 @@ class ProcessPool:
             if time.monotonic() > deadline:
                 raise TrainingError(
                     f"not all workers have built the model within {LONGEST_WAIT_S:.0f}s",
-                    fix="look for what stops a worker, and start again",
+                    fix="find what stops a worker, and start again",
                 )
 
         for worker in range(len(self._hosts)):

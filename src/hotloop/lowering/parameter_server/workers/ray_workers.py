@@ -100,7 +100,7 @@ class ActorPool:
                 return
         raise TrainingError(
             f"{len(left)} of {workers} workers died {_START_RETRIES + 1} times before their first batch",
-            fix="look for what kills them: `ray logs` lists what they wrote",
+            fix="find what kills them: `ray logs` lists what they wrote",
         )
 
     def _is_lost(self, answer: Any) -> bool:

@@ -111,7 +111,7 @@ class SimulatedPool:
 
     def receive(self, look: PollHook = no_poll) -> tuple[int, WorkerAnswer]:
         if not self._events:
-            raise TrainingError("no worker is left that would ever answer", fix="look at the times and the deaths")
+            raise TrainingError("no worker is left to answer", fix="check the times and the deaths")
         self.now, _, worker, what = heapq.heappop(self._events)
         return worker, self._replica.gradient(*what) if isinstance(what, tuple) else what
 

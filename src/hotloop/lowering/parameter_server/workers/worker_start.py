@@ -28,7 +28,7 @@ def start_workers(
         plan = program.parts.plan
         if plan.workforce == "ray":
             check_installed()
-        say(f"starting {workers} workers; asynchronous training comes out a little different each time")
+        say(f"starting {workers} workers; the result of asynchronous training differs a little each time")
         program.set_workers(_make_pool(plan, recipe, workers), limit_s)
     return program
 

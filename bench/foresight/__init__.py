@@ -1,0 +1,1 @@
+"""Predictions of hotloop advise against measured training times of others."""

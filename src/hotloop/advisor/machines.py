@@ -1,0 +1,386 @@
+"""Which machine to use: the predicted steps of several machines, their cost, and the stage of hardware that a task needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hotloop.advisor.chips import Chip
+from hotloop.advisor.coefficients import Coefficients
+from hotloop.advisor.communication import Interconnect
+from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
+from hotloop.advisor.estimate import Estimate, Host, estimate
+from hotloop.advisor.parallel_ways import at_batch
+from hotloop.advisor.prices import Price
+from hotloop.advisor.words import duration, times, with_article
+from hotloop.core.records.advice import NORMAL_90, Correction
+from hotloop.core.records.cpu_rates import CpuRates
+from hotloop.core.records.step_costs import StepCosts
+from hotloop.plan import Plan
+
+RESERVED_BYTES = 0.8e9
+"""Device memory that the driver's context and libraries take."""
+
+USABLE_SHARE = 0.94
+"""Share of the remaining memory that an allocator with rounding and gaps can fill."""
+
+ENOUGH_S = 600.0
+"""A run of at most so many seconds needs no other machine."""
+
+Fits = Literal["fits", "fits with accumulation", "sharded", "no", "unknown"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine to consider.
+
+    Attributes:
+        chip: its chip.
+        gpus: number of chips.
+        name: for the table; chip and number by default.
+        memory_bytes: device memory; that of the chip by default.
+        is_here: whether this is the machine at hand, which costs nothing.
+        measured_ms: measured step on it, used in place of the prediction.
+        correction: factor and spread from the user's measurements on that chip.
+        cpu_rates: rates measured on it, used for a CPU in place of published rates.
+    """
+
+    chip: Chip
+    gpus: int = 1
+    name: str = ""
+    memory_bytes: float | None = None
+    is_here: bool = False
+    measured_ms: float | None = None
+    correction: Correction = field(default_factory=Correction)
+    cpu_rates: CpuRates | None = None
+
+    @property
+    def title(self) -> str:
+        return self.name or (self.chip.name if self.gpus == 1 else f"{self.gpus} x {self.chip.name}")
+
+    @property
+    def form(self) -> str:
+        if self.is_here:
+            return "here"
+        if self.chip.kind == "integrated":
+            return "laptop"
+        return (
+            "consumer"
+            if self.chip.name.startswith(("RTX 2", "RTX 3", "RTX 4", "RTX 5", "GTX", "RX ", "Arc"))
+            else "workstation"
+        )
+
+
+@dataclass(frozen=True)
+class MachineRow:
+    """A row of the table.
+
+    Attributes:
+        name: machine.
+        chip: chip's name.
+        gpus: number of chips.
+        step_ms, low_ms, high_ms: predicted step with its 90 % interval.
+        run_s: seconds of the whole run.
+        memory_bytes: needed on each chip.
+        memory_there_bytes: memory of each chip; None where unknown.
+        fits: `fits`, `fits with accumulation`, `sharded`, `no` or `unknown`.
+        accumulation: pieces of a batch with which the step fits.
+        way: how several chips share the step.
+        cost: price of the run; None without a price.
+        cost_per_1000_steps: None without a price.
+        energy_kwh: board power times the run's time; None where the power is unknown.
+        bound: the largest part of the step.
+        parts: milliseconds by part.
+        source: what the prediction rests on.
+        meets: whether deadline and budget are met and the step fits.
+        marks: `cheapest`, `fastest`, or both.
+        form: `here`, `consumer`, `laptop` or `workstation`.
+    """
+
+    name: str
+    chip: str
+    gpus: int
+    step_ms: float
+    low_ms: float
+    high_ms: float
+    run_s: float
+    memory_bytes: int
+    memory_there_bytes: float | None
+    fits: Fits
+    accumulation: int
+    way: str
+    cost: float | None
+    cost_per_1000_steps: float | None
+    energy_kwh: float | None
+    bound: str
+    parts: dict[str, float]
+    source: str
+    meets: bool
+    marks: tuple[str, ...] = ()
+    form: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer.
+
+    Attributes:
+        stage: 1 this machine, 2 one consumer GPU or a laptop with one, 3 a workstation or one cloud GPU, 4 several GPUs.
+        reason: a sentence.
+        machines: rows, in the order given.
+        pays_from: smallest batch from which the best single GPU is faster than this machine's CPU; None for no batch.
+        pays_sentence: what the reader learns about a GPU at this batch.
+    """
+
+    stage: int
+    reason: str
+    machines: tuple[MachineRow, ...]
+    pays_from: int | None = None
+    pays_sentence: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self) | {"machines": [row.to_dict() for row in self.machines]}
+
+
+def advise(
+    costs: StepCosts,
+    machines: Sequence[Machine],
+    steps: int,
+    *,
+    precision: str = "fp32",
+    plan: Plan | str = "baseline",
+    prices: Mapping[str, Price] | None = None,
+    deadline_s: float | None = None,
+    budget: float | None = None,
+    host: Host | None = None,
+    network: Interconnect | None = None,
+    coefficients: Coefficients | None = None,
+) -> Advice:
+    """Returns a row for each machine, the cheapest and the fastest that meet deadline and budget, and the stage.
+
+    Args:
+        costs: record of the step.
+        machines: machines to consider, that at hand among them.
+        steps: steps of the whole run.
+        precision, plan, host, network, coefficients: as for `estimate`.
+        prices: by chip.
+        deadline_s: longest run in seconds.
+        budget: highest cost of the run.
+    """
+    options = {"precision": precision, "plan": plan, "host": host, "network": network, "coefficients": coefficients}
+    rows = [_row(costs, machine, steps, prices or {}, deadline_s, budget, options) for machine in machines]
+    rows = _marked(rows)
+    stage, reason = _stage(rows, deadline_s, budget)
+    pays_from, sentence = _pays(costs, machines, rows, options)
+    return Advice(stage, reason, tuple(rows), pays_from, sentence)
+
+
+def _row(
+    costs: StepCosts, machine: Machine, steps: int, prices: Mapping[str, Price], deadline_s: float | None, budget: float | None,
+    options: dict[str, Any],
+) -> MachineRow:  # fmt: skip
+    result, fits, pieces = _fitting(costs, machine, options)
+    step_ms = machine.measured_ms or result.step_ms * machine.correction.factor
+    scale = step_ms / result.step_ms
+    low_ms, high_ms = _interval(machine, result, step_ms)
+    run_s = step_ms * steps / 1e3
+    price = prices.get(machine.chip.name)
+    per_hour = 0.0 if machine.is_here else price.per_hour * machine.gpus if price else None
+    cost = per_hour * run_s / 3600 if per_hour is not None else None
+    watts = machine.chip.board_w
+    is_in_time = deadline_s is None or run_s <= deadline_s
+    is_in_budget = budget is None or (cost is not None and cost <= budget)
+    return MachineRow(
+        name=machine.title,
+        chip=machine.chip.name,
+        gpus=machine.gpus,
+        step_ms=step_ms,
+        low_ms=low_ms,
+        high_ms=high_ms,
+        run_s=run_s,
+        memory_bytes=result.memory_bytes,
+        memory_there_bytes=machine.memory_bytes or machine.chip.memory_bytes,
+        fits=fits,
+        accumulation=pieces,
+        way=result.way,
+        cost=cost,
+        cost_per_1000_steps=per_hour * step_ms / 3600 if per_hour is not None else None,
+        energy_kwh=watts * machine.gpus * run_s / 3.6e6 if watts else None,
+        bound=result.bound,
+        parts={name: value * scale for name, value in result.parts.items()},
+        source=_source(machine, result),
+        meets=is_in_time and is_in_budget and fits != "no",
+        form=machine.form,
+    )
+
+
+def _interval(machine: Machine, result: Estimate, step_ms: float) -> tuple[float, float]:
+    """Returns the 90 % interval: of a measured step 10 % on each side."""
+    if machine.measured_ms:
+        return 0.9 * step_ms, 1.1 * step_ms
+    low, high = result.low_ms / result.step_ms, result.high_ms / result.step_ms
+    if machine.correction.spread is not None:
+        own = math.exp(NORMAL_90 * machine.correction.spread)
+        low, high = max(low, 1 / own), min(high, own)
+    return low * step_ms, high * step_ms
+
+
+def _source(machine: Machine, result: Estimate) -> str:
+    if machine.measured_ms:
+        return "a step measured here"
+    count = machine.correction.count
+    return f"{result.source}, corrected by {count} of your measurements" if count else result.source
+
+
+def _fitting(costs: StepCosts, machine: Machine, options: dict[str, Any]) -> tuple[Estimate, Fits, int]:
+    """Returns the first way that fits: the whole batch, a batch in pieces, sharded state, both; else that of the least memory."""
+    there = machine.memory_bytes or machine.chip.memory_bytes
+    ways = ("none",) if machine.gpus == 1 else ("data", "sharded")
+    first: Estimate | None = None
+    for way in ways:
+        for pieces in (1, 2, 4, 8, 16, 32, 64):
+            if pieces > 1 and pieces * machine.gpus > costs.batch_size:
+                break
+            result = in_pieces(costs, machine, way, pieces, options)
+            first = first or result
+            if there is None:
+                return result, "unknown", 1
+            if result.memory_bytes <= (there - RESERVED_BYTES * (machine.chip.kind != "cpu")) * USABLE_SHARE:
+                fits: Fits = "sharded" if way == "sharded" else "fits" if pieces == 1 else "fits with accumulation"
+                return result, fits, pieces
+    assert first is not None
+    return first, "no", 1
+
+
+def predicted(costs: StepCosts, machine: Machine, way: str, options: dict[str, Any]) -> Estimate:
+    """Returns the estimate of a step on a machine, by its own measured rates where it has them."""
+    result = estimate(costs, machine.chip, gpus=machine.gpus, way=way, **options)  # type: ignore[arg-type]
+    if machine.cpu_rates is None or machine.chip.kind != "cpu":
+        return result
+    time = cpu_step_time(costs, machine.cpu_rates)
+    parts = {"compute": time.products, "memory": time.traffic, "launches": time.host, "communication": 0.0}
+    parts = {name: value * 1e3 for name, value in parts.items()} | {"data loading": result.parts["data loading"]}
+    step_ms = sum(parts.values())
+    return replace(
+        result,
+        step_ms=step_ms,
+        low_ms=step_ms * INTERVAL[0],
+        high_ms=step_ms * INTERVAL[1],
+        parts=parts,
+        bound=max(parts, key=lambda name: parts[name]),
+        source="rates measured on this machine",
+    )
+
+
+def in_pieces(costs: StepCosts, machine: Machine, way: str, pieces: int, options: dict[str, Any]) -> Estimate:
+    """Returns the estimate of a batch computed in pieces: forward and backward once a piece, the update once."""
+    whole = predicted(costs, machine, way, options)
+    if pieces == 1:
+        return whole
+    piece = predicted(at_batch(costs, costs.batch_size / pieces), machine, way, options)
+    update = replace(costs, operators=tuple(costs.in_phase("update")), input_bytes=0, module_calls=0, gradient_bytes=0)
+    once_ms = min(predicted(update, machine, way, options).step_ms, piece.step_ms)
+    step_ms = max(whole.step_ms, pieces * piece.step_ms - (pieces - 1) * once_ms)
+    scale = step_ms / piece.step_ms
+    return replace(
+        piece,
+        step_ms=step_ms,
+        low_ms=piece.low_ms * scale,
+        high_ms=piece.high_ms * scale,
+        parts={name: value * scale for name, value in piece.parts.items()},
+    )
+
+
+def _marked(rows: list[MachineRow]) -> list[MachineRow]:
+    met = [row for row in rows if row.meets]
+    priced = [row for row in met if row.cost is not None]
+    cheapest = min(priced, key=lambda row: (row.cost, row.run_s), default=None)
+    fastest = min(met, key=lambda row: row.run_s, default=None)
+    names = (("cheapest", cheapest), ("fastest", fastest))
+    return [replace(row, marks=tuple(name for name, best in names if best is row)) for row in rows]
+
+
+def _stage(rows: Sequence[MachineRow], deadline_s: float | None, budget: float | None) -> tuple[int, str]:
+    """Returns the smallest stage with a machine that meets the conditions, and the reason."""
+    limit = deadline_s if deadline_s is not None else None
+    here = next((row for row in rows if row.form == "here"), None)
+    single = [row for row in rows if row.meets and row.gpus == 1 and row.form != "here"]
+    several = [row for row in rows if row.meets and row.gpus > 1]
+    best = min(single, key=lambda row: row.run_s, default=None)
+    if here and here.meets:
+        faster = here.run_s / best.run_s if best else 1.0
+        if limit is not None:
+            return 1, f"this machine is enough: the run takes {duration(here.run_s)} of the {duration(limit)} allowed"
+        if here.run_s <= ENOUGH_S:
+            return 1, f"this machine is enough: the run takes {duration(here.run_s)}"
+        if best is None or faster < 1.5:
+            return 1, "this machine is enough: no other single machine is 1.5 times as fast"
+    small = min((row for row in single if row.form in ("consumer", "laptop")), key=lambda row: row.run_s, default=None)
+    why = _why_not(here, limit)
+    if small and (limit is not None or small.run_s <= 24 * 3600 or best is None or small.run_s <= 1.5 * best.run_s):
+        return 2, f"{why}; one {small.name} takes {duration(small.run_s)}, bound by {small.bound}"
+    if best:
+        lack = "no consumer GPU has the memory" if not small else f"a {small.name} takes {duration(small.run_s)}"
+        return 3, f"{lack}; one {best.name} takes {duration(best.run_s)}, bound by {best.bound}"
+    if several:
+        group = min(several, key=lambda row: (row.gpus, row.run_s))
+        return (
+            4,
+            f"no single machine meets the conditions; {group.name} take {duration(group.run_s)}, {group.fits}, bound by {group.bound}",
+        )
+    conditions = (
+        " and ".join(filter(None, ("the deadline" if deadline_s else "", "the budget" if budget else "")))
+        or "the memory"
+    )
+    nearest = min((row for row in rows if row.fits != "no"), key=lambda row: row.run_s, default=None)
+    tail = f"; the fastest, {nearest.name}, takes {duration(nearest.run_s)}" if nearest else ""
+    return 4, f"none of these machines meets {conditions}{tail}"
+
+
+def _why_not(here: MachineRow | None, limit: float | None) -> str:
+    if here is None:
+        return "the machine at hand isn't among the machines"
+    if here.fits == "no":
+        return "the step doesn't fit into this machine's memory"
+    return f"this machine takes {duration(here.run_s)}" + (f" of the {duration(limit)} allowed" if limit else "")
+
+
+def _pays(
+    costs: StepCosts, machines: Sequence[Machine], rows: Sequence[MachineRow], options: dict[str, Any]
+) -> tuple[int | None, str]:
+    """Returns the batch from which a GPU is faster than the CPU at hand, and a sentence about this batch."""
+    here = next((machine for machine in machines if machine.is_here and machine.chip.kind == "cpu"), None)
+    fitting = [
+        (row, machine)
+        for row, machine in zip(rows, machines, strict=True)
+        if machine.chip.kind != "cpu" and machine.gpus == 1 and row.fits != "no"
+    ]
+    if here is None or not fitting:
+        return None, ""
+    row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
+    own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
+    scale = here.measured_ms / predicted(costs, here, "none", options).step_ms if here.measured_ms else 1.0
+    pays = next((batch for batch in crossing_batches() if speedup(costs, here, gpu, batch, options) * scale > 1), None)
+    ratio = own.step_ms / row.step_ms
+    low, high = own.low_ms / row.high_ms, own.high_ms / row.low_ms
+    start = f"A GPU pays from batch {pays:,} on" if pays else "No batch up to 65,536 makes a GPU pay"
+    return (
+        pays,
+        f"{start}; at your batch of {costs.batch_size:,} {with_article(gpu.title)} would be {times(ratio)} times as fast as "
+        f"this CPU ({times(low)} to {times(high)}).",
+    )
+
+
+def crossing_batches() -> tuple[int, ...]:
+    return tuple(2**power for power in range(17))
+
+
+def speedup(costs: StepCosts, cpu: Machine, gpu: Machine, batch: float, options: dict[str, Any]) -> float:
+    """Returns the CPU's predicted step divided by the GPU's, at a batch of that size."""
+    scaled = at_batch(costs, batch)
+    return predicted(scaled, cpu, "none", options).step_ms / predicted(scaled, gpu, "none", options).step_ms

@@ -1,0 +1,320 @@
+"""Advice for a Task: traces a step, measures this machine's, predicts the other machines', and stores the predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hotloop.advisor.chips import Chip, find_chip
+from hotloop.advisor.estimate import Host, estimate
+from hotloop.advisor.machines import Advice, Machine, MachineRow, advise, crossing_batches
+from hotloop.advisor.parallel_ways import at_batch
+from hotloop.advisor.prices import Price, shipped_prices
+from hotloop.core.hardware.limits import free_memory_bytes
+from hotloop.core.records.advice import Correction, HardwareAdvice, MachineAdvice, Prediction, StepCurve
+from hotloop.core.records.step_costs import StepCosts
+from hotloop.core.records.training import SourceRecord
+from hotloop.core.reporter import Progress, Report
+from hotloop.errors import HotloopError
+from hotloop.hardware_advice.ledger import correction, load_predictions, prediction_key, store_prediction
+from hotloop.hardware_advice.this_machine import machines_here, measure_step
+from hotloop.plan import Plan
+from hotloop.profiler.step_costs.trace import trace_step
+from hotloop.task import override_fields
+from hotloop.task_file import LoadedTask
+
+DEFAULT_CHIPS = (
+    *("RTX 3060 12GB", "RTX 4090", "M4 Pro", "Tesla T4", "L4", "A10G"),
+    *("A100 SXM4 40GB", "A100 SXM4 80GB", "H100 SXM5 80GB"),
+)
+
+_GROUP_CHIPS = ("A100 SXM4 80GB", "H100 SXM5 80GB")
+_GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+"""Machines that are added where no single chip meets the conditions."""
+
+_MEASURABLE_S = 15.0
+"""Seconds that measuring this machine's step may take, by its prediction."""
+_MEASURED_STEPS = 6
+
+_MEMORY_SHARE = 0.6
+"""Share of the free memory that a measured step may take."""
+
+_UNKNOWN_BATCHES = 1000
+"""Batches of an epoch of a stream of unknown length."""
+
+_CURVES = 3
+"""GPUs in the picture of step against batch size."""
+
+
+@dataclass(frozen=True)
+class AdviceRequest:
+    """What the user asks.
+
+    Attributes:
+        chips: names; a few common ones by default.
+        gpus: numbers of chips in a machine; 1 by default, and more where a single chip doesn't meet the conditions.
+        batch_sizes: those of the Task by default.
+        deadline_s: longest run.
+        budget: highest cost of the run.
+        prices: by chip; those of the package by default.
+        precision: of products, for a plan without its own.
+        plan: of the step.
+        carbon_g_per_kwh: CO2 of the region's power.
+        is_here: whether this machine takes part.
+    """
+
+    chips: tuple[str, ...] = ()
+    gpus: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    deadline_s: float | None = None
+    budget: float | None = None
+    prices: Mapping[str, Price] | None = None
+    precision: str = "fp32"
+    plan: Plan = field(default_factory=Plan)
+    carbon_g_per_kwh: float | None = None
+    is_here: bool = True
+
+    def machines(self) -> list[Machine]:
+        """Returns the machines that aren't this one.
+
+        Raises:
+            HotloopError: an unknown chip, or a number of chips below 1.
+        """
+        if any(count < 1 for count in self.gpus):
+            raise HotloopError(f"{min(self.gpus)} GPUs", expected="1 or more")
+        if any(size < 1 for size in self.batch_sizes):
+            raise HotloopError(f"a batch of {min(self.batch_sizes)}", expected="1 row or more")
+        found = _unique(find_chip(name) for name in self.chips or DEFAULT_CHIPS)
+        return [
+            Machine(chip, count) for chip in found for count in self.gpus or (1,) if count == 1 or chip.kind == "gpu"
+        ]
+
+
+def _unique(chips: Iterable[Chip]) -> list[Chip]:
+    return list({chip.name: chip for chip in chips}.values())
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is advised on.
+
+    Attributes:
+        name: of the Task, or the script.
+        costs: of a step by batch size; the first is that of the stage.
+        steps: of the whole run by batch size.
+        measured: by batch size and device of this machine, milliseconds of a step.
+        loading_s: of a batch by batch size.
+        source: of the Task; None without a file.
+    """
+
+    name: str
+    costs: Mapping[int, StepCosts]
+    steps: Mapping[int, int]
+    epochs: int
+    measured: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    loading_s: Mapping[int, float] = field(default_factory=dict)
+    source: SourceRecord | None = None
+    notes: tuple[str, ...] = ()
+
+
+def advise_task(
+    loaded: LoadedTask,
+    request: AdviceRequest,
+    *,
+    say: Report = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+) -> HardwareAdvice:
+    """Returns the advice for a Task; predictions are stored for later runs.
+
+    Raises:
+        HotloopError: an unknown chip, or a step that can't be traced.
+    """
+    request.machines()  # reports an unknown chip before anything runs
+    here = request_machines_here(request, progress)
+    task, notes = loaded.task, []
+    own, batches = task.roles.batch_size, task.roles.batches
+    if batches is None:
+        notes.append(f"the length of the data is unknown: an epoch is taken as {_UNKNOWN_BATCHES:,} batches")
+    rows = (batches or _UNKNOWN_BATCHES) * own
+    sizes = _sizes(own, request.batch_sizes)
+    costs, measured, loading = {}, {}, {}
+    for number, size in enumerate(sizes):
+        progress(f"tracing a step of batch {size:,}", (2 * number + 1) / (2 * len(sizes) + 1))
+        sized = override_fields(task, {"batch_size": size})
+        costs[size] = trace_step(sized, plan=request.plan, batch_size=size, device="cuda")
+        progress(f"measuring a step of batch {size:,} here", (2 * number + 2) / (2 * len(sizes) + 1))
+        for device, machine in here.items():
+            reason = _why_not_measured(costs[size], machine, device, request)
+            if not reason:
+                try:
+                    plan = request.plan.with_axes(device=device)
+                    measured[size, device], loading[size] = measure_step(sized, plan)
+                    continue
+                except HotloopError as error:
+                    reason = error.given
+            notes.append(f"the step of batch {size:,} on {machine.title} is predicted, not measured: {reason}")
+    subject = Subject(
+        name=task.name,
+        costs=costs,
+        steps={size: task.epochs * math.ceil(rows / size) for size in sizes},
+        epochs=task.epochs,
+        measured=measured,
+        loading_s=loading,
+        source=loaded.record,
+        notes=tuple(notes),
+    )
+    return advise_subject(subject, here, request, say=say)
+
+
+def request_machines_here(request: AdviceRequest, progress: Progress) -> dict[str, Machine]:
+    """Returns this machine by device, with measured speeds; empty if the request leaves it out."""
+    if not request.is_here:
+        return {}
+    return machines_here(lambda what, done, total: progress(f"measuring this machine's speed: {what}", 0.0))
+
+
+def _sizes(own: int, wanted: Sequence[int]) -> list[int]:
+    """Returns the batch sizes, the Task's own first if it is among them."""
+    sizes = list(dict.fromkeys(wanted)) or [own]
+    return sorted(sizes, key=lambda size: (size != own, size))
+
+
+def _why_not_measured(costs: StepCosts, machine: Machine, device: str, request: AdviceRequest) -> str:
+    """Returns why a step isn't measured here; empty if it is."""
+    if costs.peak_bytes > _MEMORY_SHARE * free_memory_bytes(torch.device(device)):
+        return "the step takes more memory than is free"
+    if request.plan.parallel != "none":
+        return f"the plan's parallel={request.plan.parallel} needs several processes"
+    step_s = estimate(costs, machine.chip, request.precision, request.plan).step_ms / 1e3
+    return "a step takes too long" if step_s * _MEASURED_STEPS > _MEASURABLE_S else ""
+
+
+def advise_subject(
+    subject: Subject,
+    here: Mapping[str, Machine],
+    request: AdviceRequest,
+    *,
+    say: Report = lambda line: None,
+) -> HardwareAdvice:
+    """Returns the advice from the costs of a step by batch size."""
+    predictions, notes = load_predictions()
+    for note in notes:
+        say(note)
+    prices = dict(request.prices) if request.prices is not None else shipped_prices()
+    others = request.machines()
+    found = {size: _advise(subject, size, here, others, prices, predictions, request) for size in subject.costs}
+    first = next(iter(found))
+    if not request.gpus and not any(row.meets for row in found[first][1].machines):
+        others = [*others, *_groups(request)]
+        found = {size: _advise(subject, size, here, others, prices, predictions, request) for size in subject.costs}
+    advice, costs = found[first][1], subject.costs[first]
+    rows = [_row(row, size, prices, request) for size, (_, each) in found.items() for row in each.machines]
+    for note in _store(subject, found, request):
+        say(note)
+    return HardwareAdvice(
+        subject=subject.name,
+        stage=advice.stage,
+        reason=advice.reason,
+        pays_from=advice.pays_from,
+        pays=advice.pays_sentence,
+        batch_size=first,
+        steps=subject.steps[first],
+        epochs=subject.epochs,
+        precision=request.precision if request.plan.precision == "default" else request.plan.precision,
+        plan=request.plan.brief(),
+        deadline_s=request.deadline_s,
+        budget=request.budget,
+        parameters=costs.parameters,
+        flops=costs.flops,
+        memory={
+            "parameters": costs.parameter_bytes,
+            "gradients": costs.gradient_bytes,
+            "optimizer": costs.optimizer_bytes,
+            "buffers": costs.buffer_bytes,
+            "batch": costs.input_bytes,
+            "activations": costs.activation_peak_bytes,
+        },
+        machines=rows,
+        curves=_curves(costs, found[first][0], advice, request),
+        notes=[*subject.notes, *costs.notes],
+    )
+
+
+def _groups(request: AdviceRequest) -> list[Machine]:
+    linked = _unique(find_chip(name) for name in request.chips or _GROUP_CHIPS)
+    return [Machine(chip, count) for chip in linked if chip.kind == "gpu" for count in _GROUP_SIZES]
+
+
+def _advise(
+    subject: Subject, size: int, here: Mapping[str, Machine], others: Iterable[Machine], prices: Mapping[str, Price],
+    predictions: Sequence[Prediction], request: AdviceRequest,
+) -> tuple[list[Machine], Advice]:  # fmt: skip
+    own = [replace(machine, measured_ms=subject.measured.get((size, name))) for name, machine in here.items()]
+    machines = [replace(one, correction=correction(predictions, one.chip.name)) for one in [*own, *others]]
+    return machines, _compare(subject, size, machines, prices, request)
+
+
+def _compare(
+    subject: Subject, size: int, machines: Sequence[Machine], prices: Mapping[str, Price], request: AdviceRequest
+) -> Advice:
+    return advise(
+        subject.costs[size],
+        machines,
+        subject.steps[size],
+        precision=request.precision,
+        plan=request.plan,
+        prices=prices,
+        deadline_s=request.deadline_s,
+        budget=request.budget,
+        host=Host(loading_s=subject.loading_s.get(size, 0.0), overlap=bool(request.plan.workers)),
+    )
+
+
+def _row(row: MachineRow, size: int, prices: Mapping[str, Price], request: AdviceRequest) -> MachineAdvice:
+    price = prices.get(row.chip)
+    carbon = None
+    if request.carbon_g_per_kwh is not None and row.energy_kwh is not None:
+        carbon = request.carbon_g_per_kwh * row.energy_kwh / 1e3
+    source = "" if price is None or row.form == "here" else price.source
+    known = row.to_dict() | {"marks": list(row.marks)}
+    return MachineAdvice(**known, batch_size=size, price_source=source, carbon_kg=carbon)
+
+
+def _store(subject: Subject, found: Mapping[int, tuple[list[Machine], Advice]], request: AdviceRequest) -> list[str]:
+    """Stores the predictions for single chips; returns a note on failure."""
+    for size, (machines, advice) in found.items():
+        key = prediction_key(subject.name, size, subject.source, request.plan, request.precision)
+        single = [replace(one, measured_ms=None) for one in machines if one.gpus == 1]
+        shown = [row for row, machine in zip(advice.machines, machines, strict=True) if machine.gpus == 1]
+        plain = _compare(subject, size, [replace(one, correction=Correction()) for one in single], {}, request)
+        try:
+            for raw, row in zip(plain.machines, shown, strict=True):
+                store_prediction(
+                    key, raw.chip, (raw.step_ms, raw.low_ms, raw.high_ms), (row.step_ms, row.low_ms, row.high_ms)
+                )
+        except HotloopError as error:
+            return [f"the predictions couldn't be stored: {error.given}"]
+    return []
+
+
+def _curves(costs: StepCosts, machines: Sequence[Machine], advice: Advice, request: AdviceRequest) -> list[StepCurve]:
+    """Returns step against batch size of this machine and of the fastest single GPUs, as the rows have it."""
+    pairs = [(one, row) for one, row in zip(machines, advice.machines, strict=True) if one.gpus == 1]
+    here = [pair for pair in pairs if pair[0].is_here]
+    gpus = sorted((pair for pair in pairs if not pair[0].is_here), key=lambda pair: pair[1].step_ms)[:_CURVES]
+    curves = []
+    for machine, row in [*here, *gpus]:
+        scale = row.step_ms / _step_ms(costs, costs.batch_size, machine, request)
+        sizes = crossing_batches()
+        times = [scale * _step_ms(costs, size, machine, request) for size in sizes]
+        curves.append(
+            StepCurve(name=machine.title, is_cpu=machine.chip.kind == "cpu", batch_sizes=list(sizes), step_ms=times)
+        )
+    return curves
+
+
+def _step_ms(costs: StepCosts, size: int, machine: Machine, request: AdviceRequest) -> float:
+    return estimate(at_batch(costs, size), machine.chip, request.precision, request.plan).step_ms

@@ -1,0 +1,92 @@
+"""The chips of this machine with measured rates, and the measured step of a Task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hotloop.advisor.chips import Chip, cpu_chip, find_chip
+from hotloop.advisor.machines import Machine
+from hotloop.core.hardware import machine
+from hotloop.core.hardware.probe import ProbeProgress, measure_hardware
+from hotloop.core.random.rng import preserve_generators
+from hotloop.core.records.hardware import Device, Hardware, Processor
+from hotloop.errors import HotloopError
+from hotloop.lowering.build import lower
+from hotloop.plan import Plan
+from hotloop.task import Task
+from hotloop.tuning.races.runner import Runner, mean_feed_time
+
+_VECTOR_BITS = (("avx512_f", 512), ("avx2", 256))
+_NEON_BITS = 128
+_MEASURE_S = 1.0
+_UNKNOWN_CLOCK_HZ = 2.5e9  # without effect where the rates were measured
+
+
+def chip_name(device: str) -> str:
+    """Returns the name under which predictions for a device of this machine are stored."""
+    processor = machine.read_processor()
+    return _name(machine.describe_device(device, processor.vectors), processor)
+
+
+def _name(device: Device, processor: Processor) -> str:
+    if device.kind == "cpu":
+        return f"{processor.model or processor.architecture}, {processor.threads} threads"
+    try:
+        return find_chip(device.model or "").name
+    except HotloopError:
+        return device.model or device.name
+
+
+def machines_here(progress: ProbeProgress | None = None) -> dict[str, Machine]:
+    """Returns this machine once for each kind of device, by torch's name of the first: the CPU first."""
+    hardware = measure_hardware(progress=progress)
+    found: dict[str, Machine] = {}
+    for device in hardware.devices:
+        if device.kind not in (name.partition(":")[0] for name in found):
+            total = device.memory_total.value if device.memory_total else None
+            found[device.name] = Machine(_chip(device, hardware), name=_title(device), memory_bytes=total, is_here=True)
+    return found
+
+
+def _title(device: Device) -> str:
+    return f"this machine ({'CPU' if device.kind == 'cpu' else device.model or device.name})"
+
+
+def _chip(device: Device, hardware: Hardware) -> Chip:
+    processor = hardware.processor
+    if device.kind != "cpu":
+        try:
+            return find_chip(device.model or "")
+        except HotloopError:
+            pass
+    bits = next((bits for name, bits in _VECTOR_BITS if name in processor.vectors), _NEON_BITS)
+    known = cpu_chip(processor.threads, bits, _UNKNOWN_CLOCK_HZ)
+    rates = {name: figure.value for name, figure in device.speed.flop_per_s.items() if name != "fp64"}
+    bandwidth = device.speed.memory_bandwidth
+    fp32 = rates.get("fp32", known.vector_flop_per_s)
+    return replace(
+        known,
+        name=_name(device, processor),
+        kind="cpu" if device.kind == "cpu" else "gpu",
+        flop_per_s={"fp32": fp32} | rates,
+        vector_flop_per_s=fp32,
+        bandwidth_bytes_per_s=bandwidth.value if bandwidth else known.bandwidth_bytes_per_s,
+        source="measured on this machine",
+        details="measured on this machine",
+        is_measured=True,
+    )
+
+
+def measure_step(task: Task, plan: Plan) -> tuple[float, float]:
+    """Returns milliseconds of a training step of the Task here with loading, and seconds of loading a batch alone.
+
+    Raises:
+        HotloopError: the Task can't run here.
+    """
+    with preserve_generators():
+        program = lower(task, plan)
+        try:
+            _, step_s = Runner(program).warm_up(_MEASURE_S)
+            return 1e3 * step_s, mean_feed_time(program) or 0.0
+        finally:
+            program.close()

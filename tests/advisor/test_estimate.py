@@ -1,0 +1,149 @@
+"""Predicted steps: what must hold on any chip, and what the parts say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hotloop.advisor.chips import chips, find_chip
+from hotloop.advisor.coefficients import shipped
+from hotloop.advisor.estimate import Host, estimate, parse_plan
+from hotloop.advisor.parallel_ways import at_batch
+from hotloop.advisor.rates import operator_time
+from hotloop.core.records.step_costs import OperatorCost, StepCosts
+from hotloop.errors import HotloopError, PlanError
+from tests.advisor.conftest import mlp_costs
+
+
+@pytest.mark.parametrize("chip", chips(), ids=lambda chip: chip.name)
+def test_every_chip_has_an_estimate_no_faster_than_its_peak(chip, costs):
+    result = estimate(costs, chip)
+    fastest_ms = costs.flops / chip.peak("fp32") * 1e3
+    assert fastest_ms < result.step_ms < 30 * fastest_ms + 50
+    assert 0 < result.low_ms < result.step_ms < result.high_ms
+    assert sum(result.parts.values()) == pytest.approx(result.step_ms)
+    assert result.bound in result.parts
+
+
+def test_faster_chips_and_lower_precision_take_less_time(costs):
+    times = [estimate(costs, name).step_ms for name in ("Tesla T4", "V100", "H100")]
+    assert times == sorted(times, reverse=True)
+    assert estimate(costs, "A100", "bf16").step_ms < 0.5 * estimate(costs, "A100").step_ms
+    assert estimate(costs, "A100", plan="precision=bf16").step_ms == estimate(costs, "A100", "bf16").step_ms
+
+
+def test_tiny_networks_are_bound_by_launches_and_graphs_remove_them():
+    tiny = mlp_costs(batch=8, width=64)
+    eager, graphs = estimate(tiny, "H100"), estimate(tiny, "H100", plan="compile=step graphs=32 residency=device")
+    assert eager.bound == "launches"
+    assert graphs.step_ms < 0.2 * eager.step_ms
+
+
+def test_a_slow_host_slows_a_tiny_network_and_not_a_large_one(costs):
+    slow = Host(speed=0.25)
+    tiny = mlp_costs(batch=8, width=64)
+    assert estimate(tiny, "H100", host=slow).step_ms > 3 * estimate(tiny, "H100").step_ms
+    large = mlp_costs(batch=8192, width=8192)
+    assert estimate(large, "T4", host=slow).step_ms < 1.1 * estimate(large, "T4").step_ms
+
+
+def test_data_loading_bounds_a_step_that_waits_for_data(costs):
+    result = estimate(costs, "H100", host=Host(loading_s=10.0))
+    assert result.bound == "data loading"
+    assert estimate(costs, "H100", host=Host(loading_s=1e-4, overlap=True)).parts["data loading"] < 1.0
+
+
+def test_unmeasured_chips_have_wider_intervals(costs):
+    measured, other = estimate(costs, "V100 PCIe 32GB"), estimate(costs, "RTX 4080")
+    assert other.high_ms / other.low_ms > measured.high_ms / measured.low_ms
+    assert "measured" in measured.source and "similar" in other.source
+
+
+def test_power_limits_a_small_board():
+    """L4 has 3.7 times T4's fp32 peak at the same power; measured, its products take 3.6 times its roofline."""
+    share = shipped().factor(find_chip("L4"), "fp32").value
+    assert 0.2 < share < 0.5
+    assert shipped().factor(find_chip("L40S"), "fp32").value > share
+
+
+def test_small_products_reach_less():
+    def share(size: int) -> float:
+        operator = OperatorCost(
+            "aten.mm", "linear", "forward", 2 * size**3, 8 * size**2, 4 * size**2, (1, size, size, size)
+        )
+        chip = find_chip("A100 PCIe 80GB")
+        return operator.flops / chip.peak("fp32") / operator_time(operator, chip, "fp32", shipped()).seconds
+
+    assert share(128) < 0.1 < share(1024) < share(8192) < 1
+
+
+def test_the_batch_scales_activations_and_not_weights(costs):
+    double = at_batch(costs, 2 * costs.batch_size)
+    assert double.flops == pytest.approx(2 * costs.flops, rel=0.1)
+    direct = mlp_costs(batch=512)
+    assert double.bytes == pytest.approx(direct.bytes, rel=0.01)
+    assert double.peak_bytes == pytest.approx(direct.peak_bytes, rel=0.01)
+    assert estimate(double, "T4").step_ms == pytest.approx(estimate(direct, "T4").step_ms, rel=0.01)
+    assert at_batch(costs, costs.batch_size) is costs
+
+
+def test_several_gpus_share_time_and_memory(costs):
+    large = mlp_costs(batch=8192, width=8192)
+    one = estimate(large, "A100")
+    data = estimate(large, "A100", gpus=8)
+    sharded = estimate(large, "A100", gpus=8, way="sharded")
+    tensor = estimate(large, "A100", gpus=8, way="tensor")
+    stages = estimate(large, "A100", gpus=4, way="stages")
+    assert one.step_ms / 8 < data.step_ms < one.step_ms / 3
+    assert sharded.memory_bytes < data.memory_bytes < one.memory_bytes
+    assert tensor.parts["communication"] > data.parts["communication"] > 0
+    assert one.step_ms / 4 < stages.step_ms < one.step_ms
+    assert estimate(large, "A100 PCIe 80GB", gpus=8).parts["communication"] > data.parts["communication"]
+
+
+def test_pipelines_with_few_pieces_have_a_larger_bubble():
+    large = mlp_costs(batch=8192, width=8192)
+    few, many = (estimate(large, "A100", gpus=4, way="stages", microbatches=pieces) for pieces in (4, 32))
+    assert few.step_ms > 1.3 * many.step_ms
+
+
+def test_memory_counts_state_and_activations(costs):
+    result = estimate(costs, "A100")
+    assert result.memory_bytes == pytest.approx(costs.peak_bytes, rel=0.01)
+    assert estimate(costs, "A100", "bf16").memory_bytes < result.memory_bytes + costs.parameter_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chip": "H1000"}, "unknown chip 'H1000'"),
+        ({"chip": "T4", "precision": "int2"}, "precision 'int2'"),
+        ({"chip": "T4", "gpus": 0}, "0 chips"),
+        ({"chip": "T4", "gpus": 2, "way": "magic"}, "parallel 'magic'"),
+        ({"chip": "T4", "plan": "fast"}, "plan 'fast'"),
+    ],
+)
+def test_wrong_arguments_are_errors_of_one_line(arguments, message, costs):
+    with pytest.raises(HotloopError, match=message) as caught:
+        estimate(costs, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_plans_are_read_from_text(costs):
+    assert parse_plan("compile=step graphs=32").graphs == 32
+    assert parse_plan("baseline").brief() == "baseline"
+    with pytest.raises(PlanError):
+        parse_plan("compile=sometimes")
+
+
+def test_an_empty_record_has_an_estimate():
+    empty = StepCosts((), 1, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert estimate(empty, "T4").step_ms > 0
+
+
+def test_coefficients_name_their_sources():
+    coefficients = shipped()
+    assert len(coefficients.sources) >= 5
+    assert all("20" in text for text in coefficients.sources.values())
+    assert replace(coefficients, chips={}).is_measured(find_chip("T4")) is False

@@ -1,0 +1,148 @@
+"""Machines compared by time, memory and cost; prices of the user."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hotloop.advisor.chips import find_chip
+from hotloop.advisor.machines import Machine, advise, duration, speedup
+from hotloop.advisor.prices import read_prices, shipped_prices
+from hotloop.errors import HotloopError
+from tests.advisor.conftest import mlp_costs
+
+HERE = Machine(find_chip("cpu 8 cores avx2 3 GHz"), name="this machine", is_here=True, memory_bytes=16e9)
+
+
+def machines(*names: str) -> list[Machine]:
+    return [HERE] + [Machine(find_chip(name)) for name in names]
+
+
+def test_a_short_run_needs_no_other_machine():
+    advice = advise(mlp_costs(batch=8, width=64), machines("RTX 4090"), 1000)
+    assert advice.stage == 1
+    assert "this machine is enough" in advice.reason
+
+
+def test_a_deadline_that_this_machine_misses_needs_a_gpu(costs):
+    steps = 200_000
+    advice = advise(costs, machines("RTX 4090", "H100"), steps, deadline_s=12 * 3600)
+    assert advice.stage == 2
+    assert "RTX 4090" in advice.reason
+    here, consumer, _ = advice.machines
+    assert not here.meets and consumer.meets
+
+
+def test_what_fits_no_consumer_gpu_takes_a_workstation_or_several():
+    large = mlp_costs(batch=64, width=16384, layers=8)  # 34 GB of state
+    advice = advise(large, machines("RTX 4090", "A100"), 10_000)
+    by_name = {row.chip: row for row in advice.machines}
+    assert by_name["RTX 4090"].fits == "no"
+    assert by_name["A100 SXM4 80GB"].fits == "fits"
+    assert advice.stage == 3
+    huge = mlp_costs(batch=64, width=16384, layers=64)  # 275 GB of state
+    several = advise(huge, [HERE, Machine(find_chip("A100")), Machine(find_chip("A100"), 8)], 10_000)
+    assert several.stage == 4
+    assert several.machines[-1].fits == "sharded"
+    assert several.machines[1].fits == "no"
+
+
+def test_accumulation_fits_a_batch_whose_activations_do_not():
+    large = mlp_costs(batch=65536, width=4096, layers=8)
+    row = advise(large, machines("RTX 2060"), 100).machines[1]
+    assert row.fits == "fits with accumulation"
+    assert row.accumulation > 1
+    assert row.memory_bytes < find_chip("RTX 2060").memory_bytes
+
+
+def test_the_cheapest_and_the_fastest_are_marked(costs):
+    prices = {"Tesla T4": 0.5, "H100 SXM5 80GB": 3.0}
+    prices = {name: replace(shipped_prices()["Tesla T4"], chip=name, per_hour=value) for name, value in prices.items()}
+    advice = advise(costs, [Machine(find_chip(name)) for name in ("T4", "H100", "RTX 4090")], 100_000, prices=prices)
+    rows = {row.chip: row for row in advice.machines}
+    assert "fastest" in rows["H100 SXM5 80GB"].marks
+    assert rows["RTX 4090"].cost is None
+    cheapest = min((row for row in rows.values() if row.cost is not None), key=lambda row: row.cost)
+    assert "cheapest" in cheapest.marks
+    assert rows["Tesla T4"].cost == pytest.approx(rows["Tesla T4"].run_s / 3600 * 0.5)
+    assert rows["Tesla T4"].cost_per_1000_steps == pytest.approx(rows["Tesla T4"].cost / 100)
+
+
+def test_a_budget_leaves_out_machines_without_a_price(costs):
+    advice = advise(costs, machines("RTX 3080"), 100, budget=1.0)
+    assert not advice.machines[1].meets
+    assert advice.machines[0].meets and advice.machines[0].cost == 0
+
+
+def test_a_gpu_pays_from_a_batch_on_that_the_advice_names(costs):
+    small = mlp_costs(batch=4, width=128)
+    advice = advise(small, machines("RTX 4090"), 100)
+    assert advice.pays_from is not None and advice.pays_from > 1
+    assert f"from batch {advice.pays_from:,} on" in advice.pays_sentence
+    options = {"precision": "fp32"}
+    gpu = Machine(find_chip("RTX 4090"))
+    assert speedup(small, HERE, gpu, advice.pays_from, options) > 1
+    assert speedup(small, HERE, gpu, advice.pays_from / 2, options) <= 1
+
+
+def test_a_measured_step_replaces_the_prediction(costs):
+    row = advise(costs, [replace(HERE, measured_ms=50.0)], 10).machines[0]
+    assert row.step_ms == 50.0
+    assert sum(row.parts.values()) == pytest.approx(50.0)
+
+
+def test_advice_becomes_json(costs):
+    data = json.loads(json.dumps(advise(costs, machines("T4"), 10).to_dict()))
+    assert {"name", "step_ms", "low_ms", "high_ms", "memory_bytes", "fits", "run_s", "cost"} <= set(data["machines"][0])
+    assert data["stage"] in (1, 2, 3, 4)
+
+
+def test_durations_have_a_fitting_unit():
+    assert [duration(value) for value in (1.5, 45, 600, 7200, 1e6)] == ["1.5 s", "45 s", "10 min", "2 h", "11.6 days"]
+
+
+def test_the_packages_prices_name_known_chips_and_dates():
+    for name, price in shipped_prices().items():
+        assert find_chip(name).name == name
+        assert 0.1 < price.per_hour < 20
+        assert "(20" in price.source
+
+
+@pytest.mark.parametrize("header", ["name,price per hour", "chip,price_per_hour", "\ufeffName,Price"])
+def test_prices_are_read_from_csv(tmp_path, header):
+    path = tmp_path / "mine.csv"
+    path.write_text(f"{header}\nrtx4090,$0.40\nh100-sxm,2.5\n\n", encoding="utf-8")
+    prices = read_prices(path)
+    assert prices["RTX 4090"].per_hour == 0.4
+    assert prices["H100 SXM5 80GB"].source == "mine.csv"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "columns none"),
+        ("name\nT4\n", "columns name"),
+        ("name,price\n", "no rows"),
+        ("name,price\nT5000,1\n", "line 2: unknown chip"),
+        ("name,price\nT4,cheap\n", "line 2: price 'cheap'"),
+        ("name,price\nT4,-1\n", "line 2: price '-1'"),
+        ("name,price\nT4,nan\n", "line 2: price 'nan'"),
+        ("name,price\nT4\n", "line 2: price ''"),
+    ],
+)
+def test_wrong_prices_are_errors_of_one_line(tmp_path, text, message):
+    path = tmp_path / "prices.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(HotloopError, match=message) as caught:
+        read_prices(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error_of_one_line(tmp_path):
+    with pytest.raises(HotloopError, match=r"none\.csv"):
+        read_prices(tmp_path / "none.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(HotloopError, match="UTF-8"):
+        read_prices(tmp_path / "binary.csv")
