@@ -109,6 +109,7 @@ ORDER = (
     "training/*",
     "inference/*",
     "hyperparameters/*",
+    "hyperparameters/finders/*",
     "view",
     "asynchronous",
     "parallel",

@@ -14,6 +14,7 @@ from hotloop.cli.options import (
     TrustOption,
     axes_of_options,
     exit_on_error,
+    print_json,
     print_result,
     say,
     stdout_for,
@@ -61,6 +62,12 @@ def study(
     continued: Annotated[
         int | None, typer.Option("--continue", help="Train this pruned trial of --resume to its end.", metavar="TRIAL")
     ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            help="lr (a learning-rate range test) or batch-size (the largest and the fastest), without a study."
+        ),
+    ] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,6 +79,8 @@ def study(
     hotloop study task.py --space space.toml --jobs 2 --time-limit 1h
     hotloop study --resume studies/first --trials 80       go on, with 80 trials in all
     hotloop study --resume studies/first --continue 7      train a pruned trial to its end
+    hotloop study task.py --find lr                        test learning rates, and recommend one
+    hotloop study task.py --find batch-size                the largest that fits, and the fastest
 
     \b
     lr=1e-4..1e-1:log     a range, by the logarithm
@@ -91,7 +100,13 @@ def study(
         raise typer.BadParameter("--continue is for a trial of a study: give it with --resume")
     if trust and resume is None:
         raise typer.BadParameter("--trust is for the code in a study's folder: give it with --resume")
+    if find is not None and resume is not None:
+        raise typer.BadParameter("--find is for a Task: give it without --resume")
     axes = axes_of_options(settings, device=device)
+    if find is not None:
+        assert task is not None
+        _find(find, task, param or [], axes, as_json)
+        return
 
     from hotloop.hyperparameters import study as studies
     from hotloop.hyperparameters.space import parse_options, read_space
@@ -112,3 +127,26 @@ def study(
     print_result(as_json, result.model_dump(), lambda: study_table(result))
     for line in [] if as_json else study_lines(result):
         say(line)
+
+
+def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json: bool) -> None:
+    from hotloop.core.files.source_files import file_of_reference, split_reference
+    from hotloop.core.records.study import LearningRateRange
+    from hotloop.hyperparameters.space import parse_options
+
+    file_of_reference(split_reference(task)[0])
+    space = parse_options(param)
+
+    from hotloop.hyperparameters.finders.find import find
+    from hotloop.report.learning_rate import learning_rate_lines
+
+    page = Path(f"{Path(split_reference(task)[0]).stem}-lr.html")
+    with stdout_for(as_json):
+        found = find(what, task, space, axes, page, say)
+    if as_json:
+        print_json(found.model_dump())
+    elif isinstance(found, LearningRateRange):
+        for line in [*learning_rate_lines(found), f"page: {page}"]:
+            say(line)
+    else:
+        say(f"largest that fits: {found.largest}   best samples/s: {found.fastest}   end: {found.limit}")

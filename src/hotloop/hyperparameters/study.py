@@ -67,7 +67,7 @@ def _create(
 ) -> StudyFolder:
     fixed = [name for name, parameter in space.items() if parameter.is_fixed]
     found = processes.run(
-        "describe",
+        "hotloop.hyperparameters.trial:describe",
         "task.txt",
         reference=source.reference,
         make_task=source.make_task,

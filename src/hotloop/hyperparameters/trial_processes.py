@@ -67,7 +67,7 @@ class TrialProcesses:
         self._end_server()
 
     def start(self, work: str, log: str, **arguments: Any) -> Job:
-        """Starts `work(**arguments)`, a function of trial.py, in a new process."""
+        """Starts a function, `work` as `module:name`, in a new process."""
         job = pickle.dumps({"work": work, "log": str((self.log / log).absolute()), "path": sys.path, **arguments})
         for _ in range(_STARTS):
             try:

@@ -157,7 +157,7 @@ class Rounds:
     def _start(self, trial: FrozenTrial, repeat: int, rung: int | None) -> Job:
         number = trial.number
         return self.processes.start(
-            "train",
+            "hotloop.hyperparameters.trial:train",
             f"{number:04d}.txt",
             folder=str(self.folder.path),
             study=self.study,

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from hotloop.core.processes.parent_death import end_with_parent
@@ -68,9 +69,8 @@ def _run_job(number: int, server: int) -> None:
 
 
 def _result(job: dict[str, Any]) -> Any:
-    from hotloop.hyperparameters import trial
-
-    return getattr(trial, job.pop("work"))(**job)
+    module, _, name = job.pop("work").partition(":")
+    return getattr(import_module(module), name)(**job)
 
 
 def _send(file: Any, result: Any) -> None:

@@ -165,3 +165,56 @@ class StudyResult(Record):
     @property
     def winner(self) -> TrialRecord | None:
         return None if self.best is None else self.trials[self.best]
+
+
+class LearningRateRange(Record):
+    """A learning-rate range test.
+
+    Attributes:
+        rates, losses: the learning rate and the smoothed training loss of each step of the test.
+        recommended: the learning rate to use; None if no rate lowers the loss.
+        steps: of the confirming run; `first_loss` and `last_loss` are means over its first and last tenth.
+        command: the line that trains with the recommended rate; empty if the Task has no argument for the rate.
+    """
+
+    version: int = 1
+    name: str
+    rates: list[float]
+    losses: list[float]
+    recommended: float | None
+    steps: int
+    first_loss: float | None = None
+    last_loss: float | None = None
+    command: str = ""
+
+
+class BatchSizeTrial(Record):
+    """One batch size, in a process of its own.
+
+    Attributes:
+        memory_bytes: largest memory of the process, or of the accelerator.
+        predicted_bytes: the prediction from the smaller sizes before the process ran.
+        error: why the size can't be used; empty if it can.
+    """
+
+    batch_size: int
+    samples_per_s: float | None = None
+    memory_bytes: int | None = None
+    predicted_bytes: int | None = None
+    error: str = ""
+
+
+class BatchSizeRange(Record):
+    """Batch sizes from small to large.
+
+    Attributes:
+        largest: the largest size that fits; `fastest` has the best samples/s; None without such a size.
+        limit: why the search ended.
+    """
+
+    version: int = 1
+    name: str
+    sizes: list[BatchSizeTrial]
+    largest: int | None
+    fastest: int | None
+    limit: str
