@@ -84,3 +84,27 @@ def test_the_document_has_the_trials_and_the_folder_can_be_used(hotloop: Hotloop
     assert "winner: trial" in more.err and "repeat: hotloop train task.py" in more.err
     assert hotloop("evaluate", "s/best", "--on", "validation", "--json").code == 0
     assert Path("s/study.html").stat().st_size > 1e6
+
+
+@pytest.mark.slow
+def test_a_learning_rate_is_found_with_its_line_and_page(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    done = hotloop("study", "task.py", "--find", "lr", "-p", "width=8")
+    assert done.code == 0
+    assert "recommended: " in done.err and "train: hotloop train task.py -p width=8 -p lr=" in done.err
+    assert Path("task-lr.html").stat().st_size > 1e6
+
+
+@pytest.mark.slow
+def test_a_batch_size_is_found(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    found = hotloop("study", "task.py", "--find", "batch-size", "--json").document
+    assert [one["batch_size"] for one in found["sizes"]] == [8, 16, 32]
+    assert found["largest"] == 32 and found["limit"] == "the data has 45 samples"
+
+
+@pytest.mark.parametrize("arguments", [["--find", "rl"], ["--find", "lr", "-p", "lr=0.1,1"]])
+def test_a_wrong_search_for_a_single_value_is_one_line(hotloop: Hotloop, arguments: list[str]) -> None:
+    Path("task.py").write_text(STUDIED)
+    done = hotloop("study", "task.py", *arguments)
+    assert done.code == 1 and len(done.err.splitlines()) == 1 and done.err.startswith("error: ")
