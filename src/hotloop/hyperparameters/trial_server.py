@@ -26,7 +26,7 @@ from hotloop.core.processes.parent_death import end_with_parent
 def serve(number: int) -> None:
     """Forks a process for each job until the other end of the socket `number` is closed; then ends all processes."""
     end_with_parent(os.getppid(), signal.SIGKILL)
-    import torch._dynamo  # torch imports it for the first optimizer, which takes seconds
+    import torch._dynamo  # noqa: F401 - torch imports it for the first optimizer, which takes seconds
 
     import hotloop.hyperparameters.trial  # noqa: F401 - slow, so once here
 
