@@ -88,14 +88,15 @@ def test_kills_change_nothing(folder: Path, whole: Study, tmp_path: Path, victim
     fresh = ["task.py", *ARGUMENTS, "--trials", "6", "--round", "3", "--prune", "halving", "--study", str(path)]
     command = start(folder, *fresh, "--jobs", "2")
     killed = []
+    while not list(path.glob("logs/0*.txt")):  # the first trial's
+        time.sleep(0.01)
     for victim in victims:
-        time.sleep(draws.uniform(0.0, 0.5))
+        time.sleep(draws.uniform(0.0, 0.3))
         if kill(command, victim):
             killed.append(victim)
-        if command.poll() is not None or victim == "command":
+        if victim == "command":
             command.wait()
-            is_study = (path / "study.json").is_file()
-            command = start(folder, *(["--resume", str(path), "--jobs", "2"] if is_study else fresh))
+            command = start(folder, "--resume", str(path), "--jobs", "2")
     assert command.communicate()[1].count("Traceback") == 0
     assert command.returncode == 0
     assert killed == victims

@@ -31,6 +31,10 @@ from hotloop.report.study import study_lines, study_table, write_study
 from hotloop.training.run import Run
 
 _TRIALS = "trials"
+
+_ATTEMPTS = 3
+"""Times that the Task is loaded, if the system kills its process."""
+
 DEFAULT_TRIALS = 20
 _PLAN_FILE = "plan.toml"
 _RULES = "rules"
@@ -69,6 +73,7 @@ def _create(
     found = processes.run(
         "hotloop.hyperparameters.trial:describe",
         "task.txt",
+        attempts=_ATTEMPTS,
         reference=source.reference,
         make_task=source.make_task,
         values=first_values(space),

@@ -78,14 +78,17 @@ class TrialProcesses:
             "the process that starts trials ended at its start", fix=f"read {self.log / 'server.txt'} for the reason"
         )
 
-    def run(self, work: str, log: str, **arguments: Any) -> Any:
-        """Runs a job to its end, and returns its result, or None if its process was killed."""
-        job = self.start(work, log, **arguments)
-        try:
-            return job.result()
-        except BaseException:
-            job.send_signal(signal.SIGKILL)
-            raise
+    def run(self, work: str, log: str, *, attempts: int = 1, **arguments: Any) -> Any:
+        """Runs a job to its end, and returns its result, or None if its process was killed at each attempt."""
+        result = None
+        while result is None and attempts > 0:
+            job, attempts = self.start(work, log, **arguments), attempts - 1
+            try:
+                result = job.result()
+            except BaseException:
+                job.send_signal(signal.SIGKILL)
+                raise
+        return result
 
     def _start(self, job: bytes) -> Job:
         server = self._running_server()
