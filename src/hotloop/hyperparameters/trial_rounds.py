@@ -90,6 +90,8 @@ class Rounds:
             paused = [number for number in live if not self._is_finished(number, rung)]
             pruned |= (losers := prune(self.study, memory, paused))
             live = [number for number in live if number not in losers]
+            for number in sorted(losers):
+                self.say(f"trial {number}  pruned after {rung} epoch{'s' * (rung > 1)}")
         self._train(memory.get_trials(deepcopy=False), live, None)
         for number in range(start, start + size):
             self._finish(memory, handles[number - start], number in pruned)
@@ -149,7 +151,7 @@ class Rounds:
                     if result is None or needs_training(result, rung):
                         waiting.appendleft((number, repeat))
                     elif result.is_finished:
-                        self.say(_line(self.study.figure, trials[number], result))
+                        self.say(_line(self.study, trials[number], result))
         except BaseException:
             stop(running)
             raise
@@ -243,11 +245,12 @@ def store_trial(folder: StudyFolder, stored: FrozenTrial, trial: FrozenTrial, er
     storage.set_trial_state_values(identity, trial.state, trial.values)
 
 
-def _line(figure: str, trial: FrozenTrial, result: TrialProgress) -> str:
+def _line(study: StudyRecord, trial: FrozenTrial, result: TrialProgress) -> str:
     params = "  ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in trial.params.items()
     )
     run = f"trial {trial.number}" + (f" (seed {result.repeat + 1})" if result.repeat else "")
     if result.error:
         return f"{run}  {params}  failed: {result.error}"
-    return f"{run}  {params}  {figure.replace('_', ' ')} {result.values[-1]:.4f} after {result.epochs} epochs"
+    best, epochs = best_value(study, [result]), f"{result.epochs} epoch{'s' * (result.epochs > 1)}"
+    return f"{run}  {params}  best {study.figure.replace('_', ' ')} {best:.4f} of {epochs}"
