@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -33,8 +34,14 @@ _SMOOTHING = 0.9
 _DIVERGED = 4.0
 """The test ends when the smoothed loss is this many times the smallest one."""
 
-_ATTEMPTS, _FACTOR = 5, 3.0
-"""Confirming runs; each one after the first has a rate that is smaller by the factor."""
+_FACTORS = (1.0, 1 / 3, 3.0, 0.1, 10.0)
+"""Rates of the confirming runs, relative to that of the steepest descent; the first confirmed rate is recommended."""
+
+_CONFIRMED = 0.5
+"""Share of the test's fall of the loss that a confirming run must reach."""
+
+_WINDOW = 0.1
+"""Share of the test's steps on each side of a rate over which the slope of the loss is fitted."""
 
 _NAMES = ("lr", "learning_rate")
 
@@ -68,15 +75,13 @@ def range_test(task: Task, plan: Plan, command: str = "", steps: int = STEPS) ->
     """
     rates = [LOWEST * (HIGHEST / LOWEST) ** (step / (steps - 1)) for step in range(steps)]
     losses = smooth(_losses(task, plan, rates, stop=_has_diverged))
-    rate, first, last = recommend(rates, losses), None, None
-    for _ in range(_ATTEMPTS if rate is not None else 0):
-        assert rate is not None
-        first, last = _ends(_losses(task, plan, [rate] * steps), steps)
-        if last is not None and last < first:
+    steepest, rate, first, last = recommend(rates, losses), None, None, None
+    for factor in () if steepest is None else _FACTORS:
+        assert steepest is not None
+        first, last = _ends(_losses(task, plan, [factor * steepest] * steps), steps)
+        if last is not None and last < losses[0] - _CONFIRMED * (losses[0] - min(losses)):
+            rate = factor * steepest
             break
-        rate /= _FACTOR
-    else:
-        rate = None
     return LearningRateRange(
         name=task.name,
         rates=rates[: len(losses)],
@@ -133,16 +138,20 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 def recommend(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
     """Returns the rate of the steepest descent of the loss before its minimum; None if the loss doesn't fall."""
-    if len(smoothed) < 3:
-        return None
+    half = max(1, round(_WINDOW * len(smoothed)))
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     slopes = {
-        step: (smoothed[step + 1] - smoothed[step - 1]) / math.log(rates[step + 1] / rates[step - 1])
-        for step in range(1, min(lowest, len(smoothed) - 2) + 1)
+        step: _slope(rates[step - half : step + half + 1], smoothed[step - half : step + half + 1])
+        for step in range(half, min(lowest, len(smoothed) - half - 1) + 1)
     }
     if not slopes or min(slopes.values()) >= 0:
         return None
     return rates[min(slopes, key=slopes.__getitem__)]
+
+
+def _slope(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """Returns the slope of the loss over the logarithm of the rate, by least squares."""
+    return statistics.linear_regression([math.log(rate) for rate in rates], losses).slope
 
 
 def _ends(losses: Sequence[float], steps: int) -> tuple[float, float | None]:
