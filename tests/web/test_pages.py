@@ -306,20 +306,20 @@ def test_a_study(drawn, tmp_path) -> None:
     trials, study = [], optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     for number in range(6):
         trial = study.ask()
-        lr, width = trial.suggest_float("<b>lr</b>", 0.01, 1, log=True), trial.suggest_categorical("width", [1, 2])
+        lr, width = trial.suggest_float("lr", 0.01, 1, log=True), trial.suggest_categorical("width", [1, 2])
         curve = [lr + width / epoch for epoch in (1, 2, 3)]
         study.tell(trial, curve[-1])
-        params = {"<b>lr</b>": lr, "width": width}
+        params = {"lr": lr, "width": width}
         trials.append(
             TrialRecord(number=number, state="complete", params=params, value=curve[-1], epochs=3, curve=curve)
         )
     fields = dict(study="s", name="net", figure="validation_loss", goal="min", sampler="tpe", pruner="none", seed=0)
-    shares = {"width": 0.7, "<b>lr</b>": 0.3}
+    shares = {"width": 0.7, "lr": 0.3}
     rest = dict(best=study.best_trial.number, importance=shares, exact=True, inexact=[], command="", ended="finished")
     write_study(tmp_path / "study.html", StudyResult(**fields, **rest, trials=trials), study)
     found = drawn(tmp_path / "study.html")
     assert found.errors == []
     assert found.shapes["main-svg"] >= 6
     for words in ("Importance of the parameters", "Parallel coordinates", "Slices", "Contours", "all trials", "width"):
-        assert words in found.texts, found.texts
+        assert any(words in text for text in found.texts), words
     assert any(f"trial {study.best_trial.number} (winner)" in text for text in found.texts)
