@@ -17,7 +17,7 @@ from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.model_summary import ModelSummary
 from hotloop.core.records.profile import Profile
 from hotloop.core.records.race import Parity, RaceScaling, Verdict
-from hotloop.core.records.study import StudyResult
+from hotloop.core.records.study import BatchSizeRange, LearningRateRange, StudyResult
 from hotloop.core.records.training import Evaluation, ExportRecord
 
 PAGE = Path(__file__).parents[1] / "reference" / "json.md"
