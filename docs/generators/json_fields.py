@@ -63,6 +63,8 @@ DOCUMENTS = (
     Evaluation,
     ExportRecord,
     StudyResult,
+    LearningRateRange,
+    BatchSizeRange,
 )
 
 

@@ -40,7 +40,7 @@ def find(
         if what == "batch-size":
             return find_batch_size(processes, reference, values, axes, name, say)
         found = processes.run(
-            "hotloop.hyperparameters.finders.learning_rate:find_learning_rate",
+            "hotloop.hyperparameters.finders.range_test:find_learning_rate",
             "lr.txt",
             reference=reference,
             values=values,
