@@ -91,14 +91,13 @@ def _redirect_output(log: str) -> None:
 
 
 def _seed_generators() -> None:
-    """Seeds the generators that start differently in each process, so that each trial of a Task has the same data.
-
-    torch's generator starts with the same seed in each process, as for `hotloop train`, and the server doesn't use it.
-    """
+    """Seeds what a Task's file may read without a seed of its own, so that each trial has the same data."""
     import numpy as np
+    import torch
 
     random.seed(0)
     np.random.seed(0)
+    torch.manual_seed(0)
 
 
 if __name__ == "__main__":
