@@ -1,6 +1,7 @@
 """Compares predictions of hotloop advise with measured times: `python -m bench.foresight --data PATH --record`.
 
-Fitted and judged runs are disjoint; each row of the record says which runs were left out of which fit.
+Fitted and judged runs are disjoint; each row of the record says which runs were left out of which fit. With `--only`, the
+record takes the other sets from the newest record, and each row states when and with which commit its runs were judged.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import mean, median
 
-from bench.claim import write_claim
+from bench.claim import CLAIMS, commit, write_claim
 from bench.foresight import gpu_claims, megatron, mosaic, neusight, torchvision_networks, torchvision_runs
+from bench.foresight.claim_page import page
 from bench.foresight.fit import fit_all, runs_coefficients, unit_coefficients, write
 from bench.foresight.kernels import fit_kernels
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.hardware.machine import current_time
 
 Judged = list[tuple[str, float, float, float, float]]
 """Name, predicted, low, high and measured of each run."""
@@ -32,12 +36,14 @@ class Result:
         name: set of runs.
         fitted_on: what the prediction rests on, and what was left out.
         runs: number of runs.
-        statistic: `mean` or `median` of absolute relative errors.
+        statistic: `mean` or `median` of absolute relative errors, or `share wrong` of yes and no.
         error: that statistic.
         must: largest error allowed; None where none was stated.
         coverage: share of runs inside of the 90 % interval.
         base: errors of others on the same runs.
         within_20: share of runs with an error of at most 20 %.
+        taken: when the runs were judged.
+        commit: checked out at that time.
     """
 
     name: str
@@ -49,6 +55,8 @@ class Result:
     coverage: float
     base: str
     within_20: float
+    taken: str = field(default_factory=current_time)
+    commit: str | None = field(default_factory=commit)
 
 
 def result_of(name: str, fitted_on: str, statistic: str, must: float | None, base: str, judged: Judged) -> Result:
@@ -137,6 +145,18 @@ class Sets:
             "small networks on an H200", "the other networks of the record", "median", 0.3, "none published", judged
         ), judged
 
+    def pays(self) -> tuple[Result, Judged]:
+        from hotloop.advisor.coefficients import shipped
+
+        judged = gpu_claims.judge_pays(shipped())
+        wrong = mean((predicted > 1) != (measured > 1) for _, predicted, _, _, measured in judged)
+        always = mean(measured > 1 for *_, measured in judged)
+        result = result_of(
+            "does an H200 pay", "the other networks of the record", "share wrong", 0.05,
+            f"the answer yes is right in {always:.0%}", judged,
+        )  # fmt: skip
+        return replace(result, error=float(wrong)), judged
+
     def cpu(self) -> tuple[Result, Judged]:
         from bench.foresight.cpu import cpu_rows
 
@@ -152,7 +172,22 @@ class Sets:
         ), rows
 
 
-NAMES = ("neusight_unseen", "neusight_seen", "torchvision", "mpt", "vtrain", "gpu", "cpu", "memory")
+NAMES = ("neusight_unseen", "neusight_seen", "torchvision", "mpt", "vtrain", "gpu", "pays", "cpu", "memory")
+
+
+FIELDS = ("run", "predicted", "low", "high", "measured")
+
+
+def newest_record() -> tuple[dict[str, Result], dict[str, Judged]]:
+    """Returns the results and runs of the newest record, by set."""
+    paths = sorted(CLAIMS.glob("*_foresight/record.json"))
+    if not paths:
+        return {}, {}
+    record = json.loads(paths[-1].read_text())
+    rows = [row for row in record["results"] if "set" in row]
+    results = {row["set"]: Result(**{name: row[name] for name in row if name != "set"}) for row in rows}
+    runs = {name: [tuple(run[one] for one in FIELDS) for run in judged] for name, judged in record["runs"].items()}
+    return results, runs
 
 
 def line(result: Result) -> str:
@@ -178,29 +213,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.fit:
         print(write(fit_all(chosen.data, torchvision_networks.traced(chosen.networks))))
     sets = Sets(chosen.data, chosen.networks)
-    results: list[Result] = []
-    every: Judged = []
-    runs = {}
+    results, runs = newest_record() if chosen.record else ({}, {})
     for name in chosen.only:
         judge: Callable[[], tuple[Result, Judged]] = getattr(sets, name)
-        result, judged = judge()
-        print(line(result), flush=True)
-        results.append(result)
-        every += judged
-        runs[name] = [
-            dict(zip(("run", "predicted", "low", "high", "measured"), (run[0], *map(float, run[1:])), strict=True))
-            for run in judged
-        ]
-    everything = result_of("all of the above", "as above", "median", None, "", every)
+        results[name], judged = judge()
+        print(line(results[name]), flush=True)
+        runs[name] = [(run[0], *map(float, run[1:])) for run in judged]
+    # The ratios of "pays" rest on the runs of "gpu".
+    everything = result_of(
+        "all sets", "as above", "median", None, "", [run for name in runs if name != "pays" for run in runs[name]]
+    )
     print(line(everything))
     if chosen.record:
-        figures = {"results": [asdict(result) for result in (*results, everything)], "runs": runs}
-        print(
-            write_claim(
-                "foresight", "python -m bench.foresight --data PATH --record", None, json.loads(json.dumps(figures))
-            ),
-            file=sys.stderr,
-        )
+        ordered = {name: results[name] for name in NAMES if name in results}
+        figures = {
+            "results": [{"set": name} | asdict(result) for name, result in ordered.items()] + [asdict(everything)],
+            "runs": {name: [dict(zip(FIELDS, run, strict=True)) for run in runs[name]] for name in ordered},
+        }
+        folder = write_claim("foresight", "python -m bench.foresight --data PATH --record", None, figures)
+        write_atomic(folder / "README.md", page(json.loads((folder / "record.json").read_text())))
+        print(folder, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -34,19 +34,20 @@ class Row:
     seconds: float
 
 
-def rows(claims: Path = CLAIMS) -> list[Row]:
-    """Returns a row per workload and peer of each record of a GPU: the median of its windows."""
+def rows(claims: Path = CLAIMS, *, on_gpu: bool = True) -> list[Row]:
+    """Returns a row per workload and peer of each record of a GPU, or of a CPU: the median of its windows."""
     found = []
     for path in sorted(claims.glob("*speed-*/record.json")):
         record = json.loads(path.read_text())
-        accelerators = record["machine"]["accelerators"]
-        if not accelerators:
+        chips = record["machine"]["accelerators"]
+        if bool(chips) != on_gpu:
             continue
+        chips = chips or [f"{record['machine']['processor']['model']} {path.parent.name}"]
         for session in record["rows"]:
             for peer, lane in session.get("lanes", {}).items():
                 if peer in ("tutorial", "hotloop") and lane["windows"]:
                     seconds = median(took / steps for steps, took in lane["windows"])
-                    found.append(Row(session["workload"], accelerators[0], peer, lane["plan"] or "", seconds))
+                    found.append(Row(session["workload"], chips[0], peer, lane["plan"] or "", seconds))
     return found
 
 
@@ -65,9 +66,11 @@ def predicted(row: Row, coefficients: Coefficients) -> tuple[float, float, float
     plan = " ".join(
         word for word in row.plan.split() if word.split("=")[0] in ("compile", "graphs", "precision", "residency")
     )
-    result = estimate(
-        costs_of(row.workload), find_chip(row.chip), "fp32", plan or "baseline", coefficients=coefficients
-    )
+    costs = costs_of(row.workload)
+    # torch's defaults compute convolutions in tf32 and other products in fp32; hotloop's plans of the record compute in fp32.
+    is_tf32 = row.peer == "tutorial" and any(operator.kind == "convolution" for operator in costs.operators)
+    precision = "tf32" if is_tf32 else "fp32"
+    result = estimate(costs, find_chip(row.chip), precision, plan or "baseline", coefficients=coefficients)
     return result.step_ms / 1e3, result.low_ms / 1e3, result.high_ms / 1e3
 
 
@@ -106,4 +109,20 @@ def judge(coefficients: Coefficients) -> list[tuple[str, float, float, float, fl
             for row in found
             if row.workload == workload
         ]
+    return judged
+
+
+def judge_pays(coefficients: Coefficients) -> list[tuple[str, float, float, float, float]]:
+    """Returns (name, predicted, low, high, measured) of CPU time over GPU time, for each CPU record of the same workload and peer.
+
+    The CPU's time is measured, as `hotloop advise` does on the machine at hand; the GPU's time is predicted by `judge`.
+    """
+    gpu_rows = sorted(rows(), key=lambda row: row.workload)  # the order of judge
+    gpu = {(row.workload, row.peer): one for row, one in zip(gpu_rows, judge(coefficients), strict=True)}
+    judged = []
+    for row in rows(on_gpu=False):
+        if (row.workload, row.peer) in gpu:
+            _, predicted_s, low_s, high_s, measured_s = gpu[row.workload, row.peer]
+            ratios = (row.seconds / one for one in (predicted_s, high_s, low_s, measured_s))
+            judged.append((f"{row.chip} {row.workload} {row.peer}", *ratios))
     return judged

@@ -15,7 +15,18 @@ from hotloop.errors import HotloopError
 
 BEGIN, END = "<!-- figures of make bench -->", "<!-- end of the figures -->"
 
-_HEAD = ("network", "hotloop", "tutorial's loop", "Lightning", "fastest of those that ran", "of the machine's limit")
+HEAD = ("network", "hotloop", "PyTorch tutorial's loop", "Lightning", "fastest other library")
+
+_TITLES = {
+    TUTORIAL: "tutorial's loop",
+    "lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "jax-scan": "JAX",
+    "jax-step": "JAX",
+    "keras-jax": "Keras on JAX",
+    "keras-torch": "Keras on PyTorch",
+}
+"""Peers whose name isn't that of their library."""
 
 
 def put_between(path: Path, text: str) -> None:
@@ -37,13 +48,16 @@ def put_between(path: Path, text: str) -> None:
 
 
 def overview(found: Summary, where: str) -> str:
-    """A row for each workload that hotloop was measured on.
+    """Returns a row for each workload that hotloop was measured on.
 
     Args:
-        where: it was measured, in a few words.
+        where: device, machine and threads of the measurement.
     """
-    told = f"A step of `--plan auto`, and how many times as long the others take (95 % intervals), on {where}."
-    return "\n".join([told, "", *rows(_HEAD, list(_cells(found)))])
+    caption = (
+        f"The time of a training step under `--plan auto` on {where}, and how many times as long a step of the others takes, "
+        "with 95 % intervals. Below 1 the other is faster."
+    )
+    return "\n".join([caption, "", *rows(HEAD, list(_cells(found)))])
 
 
 def _cells(found: Summary) -> Iterator[list[str]]:
@@ -51,10 +65,8 @@ def _cells(found: Summary) -> Iterator[list[str]]:
         own, best = found.line(workload, found.ours), found.best_peer(workload)
         if own is not None and own.step_ms is not None:
             others = [_times(found.line(workload, name)) for name in (TUTORIAL, "lightning")]
-            fastest = f"{best.name}, {_times(best)}" if best is not None else ""
-            share = found.of_limit(workload)
-            limit = "not known" if share is None else f"{share:.0%}"
-            yield [f"{workload} {WORKLOADS[workload].title}", format_milliseconds(own.step_ms), *others, fastest, limit]
+            fastest = f"{_TITLES.get(best.name, best.name)}, {_times(best)}" if best is not None else ""
+            yield [f"{workload} {WORKLOADS[workload].title}", format_milliseconds(own.step_ms), *others, fastest]
 
 
 def _times(line: Line | None) -> str:

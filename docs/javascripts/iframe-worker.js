@@ -1,3 +1,46 @@
-/* iframe-worker 1.0.4, MIT, Copyright (c) 2020-2022 Martin Donath, https://github.com/squidfunk/iframe-worker: lets the search
-   run where a browser opens the site from files. mkdocs-material would load this script from unpkg.com. */
-"use strict";(()=>{function c(s,n){parent.postMessage(s,n||"*")}function d(...s){return s.reduce((n,e)=>n.then(()=>new Promise(r=>{let t=document.createElement("script");t.src=e,t.onload=r,document.body.appendChild(t)})),Promise.resolve())}var o=class extends EventTarget{constructor(e){super();this.url=e;this.m=e=>{e.source===this.w&&(this.dispatchEvent(new MessageEvent("message",{data:e.data})),this.onmessage&&this.onmessage(e))};this.e=(e,r,t,i,m)=>{if(r===`${this.url}`){let a=new ErrorEvent("error",{message:e,filename:r,lineno:t,colno:i,error:m});this.dispatchEvent(a),this.onerror&&this.onerror(a)}};let r=document.createElement("iframe");r.hidden=!0,document.body.appendChild(this.iframe=r),this.w.document.open(),this.w.document.write(`<html><body><script>postMessage=${c};importScripts=${d};addEventListener("error",({error})=>{parent.dispatchEvent(new ErrorEvent("error",{filename:"${e}",error}))})<\/script><script src=${e}?${+Date.now()}><\/script></body></html>`),this.w.document.close(),onmessage=this.m,onerror=this.e,this.r=new Promise((t,i)=>{this.w.onload=t,this.w.onerror=i})}terminate(){this.iframe.remove(),onmessage=onerror=null}postMessage(e){this.r.catch().then(()=>{this.w.dispatchEvent(new MessageEvent("message",structuredClone({data:e})))})}get w(){return this.iframe.contentWindow}};window.IFrameWorker=o;location.protocol==="file:"&&(window.Worker=o);})();
+// The search of the site runs in a Worker. Browsers refuse a Worker on pages that are opened from files (file://).
+// There, this script replaces Worker by a hidden frame that runs the same program.
+// mkdocs-material loads a script from outside, unless a file of the site has this name.
+if (location.protocol === "file:") {
+  window.Worker = class FrameWorker extends EventTarget {
+    constructor(url) {
+      super()
+      this.frame = document.createElement("iframe")
+      this.frame.hidden = true
+      this.frame.srcdoc = "<!doctype html>"
+      this.program = new Promise((resolve, reject) => {
+        this.frame.onload = () => resolve(this.start(url))
+        this.frame.onerror = reject
+      })
+      document.body.append(this.frame)
+    }
+
+    // Gives the frame the functions of a worker, and loads the program.
+    start(url) {
+      const inside = this.frame.contentWindow
+      const load = (source) =>
+        new Promise((resolve, reject) => {
+          const script = inside.document.createElement("script")
+          Object.assign(script, { src: source, onload: resolve, onerror: reject })
+          inside.document.body.append(script)
+        })
+      inside.importScripts = async (...sources) => {
+        for (const source of sources) await load(source)
+      }
+      inside.postMessage = (data) => {
+        const message = new MessageEvent("message", { data })
+        this.dispatchEvent(message)
+        this.onmessage?.(message)
+      }
+      return load(url).then(() => inside)
+    }
+
+    postMessage(data) {
+      this.program.then((inside) => inside.dispatchEvent(new inside.MessageEvent("message", { data })))
+    }
+
+    terminate() {
+      this.frame.remove()
+    }
+  }
+}

@@ -10,6 +10,7 @@ import pytest
 from hotloop.advisor.chips import find_chip
 from hotloop.advisor.machines import Machine, advise, duration, speedup
 from hotloop.advisor.prices import read_prices, shipped_prices
+from hotloop.core.records.advice import MeasuredStep
 from hotloop.errors import HotloopError
 from tests.advisor.conftest import mlp_costs
 
@@ -88,9 +89,19 @@ def test_a_gpu_pays_from_a_batch_on_that_the_advice_names(costs):
 
 
 def test_a_measured_step_replaces_the_prediction(costs):
-    row = advise(costs, [replace(HERE, measured_ms=50.0)], 10).machines[0]
-    assert row.step_ms == 50.0
+    measured = MeasuredStep(step_ms=50.0, low_ms=30.0, high_ms=90.0)
+    row = advise(costs, [replace(HERE, measured=measured)], 10).machines[0]
+    assert (row.step_ms, row.low_ms, row.high_ms) == (50.0, 30.0, 90.0)
     assert sum(row.parts.values()) == pytest.approx(50.0)
+
+
+def test_the_interval_of_a_measured_step_has_9_of_10_steps():
+    uneven = MeasuredStep.from_times([10.0] * 50 + [20.0] * 50)
+    assert (uneven.step_ms, uneven.low_ms, uneven.high_ms) == (15.0, 10.0, 20.0)
+    with_outlier = MeasuredStep.from_times([10.0] * 99 + [1000.0])
+    assert with_outlier.low_ms == 10.0 and with_outlier.high_ms == pytest.approx(1.05 * with_outlier.step_ms)
+    even = MeasuredStep.from_times([10.0] * 3)
+    assert (even.low_ms, even.high_ms) == pytest.approx((9.5, 10.5))
 
 
 def test_advice_becomes_json(costs):

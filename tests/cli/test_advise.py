@@ -61,6 +61,20 @@ def test_json_has_stage_and_machines(task: Path, hotloop: Hotloop) -> None:
     assert {mark for row in found["machines"] for mark in row["marks"]} == {"cheapest", "fastest"}
 
 
+def test_a_batch_larger_than_the_data_is_left_out_with_a_note(task: Path, hotloop: Hotloop) -> None:
+    found = hotloop("advise", task, *CHIPS, "--batch-sizes", "5,5000", "--json").document
+    assert {row["batch_size"] for row in found["machines"]} == {5}
+    assert any(note.startswith("batch 5,000 is left out") for note in found["notes"])
+    alone = hotloop("advise", task, *CHIPS, "--batch-sizes", "5000")
+    assert alone.code == 1 and "larger than the data" in alone.err
+
+
+def test_rows_fit_a_terminal_of_80_columns(task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_width", 80)
+    shown = hotloop("advise", task, *CHIPS, "--batch-sizes", "5,20").err
+    assert sum("RTX 4090" in line and "launches" in line for line in shown.splitlines()) == 2
+
+
 def test_budget_and_deadline_and_own_prices_decide(task: Path, tmp_path: Path, hotloop: Hotloop) -> None:
     (tmp_path / "mine.csv").write_text("name,price per hour\nrtx4090,1000000\nH100,2\n")
     found = hotloop(

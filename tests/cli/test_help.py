@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,29 @@ def test_train_and_plan_have_the_same_table_of_plans(run_cli) -> None:
     assert tables[0] == tables[1]
     for option in ("(none)", "--plan auto", "--tune"):
         assert option in tables[0]
+
+
+def table_of_help(text: str) -> list[list[str]]:
+    """The cells of the table of plans in a help text; a cell may have several lines."""
+    lines = text.partition("Which plan does a run use?\n")[2].partition("\n\n")[0].splitlines()
+    begins = [lines[0].index(name) for name in ("option", "plan", "compiles", "searches first", "proven")]
+    rows: list[list[str]] = []
+    for line in lines[1:]:
+        cells = [line[begin:end].strip() for begin, end in zip(begins, [*begins[1:], None], strict=True)]
+        if cells[0]:
+            rows.append(cells)
+        else:
+            rows[-1] = [f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells, strict=True)]
+    return rows
+
+
+def test_the_page_about_plans_has_the_table_of_the_help(run_cli) -> None:
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "task-and-plan.md"
+    rows = table_of_help(run_cli("train", "--help").stdout)
+    assert [row[0] for row in rows] == ["(none)", "--plan auto", "--tune"]
+    for option, *cells in rows:
+        name = option if option == "(none)" else f"`{option}`"
+        assert f"| {' | '.join([name, *cells])} |" in page.read_text(encoding="utf-8")
 
 
 def test_version(run_cli) -> None:

@@ -15,7 +15,7 @@ from hotloop.advisor.estimate import Estimate, Host, estimate
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import Price
 from hotloop.advisor.words import duration, times, with_article
-from hotloop.core.records.advice import NORMAL_90, Correction
+from hotloop.core.records.advice import NORMAL_90, Correction, MeasuredStep
 from hotloop.core.records.cpu_rates import CpuRates
 from hotloop.core.records.step_costs import StepCosts
 from hotloop.plan import Plan
@@ -42,7 +42,7 @@ class Machine:
         name: for the table; chip and number by default.
         memory_bytes: device memory; that of the chip by default.
         is_here: whether this is the machine at hand, which costs nothing.
-        measured_ms: measured step on it, used in place of the prediction.
+        measured: measured step on it, used in place of the prediction.
         correction: factor and spread from the user's measurements on that chip.
         cpu_rates: rates measured on it, used for a CPU in place of published rates.
     """
@@ -52,7 +52,7 @@ class Machine:
     name: str = ""
     memory_bytes: float | None = None
     is_here: bool = False
-    measured_ms: float | None = None
+    measured: MeasuredStep | None = None
     correction: Correction = field(default_factory=Correction)
     cpu_rates: CpuRates | None = None
 
@@ -185,7 +185,7 @@ def _row(
     options: dict[str, Any],
 ) -> MachineRow:  # fmt: skip
     result, fits, pieces = _fitting(costs, machine, options)
-    step_ms = machine.measured_ms or result.step_ms * machine.correction.factor
+    step_ms = machine.measured.step_ms if machine.measured else result.step_ms * machine.correction.factor
     scale = step_ms / result.step_ms
     low_ms, high_ms = _interval(machine, result, step_ms)
     run_s = step_ms * steps / 1e3
@@ -220,9 +220,9 @@ def _row(
 
 
 def _interval(machine: Machine, result: Estimate, step_ms: float) -> tuple[float, float]:
-    """Returns the 90 % interval: of a measured step 10 % on each side."""
-    if machine.measured_ms:
-        return 0.9 * step_ms, 1.1 * step_ms
+    """Returns the 90 % interval."""
+    if machine.measured:
+        return machine.measured.low_ms, machine.measured.high_ms
     low, high = result.low_ms / result.step_ms, result.high_ms / result.step_ms
     if machine.correction.spread is not None:
         own = math.exp(NORMAL_90 * machine.correction.spread)
@@ -231,7 +231,7 @@ def _interval(machine: Machine, result: Estimate, step_ms: float) -> tuple[float
 
 
 def _source(machine: Machine, result: Estimate) -> str:
-    if machine.measured_ms:
+    if machine.measured:
         return "a step measured here"
     count = machine.correction.count
     return f"{result.source}, corrected by {count} of your measurements" if count else result.source
@@ -364,7 +364,7 @@ def _pays(
         return None, ""
     row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
     own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
-    scale = here.measured_ms / predicted(costs, here, "none", options).step_ms if here.measured_ms else 1.0
+    scale = here.measured.step_ms / predicted(costs, here, "none", options).step_ms if here.measured else 1.0
     pays = next((batch for batch in crossing_batches() if speedup(costs, here, gpu, batch, options) * scale > 1), None)
     ratio = own.step_ms / row.step_ms
     low, high = own.low_ms / row.high_ms, own.high_ms / row.low_ms

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotloop.advisor.parallel_ways import at_batch
-from hotloop.core.records.advice import HardwareAdvice
+from hotloop.core.records.advice import HardwareAdvice, MeasuredStep
 from hotloop.core.records.profile import OperatorTime, Profile
 from hotloop.core.records.step_costs import Kind, OperatorCost, StepCosts, StepPhase
 from hotloop.core.reporter import Progress, Report
@@ -65,10 +65,15 @@ def advise_script(
         costs={one: at_batch(costs, one) for one in sizes},
         steps={one: epochs * math.ceil((batches or _UNKNOWN_BATCHES) * size / one) for one in sizes},
         epochs=epochs,
-        measured={(size, device): profile.step_ms} if profile.step_ms and size in sizes else {},
+        measured={(size, device): _measured(profile.step_ms)} if profile.step_ms and size in sizes else {},
         notes=tuple(notes),
     )
     return advise_subject(subject, here, request, say=say)
+
+
+def _measured(step_ms: float) -> MeasuredStep:
+    """Returns the profile's median step, with 10 % on each side: a profile stores no single steps."""
+    return MeasuredStep(step_ms=step_ms, low_ms=0.9 * step_ms, high_ms=1.1 * step_ms)
 
 
 def costs_of_profile(profile: Profile) -> StepCosts:

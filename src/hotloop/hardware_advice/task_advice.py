@@ -14,7 +14,14 @@ from hotloop.advisor.machines import Advice, Machine, MachineRow, advise, crossi
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import Price, shipped_prices
 from hotloop.core.hardware.limits import free_memory_bytes
-from hotloop.core.records.advice import Correction, HardwareAdvice, MachineAdvice, Prediction, StepCurve
+from hotloop.core.records.advice import (
+    Correction,
+    HardwareAdvice,
+    MachineAdvice,
+    MeasuredStep,
+    Prediction,
+    StepCurve,
+)
 from hotloop.core.records.step_costs import StepCosts
 from hotloop.core.records.training import SourceRecord
 from hotloop.core.reporter import Progress, Report
@@ -105,7 +112,7 @@ class Subject:
         name: of the Task, or the script.
         costs: of a step by batch size; the first is that of the stage.
         steps: of the whole run by batch size.
-        measured: by batch size and device of this machine, milliseconds of a step.
+        measured: by batch size and device of this machine.
         loading_s: of a batch by batch size.
         source: of the Task; None without a file.
     """
@@ -114,7 +121,7 @@ class Subject:
     costs: Mapping[int, StepCosts]
     steps: Mapping[int, int]
     epochs: int
-    measured: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    measured: Mapping[tuple[int, str], MeasuredStep] = field(default_factory=dict)
     loading_s: Mapping[int, float] = field(default_factory=dict)
     source: SourceRecord | None = None
     notes: tuple[str, ...] = ()
@@ -143,8 +150,14 @@ def advise_task(
     costs, measured, loading = {}, {}, {}
     for number, size in enumerate(sizes):
         progress(f"tracing a step of batch {size:,}", (2 * number + 1) / (2 * len(sizes) + 1))
-        sized = override_fields(task, {"batch_size": size})
-        costs[size] = trace_step(sized, plan=request.plan, batch_size=size, device="cuda")
+        try:
+            sized = override_fields(task, {"batch_size": size})
+            costs[size] = trace_step(sized, plan=request.plan, batch_size=size, device="cuda")
+        except HotloopError as error:
+            if not costs and size == sizes[-1]:
+                raise
+            notes.append(f"batch {size:,} is left out: {error.given}")
+            continue
         progress(f"measuring a step of batch {size:,} here", (2 * number + 2) / (2 * len(sizes) + 1))
         for device, machine in here.items():
             reason = _why_not_measured(costs[size], machine, device, request)
@@ -252,7 +265,7 @@ def _advise(
     subject: Subject, size: int, here: Mapping[str, Machine], others: Iterable[Machine], prices: Mapping[str, Price],
     predictions: Sequence[Prediction], request: AdviceRequest,
 ) -> tuple[list[Machine], Advice]:  # fmt: skip
-    own = [replace(machine, measured_ms=subject.measured.get((size, name))) for name, machine in here.items()]
+    own = [replace(machine, measured=subject.measured.get((size, name))) for name, machine in here.items()]
     machines = [replace(one, correction=correction(predictions, one.chip.name)) for one in [*own, *others]]
     return machines, _compare(subject, size, machines, prices, request)
 
@@ -287,7 +300,7 @@ def _store(subject: Subject, found: Mapping[int, tuple[list[Machine], Advice]], 
     """Stores the predictions for single chips; returns a note on failure."""
     for size, (machines, advice) in found.items():
         key = prediction_key(subject.name, size, subject.source, request.plan, request.precision)
-        single = [replace(one, measured_ms=None) for one in machines if one.gpus == 1]
+        single = [replace(one, measured=None) for one in machines if one.gpus == 1]
         shown = [row for row, machine in zip(advice.machines, machines, strict=True) if machine.gpus == 1]
         plain = _compare(subject, size, [replace(one, correction=Correction()) for one in single], {}, request)
         try:

@@ -9,6 +9,7 @@ from hotloop.advisor.machines import Machine
 from hotloop.core.hardware import machine
 from hotloop.core.hardware.probe import ProbeProgress, measure_hardware
 from hotloop.core.random.rng import preserve_generators
+from hotloop.core.records.advice import MeasuredStep
 from hotloop.core.records.hardware import Device, Hardware, Processor
 from hotloop.errors import HotloopError
 from hotloop.lowering.build import lower
@@ -19,6 +20,7 @@ from hotloop.tuning.races.runner import Runner, mean_feed_time
 _VECTOR_BITS = (("avx512_f", 512), ("avx2", 256))
 _NEON_BITS = 128
 _MEASURE_S = 1.0
+_LEAST_STEPS, _MOST_STEPS = 3, 1000
 _UNKNOWN_CLOCK_HZ = 2.5e9  # without effect where the rates were measured
 
 
@@ -77,8 +79,8 @@ def _chip(device: Device, hardware: Hardware) -> Chip:
     )
 
 
-def measure_step(task: Task, plan: Plan) -> tuple[float, float]:
-    """Returns milliseconds of a training step of the Task here with loading, and seconds of loading a batch alone.
+def measure_step(task: Task, plan: Plan) -> tuple[MeasuredStep, float]:
+    """Returns a training step of the Task here with loading, and seconds of loading a batch alone.
 
     Raises:
         HotloopError: the Task can't run here.
@@ -86,7 +88,13 @@ def measure_step(task: Task, plan: Plan) -> tuple[float, float]:
     with preserve_generators():
         program = lower(task, plan)
         try:
-            _, step_s = Runner(program).warm_up(_MEASURE_S)
-            return 1e3 * step_s, mean_feed_time(program) or 0.0
+            runner = Runner(program)
+            runner.warm_up()
+            steps = plan.graphs if isinstance(plan.graphs, int) else 1  # steps of one graph have no times of their own
+            times_s: list[float] = []
+            while len(times_s) < _LEAST_STEPS or (sum(times_s) < _MEASURE_S and len(times_s) < _MOST_STEPS):
+                times_s.append(runner.window(steps))
+            measured = MeasuredStep.from_times([1e3 * time_s / steps for time_s in times_s])
+            return measured, mean_feed_time(program) or 0.0
         finally:
             program.close()

@@ -27,8 +27,26 @@ def advice_page(advice: HardwareAdvice) -> RenderableType:
         f"{advice.batch_size:,}, {advice.steps:,} steps, plan {advice.plan}, {advice.precision}"
     )
     memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in advice.memory.items() if value)
-    lines = [f"Memory of the step: {memory}", *_price_lines(advice), *(f"Note: {note}" for note in advice.notes)]
-    return Group(Text(advice.answer, style="bold"), Text(head), advice_table(advice), *map(Text, lines))
+    lines = [
+        *_mark_lines(advice),
+        f"Memory of the step: {memory}",
+        *_price_lines(advice),
+        *(f"Note: {note}" for note in advice.notes),
+    ]
+    return Group(
+        Text(advice.answer, style="bold"), Text(head), advice_table(advice), expense_table(advice), *map(Text, lines)
+    )
+
+
+def _mark_lines(advice: HardwareAdvice) -> list[str]:
+    """Returns the cheapest and the fastest machines that meet the conditions, one line for each."""
+    has_batches = len({row.batch_size for row in advice.machines}) > 1
+    lines = []
+    for mark in dict.fromkeys(mark for row in advice.machines for mark in row.marks):
+        rows = [row for row in advice.machines if mark in row.marks]
+        names = (f"{row.name}, batch {row.batch_size:,}" if has_batches else row.name for row in rows)
+        lines.append(f"{mark.capitalize()}: {'; '.join(names)}")
+    return lines
 
 
 def _price_lines(advice: HardwareAdvice) -> list[str]:
@@ -42,54 +60,66 @@ def _price_lines(advice: HardwareAdvice) -> list[str]:
 
 
 def advice_table(advice: HardwareAdvice) -> Table:
-    """Returns a row for each machine and batch size."""
+    """Returns a row of 80 columns for each machine and batch size: times, memory and cost of the run; marked rows are bold."""
     has_batches = len({row.batch_size for row in advice.machines}) > 1
-    has_carbon = any(row.carbon_kg is not None for row in advice.machines)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("machine", overflow="fold")
+    table = _table()
+    table.add_column("machine", overflow="fold", min_width=8)
     if has_batches:
-        table.add_column("batch", justify="right")
-    for name in (
-        "step ms",
-        "90 %",
-        "run",
-        "GB of",
-        "fits",
-        "cost",
-        "per 1,000",
-        "kWh",
-        *(("kg CO2",) if has_carbon else ()),
-    ):
-        table.add_column(name, justify="right", no_wrap=name not in ("fits", "GB of"))
-    table.add_column("bound by", overflow="fold")
-    table.add_column("", no_wrap=True)
+        table.add_column("batch", justify="right", no_wrap=True)
+    for name in ("step ms (90 %)", "run", "memory GB", "cost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
     for row in advice.machines:
         table.add_row(
             *(row.name, *((f"{row.batch_size:,}",) if has_batches else ())),
-            format_digits(row.step_ms),
-            f"{format_digits(row.low_ms)}–{format_digits(row.high_ms)}",
+            f"{format_digits(row.step_ms)} ({format_digits(row.low_ms)}–{format_digits(row.high_ms)})",
             format_run(row.run_s),
             _memory(row),
-            _fits(row),
             _small(row.cost),
-            _small(row.cost_per_1000_steps),
-            _small(row.energy_kwh),
-            *((_small(row.carbon_kg),) if has_carbon else ()),
             row.bound,
-            ", ".join(row.marks),
-            style="bold" if row.marks else "" if row.meets else "dim",
+            style=_style(row),
         )
     return table
 
 
+def expense_table(advice: HardwareAdvice) -> Table:
+    """Returns cost per 1,000 steps, energy and CO2 of each machine and batch size."""
+    has_carbon = any(row.carbon_kg is not None for row in advice.machines)
+    table = _table()
+    table.add_column("machine", overflow="fold")
+    for name in ("batch", "cost per 1,000 steps", "energy kWh", *(("CO2 kg",) if has_carbon else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in advice.machines:
+        table.add_row(
+            row.name,
+            f"{row.batch_size:,}",
+            _small(row.cost_per_1000_steps),
+            _small(row.energy_kwh),
+            *((_small(row.carbon_kg),) if has_carbon else ()),
+            style=_style(row),
+        )
+    return table
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+
+
+def _style(row: MachineAdvice) -> str:
+    return "bold" if row.marks else "" if row.meets else "dim"
+
+
 def _memory(row: MachineAdvice) -> str:
-    """Returns the needed and the existing memory of each chip in GB, such as `0.09/24`."""
+    """Returns the needed and the existing memory of each chip in GB, such as `0.09/24`, and how the step fits."""
     there = "?" if row.memory_there_bytes is None else format_digits(row.memory_there_bytes / 1e9)
     needed = row.memory_bytes / 1e9
-    return f"{'<0.01' if needed < 0.01 else format_digits(needed)}/{there}"
+    fits = "" if row.fits == "fits" else f" {_fits(row)}"
+    return f"{'<0.01' if needed < 0.01 else format_digits(needed)}/{there}{fits}"
 
 
 def _fits(row: MachineAdvice) -> str:
+    if row.fits == "no":
+        return "no fit"
     if row.fits == "fits with accumulation":
         return f"in {row.accumulation} pieces"
     return f"sharded over {row.gpus}" if row.fits == "sharded" else row.fits
@@ -187,7 +217,7 @@ def score_page(score: Score) -> RenderableType:
         count = len(score.predictions)
         stored = f"{count} prediction{' is' if count == 1 else 's are'} stored, and " if count else ""
         return Text(f"{stored}no prediction has been measured yet: run hotloop train or hotloop race on such a chip")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = _table()
     for name in ("Task", "batch", "chip", "predicted ms (90 %)", "measured", "error"):
         table.add_column(name, justify="left" if name in ("Task", "chip") else "right")
     for one in score.predictions:

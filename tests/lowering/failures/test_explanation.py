@@ -93,7 +93,7 @@ class Listed(nn.Module):
 def test_a_tensor_that_stayed_on_another_device(tmp_path: Path) -> None:
     message = failing(tmp_path, DeviceError, model=layers(Scaled()))
     assert message.startswith(
-        "step 1 (epoch 1, batch 1): tensors on meta and cpu meet in '1' (Scaled) (test_explanation.py:"
+        "step 1 (epoch 1, batch 1): one operation has tensors on meta and cpu in '1' (Scaled) (test_explanation.py:"
     )
     assert "expected all on cpu" in message
     assert "register_buffer" in message
@@ -104,7 +104,7 @@ def test_a_new_tensor_on_another_device(tmp_path: Path) -> None:
         return torch.cat([x, torch.ones(1, 8, device="meta")])[: len(x)]
 
     message = failing(tmp_path, DeviceError, model=layers(nn.ReLU(inplace=True), InTraining(concatenated)))
-    assert "tensors on meta and cpu meet in '2' (InTraining) (test_explanation.py:" in message
+    assert "one operation has tensors on meta and cpu in '2' (InTraining) (test_explanation.py:" in message
     assert "device=x.device" in message
 
 
@@ -120,7 +120,7 @@ def test_a_step_of_ones_own_is_named_by_its_line(tmp_path: Path) -> None:
         return nn.functional.mse_loss(model(batch[0]), torch.ones(5, 3, device="meta"))
 
     message = failing(tmp_path, DeviceError, step=step)
-    assert "tensors on meta and cpu meet (test_explanation.py:" in message
+    assert "one operation has tensors on meta and cpu (test_explanation.py:" in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="names a device that this machine lacks")

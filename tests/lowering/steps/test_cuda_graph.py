@@ -304,7 +304,7 @@ def test_an_optimizer_that_counts_on_the_host_is_refused_by_its_name(monkeypatch
     advance(after_one, 1)
     step.optimizer = after_one.optimizer
     monkeypatch.setattr(step, "parts", step.parts.__class__(**{**vars(step.parts), "device": torch.device("meta")}))
-    with pytest.raises(PlanError, match="Adagrad keeps its 'step' on the cpu"):
+    with pytest.raises(PlanError, match="Adagrad stores its 'step' on the cpu"):
         step._check_state()
 
 

@@ -98,7 +98,7 @@ def test_a_parameter_that_is_used_past_its_module_is_named(machine: SecondDevice
     task = layered(lambda: nn.Linear(6, 6), lambda model, x: x @ model.inner.weight if model.training else x)
     with pytest.raises(DeviceError) as caught:
         hotloop.fit(task, run=tmp_path / "run", plan=on({"inner": "far"}), device="cpu", progress=False)
-    assert "tensors on meta and cpu meet" in str(caught.value) and "all on one device" in str(caught.value)
+    assert "one operation has tensors on meta and cpu" in str(caught.value) and "all on one device" in str(caught.value)
     assert "Call a placed module, use neither its weights nor other methods" in str(caught.value)
 
 
@@ -172,8 +172,8 @@ REFUSED = {
     "a name": ({"wrods": "far"}, "placement names 'wrods', and the model has no such module; expected .*such as words"),
     "a name of nothing alike": ({"q": "far"}, "such as words, hidden, hidden.act"),
     "a parameter": ({"words.weight": "far"}, "no such module"),
-    "one tensor in two places": ({"words": "far"}, "'words.weight' and 'scores.weight' are one tensor.*: on meta, and on cpu"),
-    "one module in two places": ({"act": "far"}, "'hidden.act' and 'act' are one module|'act' and 'hidden.act' are one"),
+    "one tensor in two places": ({"words": "far"}, "'words.weight' and 'scores.weight' share one tensor.*: on meta, and on cpu"),
+    "one module in two places": ({"act": "far"}, "'hidden.act' and 'act' share one module|'act' and 'hidden.act' share one"),
     "what nobody calls": ({"more": "far"}, r"'more' \(ParameterList\), which has no forward"),
 }  # fmt: skip
 

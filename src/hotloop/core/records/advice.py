@@ -17,6 +17,9 @@ NORMAL_90 = 1.645
 OBSERVATION_SPREAD = 0.15
 """Standard deviation of the logarithm of measured over predicted time between Tasks on one chip."""
 
+LEAST_MEASURED_SPREAD = 0.05
+"""Share of a measured step that its interval has on each side at least: later runs differ from the measured second."""
+
 
 class MachineAdvice(Record):
     """A machine, with the predicted step and run.
@@ -152,6 +155,26 @@ class Prediction(Record):
     @property
     def measured(self) -> float | None:
         return statistics.median(self.measured_ms) if self.measured_ms else None
+
+
+class MeasuredStep(Record):
+    """A step measured on the machine at hand: mean milliseconds, and the interval that 90 % of the steps are within."""
+
+    step_ms: float
+    low_ms: float
+    high_ms: float
+
+    @classmethod
+    def from_times(cls, times_ms: Sequence[float]) -> MeasuredStep:
+        """Returns mean and quantiles of two or more times; the interval has at least 5 % on each side of the mean."""
+        mean = statistics.fmean(times_ms)
+        quantiles = statistics.quantiles(times_ms, n=20, method="inclusive")
+        low, high = quantiles[0], quantiles[-1]
+        return cls(
+            step_ms=mean,
+            low_ms=min(low, mean * (1 - LEAST_MEASURED_SPREAD)),
+            high_ms=max(high, mean * (1 + LEAST_MEASURED_SPREAD)),
+        )
 
 
 class Correction(Record):

@@ -239,7 +239,9 @@ def image_size(path: Path) -> tuple[int, int]:
         with Image.open(path) as image:
             width, height = image.size
             is_rotated = image.getexif().get(_ORIENTATION_TAG, 1) >= _FIRST_ROTATED and image.format != "TIFF"
-    except Exception as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's readers raise OSError, ValueError, SyntaxError, struct.error and others
         raise unreadable_image(path, error) from error
     return (width, height) if is_rotated else (height, width)
 

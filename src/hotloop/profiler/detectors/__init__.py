@@ -173,7 +173,7 @@ def _without_callers(step: ProfiledStep, found: Sequence[Remedy]) -> list[Remedy
 
 
 def _calls(where: str, inner: str, outer: Mapping[str, str]) -> bool:
-    """Returns whether a line calls another one, directly or indirectly."""
+    """Returns whether a line calls another line, directly or indirectly."""
     seen = {inner}
     while (inner := outer.get(inner, "")) and inner not in seen:
         if inner == where:
@@ -187,7 +187,7 @@ def _is_same_cost(one: Remedy, other: Remedy) -> bool:
 
 
 def _unexplained(step: ProfiledStep, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:
-    """Returns general remedies at places without a specific one, or with a gain that is larger by the threshold.
+    """Returns general remedies at places without a specific remedy, or whose gain is larger by the threshold.
 
     Lines of loops are left out, except for loops of plain Python. Lines that start a trainer don't count as explained.
     """

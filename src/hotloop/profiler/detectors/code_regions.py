@@ -13,7 +13,7 @@ from hotloop.profiler.detectors.step import PLAIN, ProfiledStep, group_by, is_ra
 
 _TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
 
-_MIN_SAMPLES = 3  # least number of stack samples of a line; one or two may be chance
+_MIN_SAMPLES = 3  # least number of stack samples of a line; fewer samples may be chance
 _SURE_SHARE = 0.2  # share of the step above which few stack samples are enough
 
 LineOrOperator = LineTime | OperatorTime
@@ -88,7 +88,7 @@ def function_of(one: LineOrOperator) -> tuple[str, str]:
 
 
 def place_of(where: str) -> tuple[str, int]:
-    """Returns file and line number; 0 without one."""
+    """Returns file and line number; 0 without a line number."""
     file, _, number = where.rpartition(":")
     return file, int(number) if number.isdigit() else 0
 
@@ -211,7 +211,7 @@ def is_view(one: OperatorTime) -> bool:
 
 
 def _loop_key(one: OperatorTime) -> tuple[str, str, str]:
-    """Returns a key of repeated work: one module, or many equal ones on one input, as heads."""
+    """Returns a key of repeated work: a module, or equal modules on the same input, such as attention heads."""
     if one.alike >= MIN_LOOP_CALLS:
         return "", one.name, " ".join(one.shapes)
     return one.module, one.name, ""

@@ -54,7 +54,7 @@ def loading_wait_ms(step: ProfiledStep) -> float:
 
 
 def _slowest(step: ProfiledStep, waited: float) -> LoaderUse | None:
-    """Returns the loader with the slowest samples; an untimed one if the others explain little of the wait."""
+    """Returns the loader with the slowest samples; an untimed loader if these explain little of the wait."""
     loaders = [use for use in step.profile.loaders if use.share >= _MAIN_SHARE and use not in step.evaluation_loaders]
     loader = max(loaders, key=lambda use: use.share * _timed_samples_ms(step, use), default=None)
     if loader is None or _timed_samples_ms(step, loader) >= _MAIN_SHARE * waited:

@@ -9,7 +9,7 @@ from hotloop.core.records.profile import Remedy
 from hotloop.profiler.detectors.data_loading import loading_wait_ms
 from hotloop.profiler.detectors.step import COMPUTING_PHASES, ProfiledStep
 
-_MIN_SHARE = 0.2  # least share of calls in the step; larger than the error of what is measured
+_MIN_SHARE = 0.2  # least share of calls in the step; larger than the error of the measurement
 _ENOUGH_SAMPLES = 32  # batch size above which a larger batch gains little per sample
 _TINY_BATCH = 4  # batch size up to which a larger batch is a remedy beside others
 _PROPOSED_FACTOR = 2  # least factor of the proposed batch size, which is at least `_ENOUGH_SAMPLES`
@@ -24,7 +24,7 @@ def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
     samples = step.profile.samples_per_step
     if not samples:
         return
-    updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # one line stands for all
+    updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # a single line is enough
     phases = [phase for phase in COMPUTING_PHASES if not (updating and phase == "update")]
     others = step.named - step.trainer_lines
     ones = step.operators(lambda one: one.phase in phases and one.where not in others)

@@ -232,7 +232,7 @@ def index_scatter(step: ProfiledStep) -> Iterator[Remedy]:
             scatters = [one for one in same if any(part in one.name for part in _INDEX_OPS)]
             spent, scattering = (sum(step.cost_ms(one) for one in ones) for ones in (same, scatters))
             floating = sum(step.cost_ms(one) for one in same if one.dtype and one not in scatters)
-            needed = spent - floating  # what else the line calculates with stays as it is
+            needed = spent - floating  # the line's other inputs keep their dtype
             if not (where and scatters) or scattering < max(_MAIN_SHARE * (floating + scattering), _MIN_SHARE * spent):
                 continue
             zeros = _zero_fills(step, scatters)

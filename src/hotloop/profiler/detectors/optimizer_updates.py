@@ -108,7 +108,7 @@ def _group_remedy(step: ProfiledStep, use: OptimizerUse) -> Iterator[Remedy]:
 
 
 def _spare_groups(use: OptimizerUse) -> int:
-    """Returns the number of groups beyond one per distinct settings."""
+    """Returns how many groups repeat the settings of another group."""
     return len(use.groups) - len({group.settings for group in use.groups})
 
 
@@ -203,7 +203,7 @@ def _tensor_loops(step: ProfiledStep, tensors: float) -> dict[str, list[Operator
 
 
 def _per_tensor_operators(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime]:
-    """Returns a line's operators in the update if the line runs one for each tensor.
+    """Returns a line's operators in the update if the line runs an operator for each tensor.
 
     The operators that torch itself runs for the tensors of a `_foreach_` list on a CPU don't count.
     """
@@ -298,7 +298,7 @@ def dense_embedding_update(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _has_dense_gradient(step: ProfiledStep, one: OperatorTime) -> bool:
-    """Returns whether a gradient of all rows is made; frozen tables have none, sparse ones have few rows."""
+    """Returns whether a gradient of all rows is made; frozen tables have no gradient, sparse gradients few rows."""
     place = one.where, one.module
     return any(
         other.name == "aten::embedding_dense_backward" and (other.where, other.module) == place

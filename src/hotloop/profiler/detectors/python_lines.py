@@ -126,7 +126,7 @@ def counting_lines(ones: Sequence[OperatorTime]) -> set[str]:
 
 
 def is_counting_answers(ones: Sequence[OperatorTime]) -> bool:
-    """Returns whether answers are chosen and right ones counted, by operators on integers or booleans."""
+    """Returns whether predictions are chosen and correct predictions counted, by operators on integers or booleans."""
     names = {one.name for one in ones}
     whole = {one.name for one in ones if not one.dtype}
     counts = bool(whole & _COUNTING_OPS) or ("aten::_to_copy" in whole and bool(names & _COUNTING_OPS))
@@ -219,7 +219,7 @@ def _is_network_call(step: ProfiledStep, line: LineTime) -> bool:
 
 
 def _action_functions(step: ProfiledStep) -> set[tuple[str, str]]:
-    """Returns functions that choose an action: they call a network, and draw a number or read one on the host."""
+    """Returns functions that choose an action: they call a network, and draw or read a number on the host."""
     asking = {function_of(line) for line in step.profile.lines if _is_network_call(step, line)} - loop_functions(step)
     chosen = step.operators(lambda one: bool(one.where) and (is_random(one) or one.name == "aten::item"))
     return asking & {function_of(one) for one in chosen}
@@ -349,7 +349,7 @@ def _parameter_loop(step: ProfiledStep, line: LineTime) -> tuple[str, str] | Non
 
 
 def _is_metric(step: ProfiledStep, lines: Sequence[LineTime]) -> bool:
-    """Returns whether lines choose or compare answers, in a file that counts right ones; batches may look alike."""
+    """Returns whether lines choose or compare predictions, in a file that counts correct predictions."""
     places = {line.where for line in lines}
     files = {place.rpartition(":")[0] for place in places}
     ones = step.operators(lambda one: one.phase in ASIDE_PHASES and one.phase != "batch")

@@ -78,7 +78,7 @@ def find_loops(step: ProfiledStep) -> list[Loop]:
 
 
 def lines_in_loops(step: ProfiledStep, *, plain: bool = True) -> frozenset[str]:
-    """Returns all lines of loops with a remedy; the remedy names one of them.
+    """Returns all lines of loops with a remedy; the remedy names a line of the loop.
 
     Args:
         plain: whether lines of plain Python loops are included.
@@ -124,7 +124,7 @@ def _is_action_loop(step: ProfiledStep, loop: Loop) -> bool:
 
 
 def _is_in_action_loop(loop: Loop, acting: Sequence[float]) -> bool:
-    """Returns whether a loop calls a network for actions, or does what belongs to each of them."""
+    """Returns whether a loop calls a network for actions, or runs work that belongs to each action."""
     asks = any(one.module not in PLAIN or is_random(one) or one.name == "aten::item" for one in loop.operators)
     return asks and any(abs(loop.rounds - rounds) <= 0.1 * rounds for rounds in acting)
 

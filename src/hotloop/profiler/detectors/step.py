@@ -119,7 +119,7 @@ class ProfiledStep:
         return self._between_ms.get(phase, 0.0)
 
     def reclaimable_ms(self, one: OperatorTime) -> float:
-        """Returns the milliseconds saved if all calls of an operator were one call.
+        """Returns the milliseconds saved if a single call replaced all calls of an operator.
 
         The least time of the work itself stays, and of large operators little more than the launch is saved. The time
         between calls counts only up to that of a small operator: a longer time has another cause.
@@ -312,7 +312,7 @@ def module_text(operators: Sequence[OperatorTime], step: ProfiledStep) -> str:
 
 
 def percent(share: float) -> str:
-    """Formats a share as `12 %`, small ones with a decimal."""
+    """Formats a share as `12 %`, small shares with a decimal."""
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
 
 

@@ -151,7 +151,7 @@ def _upwards(module: str) -> list[str]:
 
 
 def _classify(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_ScaledShape]) -> tuple[CauseAndAdvice, set[str]]:
-    """Returns what operators do and at which lines; no lines if the step may need them.
+    """Returns the operators' work and its lines; no lines if the step may need the results.
 
     Args:
         whole: whether the operators are all that their function does.
@@ -184,7 +184,7 @@ def _kept(ones: Sequence[OperatorTime]) -> set[str]:
 
 
 def _scaled_shapes(step: ProfiledStep) -> set[_ScaledShape]:
-    """Returns what is divided, or scaled by a tensor of another shape, as in normalization."""
+    """Returns values that are divided, or scaled by a tensor of another shape, as in normalization."""
     ones = step.operators(lambda one: one.phase in _COMPUTING_PHASES and not one.outer)
     scaling = [
         one for one in ones if one.name in _DIVIDING or (one.name in _SCALING and len({*one.shapes}) == len(one.shapes))
@@ -294,7 +294,7 @@ _INTENDED_PATTERNS = ("input gradients",)  # patterns that may be part of the me
 _IF_IT_COUNTS = ("garbage collection",)  # patterns that any loop has to a small degree
 
 _NAN_CHECK_OPS = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero", "aten::item"})
-"""Operators of the NaN check of anomaly detection; torch versions differ by one or two."""
+"""Operators of the NaN check of anomaly detection; their number differs by 1 or 2 between torch versions."""
 
 
 def slow_patterns(step: ProfiledStep) -> Iterator[Remedy]:
@@ -316,7 +316,7 @@ def slow_patterns(step: ProfiledStep) -> Iterator[Remedy]:
 
 
 def _merge_single_switch(habits: Sequence[SlowPattern]) -> Iterator[SlowPattern]:
-    """Sums patterns of all lines if one switch removes them; the line is that of the largest."""
+    """Sums patterns of all lines that a single switch removes; the line is that of the largest pattern."""
     for what, same in group_by(habits, lambda one: one.what).items():
         if what not in _SINGLE_SWITCH_PATTERNS or len(same) == 1:
             yield from same
@@ -343,7 +343,7 @@ def _won_ms(step: ProfiledStep, habit: SlowPattern) -> float:
     if habit.what == "profiler":
         each_ms = (habit.call_us or 0.0) / 1e3 - step.launch_ms
         return max(0.0, (habit.calls or 0.0) * each_ms)
-    if habit.what == "evaluation":  # the longest evaluation is taken as the one with the loader's batches
+    if habit.what == "evaluation":  # the longest evaluation is assumed to use the loader's batches
         evaluations = [one for one in step.profile.habits if one.what == "evaluation"]
         if habit == max(evaluations, key=lambda one: one.ms or 0.0):
             return (habit.ms or 0.0) + step.evaluating_ms
@@ -365,7 +365,7 @@ def _pattern_evidence(step: ProfiledStep, habit: SlowPattern) -> str:
 
 
 def unused_functions(step: ProfiledStep) -> Iterator[Remedy]:
-    """Yields a remedy for functions on tensors that run again without a backward, at lines that also have one.
+    """Yields a remedy for functions that run again without a backward, at lines that also run with a backward.
 
     Networks that are modules are left to `habits`: a teacher may run the same lines as the trained network.
     """

@@ -249,7 +249,7 @@ class _Trace:
             if self.parts.clip_value is not None:
                 nn.utils.clip_grad_value_(trained, self.parts.clip_value)
             optimizer.step(closure)
-        except Exception as error:
+        except Exception as error:  # an optimizer is user code: it may read a number that a fake tensor lacks
             if self.mode is None:
                 raise
             self._count_update(optimizer, error)

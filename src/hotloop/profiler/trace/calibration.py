@@ -114,7 +114,7 @@ def with_device_times(
 def with_compiled(
     own: Mapping[ModuleName, OwnTime], operators: Sequence[OperatorTime], inside: Mapping[str, ModuleName]
 ) -> dict[ModuleName, OwnTime]:
-    """Adds modules inside of compiled ones, with the times of their kernels; no clock sees them.
+    """Adds modules inside of compiled modules, with the times of their kernels; hooks can't time them.
 
     Args:
         own: clock times; the time of an added module is subtracted from that of the module around it.

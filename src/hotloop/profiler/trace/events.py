@@ -1,8 +1,8 @@
 """Reads a profiler's record of a step: operators with their modules, lines and own times.
 
-Events on a thread are nested by their times. Operators inside of one with known counts belong to it, so `aten::linear`
-includes the time of its `aten::addmm`. Backward events have the number of their node, which gives the module and line
-of the forward. Device kernels have the number of the operator that launched them.
+Events on a thread are nested by their times. Operators inside of an operator with known counts belong to the outer
+operator, so `aten::linear` includes the time of its `aten::addmm`. Backward events have the number of their node, which
+gives the module and line of the forward. Device kernels have the number of the operator that launched them.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class TraceReader:
         after = [operator.event.number for operator in forward[1:]] + [last]
         for operator, following in zip(forward, after, strict=True):
             operator.created_nodes = (operator.event.number, max(following, operator.event.number))
-        for operator in found:  # outer ones first: autograd only sees a custom function, not its operators
+        for operator in found:  # outer operators first: autograd records a custom function, not its operators
             if (
                 operator.outer is not None
                 and operator.event.number < 0

@@ -204,7 +204,7 @@ def kernel_parts(nodes: Iterable[Any]) -> tuple[KernelPart, ...]:
 
 
 def _assign_unowned_nodes(found: dict[tuple[int | None, Phase | None], list[tuple[float, float | None, Any]]]) -> None:
-    """Assigns nodes that the compiler inserted, without a module, to the largest part with one."""
+    """Assigns nodes that the compiler inserted without a module to the largest part that has a module."""
     for key in [key for key in found if key[0] is None]:
         others = [other for other in found if other[0] is not None]
         if others:

@@ -38,7 +38,7 @@ class Tracer:
     """Traces steps between `begin()` and `end()`; the script's own profiler has priority.
 
     Attributes:
-        notes: sentences on what couldn't be traced.
+        notes: sentences on operators that couldn't be traced.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Tracer:
         return torch.autograd._disable_profiler()
 
     def _yield_to_script_profiler(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        """Drops the step if the script starts a profiler: there can be only one."""
+        """Drops the step if the script starts a profiler: torch runs a single profiler at a time."""
 
         @wraps(start)
         def started(*args: Any, **kwargs: Any) -> Any:

