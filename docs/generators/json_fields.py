@@ -17,6 +17,7 @@ from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.model_summary import ModelSummary
 from hotloop.core.records.profile import Profile
 from hotloop.core.records.race import Parity, RaceScaling, Verdict
+from hotloop.core.records.study import BatchSizeRange, LearningRateRange, StudyResult
 from hotloop.core.records.training import Evaluation, ExportRecord
 
 PAGE = Path(__file__).parents[1] / "reference" / "json.md"
@@ -51,7 +52,20 @@ An error is a document as well, with exit code 1 or 2:
 | `export` | [ExportRecord](#exportrecord) |
 """
 
-DOCUMENTS = (Hardware, Verdict, RaceScaling, Parity, Profile, Explanation, ModelSummary, Evaluation, ExportRecord)
+DOCUMENTS = (
+    Hardware,
+    Verdict,
+    RaceScaling,
+    Parity,
+    Profile,
+    Explanation,
+    ModelSummary,
+    Evaluation,
+    ExportRecord,
+    StudyResult,
+    LearningRateRange,
+    BatchSizeRange,
+)
 
 
 def meanings(record: type) -> dict[str, str]:

@@ -34,6 +34,7 @@ _HOME = {
     "profile": "hotloop.profiler.profile",
     "explain": "hotloop.explainer.explain",
     "summary": "hotloop.api",
+    "study": "hotloop.hyperparameters.study",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("arrays", "data", "errors")
@@ -62,6 +63,7 @@ __all__ = [
     "predict",
     "profile",
     "race",
+    "study",
     "summary",
     "tune",
 ]
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from hotloop.errors import HotloopError
     from hotloop.explainer.explain import explain
     from hotloop.hardware_advice.public_functions import advise, estimate_step
+    from hotloop.hyperparameters.study import study
     from hotloop.lowering.build import lower
     from hotloop.plan import Plan
     from hotloop.profiler.profile import profile

@@ -16,6 +16,7 @@ HotloopError
 │   ├── MemoryExhausted   the device or the machine ran out of memory
 │   ├── RankLostError     another rank ended while this rank waited for it
 │   └── OutOfStepError    ranks have different numbers where they should have the same
+├── StudyError            the space, the settings or the folder of a study can't be used
 └── ExportError           the model can't be written in the requested format
 """
 
@@ -170,6 +171,10 @@ class RankLostError(TrainingError):
 
 class OutOfStepError(TrainingError):
     """Ranks have different parameters or buffers where they should have the same."""
+
+
+class StudyError(HotloopError):
+    """The space, the settings or the folder of a study can't be used."""
 
 
 class ExportError(HotloopError):

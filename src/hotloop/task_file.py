@@ -60,17 +60,7 @@ def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> Lo
     Raises:
         TaskError: a missing file, an error in the file, no Task of that name, or an unknown parameter.
     """
-    where, attribute = split_reference(reference)
-    forget_copies()
-    path = file_of_reference(where)
-    if path is not None:
-        module, root = _load_file(path.resolve())
-        stem = path.stem
-    else:
-        module = _load_module(where, reference)
-        is_package = Path(str(module.__file__)).name == "__init__.py"
-        root = Path(str(module.__file__)).resolve().parents[module.__name__.count(".") + is_package]
-        stem = where.rpartition(".")[2]
+    module, root, stem, attribute = _load_reference(reference)
     task = _task_in(module, attribute, parameters or {}, reference)
     files = local_sources(module, root)
     record = SourceRecord(
@@ -85,6 +75,34 @@ def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> Lo
     if task.name == "task":
         task = replace(task, name=stem if attribute == "task" else attribute)
     return LoadedTask(task, record, files)
+
+
+def task_parameters(reference: str) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of a `task(...)` function by name; empty for a Task that is a value.
+
+    Raises:
+        TaskError: a missing file, an error in the file, or no Task of that name.
+    """
+    module, _, _, attribute = _load_reference(reference)
+    value = getattr(module, attribute, None)
+    if isinstance(value, Task):
+        return {}
+    if not callable(value):
+        raise _no_task_error(module, attribute, reference)
+    return named_parameters(value)
+
+
+def _load_reference(reference: str) -> tuple[ModuleType, Path, str, str]:
+    """Returns the module, its root folder, a name for the Task, and the Task's name in the module."""
+    where, attribute = split_reference(reference)
+    forget_copies()
+    path = file_of_reference(where)
+    if path is not None:
+        return *_load_file(path.resolve()), path.stem, attribute
+    module = _load_module(where, reference)
+    is_package = Path(str(module.__file__)).name == "__init__.py"
+    root = Path(str(module.__file__)).resolve().parents[module.__name__.count(".") + is_package]
+    return module, root, where.rpartition(".")[2], attribute
 
 
 def load_from_run(folder: Path, record: SourceRecord) -> Task:
@@ -261,9 +279,7 @@ def _no_task_error(module: ModuleType, attribute: str, reference: str) -> TaskEr
 
 
 def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    parameters = {
-        key: p for key, p in _signature(function).parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
+    parameters = named_parameters(function)
     unknown = [key for key in given if key not in parameters]
     if unknown:
         raise TaskError(
@@ -281,6 +297,12 @@ def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, 
             fix=f"add --param {missing[0]}=VALUE",
         )
     return {key: _parse_argument(value, parameters[key]) for key, value in given.items()}
+
+
+def named_parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """Returns a function's parameters by name, without `*args` and `**kwargs`."""
+    parameters = _signature(function).parameters
+    return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _signature(function: Any) -> inspect.Signature:

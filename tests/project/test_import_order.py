@@ -109,6 +109,8 @@ ORDER = (
     "training/loggers/*",
     "training/*",
     "inference/*",
+    "hyperparameters/*",
+    "hyperparameters/finders/*",
     "view",
     "asynchronous",
     "parallel",

@@ -39,6 +39,7 @@ PUBLIC = {
         "predict",
         "profile",
         "race",
+        "study",
         "summary",
         "tune",
     ],

@@ -22,6 +22,7 @@ COMMANDS = (
     "race",
     "check",
     "tune",
+    "study",
     "profile",
     "summary",
     "explain",
@@ -49,6 +50,7 @@ You write what to train as a Task in a Python file; hotloop decides how to run t
   hotloop race task.py                          which plan finishes this run first
   hotloop check task.py                         does a plan give the same result as the baseline?
   hotloop tune task.py                          find the fastest plan with that result, and store it
+  hotloop study task.py -p lr=1e-4..1e-1:log    search hyper-parameters, exactly repeatable
   hotloop profile task.py                       where a step's time goes, and what would help
   hotloop profile train.py -- --lr 0.1          the same for any PyTorch script with its own arguments
   hotloop summary task.py                       its layers: shapes, parameters, FLOPs, memory

@@ -9,13 +9,14 @@ from typing import Any
 
 from hotloop.errors import HotloopError
 
-_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|summary|devices|advise)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
+_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|summary|devices|advise|study)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
 """A complete command, which `name_arguments` leaves unchanged: the user can enter the command in a shell."""
 
 _PATH = r"[^\s;,]*[^\s;,.:]"
 _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--[a-z-]+(?: \S+)? \((?:or )?([a-z_]+=[^)]*)\)", r"\1"),  # the message names the argument as well
     (rf"hotloop train --resume ({_PATH})", r"hotloop.fit(task, run='\1', resume=True)"),
+    (rf"hotloop study --resume ({_PATH})", r"hotloop.study(make_task, resume='\1')"),
     (rf"--resume ({_PATH})", r"run='\1' and resume=True"),
     (r"--resume\b", "resume=True"),
     (r"--set ([a-z]+)=(\w+)((?: --set [a-z]+=\w+)+)", r"\1=\2\3 in the plan"),
@@ -32,8 +33,12 @@ _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--try\b", "try_remedies=True"),
     (r"--without-prepare\b", "prepare=False"),
     (r"--(trust|refresh)\b", r"\1=True"),
+    (r"--prune\b", "pruner="),
+    (r"--round\b", "round_size="),
+    (r"--study\b", "folder="),
+    (r"--require\b", "constraints="),
 ]
-_NAMES = "chips|gpus|batch-sizes|deadline|budget|prices|precision|carbon|rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
+_NAMES = "trials|sampler|jobs|repeats|seed|chips|gpus|batch-sizes|deadline|budget|prices|precision|carbon|rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
 
 
 def name_arguments(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -64,10 +65,14 @@ def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
     return figure
 
 
-def write_page(
-    path: Path, title: str, figure: go.Figure, option: str | None = None, shared_script: Path | None = None
+def write_figures(
+    path: Path,
+    title: str,
+    figures: Sequence[go.Figure],
+    option: str | None = None,
+    shared_script: Path | None = None,
 ) -> None:
-    """Writes a figure as a page for any browser, also offline; errors name the command's `option`.
+    """Writes figures below each other as one page for any browser, also offline; errors name the command's `option`.
 
     Args:
         shared_script: file of plotly's script, in the page's folder or above, which is written once and shared by pages;
@@ -79,5 +84,16 @@ def write_page(
         if not shared_script.is_file() or shared_script.stat().st_size != len(script):
             write_atomic(shared_script, script, option)
         source = Path(os.path.relpath(shared_script, path.parent)).as_posix()
-    drawn = figure.to_html(full_html=False, include_plotlyjs=source, config=CONFIG)
-    write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)
+    drawn = [
+        figure.to_html(full_html=False, include_plotlyjs=source if number == 0 else False, config=CONFIG)
+        for number, figure in enumerate(figures)
+    ]
+    page = _PAGE.format(title=escape(title), font=FONT, ink=INK, figure="\n".join(drawn))
+    write_atomic(path, page, option)
+
+
+def write_page(
+    path: Path, title: str, figure: go.Figure, option: str | None = None, shared_script: Path | None = None
+) -> None:
+    """Writes one figure as a page; see `write_figures`."""
+    write_figures(path, title, [figure], option, shared_script)

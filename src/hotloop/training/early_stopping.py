@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,16 @@ from hotloop.errors import TaskError
 
 FINISHED = "finished"
 
+PAUSED = "paused"
+"""The reason of a stop at the end of a chosen epoch; the run can be resumed."""
+
 
 @dataclass(frozen=True)
 class RunOutcome:
     """The end of a training.
 
     Attributes:
-        reason: `finished`, `SIGINT`, `SIGTERM`, `SIGHUP`, `stop-after`, or the reason of an early stop.
+        reason: `finished`, `paused`, `SIGINT`, `SIGTERM`, `SIGHUP`, `stop-after`, or the reason of an early stop.
         final: metrics of the test data; None after an interruption.
     """
 
@@ -37,12 +41,14 @@ class EarlyStopping:
         figure: the metric, such as `validation_loss`.
         stop_below: stop when the metric is better than this value.
         patience: stop after this number of epochs without a new best.
+        pause_after_epoch: stop at the end of this epoch, from 1; the run can be resumed.
     """
 
     figure: str
     is_minimized: bool
     stop_below: float | None = None
     patience: int | None = None
+    pause_after_epoch: float = math.inf
 
     @classmethod
     def of(
@@ -99,4 +105,4 @@ class EarlyStopping:
             return f"{self.figure} reached {self.value(history[-1]):.4g}"
         if self.patience is not None and history[-1].epoch - best.epoch >= self.patience:
             return f"no better {self.figure} for {self.patience} epochs"
-        return None
+        return PAUSED if history[-1].epoch >= self.pause_after_epoch else None

@@ -26,7 +26,7 @@ from hotloop.lowering.program import Program
 from hotloop.task import Task
 from hotloop.training.cadence import RANKS_SPAN_S, CheckpointCadence, SpanPacer
 from hotloop.training.checkpoint import BestEpoch, Checkpoint, check_storable, has_only_finite_parameters
-from hotloop.training.early_stopping import FINISHED, EarlyStopping, RunOutcome
+from hotloop.training.early_stopping import FINISHED, PAUSED, EarlyStopping, RunOutcome
 from hotloop.training.resume import check_data, check_schedule, newest_valid_checkpoint, restore_program
 from hotloop.training.run import Run
 
@@ -37,6 +37,7 @@ def train_loop(
     *,
     resume: bool = False,
     stop_after_s: float | None = None,
+    pause_after_epoch: float = math.inf,
     callbacks: Sequence[Callback] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> RunOutcome:
@@ -47,6 +48,7 @@ def train_loop(
         run: the run's folder, locked by the caller.
         resume: continue from the newest valid checkpoint.
         stop_after_s: stop cleanly after this number of seconds.
+        pause_after_epoch: stop cleanly at the end of this epoch, from 1; the Task's `epochs` and schedule stay.
 
     Raises:
         NonFiniteError, MemoryExhausted, DiskError, TaskError: training can't continue; the last valid checkpoint stays.
@@ -55,7 +57,7 @@ def train_loop(
     interrupts = StopSignals(stop_after_s)  # the time limit includes the preparation of data
     program = relower()
     with preserve_generators(*program.devices), translate_worker_death():
-        loop = _TrainingLoop(program, run, relower, interrupts, callbacks, say)
+        loop = _TrainingLoop(program, run, relower, interrupts, callbacks, say, pause_after_epoch)
         try:
             with loop.interrupts.listen():
                 loop.begin(resume)
@@ -72,6 +74,7 @@ class _TrainingLoop:
     interrupts: StopSignals
     callbacks: Sequence[Callback]
     say: Callable[[str], None]
+    pause_after_epoch: float = math.inf
     history: list[EpochRecord] = field(default_factory=list)
     best: BestEpoch | None = None
     pacer: SpanPacer = field(init=False)
@@ -80,9 +83,8 @@ class _TrainingLoop:
         task, judged = self.task, self.program.parts.splits.validation is not None
         self.pacer = SpanPacer() if self.world.is_single else SpanPacer(span_s=RANKS_SPAN_S)
         self.cadence = CheckpointCadence.parse(self.run.record.checkpoint_every)
-        self.stopping = EarlyStopping.of(
-            task.monitor, task.goal, judged, stop_below=task.stop_below, patience=task.patience
-        )
+        rules = dict(stop_below=task.stop_below, patience=task.patience, pause_after_epoch=self.pause_after_epoch)
+        self.stopping = EarlyStopping.of(task.monitor, task.goal, judged, **rules)
         self._best_state: State | None = None  # the best epoch's weights, until the next checkpoint writes them
         self._saved: Position | None = None
         self._shown: tuple[EpochRecord, ...] = ()
@@ -160,7 +162,7 @@ class _TrainingLoop:
     @RANK_PROGRESS.within("end")
     def end(self, reason: str) -> RunOutcome:
         """Saves, and evaluates the test data if training is over."""
-        interrupted = reason in REASONS
+        interrupted = reason in (*REASONS, PAUSED)
         if self._saved != self.program.position or self._best_state is not None:
             self._save()
         final = None
@@ -352,9 +354,7 @@ class _TrainingLoop:
 
     @property
     def learning_rate(self) -> float:
-        return float(
-            self.program.optimizer.param_groups[0].get("lr", math.nan)
-        )  # a user's optimizer class may have none
+        return float(self.program.optimizer.param_groups[0].get("lr", math.nan))  # a user's class may have none
 
     @property
     def _samples_per_s(self) -> float:

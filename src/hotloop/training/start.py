@@ -307,13 +307,13 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
             handle,
             resume=context.is_resumed,
             stop_after_s=None if math.isinf(context.until) else context.until - time.monotonic(),
-            callbacks=[*_default_callbacks(task, program, say), *writers, *context.callbacks] if writers else (),
+            pause_after_epoch=context.pause_after_epoch,
+            callbacks=[*_callbacks(context, program), *writers] if writers else (),
             say=say,
         )
     if plan.parallel == "none" and outcome.history and (line := _compare_with_prediction(context, plan, outcome)):
         say(line)
     return outcome
-
 
 
 def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
@@ -346,8 +346,9 @@ def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | No
     return start_workers(program, recipe, local_rank_count(plan), say, limit_s)
 
 
-def _default_callbacks(task: Task, program: Program, say: Report) -> list[Callback]:
-    return [*task.callbacks, draw_curves, *_tensorboard_callbacks(task, program, say)]
+def _callbacks(context: RunContext, program: Program) -> list[Callback]:
+    reports = [draw_curves, *_tensorboard_callbacks(context.task, program, context.say)] if context.has_reports else []
+    return [*context.task.callbacks, *reports, *context.callbacks]
 
 
 def _tensorboard_callbacks(task: Task, program: Program, say: Report) -> list[Callback]:

@@ -33,6 +33,8 @@ class RunContext:
         wanted: what `plan` and `axes` mean.
         until: when the run stops, in seconds by `time.monotonic()`.
         done: steps of the run before this start.
+        pause_after_epoch: stop cleanly at the end of this epoch, from 1.
+        has_reports: draw the learning curves and write TensorBoard's files when training stops.
         facts: of the Task with its fingerprint, for all steps of the run; None where not computed yet.
     """
 
@@ -51,6 +53,8 @@ class RunContext:
     is_resumed: bool = False
     done: int = 0
     facts: TaskFacts | None = None
+    pause_after_epoch: float = math.inf
+    has_reports: bool = True
 
     @property
     def source(self) -> LoadedTask:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.user_folders import data_folder
+from hotloop.core.records.study import StudyRecord
 from hotloop.core.records.training import RunRecord
 from hotloop.errors import HotloopError, RunError
 
@@ -20,7 +21,7 @@ TRUST_VARIABLE = "HOTLOOP_TRUST"
 """Environment variable; 1 trusts all runs, for unattended resumes on replacement machines."""
 
 
-def run_id(record: RunRecord) -> str:
+def run_id(record: RunRecord | StudyRecord) -> str:
     """Returns the run's id; for runs of older versions, a hash of name and creation time."""
     if record.id:
         return record.id
@@ -28,7 +29,7 @@ def run_id(record: RunRecord) -> str:
     return hashlib.sha256(started.encode(errors="replace")).hexdigest()
 
 
-def require_trust(record: RunRecord, path: Path, asked: bool, say: Callable[[str], None]) -> None:
+def require_trust(record: RunRecord | StudyRecord, path: Path, asked: bool, say: Callable[[str], None]) -> None:
     """Checks that a run's code may execute.
 
     Args:
@@ -44,7 +45,7 @@ def require_trust(record: RunRecord, path: Path, asked: bool, say: Callable[[str
         say(note)
 
 
-def store_trust(record: RunRecord, path: Path) -> list[str]:
+def store_trust(record: RunRecord | StudyRecord, path: Path) -> list[str]:
     """Stores trust in a run; returns a line for the user after a failure.
 
     Args:
@@ -61,7 +62,7 @@ def store_trust(record: RunRecord, path: Path) -> list[str]:
     return []
 
 
-def check_trusted(record: RunRecord, path: Path) -> None:
+def check_trusted(record: RunRecord | StudyRecord, path: Path) -> None:
     """Raises RunError if a run with code was neither started nor trusted by the user."""
     if record.source is None or os.environ.get(TRUST_VARIABLE) == "1":
         return
@@ -76,7 +77,7 @@ def check_trusted(record: RunRecord, path: Path) -> None:
         )
 
 
-def _trust_file(record: RunRecord) -> Path | None:
+def _trust_file(record: RunRecord | StudyRecord) -> Path | None:
     """Returns the file that marks a run as trusted; its name depends on the code's digest, so changes end the trust."""
     folder = data_folder()
     digest = record.source.digest if record.source else ""

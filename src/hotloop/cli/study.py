@@ -1,0 +1,152 @@
+"""`hotloop study`: searches hyper-parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotloop.cli.options import (
+    DeviceOption,
+    JsonOption,
+    SetOption,
+    TrustOption,
+    axes_of_options,
+    exit_on_error,
+    print_json,
+    print_result,
+    say,
+    stdout_for,
+)
+
+
+@exit_on_error
+def study(
+    task: Annotated[
+        str | None, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option("--param", "-p", help="name=values to search, such as lr=1e-4..1e-1:log; repeatable."),
+    ] = None,
+    space: Annotated[Path | None, typer.Option(help="A TOML file with the space; -p changes single names.")] = None,
+    trials: Annotated[int | None, typer.Option(help="Number of trials.", show_default="20")] = None,
+    sampler: Annotated[str, typer.Option(help="tpe, cmaes, gp, grid or random, all of Optuna.")] = "tpe",
+    prune: Annotated[str, typer.Option(help="none, median, hyperband or halving, all of Optuna.")] = "none",
+    jobs: Annotated[int, typer.Option(help="Processes that train at the same time, without effect on the result.")] = 1,
+    round_size: Annotated[
+        int, typer.Option("--round", help="Trials that are proposed together, from the results of earlier rounds.")
+    ] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the search; -p seed=... is the Task's.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Seeds for each trial, whose value is the mean.")] = 1,
+    require: Annotated[
+        list[str] | None, typer.Option(help="A limit such as 'memory < 4GB' or 'step_ms < 5'; repeatable.")
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(help="A time such as 1h, after which no further round begins.")
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            help="auto (the fastest proven plan of each shape of network), baseline, arrays or a TOML file.",
+            show_default="the rules' plan",
+        ),
+    ] = None,
+    settings: SetOption = None,
+    device: DeviceOption = None,
+    folder: Annotated[
+        Path | None, typer.Option("--study", help="New folder; default studies/<name>-<date>-<time>.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this study; --trials is the new total.")] = None,
+    continued: Annotated[
+        int | None, typer.Option("--continue", help="Train this pruned trial of --resume to its end.", metavar="TRIAL")
+    ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            help="lr (a learning-rate range test) or batch-size (the largest and the fastest), without a study."
+        ),
+    ] = None,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Search hyper-parameters; the same seed gives the same trials and winner.
+
+    \b
+    hotloop study task.py -p lr=1e-4..1e-1:log -p width=0.5,1,2 --trials 40
+    hotloop study task.py -p lr=1e-4..1e-1:log -p batch_size=16..256:int:log --prune hyperband
+    hotloop study task.py --space space.toml --jobs 2 --time-limit 1h
+    hotloop study --resume studies/first --trials 80       go on, with 80 trials in all
+    hotloop study --resume studies/first --continue 7      train a pruned trial to its end
+    hotloop study task.py --find lr                        test learning rates, and recommend one
+    hotloop study task.py --find batch-size                the largest that fits, and the fastest
+
+    \b
+    lr=1e-4..1e-1:log     a range, by the logarithm
+    layers=1..4:int       whole numbers
+    dropout=0..0.5:step=0.1
+    width=0.5,1,2         a choice
+    optimizer=sgd         one value
+
+    The names are parameters of the file's task(...), or batch_size, epochs and seed of the Task. Each trial is trained
+    in a process of its own with one thread, and is a run folder. Ctrl-C saves; --resume goes on exactly.
+    """
+    if (task is None) == (resume is None):
+        raise typer.BadParameter("give either a Task, or --resume with a study's folder")
+    if resume is not None and (param or space or folder):
+        raise typer.BadParameter("-p, --space and --study are for a new study; --resume keeps those of the study")
+    if continued is not None and resume is None:
+        raise typer.BadParameter("--continue is for a trial of a study: give it with --resume")
+    if trust and resume is None:
+        raise typer.BadParameter("--trust is for the code in a study's folder: give it with --resume")
+    if find is not None and resume is not None:
+        raise typer.BadParameter("--find is for a Task: give it without --resume")
+    axes = axes_of_options(settings, device=device)
+    if find is not None:
+        assert task is not None
+        _find(find, task, param or [], axes, as_json)
+        return
+
+    from hotloop.hyperparameters import study as studies
+    from hotloop.hyperparameters.space import parse_options, read_space
+    from hotloop.report.study import study_lines, study_table
+
+    options = studies.StudyOptions(
+        trials, sampler, prune, round_size, jobs, seed, repeats, require or [], time_limit, plan, axes
+    )
+    with stdout_for(as_json):
+        if resume is not None and continued is not None:
+            result = studies.continue_trial(resume, continued, None, say, trust=trust)
+        elif resume is not None:
+            result = studies.resume_study(resume, options, None, say, trust=trust)
+        else:
+            assert task is not None
+            given = {**(read_space(space) if space else {}), **parse_options(param or [])}
+            result = studies.start_study(studies.TaskSource.from_value(task), given, options, folder, say)
+    print_result(as_json, result.model_dump(), lambda: study_table(result))
+    for line in [] if as_json else study_lines(result):
+        say(line)
+
+
+def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json: bool) -> None:
+    from hotloop.core.files.source_files import file_of_reference, split_reference
+    from hotloop.core.records.study import LearningRateRange
+    from hotloop.hyperparameters.space import parse_options
+
+    file_of_reference(split_reference(task)[0])
+    space = parse_options(param)
+
+    from hotloop.hyperparameters.finders.find import find
+    from hotloop.report.learning_rate import learning_rate_lines
+
+    page = Path(f"{Path(split_reference(task)[0]).stem}-lr.html")
+    with stdout_for(as_json):
+        found = find(what, task, space, axes, page, say)
+    if as_json:
+        print_json(found.model_dump())
+    elif isinstance(found, LearningRateRange):
+        for line in [*learning_rate_lines(found), f"page: {page}"]:
+            say(line)
+    else:
+        say(f"largest that fits: {found.largest}   best samples/s: {found.fastest}   end: {found.limit}")

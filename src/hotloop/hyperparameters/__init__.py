@@ -1,0 +1,1 @@
+"""Hyper-parameter search: exact, resumable, and with the same result for any number of processes."""

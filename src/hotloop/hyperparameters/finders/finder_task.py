@@ -1,0 +1,41 @@
+"""The Task of a finder, in a process of the trial server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hotloop.core.plan_request import AUTO, PlanRequest
+from hotloop.core.records.study import Value
+from hotloop.errors import StudyError
+from hotloop.hyperparameters.space import Space, as_text
+from hotloop.plan import Plan
+from hotloop.task import Task, override_fields
+from hotloop.task_file import load_task, task_parameters
+from hotloop.tuning.auto.auto import list_options
+
+
+def fixed_values(space: Space) -> dict[str, Value]:
+    """Returns the values of a space.
+
+    Raises:
+        StudyError: a parameter has several values.
+    """
+    for parameter in space.values():
+        if not parameter.is_fixed:
+            raise StudyError(f"{parameter.place} with --find", expected="one value", fix="leave it out of --find")
+    return {name: parameter.choices[0] for name, parameter in space.items()}
+
+
+def load_finder_task(reference: str, values: Mapping[str, Value]) -> tuple[Task, list[str]]:
+    """Returns the Task, and the names of its arguments."""
+    known = task_parameters(reference)
+    texts = {name: as_text(value) for name, value in values.items() if name in known}
+    task = load_task(reference, texts).task
+    return override_fields(task, {name: value for name, value in values.items() if name not in known}), list(known)
+
+
+def rules_plan(task: Task, axes: Mapping[str, Any]) -> Plan:
+    """Returns the rules' first plan without a compilation."""
+    base = PlanRequest.from_value(AUTO, axes).plan
+    return next(choice.plan for choice in list_options(task, base).choices if choice.plan.compile == base.compile)

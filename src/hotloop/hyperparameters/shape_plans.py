@@ -1,0 +1,53 @@
+"""Plans of a study with `--plan auto`: the fastest proven plan of each shape of network, found once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.training import TaskFacts
+from hotloop.core.task_parts.named_optimizers import member_optimizers
+from hotloop.plan import Plan
+from hotloop.task import Task
+from hotloop.task_file import LoadedTask
+from hotloop.tuning.auto.auto import feasibility_facts
+from hotloop.tuning.tune import cached_or_tuned_plan
+
+
+def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan) -> Plan:
+    """Returns the plan for trials that differ in numbers alone; the first trial of a shape finds the plan.
+
+    Args:
+        folder: where the study stores plans.
+        base: axes that are set.
+    """
+    path = folder / f"{shape_key(loaded.task, base)}.toml"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # trials of the same shape wait for the plan
+        if not path.is_file():
+            print(f"finding the plan for {path.stem}", flush=True)
+            plan, reason = cached_or_tuned_plan(loaded, PlanRequest(base, is_auto=True))
+            print(reason, flush=True)
+            write_atomic(path, (plan or base).to_toml())
+    return Plan.read(path)
+
+
+def shape_key(task: Task, base: Plan) -> str:
+    """Returns a hash of what a plan's speed depends on: shapes, layers and optimizers, without their numbers."""
+    facts, _ = feasibility_facts(task, base)
+    model = task.build_model()
+    optimizers = [type(one).__name__ for one in member_optimizers(task.build_optimizer(model))]
+    tensors = [[name, list(value.shape), str(value.dtype)] for name, value in model.state_dict(keep_vars=True).items()]
+    layers = [[name, type(module).__qualname__] for name, module in model.named_modules()]
+    text = json.dumps([tensors, layers, optimizers, _sizes(facts), base.brief()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _sizes(facts: TaskFacts) -> list[Any]:
+    return [facts.batch_size, facts.inputs, facts.drops, facts.one_operation, facts.steps is None]

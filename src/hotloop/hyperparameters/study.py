@@ -1,0 +1,324 @@
+"""Starts, continues and reports studies."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.files.source_files import split_reference
+from hotloop.core.files.trust import require_trust, store_trust
+from hotloop.core.hardware.versions import result_versions
+from hotloop.core.plan_request import ARRAYS, AUTO, BASELINE, PlanRequest
+from hotloop.core.records.study import StudyRecord, StudyResult, TrialRecord
+from hotloop.core.reporter import Report
+from hotloop.core.terminal import Terminal
+from hotloop.errors import HotloopError, StudyError
+from hotloop.hyperparameters import samplers
+from hotloop.hyperparameters.results import link_winner, study_result
+from hotloop.hyperparameters.space import Space, check_names, first_values, largest, parse_space
+from hotloop.hyperparameters.study_folder import StudyFolder, unused_folder
+from hotloop.hyperparameters.study_options import DEFAULT_ROUND, StudyOptions, TaskSource
+from hotloop.hyperparameters.trial_processes import TrialProcesses
+from hotloop.hyperparameters.trial_rounds import FINISHED, Rounds
+from hotloop.plan import Plan
+from hotloop.report.study import study_lines, study_table, write_study
+from hotloop.training.run import Run
+
+_TRIALS = "trials"
+
+_ATTEMPTS = 3
+"""Times that the Task is loaded, if the system kills its process."""
+
+DEFAULT_TRIALS = 20
+_PLAN_FILE = "plan.toml"
+_RULES = "rules"
+
+
+def start_study(source: TaskSource, space: Space, options: StudyOptions, path: Path | None, say: Report) -> StudyResult:
+    """Runs a new study.
+
+    Args:
+        path: a new folder; None for `studies/<name>-<date>-<time>`.
+
+    Raises:
+        StudyError: the space, an option or the folder can't be used.
+        TaskError: the Task can't be loaded.
+    """
+    options.check()
+    until = options.until
+    if path is not None:
+        StudyFolder.check_new(path)
+    path = path or unused_folder(Path(split_reference(source.reference)[0]).stem)
+    is_new = not path.exists()
+    with TrialProcesses(path / "logs") as processes:
+        try:
+            folder = _create(source, space, options, path, processes)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        return _run(folder, processes, source.make_task, options, until, say)
+
+
+def _create(
+    source: TaskSource, space: Space, options: StudyOptions, path: Path, processes: TrialProcesses
+) -> StudyFolder:
+    fixed = [name for name, parameter in space.items() if parameter.is_fixed]
+    found = processes.run(
+        "hotloop.hyperparameters.trial:describe",
+        "task.txt",
+        attempts=_ATTEMPTS,
+        reference=source.reference,
+        make_task=source.make_task,
+        values=first_values(space),
+        fixed=fixed,
+    )
+    if isinstance(found, HotloopError):
+        raise found
+    if found is None:
+        raise StudyError("the process that loads the Task was killed", expected="enough memory for the Task's data")
+    space = check_names(space, found.arguments, found.kinds)
+    epochs = largest(space, "epochs", found.epochs)
+    record = StudyRecord(
+        id=uuid.uuid4().hex,
+        name=found.name,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        source=found.source,
+        space=space,
+        arguments=found.arguments,
+        sampler=options.sampler,
+        pruner=options.pruner,
+        seed=options.seed,
+        round_size=options.round_size,
+        repeats=options.repeats,
+        plan=_plan_name(options),
+        axes=dict(options.axes),
+        constraints=list(options.constraints),
+        figure=found.figure,
+        is_minimized=found.is_minimized,
+        epochs=epochs,
+        rungs=samplers.rungs(options.pruner, epochs),
+        task_epochs=found.epochs,
+        task_seed=found.seed,
+        versions=result_versions(),
+    )
+    samplers.check_settings(record)
+    if record.plan == _PLAN_FILE:
+        write_atomic(path / _PLAN_FILE, PlanRequest.from_value(options.plan).plan.to_toml())
+    if record.source is not None:
+        store_trust(record, path)
+    return StudyFolder.create(path, record, found.files)
+
+
+def _plan_name(options: StudyOptions) -> str:
+    if options.plan is None:
+        return _RULES
+    return str(options.plan) if options.plan in (AUTO, BASELINE, ARRAYS) else _PLAN_FILE
+
+
+def resume_study(
+    path: Path, options: StudyOptions, make_task: bytes | None, say: Report, *, trust: bool = False
+) -> StudyResult:
+    """Goes on with a study where it was stopped or killed; `options` change the number of trials, jobs and the time.
+
+    Args:
+        make_task: the function of a study from Python.
+        trust: execute the source in the folder, also of a study that somebody else started.
+    """
+    options.check()
+    folder = _open(path, make_task, say, trust)
+    with TrialProcesses(path / "logs") as processes:
+        return _run(folder, processes, make_task, options, options.until, say)
+
+
+def continue_trial(
+    path: Path, number: int, make_task: bytes | None, say: Report, *, trust: bool = False
+) -> StudyResult:
+    """Trains a pruned trial of a study to its end, exactly as if it had not been pruned."""
+    folder = _open(path, make_task, say, trust)
+    with samplers.silence_optuna(), TrialProcesses(path / "logs") as processes:
+        result = study_result(folder, FINISHED)
+        if not 0 <= number < len(result.trials):
+            raise StudyError(f"--continue {number}", expected=f"a trial from 0 to {len(result.trials) - 1}")
+        if (state := result.trials[number].state) != "pruned":
+            raise StudyError(f"trial {number} is {state}", expected="a pruned trial")
+        with _locked(folder):
+            Rounds(folder, processes, make_task, 1, say).train_to_end(number)
+            return _report(folder, FINISHED)
+
+
+def _open(path: Path, make_task: bytes | None, say: Report, trust: bool) -> StudyFolder:
+    folder = StudyFolder.open(path)
+    if folder.record.source is None and make_task is None:
+        raise StudyError(
+            f"the study in {path} was started from Python, so the folder has no file with its Task",
+            expected="the function",
+            fix=f"go on from Python: hotloop.study(make_task, resume={str(path)!r})",
+        )
+    if folder.record.source is not None:
+        require_trust(folder.record, path, trust, say)
+    return folder
+
+
+def _locked(folder: StudyFolder) -> ExitStack:
+    stack = ExitStack()
+    folder.lock()
+    stack.callback(folder.unlock)
+    return stack
+
+
+def _run(
+    folder: StudyFolder,
+    processes: TrialProcesses,
+    make_task: bytes | None,
+    options: StudyOptions,
+    until: float,
+    say: Report,
+) -> StudyResult:
+    with _locked(folder), samplers.silence_optuna():
+        study = folder.optuna
+        trials = options.trials or study.user_attrs.get(_TRIALS, DEFAULT_TRIALS)
+        if (limit := samplers.trial_limit(folder.record)) is not None and trials > limit:
+            say(f"the grid has {limit} points, so the study has {limit} trials")
+            trials = limit
+        study.set_user_attr(_TRIALS, trials)
+        if options.jobs > (at_once := folder.record.round_size * folder.record.repeats):
+            say(f"of {options.jobs} jobs {at_once} work at the same time: a round has {at_once} runs (--round)")
+        try:
+            ended = Rounds(folder, processes, make_task, options.jobs, say).run(trials, until)
+        except KeyboardInterrupt:
+            say(f"saved; go on with: hotloop study --resume {folder.path}")
+            raise
+        if ended != FINISHED:
+            say(f"stopped ({ended}), saved; go on with: hotloop study --resume {folder.path}")
+        return _report(folder, ended)
+
+
+def _report(folder: StudyFolder, ended: str) -> StudyResult:
+    """Returns the result, and writes the winner's link and the page."""
+    result = study_result(folder, ended)
+    link_winner(folder, result)
+    write_study(folder.path / "study.html", result, folder.optuna)
+    return result
+
+
+class Study:
+    """A study that has ended or was stopped.
+
+    Attributes:
+        path: the folder.
+        result: trials, winner and importance; see `StudyResult`.
+    """
+
+    def __init__(self, result: StudyResult, make_task: Callable[..., Any] | None = None) -> None:
+        self.path, self.result, self._make_task = Path(result.study), result, make_task
+
+    def __repr__(self) -> str:
+        best = self.best
+        found = "no complete trial" if best is None else f"best={best.value!r}, params={best.params!r}"
+        return f"Study({str(self.path)!r}, trials={len(self.result.trials)}, {found})"
+
+    @property
+    def trials(self) -> list[TrialRecord]:
+        return self.result.trials
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The winner; None if no trial is complete."""
+        return self.result.winner
+
+    @property
+    def importance(self) -> dict[str, float]:
+        return self.result.importance
+
+    @property
+    def run(self) -> Run:
+        """The winner's run, for `hotloop.load_model`, `evaluate`, `predict` and `export`.
+
+        Raises:
+            StudyError: no trial is complete.
+        """
+        if self.best is None:
+            raise StudyError(f"no trial of {self.path} is complete", expected="one at least")
+        handle = Run.open(Path(self.best.runs[0]))
+        if self._make_task is not None:
+            record = StudyFolder.open(self.path).record
+            handle.task = self._make_task(**{k: v for k, v in self.best.params.items() if k in record.arguments})
+        return handle
+
+    def continue_trial(self, number: int) -> Study:
+        """Trains a pruned trial to its end, exactly as if it had not been pruned; returns the study with the result."""
+        make_task = None if self._make_task is None else TaskSource.from_value(self._make_task).make_task
+        return Study(continue_trial(self.path, number, make_task, lambda line: None), self._make_task)
+
+
+def study(
+    make_task: Callable[..., Any] | str | Path,
+    space: Mapping[str, Any] | None = None,
+    *,
+    folder: str | Path | None = None,
+    resume: str | Path | None = None,
+    trials: int | None = None,
+    sampler: str = "tpe",
+    pruner: str = "none",
+    round_size: int = DEFAULT_ROUND,
+    jobs: int = 1,
+    seed: int = 0,
+    repeats: int = 1,
+    constraints: Sequence[str] = (),
+    time_limit: str | None = None,
+    plan: Plan | str | Path | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> Study:
+    """Searches the hyper-parameters with the best monitored figure; the same seed gives the same trials and winner.
+
+    Each trial is trained in a process of its own, and is a run folder.
+
+    Args:
+        make_task: a function that returns the Task, with the hyper-parameters as arguments; or a Task's file.
+        space: name -> `"1e-4..1e-1:log"`, `"16..256:int"`, a list of values, a value, or a table with `when`. The names
+            are arguments of `make_task`, or `batch_size`, `epochs` and `seed` of the Task.
+        folder: a new folder; default `studies/<name>-<date>-<time>`.
+        resume: the folder of a study to go on with; `trials` is then the new total.
+        trials: number of trials; default 20.
+        sampler: `tpe`, `cmaes`, `gp`, `grid` or `random`, all of Optuna.
+        pruner: `none`, `median`, `hyperband` or `halving`, all of Optuna.
+        round_size: trials that are proposed together; part of the study, unlike `jobs`.
+        jobs: processes that train at the same time.
+        repeats: seeds for each trial, whose value is the mean.
+        constraints: limits such as `memory < 4GB` and `step_ms < 5`; the result is then not exact.
+        time_limit: a time such as `1h`, after which no further round begins.
+        plan: as in `fit`; `auto` finds the fastest proven plan once for each shape of network. Default: the rules' plan.
+        device: overrides the plan's.
+        progress: print a line for each trial, and the table.
+
+    Raises:
+        StudyError: the space, an option or the folder can't be used.
+        TaskError: the Task can't be loaded.
+    """
+    console = Terminal() if progress else Terminal(quiet=True)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    options = StudyOptions(
+        trials, sampler, pruner, round_size, jobs, seed, repeats, constraints, time_limit, plan,
+        {} if device is None else {"device": device},
+    )  # fmt: skip
+    source = TaskSource.from_value(make_task)
+    if resume is not None:
+        result = resume_study(Path(resume), options, source.make_task, say)
+    else:
+        place = None if folder is None else Path(folder)
+        result = start_study(source, parse_space(space or {}), options, place, say)
+    console.print(study_table(result))
+    for line in study_lines(result):
+        say(line)
+    return Study(result, make_task if callable(make_task) else None)

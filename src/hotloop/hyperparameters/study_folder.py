@@ -1,0 +1,145 @@
+"""The folder of a study.
+
+study.json     the settings, stored before the first trial
+study.db       Optuna's storage, which its dashboard opens
+source/        the Task's source files
+records/       the state of each run of a trial
+trials/        run folders
+best           a link to the winner's run folder
+study.html     the page
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import optuna
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from hotloop.core.files.atomic_files import read_regular, translate_write_errors, write_atomic
+from hotloop.core.files.journal import read_step
+from hotloop.core.records.study import StudyRecord, TrialProgress
+from hotloop.errors import StudyError
+from hotloop.hyperparameters.samplers import STUDY_NAME, direction
+
+_FILE = "study.json"
+
+
+class StudyFolder:
+    """A study's files; one process at a time works in the folder."""
+
+    def __init__(self, path: Path, record: StudyRecord) -> None:
+        self.path, self.record = path, record
+        self._lock = FileLock(path / ".lock")
+        self._optuna: optuna.Study | None = None
+
+    @classmethod
+    def create(cls, path: Path, record: StudyRecord, files: Mapping[str, bytes]) -> StudyFolder:
+        """Creates a study; a kill before the end leaves a folder that a new study may take."""
+        for name, content in files.items():
+            write_atomic(path / "source" / name, content)
+        write_atomic(path / _FILE, record.model_dump_json(indent=2))
+        return cls(path, record)
+
+    @staticmethod
+    def check_new(path: Path) -> None:
+        """Raises StudyError if `path` can't become a new study."""
+        with translate_write_errors(path):
+            if (path / _FILE).is_file():
+                raise StudyError(
+                    f"{path} holds a study already",
+                    expected="a new folder",
+                    fix=f"go on by `hotloop study --resume {path}`, or choose another with --study",
+                )
+            others = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+            if others - {"source", "logs", ".lock"} or (path.exists() and not path.is_dir()):
+                raise StudyError(f"{path} exists and is no study", expected="a new folder", fix="choose another")
+
+    @classmethod
+    def open(cls, path: Path) -> StudyFolder:
+        """Opens a study.
+
+        Raises:
+            StudyError: there is no study, or its settings can't be read.
+        """
+        with translate_write_errors(path):
+            content = read_regular(path / _FILE) if (path / _FILE).is_file() else None
+        if content is None:
+            raise StudyError(f"{path} is no study", expected="a folder of `hotloop study`", fix="check the path")
+        try:
+            return cls(path, StudyRecord.model_validate_json(content))
+        except ValidationError as error:
+            raise StudyError(f"{path / _FILE} is damaged", fix="restore it from a copy") from error
+
+    def lock(self) -> None:
+        """Locks the folder for this process.
+
+        Raises:
+            StudyError: another process works in the folder.
+        """
+        with translate_write_errors(self.path):
+            try:
+                self._lock.acquire(timeout=5)  # a killed study's last processes end within seconds
+            except Timeout:
+                raise StudyError(f"{self.path} is in use by another process", fix="wait for it, or stop it") from None
+
+    def unlock(self) -> None:
+        self._lock.release()
+
+    @property
+    def optuna(self) -> optuna.Study:
+        """Optuna's study in SQLite."""
+        if self._optuna is None:
+            self._optuna = optuna.create_study(
+                study_name=STUDY_NAME,
+                storage=f"sqlite:///{self.path / 'study.db'}",
+                direction=direction(self.record),
+                sampler=optuna.samplers.RandomSampler(seed=0),
+                load_if_exists=True,
+            )
+        return self._optuna
+
+    def run_path(self, number: int, repeat: int = 0) -> Path:
+        return self.path / "trials" / f"{number:04d}{f'-{repeat + 1}' if self.record.repeats > 1 else ''}"
+
+    def progress(self, number: int, repeat: int = 0) -> TrialProgress:
+        """Returns the stored state of a run of a trial, or a state without epochs."""
+        path = self._progress_path(number, repeat)
+        content = read_regular(path) if path.is_file() else None
+        if content is None:
+            return TrialProgress(number=number, repeat=repeat)
+        try:
+            return TrialProgress.model_validate_json(content)
+        except ValidationError:  # the run's own files have the state
+            return TrialProgress(number=number, repeat=repeat)
+
+    def store_progress(self, progress: TrialProgress) -> None:
+        before = self.progress(progress.number, progress.repeat)
+        total = progress.model_copy(update={"seconds": before.seconds + progress.seconds})
+        write_atomic(self._progress_path(progress.number, progress.repeat), total.model_dump_json())
+
+    def _progress_path(self, number: int, repeat: int) -> Path:
+        return self.path / "records" / f"{number:04d}-{repeat + 1}.json"
+
+    def reached(self, number: int, repeat: int) -> int:
+        """Returns the last step of a run of a trial that may be done."""
+        return read_step(self.run_path(number, repeat) / "reached")[0] or 0
+
+    def link_best(self, run: Path) -> None:
+        """Makes `best` a link to the winner's run folder."""
+        link, new = self.path / "best", self.path / ".best.part"
+        new.unlink(missing_ok=True)
+        new.symlink_to(os.path.relpath(run, self.path))
+        new.replace(link)
+
+
+def unused_folder(name: str) -> Path:
+    """Returns `studies/<name>-<date>-<time>`, with a number if that exists."""
+    path = Path("studies") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())

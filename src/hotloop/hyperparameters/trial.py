@@ -1,0 +1,245 @@
+"""The work of a trial's process: reads the Task's parameters, and trains one run of a trial up to an epoch."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.study import StudyRecord, TrialProgress, Value
+from hotloop.core.records.training import SourceRecord
+from hotloop.core.reporter import Reporter
+from hotloop.errors import (
+    DeviceError,
+    HotloopError,
+    MemoryExhausted,
+    PlanError,
+    TaskError,
+    call_user_code,
+    describe_error,
+    is_out_of_memory,
+    type_name,
+)
+from hotloop.hyperparameters.space import TASK_FIELDS, as_text
+from hotloop.plan import Plan
+from hotloop.task import Task
+from hotloop.task_file import LoadedTask, files_of, load_from_run, load_task, named_parameters, task_parameters
+from hotloop.training.early_stopping import EarlyStopping, RunOutcome
+from hotloop.training.run import Run, is_run
+from hotloop.training.start import resume_run, start_run
+from hotloop.tuning.auto.auto import list_options
+from hotloop.tuning.run_context import RunContext
+
+RULES, AUTO = "rules", "auto"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a study needs to know of the Task.
+
+    Attributes:
+        arguments: the parameters of `task(...)`.
+        kinds: `int` for parameters and fields that take whole numbers.
+        files: content of the source files by path; empty for a function of Python.
+    """
+
+    arguments: list[str]
+    kinds: dict[str, str]
+    name: str
+    figure: str
+    is_minimized: bool
+    epochs: int
+    seed: int
+    source: SourceRecord | None
+    files: dict[str, bytes]
+
+
+def describe(reference: str, make_task: bytes | None, values: Mapping[str, Value], fixed: list[str]) -> Any:
+    """Returns the Description of a Task, or the error.
+
+    Args:
+        reference: the Task's file; for `make_task`, a name for messages.
+        make_task: a function of Python, by cloudpickle.
+        values: one value for each parameter of the space; `fixed` names those with a single value.
+    """
+    try:
+        return _describe(reference, make_task, values, fixed)
+    except HotloopError as error:
+        traceback.print_exc()
+        return error
+
+
+def _describe(reference: str, make_task: bytes | None, values: Mapping[str, Value], fixed: list[str]) -> Description:
+    function = None if make_task is None else cloudpickle.loads(make_task)
+    parameters = task_parameters(reference) if function is None else named_parameters(function)
+    needed = {
+        name: values[name]
+        for name, parameter in parameters.items()
+        if name in values and (name in fixed or parameter.default is parameter.empty)
+    }
+    if function is None:
+        loaded = load_task(reference, {name: as_text(value) for name, value in needed.items()})
+    else:
+        loaded = LoadedTask(_call(function, needed), None, {})
+    task = loaded.task
+    stopping = EarlyStopping.of(task.monitor, task.goal, task.roles.validation is not None)
+    return Description(
+        arguments=list(parameters),
+        kinds={name: "int" for name, parameter in parameters.items() if _is_int(parameter)}
+        | {name: "int" for name in TASK_FIELDS if name not in parameters},
+        name=task.name,
+        figure=stopping.figure,
+        is_minimized=stopping.is_minimized,
+        epochs=task.epochs,
+        seed=task.seed,
+        source=loaded.record,
+        files=loaded.files,
+    )
+
+
+def _is_int(parameter: Parameter) -> bool:
+    has_type = parameter.annotation is not parameter.empty
+    return parameter.annotation in (int, "int") if has_type else type(parameter.default) is int
+
+
+def _call(function: Any, arguments: Mapping[str, Value]) -> Task:
+    task = call_user_code("make_task", lambda: function(**arguments))
+    if not isinstance(task, Task):
+        raise TaskError(f"make_task returned {type_name(task)}", expected="a hotloop.Task", fix="return the Task")
+    return task
+
+
+def train(
+    folder: str,
+    study: StudyRecord,
+    make_task: bytes | None,
+    number: int,
+    repeat: int,
+    params: Mapping[str, Value],
+    run: str,
+    pause_after: int | None,
+) -> TrialProgress:
+    """Trains a run of a trial, from its last checkpoint if there is one, and returns its state.
+
+    Args:
+        folder: of the study.
+        params: values of the hyper-parameters.
+        run: the run's folder.
+        pause_after: the epoch after which to stop; None for the end of training.
+    """
+    began, error, outcome, inexact = time.monotonic(), "", None, list[str]()
+    path = Path(run)
+    try:
+        outcome = _train(Path(folder), study, make_task, repeat, params, path, pause_after)
+    except Exception as failure:
+        traceback.print_exc()
+        error = _error_line(failure)
+    rows: list[dict[str, Any]] = []
+    if is_run(path):
+        handle = Run.open(path)
+        rows, inexact = handle.epochs, handle.record.facts.inexact
+        if not handle.record.facts.exact:
+            inexact = inexact or ["the data has an order of its own"]
+    speed = rows[-1].get("samples_per_s") if rows else None
+    return TrialProgress(
+        number=number,
+        repeat=repeat,
+        epochs=len(rows),
+        values=[row[study.figure] for row in rows],
+        is_finished=bool(error) or (outcome is not None and outcome.is_finished),
+        final=None if outcome is None else outcome.final,
+        error=error,
+        inexact=inexact,
+        seconds=time.monotonic() - began,
+        step_ms=1e3 * handle.record.facts.batch_size / speed if speed else None,
+        memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+    )
+
+
+def _error_line(error: Exception) -> str:
+    if isinstance(error, HotloopError):
+        return str(error)
+    return f"{'out of memory: ' if is_out_of_memory(error) else ''}{describe_error(error)}"
+
+
+def _train(
+    folder: Path,
+    study: StudyRecord,
+    make_task: bytes | None,
+    repeat: int,
+    params: Mapping[str, Value],
+    path: Path,
+    pause_after: int | None,
+) -> RunOutcome:
+    loaded, overrides = load_trial(folder, study, make_task, repeat, params)
+    context = RunContext(
+        loaded,
+        overrides=overrides,
+        reporter=Reporter(lambda line: print(line, flush=True)),
+        pause_after_epoch=math.inf if pause_after is None else pause_after,
+        has_reports=False,
+    )
+    if is_run(path):
+        return resume_run(context, path)[1]
+    axes = {"threads": 1, **study.axes}
+    context = replace(context, checkpoint_every="auto")
+    if study.plan not in (RULES, AUTO):
+        named = folder / study.plan if study.plan.endswith(".toml") else study.plan
+        return start_run(replace(context, plan=named, axes=axes), path)[1]
+    plans = _plans(folder, study, context, PlanRequest.from_value(AUTO, axes).plan)
+    for plan in plans:
+        try:
+            return start_run(replace(context, plan=plan), path)[1]
+        except (PlanError, MemoryExhausted) as error:
+            if isinstance(error, DeviceError) or plan is plans[-1] or is_run(path):
+                raise
+            print(f"{plan.brief()}: {error.given}", flush=True)
+    raise AssertionError("the rules always name the baseline")
+
+
+def load_trial(
+    folder: Path, study: StudyRecord, make_task: bytes | None, repeat: int, params: Mapping[str, Value]
+) -> tuple[LoadedTask, dict[str, Any]]:
+    """Returns a trial's Task, and the fields of the Task to change."""
+    params = repeat_params(study, repeat, params)
+    arguments = {name: value for name, value in params.items() if name in study.arguments}
+    overrides = {name: value for name, value in params.items() if name not in study.arguments}
+    if study.source is None:
+        assert make_task is not None
+        return LoadedTask(_call(cloudpickle.loads(make_task), arguments), None, {}), overrides
+    texts = {**study.source.parameters, **{name: as_text(value) for name, value in arguments.items()}}
+    source = study.source.model_copy(update={"parameters": texts})
+    task = load_from_run(folder / "source", source)
+    task = replace(task, name=study.name) if task.name == "task" else task
+    return LoadedTask(task, source, files_of(folder / "source")), overrides
+
+
+def repeat_params(study: StudyRecord, repeat: int, params: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns the parameters of one repeat: the seed of the first, then the following seeds."""
+    if not repeat:
+        return dict(params)
+    return {**params, "seed": int(params.get("seed", study.task_seed) or 0) + repeat}
+
+
+def _plans(folder: Path, study: StudyRecord, context: RunContext, base: Plan) -> list[Plan]:
+    """Returns the plans to try, best first: the plan of the shape, or those of the rules without a compilation."""
+    context = context.with_overrides()
+    if study.plan == AUTO:
+        from hotloop.hyperparameters.shape_plans import plan_of_shape
+
+        return [plan_of_shape(folder / "plans", context.source, base), *_rules(context.task, base)]
+    return _rules(context.task, base)
+
+
+def _rules(task: Task, base: Plan) -> list[Plan]:
+    return [choice.plan for choice in list_options(task, base).choices if choice.plan.compile == base.compile]

@@ -1,0 +1,106 @@
+"""A process that imports torch and hotloop once, and forks a new process for each trial.
+
+So each trial starts in the same state whatever ran before, and running out of memory ends one trial alone. The server
+computes nothing itself: a process that has run an autograd pass can't fork a process that runs one.
+
+For each job, the study sends one end of a socket. The forked process writes its process id, reads the job, and writes
+the result; an end without a result means that the process was killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from hotloop.core.processes.parent_death import end_with_parent
+
+
+def serve(number: int) -> None:
+    """Forks a process for each job until the other end of the socket `number` is closed; then ends all processes."""
+    end_with_parent(os.getppid(), signal.SIGKILL)
+    import torch._dynamo  # noqa: F401 - torch imports it for the first optimizer, which takes seconds
+
+    import hotloop.hyperparameters.trial  # noqa: F401 - slow, so once here
+
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy the pages
+    children: set[int] = set()
+    with socket.socket(fileno=number) as connection:
+        while True:
+            message, files, _, _ = socket.recv_fds(connection, 1, 1)
+            if not message:
+                break
+            children -= {child for child in children if _has_ended(child)}
+            server = os.getpid()
+            if (child := os.fork()) == 0:
+                connection.close()
+                _run_job(files[0], server)
+            children.add(child)
+            os.close(files[0])
+    for child in children:
+        if not _has_ended(child):
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+
+
+def _has_ended(child: int) -> bool:
+    return os.waitpid(child, os.WNOHANG)[0] != 0
+
+
+def _run_job(number: int, server: int) -> None:
+    """Runs one job in this forked process, and exits."""
+    os.setsid()
+    end_with_parent(server, signal.SIGKILL)
+    with socket.socket(fileno=number) as connection, connection.makefile("rwb") as file:
+        pickle.dump(os.getpid(), file)
+        file.flush()
+        job: dict[str, Any] = pickle.load(file)
+        _redirect_output(job.pop("log"))
+        _seed_generators()
+        sys.path[:] = job.pop("path")
+        _send(file, _result(job))
+    sys.exit(0)
+
+
+def _result(job: dict[str, Any]) -> Any:
+    module, _, name = job.pop("work").partition(":")
+    return getattr(import_module(module), name)(**job)
+
+
+def _send(file: Any, result: Any) -> None:
+    pickle.dump(result, file)
+    file.flush()
+
+
+def _redirect_output(log: str) -> None:
+    """Appends what the Task prints to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+
+
+def _seed_generators() -> None:
+    """Seeds what a Task's file may read without a seed of its own, so that each trial has the same data."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+if __name__ == "__main__":
+    from hotloop.hyperparameters.trial_server import serve as run  # the module's one copy, which pickle finds by name
+
+    run(int(sys.argv[1]))

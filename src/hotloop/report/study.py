@@ -1,0 +1,148 @@
+"""The table of a study's trials, and its page: Optuna's figures, which show no network address."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+import optuna
+import plotly.graph_objects as go
+from optuna import visualization
+from optuna.trial import TrialState
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hotloop.core.format import format_percent
+from hotloop.core.records.study import StudyResult, TrialRecord, Value
+from hotloop.report.html import style_figure, write_figures
+
+_MAX_ROWS = 50
+_CONTOUR_PARAMS = 3
+"""Parameters of the contour figure, which has a field for each pair."""
+
+_HEIGHT = 460
+
+
+def study_table(result: StudyResult) -> RenderableType:
+    """Returns the table of trials."""
+    names = list(dict.fromkeys(name for trial in result.trials for name in trial.params))
+    has_spread = any(trial.spread is not None for trial in result.trials)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("trial", *names, result.figure.replace("_", " "), *(["spread"] if has_spread else [])):
+        table.add_column(Text(heading), justify="right")
+    table.add_column("epochs", justify="right")
+    table.add_column("state")
+    for trial in _shown(result):
+        cells = [
+            str(trial.number),
+            *(format_value(trial.params[name]) if name in trial.params else "" for name in names),
+        ]
+        cells += [_number(trial.value), *([_number(trial.spread)] if has_spread else []), str(trial.epochs)]
+        style = "bold green" if trial.number == result.best else "dim" if trial.state == "failed" else ""
+        table.add_row(*map(Text, [*cells, _state(trial)]), style=style)
+    return table
+
+
+def study_lines(result: StudyResult) -> list[str]:
+    """Returns lines on the importance of the parameters, and the winner with the line that repeats it."""
+    lines = []
+    if (left_out := len(result.trials) - _MAX_ROWS) > 0:
+        lines.append(f"the {_MAX_ROWS} best of {len(result.trials)} trials; --json has the other {left_out}")
+    if result.importance:
+        shares = "   ".join(f"{name} {format_percent(share)}" for name, share in result.importance.items())
+        lines.append(f"importance: {shares}")
+    lines += [f"not exact: {reason}" for reason in result.inexact]
+    lines += _winner_lines(result)
+    return [*lines, f"study: {result.study}   page: {result.study}/study.html"]
+
+
+def _winner_lines(result: StudyResult) -> list[str]:
+    if result.winner is None:
+        return ["no trial is complete"]
+    figure = result.figure.replace("_", " ")
+    return [
+        f"winner: trial {result.best}, {figure} {_number(result.winner.value)}, in {result.study}/best",
+        f"repeat: {result.command}",
+    ]
+
+
+def _shown(result: StudyResult) -> list[TrialRecord]:
+    if len(result.trials) <= _MAX_ROWS:
+        return result.trials
+    sign = 1 if result.goal == "min" else -1
+
+    def rank(trial: TrialRecord) -> tuple[bool, float]:
+        return trial.value is None, sign * (trial.value or 0.0)
+
+    return sorted(sorted(result.trials, key=rank)[:_MAX_ROWS], key=lambda trial: trial.number)
+
+
+def _state(trial: TrialRecord) -> str:
+    if trial.state == "failed":
+        return f"failed: {trial.error}"
+    return trial.state if trial.feasible else f"{trial.state}, over a limit"
+
+
+def format_value(value: Value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if abs(value) >= 100 else f"{value:.4f}"
+
+
+def write_study(path: Path, result: StudyResult, study: optuna.Study) -> None:
+    """Writes the history, the importance, parallel coordinates, slices, contours and curves as one page."""
+    write_figures(path, f"Study of {result.name}", study_figures(result, study))
+
+
+def study_figures(result: StudyResult, study: optuna.Study) -> list[go.Figure]:
+    """Returns the figures that the trials allow: without a complete trial only the curves."""
+    figure = result.figure.replace("_", " ")
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    searched = sorted({name for trial in complete for name in trial.params})
+    notes = {"none": ""}.get(result.pruner, f"pruner {result.pruner}, ")
+    figures = []
+    if complete:
+        made = visualization.plot_optimization_history(study, target_name=figure)
+        note = f"{len(result.trials)} trials, sampler {result.sampler}, {notes}seed {result.seed}"
+        figures.append(style_figure(made, f"{result.name}: {figure} of each trial", note))
+    if result.importance:
+        names, shares = list(result.importance), [100 * share for share in result.importance.values()]
+        bars = go.Bar(x=shares[::-1], y=[escape(name) for name in names[::-1]], orientation="h", marker_color="#3566b8")
+        made = go.Figure(bars).update_xaxes(title_text="share of the variance of the values, %")
+        figures.append(style_figure(made, "Importance of the parameters", "fANOVA over the complete trials"))
+    if complete and searched:
+        made = visualization.plot_parallel_coordinate(study, params=searched, target_name=figure)
+        figures.append(style_figure(made, "Parallel coordinates", "one line for each complete trial"))
+        made = visualization.plot_slice(study, params=searched, target_name=figure)
+        figures.append(style_figure(made, "Slices", "one point for each complete trial"))
+    ranked = [name for name in result.importance or searched if name in searched][:_CONTOUR_PARAMS]
+    if len(complete) > 1 and len(ranked) > 1:
+        made = visualization.plot_contour(study, params=ranked, target_name=figure)
+        figures.append(style_figure(made, "Contours", "interpolated between the complete trials"))
+    figures.append(style_figure(_curves(result), f"{figure} of each epoch", "all trials"))
+    return [made.update_layout(height=_HEIGHT, width=None) for made in figures]
+
+
+def _curves(result: StudyResult) -> go.Figure:
+    colours = {"complete": "#3566b8", "continued": "#3566b8", "pruned": "#9aa5b1", "failed": "#d9622b"}
+    made = go.Figure()
+    for trial in result.trials:
+        params = ", ".join(f"{name}={format_value(value)}" for name, value in trial.params.items())
+        is_best = trial.number == result.best
+        made.add_trace(
+            go.Scatter(
+                x=list(range(1, len(trial.curve) + 1)),
+                y=trial.curve,
+                name=f"trial {trial.number}{' (winner)' if is_best else ''}",
+                text=escape(f"{params}: {trial.state}"),
+                mode="lines+markers",
+                line={
+                    "color": "#2f9e44" if is_best else colours.get(trial.state, "#9aa5b1"),
+                    "width": 3 if is_best else 1,
+                },
+            )
+        )
+    return made.update_xaxes(title_text="epoch").update_yaxes(title_text=result.figure.replace("_", " "))

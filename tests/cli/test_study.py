@@ -1,0 +1,110 @@
+"""`hotloop study`: its table, its document, and one line for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.in_process_command import Hotloop
+from tests.support.tasks.studied_task import STUDIED
+
+MISTAKES = {
+    "reversed": (["-p", "lr=1..0.1"], "error: -p lr=1..0.1: the range is reversed"),
+    "log of 0": (["-p", "lr=0..1:log"], "error: -p lr=0..1:log: a log range begins above 0"),
+    "no space": (["--space", "none.toml"], "error: no space at 'none.toml'"),
+    "sampler": (["-p", "lr=0.1,1", "--sampler", "tpr"], "error: --sampler tpr; expected one of tpe"),
+    "pruner": (["-p", "lr=0.1,1", "--prune", "halvin"], "error: --prune halvin; expected one of none"),
+    "trials": (["-p", "lr=0.1,1", "--trials", "0"], "error: --trials 0; expected 1 or more"),
+    "limit": (["-p", "lr=0.1,1", "--require", "time < 3"], "error: --require 'time < 3'; expected a limit such as"),
+    "time": (["-p", "lr=0.1,1", "--time-limit", "soon"], "error: time-limit='soon'"),
+    "plan": (["-p", "lr=0.1,1", "--plan", "none.toml"], "error: no plan at 'none.toml'"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_starts(hotloop: Hotloop, case: str) -> None:
+    Path("task.py").write_text(STUDIED)
+    arguments, line = MISTAKES[case]
+    done = hotloop("study", "task.py", *arguments, "--study", "s")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(line) and len(done.err.splitlines()) == 1
+    assert not Path("s").exists()
+
+
+USAGE = {
+    "nothing": ([], "give either a Task, or --resume"),
+    "both": (["task.py", "--resume", "s"], "give either a Task, or --resume"),
+    "space": (["--resume", "s", "-p", "lr=1,2"], "-p, --space and --study are for a new study"),
+    "continue": (["task.py", "--continue", "1"], "--continue is for a trial of a study"),
+    "trust": (["task.py", "--trust"], "--trust is for the code in a study's folder"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_a_wrong_call_is_one_line(hotloop: Hotloop, case: str) -> None:
+    arguments, line = USAGE[case]
+    done = hotloop("study", *arguments)
+    assert done.code == 2 and line in done.err
+
+
+def test_a_folder_without_a_study_is_one_line(hotloop: Hotloop) -> None:
+    assert hotloop("study", "--resume", "none").err.startswith("error: none is no study")
+    Path("other").mkdir()
+    Path("other/notes.txt").touch()
+    Path("task.py").write_text(STUDIED)
+    done = hotloop("study", "task.py", "-p", "lr=0.1,1", "--study", "other")
+    assert done.err.startswith("error: other exists and is no study")
+
+
+@pytest.mark.slow
+def test_an_unknown_name_is_one_line_and_leaves_no_folder(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    done = hotloop("study", "task.py", "-p", "lrr=0.1,1", "--study", "s", "--json")
+    assert done.code == 1
+    assert done.document["error"]["message"].startswith(
+        "-p lrr=0.1,1: task() has no parameter 'lrr'; expected one of lr, "
+    )
+    assert not Path("s").exists()
+
+
+@pytest.mark.slow
+def test_the_document_has_the_trials_and_the_folder_can_be_used(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    Path("space.toml").write_text('lr = "0.01..0.1:log"\nwidth = [2, 4]\n')
+    arguments = ["task.py", "--space", "space.toml", "-p", "epochs=2", "--study", "s", "--json"]
+    found = hotloop("study", *arguments, "--trials", "2").document
+    assert [set(one) >= {"params", "value", "state"} for one in found["trials"]] == [True, True]
+    assert all(one["state"] == "complete" and one["params"]["epochs"] == 2 for one in found["trials"])
+    assert found["command"].startswith("hotloop train task.py -p lr=0.")
+    again = hotloop("study", *arguments)
+    assert "s holds a study already" in again.document["error"]["message"]
+    more = hotloop("study", "--resume", "s", "--trials", "3", "--require", "step_ms < 5")
+    assert more.code == 0
+    assert "winner: trial" in more.err and "repeat: hotloop train task.py" in more.err
+    assert hotloop("evaluate", "s/best", "--on", "validation", "--json").code == 0
+    assert Path("s/study.html").stat().st_size > 1e6
+
+
+@pytest.mark.slow
+def test_a_learning_rate_is_found_with_its_line_and_page(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    done = hotloop("study", "task.py", "--find", "lr", "-p", "width=8")
+    assert done.code == 0
+    assert "recommended: " in done.err and "train: hotloop train task.py -p width=8 -p lr=" in done.err
+    assert Path("task-lr.html").stat().st_size > 1e6
+
+
+@pytest.mark.slow
+def test_a_batch_size_is_found(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    found = hotloop("study", "task.py", "--find", "batch-size", "--json").document
+    assert [one["batch_size"] for one in found["sizes"]] == [8, 16, 32]
+    assert found["largest"] == 32 and found["limit"] == "the data has 45 samples"
+
+
+@pytest.mark.parametrize("arguments", [["--find", "rl"], ["--find", "lr", "-p", "lr=0.1,1"]])
+def test_a_wrong_search_for_a_single_value_is_one_line(hotloop: Hotloop, arguments: list[str]) -> None:
+    Path("task.py").write_text(STUDIED)
+    done = hotloop("study", "task.py", *arguments)
+    assert done.code == 1 and len(done.err.splitlines()) == 1 and done.err.startswith("error: ")
