@@ -260,7 +260,7 @@ def test_it_is_trusted_with_the_same_draws_for_everybody(axes: dict[str, Any]) -
     found = hotloop.check(images(), NAMED.with_axes(**axes))
     assert found.parity == "fp32-equivalent", found.reason
     assert "the baseline drew the plan's random numbers, which are cut out of random words" in found.reason
-    assert "what it draws has the baseline's rate and scale and is independent" in found.reason
+    assert "the plan's random numbers have the baseline's rate and scale, and are independent" in found.reason
 
 
 @pytest.mark.more
