@@ -55,7 +55,8 @@ class StoredRun:
     Attributes:
         record, plan, layers, evaluation: None where the file is missing or damaged.
         events: of the journal.
-        epochs: rows of metrics.jsonl; a repeated epoch counts as its last row.
+        epochs: rows of metrics.jsonl, with `train_accuracy` of a sample from progress.jsonl; a repeated epoch counts as
+            its last row.
         progress: rows of progress.jsonl without those that a resumed training repeated.
         system: rows of system.jsonl.
         status: the last state of the training process; empty without one.
@@ -88,6 +89,10 @@ class StoredRun:
             what = "is not a run" if os.path.exists(path) else "doesn't exist"  # False for a name that is too long
             raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
         damages: list[str] = []
+        files = [path / name for name in ("metrics.jsonl", "progress.jsonl", "system.jsonl")]
+        epochs = _latest(_lines(files[0], read_metrics, damages), "epoch")
+        progress, system = [_lines(file, _read_figures, damages) if has_curves else [] for file in files[1:]]
+        progress = without_repeated_steps(progress)
         return cls(
             path,
             _read_model(path / "run.json", RunRecord, damages, ignored="seal"),
@@ -95,9 +100,9 @@ class StoredRun:
             _read_model(path / "layers.json", ModelLayers, damages) if has_curves else None,
             _read_model(path / "evaluation" / "evaluation.json", Evaluation, damages) if has_curves else None,
             _lines(path / "journal.jsonl", read_events, damages),
-            _latest(_lines(path / "metrics.jsonl", read_metrics, damages), "epoch"),
-            without_repeated_steps(_lines(path / "progress.jsonl", _read_figures, damages)) if has_curves else [],
-            _lines(path / "system.jsonl", _read_figures, damages) if has_curves else [],
+            _with_sampled_accuracy(epochs, progress),
+            progress,
+            system,
             read_status(path),
             damages,
         )
@@ -178,6 +183,11 @@ class StoredRun:
             row["step"] for rows in (self.events, self.epochs, self.progress[-1:]) for row in rows if "step" in row
         ]
         return int(max([*known, self.status.get("step") or 0]))
+
+    @property
+    def has_sampled_accuracy(self) -> bool:
+        """Whether the training accuracy is of a sample of the training data."""
+        return any(row.get("train_accuracy") is not None for row in self.progress)
 
     @cached_property
     def sessions(self) -> list[tuple[float, float]]:
@@ -290,6 +300,17 @@ def _is_number(text: str) -> bool:
 
 def _latest(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     return [row for _, row in sorted({row[key]: row for row in rows}.items())]
+
+
+def _with_sampled_accuracy(epochs: list[dict[str, Any]], progress: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    measured = {row.get("epoch"): row["train_accuracy"] for row in progress if row.get("train_accuracy") is not None}
+    first = ("epoch", "step", "train_loss")
+    return [
+        {key: row[key] for key in first if key in row} | {"train_accuracy": measured[row["epoch"]]} | row
+        if row["epoch"] in measured
+        else row
+        for row in epochs
+    ]
 
 
 def _read(read: Callable[[], Any], path: Path, damages: list[str]) -> Any:
