@@ -79,7 +79,7 @@ def run_report(run: StoredRun, documents: Sequence[Document] = ()) -> str:
         heading=run.name,
         state=run.state,
         subtitle=_subtitle(run),
-        failure=run.last if run.state == "failed" else None,
+        failure=_failure(run),
         next_step=_next_step(run),
         damages=[*run.damages, *unread],
     )
@@ -151,6 +151,12 @@ def _subtitle(run: StoredRun) -> str:
 
 def _readable_time(created: str) -> str:
     return created.replace("T", " ")
+
+
+def _failure(run: StoredRun) -> dict[str, str] | None:
+    if run.state != "failed":
+        return None
+    return {"kind": str(run.last.get("kind", "failure")), "message": str(run.last.get("message", ""))}
 
 
 def _next_step(run: StoredRun) -> dict[str, str] | None:

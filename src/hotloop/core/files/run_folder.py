@@ -179,10 +179,8 @@ class StoredRun:
 
     @property
     def step(self) -> int:
-        known = [
-            row["step"] for rows in (self.events, self.epochs, self.progress[-1:]) for row in rows if "step" in row
-        ]
-        return int(max([*known, self.status.get("step") or 0]))
+        rows = [*self.events, *self.epochs, *self.progress[-1:], self.status]
+        return int(max((row["step"] for row in rows if isinstance(row.get("step"), int | float)), default=0))
 
     @property
     def has_sampled_accuracy(self) -> bool:
@@ -248,7 +246,8 @@ def is_alive(status: dict[str, Any]) -> bool:
     if not status:
         return False
     if status.get("host") != socket.gethostname():
-        return time.time() - float(status.get("time") or 0) < _ALIVE_S
+        written = status.get("time")
+        return isinstance(written, int | float) and time.time() - written < _ALIVE_S
     try:
         process = psutil.Process(int(status["pid"]))
         is_same = abs(process.create_time() - float(status["process_created"])) < 1
@@ -261,7 +260,7 @@ def without_repeated_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns rows by increasing step: what a killed training did after its checkpoint is replaced by its repetition."""
     kept: list[dict[str, Any]] = []
     for row in reversed(rows):
-        if "step" in row and (not kept or row["step"] < kept[-1]["step"]):
+        if row.get("step") is not None and (not kept or row["step"] < kept[-1]["step"]):
             kept.append(row)
     return kept[::-1]
 
@@ -272,7 +271,7 @@ def read_status(path: Path) -> dict[str, Any]:
         found = json.loads(read_regular(path / "status.json") or b"{}")
     except (ValueError, RecursionError, HotloopError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return _with_finite_values(found) if isinstance(found, dict) else {}
 
 
 def _read_figures(path: Path) -> JournalRows:
@@ -288,7 +287,13 @@ def _lines(path: Path, read: Callable[[Path], JournalRows], damages: list[str]) 
 def _coerced(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a valid row with numbers where texts of numbers were accepted, and events with a time."""
     numbers = {key: float(v) for key, v in row.items() if isinstance(v, str) and key != "event" and _is_number(v)}
-    return ({"time": 0.0} if "event" in row else {}) | row | numbers
+    found = _with_finite_values(row | numbers)
+    has_time = found.get("time") is not None or not {"event", "time"} & found.keys()
+    return found if has_time else found | {"time": 0.0}
+
+
+def _with_finite_values(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
 
 
 def _is_number(text: str) -> bool:
