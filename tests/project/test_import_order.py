@@ -59,6 +59,7 @@ ORDER = (
     "lowering/batch_cursor",
     "lowering/program",
     "lowering/evaluation",
+    "lowering/training_accuracy",
     "lowering/task_facts",
     "lowering/arrays_engine/*",
     "lowering/compile/compiled_rng",

@@ -79,7 +79,7 @@ def run_report(run: StoredRun, documents: Sequence[Document] = ()) -> str:
         heading=run.name,
         state=run.state,
         subtitle=_subtitle(run),
-        failure=run.last if run.state == "failed" else None,
+        failure=_failure(run),
         next_step=_next_step(run),
         damages=[*run.damages, *unread],
     )
@@ -153,6 +153,12 @@ def _readable_time(created: str) -> str:
     return created.replace("T", " ")
 
 
+def _failure(run: StoredRun) -> dict[str, str] | None:
+    if run.state != "failed":
+        return None
+    return {"kind": str(run.last.get("kind", "failure")), "message": str(run.last.get("message", ""))}
+
+
 def _next_step(run: StoredRun) -> dict[str, str] | None:
     command = f"hotloop train --resume {shlex.quote(str(run.path))}"
     said = {
@@ -221,8 +227,22 @@ def _curves(run: StoredRun) -> Iterator[Block]:
         yield text("No figures yet: the first epoch isn't complete.")
         return
     yield from figures(shown)
+    yield from lines(list(_figure_notes(run)))
     if run.epochs:
         yield details(f"Table of {len(run.epochs):,} epochs", _epoch_table(run))
+
+
+def _figure_notes(run: StoredRun) -> Iterator[str]:
+    if run.has_sampled_accuracy:
+        yield "The accuracy on training data is of a fixed sample, without augmentation and dropout."
+    if run.progress and not any(row.get("gradient_norm") is not None for row in run.progress):
+        plan = run.plan
+        why = "gradients aren't stored after a step"
+        if plan is not None and plan.parallel not in ("none", "data"):
+            why = f"each rank has a part of the gradients under a plan with parallel={plan.parallel}"
+        elif plan is not None and plan.compile != "none":
+            why = f"gradients aren't stored under a plan with compile={plan.compile}"
+        yield f"The gradient norm isn't recorded: {why}."
 
 
 def _epoch_table(run: StoredRun) -> Block:
