@@ -210,7 +210,7 @@ def train(
                     until = began + check_options(known_task, stop_after, checkpoint_every or "auto")
                     if run is not None:
                         Run.check_new(run)
-                    if (found := _find_plan(loaded, axes, overrides, until, display)) is not None:
+                    if (found := _find_plan(loaded, context, until, display)) is not None:
                         context = replace(context, plan=found, axes={})
                 handle, ended = api.start_run(replace(context, loaded=loaded), run, began)
         finally:
@@ -251,7 +251,7 @@ def _has_single_process_plan(run: Path) -> bool:
 
 
 def _find_plan(
-    loaded: LoadedTask, axes: dict[str, Any], overrides: dict[str, Any], until: float, display: TrainingDisplay
+    loaded: LoadedTask, context: RunContext, until: float, display: TrainingDisplay
 ) -> Plan | None:
     """Returns the stored plan for this Task, or the result of a search; None leaves the choice to the rules."""
     from hotloop.core.plan_request import PlanRequest
@@ -261,11 +261,12 @@ def _find_plan(
     with race_progress_bar(console) as progress:
         plan, reason = tuning_tune.cached_or_tuned_plan(
             loaded,
-            PlanRequest.from_value("auto", axes),
-            overrides=overrides,
+            PlanRequest.from_value("auto", context.axes),
+            overrides=context.overrides,
             say=display.say,
             progress=progress,
             until=until,
+            searches=context.plan_searches,
         )
     display.say(reason)
     return plan
