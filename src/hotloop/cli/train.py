@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hotloop.plan import Plan
     from hotloop.report.progress import TrainingDisplay
     from hotloop.task_file import LoadedTask
+    from hotloop.tuning.run_context import RunContext
 
 from hotloop.cli.options import (
     JsonOption,
@@ -250,9 +251,7 @@ def _has_single_process_plan(run: Path) -> bool:
     return own.is_file() and Plan.read(own).parallel == "none"
 
 
-def _find_plan(
-    loaded: LoadedTask, context: RunContext, until: float, display: TrainingDisplay
-) -> Plan | None:
+def _find_plan(loaded: LoadedTask, context: RunContext, until: float, display: TrainingDisplay) -> Plan | None:
     """Returns the stored plan for this Task, or the result of a search; None leaves the choice to the rules."""
     from hotloop.core.plan_request import PlanRequest
     from hotloop.report.race import race_progress_bar
