@@ -6,6 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def run_report(run: StoredRun, documents: Sequence[Document] = ()) -> str:
         Section("summary", "Summary", list(_summary(run))),
         Section("curves", "Curves", list(_curves(run))),
         *([Section("layers", "Layers", _layers(run.layers))] if run.layers else []),
+        *_plan_search_sections(run.path, unread),
         *_document_sections(shown, _pictures(run.path)),
         Section("journal", "Journal", _journal(run)),
         Section("environment", "Environment", list(_environment(run))),
@@ -116,6 +118,21 @@ def _document_sections(documents: Sequence[Document], pictures: dict[int, str]) 
         number = sum(one.id.split("-")[0] == section.id for one in sections)
         sections.append(Section(f"{section.id}-{number + 1}", section.title, section.blocks) if number else section)
     return sections
+
+
+def _plan_search_sections(folder: Path, unread: list[str]) -> list[Section]:
+    """Returns the race and the proof that chose the run's plan; adds a line to `unread` for a damaged file."""
+    path = folder / "plan_search.json"
+    if not path.is_file():
+        return []
+    try:
+        found: Document | None = read_document(path)
+    except HotloopError:
+        found = None
+    if not isinstance(found, Verdict):
+        unread.append(f"{path} is damaged and left out")
+        return []
+    return [replace(race_section(found), id="plan-search", title="Plan: race and proof")]
 
 
 def _stored_documents(folder: Path) -> tuple[list[Document], list[str]]:

@@ -294,6 +294,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
             say(reason)
     writers: list[Any] = []
     if not isinstance(handle, FollowerRun):
+        context.store_plan_search(handle.path)
         writers = [monitor_of(program, say), *_figure_loggers(task, handle, say)]
     with ExitStack() as stack:
         for writer in writers:
@@ -316,8 +317,7 @@ def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
     record, plan = handle.record, handle.plan
     settings: dict[str, Any] = {"task": record.name, "plan": plan.brief(), "batch_size": record.facts.batch_size}
     settings |= record.overrides | (record.source.parameters if record.source else {})
-    names = [name for name in dict.fromkeys(task.loggers) if name in ADAPTERS]
-    return [FigureLogger(name, ADAPTERS[name](), settings, say) for name in names]
+    return [FigureLogger(name, ADAPTERS[name](), settings, say) for name in ADAPTERS if name in task.loggers]
 
 
 def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcome) -> str | None:

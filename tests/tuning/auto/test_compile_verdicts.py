@@ -98,11 +98,14 @@ def test_a_compiled_step_stays_if_it_is_faster_and_proven(name: str, long, prete
     speeds, parity, stays, why = FOUND[name]
     found(parity, **speeds)
     said: list[str] = []
-    lower_requested(a_task(), AUTO, said.append)
+    searches: list[Verdict] = []
+    lower_requested(a_task(), AUTO, said.append, plan_searches=searches)
+    assert [timing.name for timing in searches[0].plans][1:] == ["optimizer=fused", "compile=package"]
     # A compiler writes the update its own way, so the eager plan's form of it isn't asked for.
     chosen = Plan(compile="package") if stays else Plan(optimizer="fused")
     assert Plan(compile="package") in pretended and pretended[-1] == chosen
     assert said[0].startswith("auto compiles: a step takes ")
+    assert searches[0].winner == chosen.brief()
     assert why in said[-2] and said[-1] == f"auto: {chosen.brief()}"
 
 
