@@ -120,7 +120,8 @@ class StudyFolder:
 
     def store_progress(self, progress: TrialProgress) -> None:
         before = self.progress(progress.number, progress.repeat)
-        total = progress.model_copy(update={"seconds": before.seconds + progress.seconds})
+        inexact = list(dict.fromkeys([*before.inexact, *progress.inexact]))
+        total = progress.model_copy(update={"seconds": before.seconds + progress.seconds, "inexact": inexact})
         write_atomic(self._progress_path(progress.number, progress.repeat), total.model_dump_json())
 
     def _progress_path(self, number: int, repeat: int) -> Path:

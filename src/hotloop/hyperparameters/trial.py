@@ -9,12 +9,16 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from filelock import FileLock, Timeout
 
+from hotloop.core.hardware.machine import read_processor
+from hotloop.core.hardware.versions import result_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.study import StudyRecord, TrialProgress, Value
 from hotloop.core.records.training import SourceRecord
@@ -24,6 +28,7 @@ from hotloop.errors import (
     HotloopError,
     MemoryExhausted,
     PlanError,
+    StudyError,
     TaskError,
     call_user_code,
     describe_error,
@@ -41,6 +46,24 @@ from hotloop.tuning.auto.auto import list_options
 from hotloop.tuning.run_context import RunContext
 
 RULES, AUTO = "rules", "auto"
+
+_LOCK_S = 60.0
+
+
+def study_versions() -> dict[str, str]:
+    """Returns what the bits of a study's result depend on."""
+    processor = read_processor()
+    name = f"{processor.model or processor.architecture}, {processor.kernels} kernels"
+    return result_versions() | {"optuna": version("optuna"), "processor": name}
+
+
+def version_changes(then: Mapping[str, str]) -> list[str]:
+    """Returns a line for each version that isn't the study's."""
+    return [
+        f"{name} {then[name]} at the start of the study, {now} later: the result may differ in its last bits"
+        for name, now in study_versions().items()
+        if then.get(name, now) != now
+    ]
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,8 @@ def describe(reference: str, make_task: bytes | None, values: Mapping[str, Value
     except HotloopError as error:
         traceback.print_exc()
         return error
+    except SystemExit as error:
+        return TaskError(_exit_line(error), expected="a function that returns the Task")
 
 
 def _describe(reference: str, make_task: bytes | None, values: Mapping[str, Value], fixed: list[str]) -> Description:
@@ -128,8 +153,8 @@ def train(
     params: Mapping[str, Value],
     run: str,
     pause_after: int | None,
-) -> TrialProgress:
-    """Trains a run of a trial, from its last checkpoint if there is one, and returns its state.
+) -> TrialProgress | StudyError:
+    """Trains a run of a trial, from its last checkpoint if there is one, and returns its state, or an error of the study.
 
     Args:
         folder: of the study.
@@ -139,9 +164,15 @@ def train(
     """
     began, error, outcome, inexact = time.monotonic(), "", None, list[str]()
     path = Path(run)
+    lock = FileLock(Path(folder) / "records" / f"{number:04d}-{repeat + 1}.lock")
+    Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire(timeout=_LOCK_S)  # a process of a killed study may train the trial for some seconds
+    except Timeout:
+        return StudyError(f"{path} is being trained by another process", fix="stop that process, or wait for it")
     try:
         outcome = _train(Path(folder), study, make_task, repeat, params, path, pause_after)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         traceback.print_exc()
         error = _error_line(failure)
     rows: list[dict[str, Any]] = []
@@ -151,24 +182,33 @@ def train(
         if not handle.record.facts.exact:
             inexact = inexact or ["the data has an order of its own"]
     speed = rows[-1].get("samples_per_s") if rows else None
+    values = [row[study.figure] for row in rows]
+    if outcome is not None and outcome.is_finished and not any(map(math.isfinite, values)):
+        error = error or f"{study.figure} is {values[-1] if values else 'missing'} after each epoch"
     return TrialProgress(
         number=number,
         repeat=repeat,
         epochs=len(rows),
-        values=[row[study.figure] for row in rows],
+        values=values,
         is_finished=bool(error) or (outcome is not None and outcome.is_finished),
         final=None if outcome is None else outcome.final,
         error=error,
-        inexact=inexact,
+        inexact=[*inexact, *version_changes(study.versions)],
         seconds=time.monotonic() - began,
         step_ms=1e3 * handle.record.facts.batch_size / speed if speed else None,
         memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
     )
 
 
-def _error_line(error: Exception) -> str:
+def _exit_line(error: SystemExit) -> str:
+    return f"the Task called exit({error.code!r})"
+
+
+def _error_line(error: BaseException) -> str:
     if isinstance(error, HotloopError):
         return str(error)
+    if isinstance(error, SystemExit):
+        return _exit_line(error)
     return f"{'out of memory: ' if is_out_of_memory(error) else ''}{describe_error(error)}"
 
 
