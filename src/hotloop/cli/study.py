@@ -151,19 +151,19 @@ def study(
 
 
 def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json: bool) -> None:
-    from hotloop.core.files.source_files import file_of_reference, split_reference
+    from hotloop.core.files.source_files import split_reference
     from hotloop.core.records.study import LearningRateRange
     from hotloop.hyperparameters.space import parse_options
 
-    file_of_reference(split_reference(task)[0])
     space = parse_options(param)
 
     from hotloop.hyperparameters.finders.find import find
+    from hotloop.hyperparameters.study_options import TaskSource
     from hotloop.report.learning_rate import learning_rate_lines
 
     page = Path(f"{Path(split_reference(task)[0]).stem}-lr.html")
     with stdout_for(as_json):
-        found = find(what, task, space, axes, page, say)
+        found = find(what, TaskSource.from_value(task), space, axes, page, say)
     if as_json:
         print_json(found.model_dump())
     elif isinstance(found, LearningRateRange):

@@ -21,7 +21,7 @@ from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters import samplers
 from hotloop.hyperparameters.ray.ray_trials import RayTrials
 from hotloop.hyperparameters.results import CHANGES, link_winner, study_result
-from hotloop.hyperparameters.space import Space, check_names, check_same_space, first_values, largest, parse_space
+from hotloop.hyperparameters.space import Space, check_names, check_same_space, largest, parse_space
 from hotloop.hyperparameters.study_folder import StudyFolder, unused_folder
 from hotloop.hyperparameters.study_options import PLAN_FILE, RAY, StudyOptions, TaskSource
 from hotloop.hyperparameters.trial import study_versions, version_changes
@@ -68,15 +68,13 @@ def start_study(source: TaskSource, space: Space, options: StudyOptions, path: P
 def _create(
     source: TaskSource, space: Space, options: StudyOptions, path: Path, processes: TrialProcesses
 ) -> StudyFolder:
-    fixed = [name for name, parameter in space.items() if parameter.is_fixed]
     found = processes.run(
         "hotloop.hyperparameters.trial:describe",
         "task.txt",
         attempts=_ATTEMPTS,
         reference=source.reference,
         make_task=source.make_task,
-        values=first_values(space),
-        fixed=fixed,
+        space=space,
     )
     if isinstance(found, HotloopError):
         raise found

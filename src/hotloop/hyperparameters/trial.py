@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from hotloop.core.hardware.machine import read_processor
 from hotloop.core.hardware.versions import result_versions
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.records.study import StudyRecord, TrialProgress, Value
+from hotloop.core.records.study import ParameterRecord, StudyRecord, TrialProgress, Value
 from hotloop.core.records.training import SourceRecord
 from hotloop.core.reporter import Reporter
 from hotloop.errors import (
@@ -35,10 +35,18 @@ from hotloop.errors import (
     is_out_of_memory,
     type_name,
 )
-from hotloop.hyperparameters.space import TASK_FIELDS, as_text
+from hotloop.hyperparameters.space import TASK_FIELDS, Space, as_text, first_values
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.task_file import LoadedTask, files_of, load_from_run, load_task, named_parameters, task_parameters
+from hotloop.task_file import (
+    LoadedTask,
+    files_of,
+    load_from_run,
+    load_task,
+    named_parameters,
+    parse_argument,
+    task_parameters,
+)
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
 from hotloop.training.run import Run, is_run
 from hotloop.training.start import resume_run, start_run
@@ -87,16 +95,15 @@ class Description:
     files: dict[str, bytes]
 
 
-def describe(reference: str, make_task: bytes | None, values: Mapping[str, Value], fixed: list[str]) -> Any:
+def describe(reference: str, make_task: bytes | None, space: Space) -> Any:
     """Returns the Description of a Task, or the error.
 
     Args:
         reference: the Task's file; for `make_task`, a name for messages.
         make_task: a function of Python, by cloudpickle.
-        values: one value for each parameter of the space; `fixed` names those with a single value.
     """
     try:
-        return _describe(reference, make_task, values, fixed)
+        return _describe(reference, make_task, space)
     except HotloopError as error:
         traceback.print_exc()
         return error
@@ -104,18 +111,21 @@ def describe(reference: str, make_task: bytes | None, values: Mapping[str, Value
         return TaskError(_exit_line(error), expected="a function that returns the Task")
 
 
-def _describe(reference: str, make_task: bytes | None, values: Mapping[str, Value], fixed: list[str]) -> Description:
+def _describe(reference: str, make_task: bytes | None, space: Space) -> Description:
     function = None if make_task is None else cloudpickle.loads(make_task)
     parameters = task_parameters(reference) if function is None else named_parameters(function)
+    values = first_values(space)
     needed = {
         name: values[name]
         for name, parameter in parameters.items()
-        if name in values and (name in fixed or parameter.default is parameter.empty)
+        if name in space and (space[name].is_fixed or parameter.default is parameter.empty)
     }
+    for name in space.keys() & parameters.keys():
+        _check_type(space[name], parameters[name])
     if function is None:
         loaded = load_task(reference, {name: as_text(value) for name, value in needed.items()})
     else:
-        loaded = LoadedTask(_call(function, needed), None, {})
+        loaded = LoadedTask(call_make_task(function, needed), None, {})
     task = loaded.task
     stopping = EarlyStopping.of(task.monitor, task.goal, task.roles.validation is not None)
     return Description(
@@ -137,7 +147,18 @@ def _is_int(parameter: Parameter) -> bool:
     return parameter.annotation in (int, "int") if has_type else type(parameter.default) is int
 
 
-def _call(function: Any, arguments: Mapping[str, Value]) -> Task:
+def _check_type(parameter: ParameterRecord, argument: Parameter) -> None:
+    """Raises StudyError if the argument of `task(...)` takes no such values."""
+    if not parameter.choices and {argument.annotation, type(argument.default)} & {str, bool}:
+        raise StudyError(f"{parameter.place}: {argument.name} takes no numbers", expected="a choice such as a,b")
+    for value in parameter.choices or ([] if _is_int(argument) else [parameter.low, parameter.high]):
+        try:
+            parse_argument(as_text(value), argument)
+        except TaskError as error:
+            raise StudyError(f"{parameter.place}: {error.given}", expected=error.expected, fix=error.fix) from error
+
+
+def call_make_task(function: Any, arguments: Mapping[str, Value]) -> Task:
     task = call_user_code("make_task", lambda: function(**arguments))
     if not isinstance(task, Task):
         raise TaskError(f"make_task returned {type_name(task)}", expected="a hotloop.Task", fix="return the Task")
@@ -256,7 +277,7 @@ def load_trial(
     overrides = {name: value for name, value in params.items() if name not in study.arguments}
     if study.source is None:
         assert make_task is not None
-        return LoadedTask(_call(cloudpickle.loads(make_task), arguments), None, {}), overrides
+        return LoadedTask(call_make_task(cloudpickle.loads(make_task), arguments), None, {}), overrides
     texts = {**study.source.parameters, **{name: as_text(value) for name, value in arguments.items()}}
     source = study.source.model_copy(update={"parameters": texts})
     task = load_from_run(folder / "source", source)
