@@ -33,13 +33,13 @@ def stored_rows(folder: Path) -> list[tuple[Any, ...]]:
 
 
 class SimulatedTrial:
-    """A trial that has ended: its curve follows from its parameters; each fourth trial fails in its last epoch."""
+    """A trial that has ended: its curve follows from its parameters; each eighth trial fails in its last epoch."""
 
     def __init__(self, study: StudyRecord, number: int, repeat: int, params: dict[str, Any], pause: int | None) -> None:
         self.number = number
-        fails = number % 4 == 1
+        fails = number % 8 == 1
         epochs = study.epochs - 1 if fails else study.epochs
-        base = 0.25 if fails else params["lr"] * params["width"] + 0.01 * number + 0.001 * repeat
+        base = 0.05 if fails else params["lr"] * params["width"] + 0.01 * number + 0.001 * repeat
         values = [base + 1 / epoch for epoch in range(1, epochs + 1)][:pause]
         is_over = pause is None or pause > epochs
         error = "loss is nan" if fails and is_over else ""

@@ -200,8 +200,8 @@ class Rounds:
         return any(one.error and one.epochs < rung for one in self._progress(number))
 
     def _is_finished(self, number: int, rung: int) -> bool:
-        """Returns whether a trial ended at the rung or before."""
-        return all(one.is_finished and one.epochs <= rung for one in self._progress(number))
+        """Returns whether a trial ended at the rung or before; a trial that fails later was paused there."""
+        return all(one.is_finished and not one.error and one.epochs <= rung for one in self._progress(number))
 
 
 def needs_training(progress: TrialProgress, rung: int | None) -> bool:
