@@ -95,23 +95,17 @@ class Description:
     files: dict[str, bytes]
 
 
-def describe(reference: str, make_task: bytes | None, space: Space) -> Any:
-    """Returns the Description of a Task, or the error.
+def describe(reference: str, make_task: bytes | None, space: Space) -> Description:
+    """Returns the Description of a Task.
 
     Args:
         reference: the Task's file; for `make_task`, a name for messages.
         make_task: a function of Python, by cloudpickle.
+
+    Raises:
+        StudyError: an argument of `task(...)` doesn't take the values of the space.
+        TaskError: the Task can't be loaded.
     """
-    try:
-        return _describe(reference, make_task, space)
-    except HotloopError as error:
-        traceback.print_exc()
-        return error
-    except SystemExit as error:
-        return TaskError(_exit_line(error), expected="a function that returns the Task")
-
-
-def _describe(reference: str, make_task: bytes | None, space: Space) -> Description:
     function = None if make_task is None else cloudpickle.loads(make_task)
     parameters = task_parameters(reference) if function is None else named_parameters(function)
     values = first_values(space)
@@ -221,15 +215,11 @@ def train(
     )
 
 
-def _exit_line(error: SystemExit) -> str:
-    return f"the Task called exit({error.code!r})"
-
-
 def _error_line(error: BaseException) -> str:
     if isinstance(error, HotloopError):
         return str(error)
     if isinstance(error, SystemExit):
-        return _exit_line(error)
+        return f"the Task called exit({error.code!r})"
     return f"{'out of memory: ' if is_out_of_memory(error) else ''}{describe_error(error)}"
 
 

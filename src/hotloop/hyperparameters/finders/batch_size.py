@@ -15,7 +15,7 @@ import torch
 from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.core.records.study import BatchSizeRange, BatchSizeTrial, Value
 from hotloop.core.reporter import Report
-from hotloop.errors import HotloopError, TaskError, describe_error, is_out_of_memory
+from hotloop.errors import HotloopError, describe_error, is_out_of_memory
 from hotloop.hyperparameters.finders.finder_task import load_finder_task, rules_plan
 from hotloop.hyperparameters.study_options import TaskSource
 from hotloop.hyperparameters.trial_processes import TrialProcesses
@@ -29,8 +29,8 @@ _FITTED_SIZES = 3
 
 def measure_batch_size(
     source: TaskSource, values: Mapping[str, Value], axes: Mapping[str, Any], batch_size: int
-) -> dict[str, Any] | HotloopError:
-    """Returns figures of some steps, or the error; the work of a trial process."""
+) -> dict[str, Any]:
+    """Returns figures of some steps, or the line on a lack of memory; the work of a trial process."""
     try:
         task, _ = load_finder_task(source, values)
         task = replace(task, batch_size=batch_size, callbacks=(), epochs=10**6, schedule=None)
@@ -49,11 +49,9 @@ def measure_batch_size(
                 if outcome.ended:
                     program.end_epoch(0.0)
         return {"samples_per_s": done / passed, "memory_bytes": _peak(device), "free_bytes": free, "samples": count}
-    except HotloopError as error:
-        return error
     except Exception as error:
         if not is_out_of_memory(error):
-            return TaskError(describe_error(error))
+            raise
         return {"error": f"out of memory: {describe_error(error)}"}
 
 
