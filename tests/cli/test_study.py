@@ -84,6 +84,7 @@ OTHERS = {
     "--prune median": "--prune median, and the study has none",
     "--require step_ms<5": "--require step_ms<5, and the study has none",
     "--plan baseline": "--plan baseline, and the study has rules",
+    "--device cpu": "--set device=cpu, and the study has no value for it",
     "-p lr=0.01..0.2:log": "-p lr=0.01..0.2:log, and the study has space.toml: lr = '0.01..0.1:log'",
     "--space space.toml": "no 'epochs', and the study has -p epochs=2",
 }

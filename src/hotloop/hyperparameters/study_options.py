@@ -48,7 +48,7 @@ def _as_words(value: Any) -> str:
 
 def _other_setting_error(option: str, given: str, own: str) -> StudyError:
     return StudyError(
-        f"{option} {given}, and the study has {own}",
+        f"{given}, and the study has {own}",
         expected="the study's own value",
         fix=f"leave {option} out, or start a new study",
     )
@@ -123,17 +123,18 @@ class StudyOptions:
         for name, option in _OPTIONS.items():
             given, own = getattr(self, name), getattr(study, name)
             if given is not None and given != own:
-                raise _other_setting_error(option, _as_words(given), _as_words(own))
+                raise _other_setting_error(option, f"{option} {_as_words(given)}", _as_words(own))
         if self.plan is not None:
             request = PlanRequest.from_value(self.plan)
             is_same = self.plan_name == study.plan and (
                 study.plan != PLAN_FILE or Plan.read(path / PLAN_FILE) == request.plan
             )
             if not is_same:
-                raise _other_setting_error("--plan", shorten(str(self.plan)), study.plan)
+                raise _other_setting_error("--plan", f"--plan {shorten(str(self.plan))}", study.plan)
         for axis, value in self.axes.items():
             if study.axes.get(axis) != value:
-                raise _other_setting_error(f"--set {axis}=", str(value), str(study.axes.get(axis, "not set")))
+                own = study.axes.get(axis, "no value for it")
+                raise _other_setting_error(f"--set {axis}", f"--set {axis}={value}", str(own))
 
     @property
     def until(self) -> float:
