@@ -14,7 +14,7 @@ from hotloop.core.format import parse_seconds
 from hotloop.core.plan_request import ARRAYS, AUTO, BASELINE, PlanRequest
 from hotloop.core.records.study import StudyRecord
 from hotloop.distributed.ray.cluster import check_installed
-from hotloop.errors import StudyError, shorten, type_name
+from hotloop.errors import StudyError, type_name
 from hotloop.hyperparameters import samplers
 from hotloop.hyperparameters.trial import RULES
 from hotloop.hyperparameters.trial_values import check_constraints
@@ -130,7 +130,8 @@ class StudyOptions:
                 study.plan != PLAN_FILE or Plan.read(path / PLAN_FILE) == request.plan
             )
             if not is_same:
-                raise _other_setting_error("--plan", f"--plan {shorten(str(self.plan))}", study.plan)
+                given = self.plan.brief() if isinstance(self.plan, Plan) else self.plan
+                raise _other_setting_error("--plan", f"--plan {given}", study.plan)
         for axis, value in self.axes.items():
             if study.axes.get(axis) != value:
                 own = study.axes.get(axis, "no value for it")
