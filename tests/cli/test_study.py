@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def test_a_mistake_is_one_line_before_anything_starts(hotloop: Hotloop, case: st
     done = hotloop("study", "task.py", *arguments, "--study", "s")
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(line) and len(done.err.splitlines()) == 1
+    assert not Path("s").exists()
+
+
+def test_without_ray_there_is_one_line(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("task.py").write_text(STUDIED)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ray" else find(name, *more))
+    done = hotloop("study", "task.py", "-p", "lr=0.1,1", "--jobs-on", "ray", "--study", "s")
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert done.err.startswith("error: --jobs-on ray, and Ray isn't installed; ")
     assert not Path("s").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import time
@@ -15,20 +14,9 @@ import hotloop
 from hotloop.errors import StudyError
 from hotloop.hyperparameters.ray.ray_trials import run_trial
 from tests.hyperparameters.test_trial_rounds import ARGUMENTS, HALVING, SPACE, check_same, start
-from tests.support.processes.in_process_command import Hotloop
 from tests.support.tasks.studied_task import STUDIED
 
 pytest.importorskip("ray")
-
-
-def test_without_ray_there_is_one_line(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("task.py").write_text(STUDIED)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ray" else find(name, *more))
-    done = hotloop("study", "task.py", "-p", "lr=0.1,1", "--jobs-on", "ray", "--study", "s")
-    assert (done.code, len(done.err.splitlines())) == (1, 1)
-    assert done.err.startswith("error: --jobs-on ray, and Ray isn't installed; ")
-    assert not Path("s").exists()
 
 
 def test_a_machine_without_the_folder_is_one_line(tmp_path: Path) -> None:

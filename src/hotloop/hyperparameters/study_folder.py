@@ -57,7 +57,7 @@ class StudyFolder:
                     fix=f"go on by `hotloop study --resume {path}`, or choose another with --study",
                 )
             others = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-            if others - {"source", "logs", ".lock"} or (path.exists() and not path.is_dir()):
+            if others - {"source", "logs", ".lock", "plan.toml"} or (path.exists() and not path.is_dir()):
                 raise StudyError(f"{path} exists and is no study", expected="a new folder", fix="choose another")
 
     @classmethod

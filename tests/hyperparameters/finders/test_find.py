@@ -26,9 +26,10 @@ def test_a_rate_is_found_and_confirmed_from_python(tmp_path: Path) -> None:
     assert page.stat().st_size > 1e6
 
 
-LIMITED = STUDIED.replace(
-    "    def model():",
-    """
+LIMITED = (
+    STUDIED.replace(
+        "    def model():",
+        """
     pages = int(open("/proc/self/statm").read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 5 * 2**28,) * 2)
 
@@ -37,9 +38,11 @@ LIMITED = STUDIED.replace(
             return x + x.new_zeros(len(x), 2**22)[:, :1]
 
     def model():""",
-).replace("nn.Sequential(nn.Linear(4, width)", "nn.Sequential(Large(), nn.Linear(4, width)").replace(
-    "network[0]", "network[1]"
-).replace("torch.randn(60, 4", "torch.randn(2000, 4")
+    )
+    .replace("nn.Sequential(nn.Linear(4, width)", "nn.Sequential(Large(), nn.Linear(4, width)")
+    .replace("network[0]", "network[1]")
+    .replace("torch.randn(60, 4", "torch.randn(2000, 4")
+)
 """16 MB for each sample, of 1.3 GB."""
 
 
