@@ -110,6 +110,8 @@ ORDER = (
     "training/loggers/*",
     "training/*",
     "inference/*",
+    "hyperparameters/trial_processes",
+    "hyperparameters/ray/*",
     "hyperparameters/*",
     "hyperparameters/finders/*",
     "view",

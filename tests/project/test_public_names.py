@@ -33,6 +33,8 @@ PUBLIC = {
         "evaluate",
         "explain",
         "export",
+        "find_batch_size",
+        "find_learning_rate",
         "fit",
         "load_model",
         "lower",

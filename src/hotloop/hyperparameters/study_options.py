@@ -11,25 +11,62 @@ from typing import Any
 
 from hotloop.core.files.source_files import file_of_reference, split_reference
 from hotloop.core.format import parse_seconds
-from hotloop.core.plan_request import PlanRequest
+from hotloop.core.plan_request import ARRAYS, AUTO, BASELINE, PlanRequest
+from hotloop.core.records.study import StudyRecord
+from hotloop.distributed.ray.cluster import check_installed
 from hotloop.errors import StudyError, type_name
 from hotloop.hyperparameters import samplers
+from hotloop.hyperparameters.trial import RULES
 from hotloop.hyperparameters.trial_values import check_constraints
 from hotloop.plan import Plan
 
-DEFAULT_ROUND = 8
+PLAN_FILE = "plan.toml"
+
+PROCESSES, RAY = JOBS_ON = ("processes", "ray")
+
+_DEFAULTS: dict[str, Any] = {
+    "sampler": "tpe",
+    "pruner": "none",
+    "round_size": 8,
+    "seed": 0,
+    "repeats": 1,
+    "constraints": [],
+}
+_OPTIONS = dict(
+    sampler="--sampler",
+    pruner="--prune",
+    round_size="--round",
+    seed="--seed",
+    repeats="--repeats",
+    constraints="--require",
+)
+
+
+def _as_words(value: Any) -> str:
+    return ", ".join(value) or "none" if isinstance(value, list | tuple) else str(value)
+
+
+def _other_setting_error(option: str, given: str, own: str) -> StudyError:
+    return StudyError(
+        f"{given}, and the study has {own}",
+        expected="the study's own value",
+        fix=f"leave {option} out, or start a new study",
+    )
 
 
 @dataclass(frozen=True)
 class StudyOptions:
     """How to search.
 
+    None stands for the default of a new study, and for the study's own value when an existing study goes on.
+
     Attributes:
-        trials: number of trials; None for 20, or those of the study to go on with.
+        trials: number of trials.
         sampler: `tpe`, `cmaes`, `gp`, `grid` or `random`.
         pruner: `none`, `median`, `hyperband` or `halving`.
         round_size: trials that are proposed together from the results of earlier rounds; at least `jobs` uses all jobs.
-        jobs: processes that train at the same time, without effect on the result.
+        jobs: trials that train at the same time, without effect on the result; None for 1, or the cores of Ray's cluster.
+        jobs_on: `processes` of this machine, or `ray` for Ray's machines.
         repeats: seeds for each trial; the value is the mean.
         constraints: limits such as `memory < 4GB` and `step_ms < 5`.
         time_limit: a time such as `1h`, after which no further round begins.
@@ -38,31 +75,67 @@ class StudyOptions:
     """
 
     trials: int | None = None
-    sampler: str = "tpe"
-    pruner: str = "none"
-    round_size: int = DEFAULT_ROUND
-    jobs: int = 1
-    seed: int = 0
-    repeats: int = 1
-    constraints: Sequence[str] = ()
+    sampler: str | None = None
+    pruner: str | None = None
+    round_size: int | None = None
+    jobs: int | None = None
+    seed: int | None = None
+    repeats: int | None = None
+    constraints: Sequence[str] | None = None
     time_limit: str | None = None
     plan: Plan | str | Path | None = None
     axes: Mapping[str, Any] = field(default_factory=dict)
+    jobs_on: str = PROCESSES
 
     def check(self) -> None:
         """Raises HotloopError if an option has no such value."""
-        samplers.check_name("--sampler", self.sampler, samplers.SAMPLERS)
-        samplers.check_name("--prune", self.pruner, samplers.PRUNERS)
-        check_constraints(self.constraints)
+        samplers.check_name("--sampler", self.settings["sampler"], samplers.SAMPLERS)
+        samplers.check_name("--prune", self.settings["pruner"], samplers.PRUNERS)
+        samplers.check_name("--jobs-on", self.jobs_on, JOBS_ON)
+        if self.jobs_on == RAY:
+            check_installed("--jobs-on ray", "--jobs-on processes")
+        check_constraints(self.constraints or ())
         numbers = {"--trials": self.trials, "--round": self.round_size, "--jobs": self.jobs, "--repeats": self.repeats}
         for option, number in numbers.items():
             if number is not None and number < 1:
                 raise StudyError(f"{option} {number}", expected="1 or more")
-        if self.seed < 0:
+        if self.seed is not None and self.seed < 0:
             raise StudyError(f"--seed {self.seed}", expected="0 or more")
         if self.time_limit is not None:
             parse_seconds(self.time_limit, "time-limit")
         PlanRequest.from_value(self.plan, self.axes)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of a new study that change its result, by their names in StudyRecord."""
+        given = {name: getattr(self, name) for name in _DEFAULTS}
+        return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+
+    @property
+    def plan_name(self) -> str:
+        """The plan as in StudyRecord."""
+        if self.plan is None:
+            return RULES
+        return str(self.plan) if self.plan in (AUTO, BASELINE, ARRAYS) else PLAN_FILE
+
+    def check_same(self, study: StudyRecord, path: Path) -> None:
+        """Raises StudyError if a given setting differs from that of the study in the folder."""
+        for name, option in _OPTIONS.items():
+            given, own = getattr(self, name), getattr(study, name)
+            if given is not None and given != own:
+                raise _other_setting_error(option, f"{option} {_as_words(given)}", _as_words(own))
+        if self.plan is not None:
+            request = PlanRequest.from_value(self.plan)
+            is_same = self.plan_name == study.plan and (
+                study.plan != PLAN_FILE or Plan.read(path / PLAN_FILE) == request.plan
+            )
+            if not is_same:
+                given = self.plan.brief() if isinstance(self.plan, Plan) else self.plan
+                raise _other_setting_error("--plan", f"--plan {given}", study.plan)
+        for axis, value in self.axes.items():
+            if study.axes.get(axis) != value:
+                own = study.axes.get(axis, "no value for it")
+                raise _other_setting_error(f"--set {axis}", f"--set {axis}={value}", str(own))
 
     @property
     def until(self) -> float:

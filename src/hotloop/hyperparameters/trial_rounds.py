@@ -7,6 +7,7 @@ interrupted is computed again: its trials are proposed again with the same value
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hotloop.core.records.study import StudyRecord, TrialProgress
 from hotloop.core.reporter import Report
+from hotloop.errors import HotloopError
 from hotloop.hyperparameters.samplers import make_sampler, memory_study
 from hotloop.hyperparameters.space import all_params, sample
 from hotloop.hyperparameters.study_folder import StudyFolder
-from hotloop.hyperparameters.trial_processes import Job, TrialProcesses, next_finished, stop
+from hotloop.hyperparameters.trial_processes import Workers
 from hotloop.hyperparameters.trial_values import best_value, curve, violations
 
 FINISHED, TIME_LIMIT = "finished", "time-limit"
@@ -40,7 +42,7 @@ class Rounds:
     """
 
     def __init__(
-        self, folder: StudyFolder, processes: TrialProcesses, make_task: bytes | None, jobs: int, say: Report
+        self, folder: StudyFolder, processes: Workers, make_task: bytes | None, jobs: int, say: Report
     ) -> None:
         self.folder, self.study, self.processes = folder, folder.record, processes
         self.make_task, self.jobs, self.say = make_task, jobs, say
@@ -84,7 +86,7 @@ class Rounds:
         live, pruned = list(range(start, start + size)), set[int]()
         for rung in self.study.rungs:
             self._train(memory.get_trials(deepcopy=False), live, rung)
-            live = [number for number in live if not self._has_failed(number)]
+            live = [number for number in live if not self._has_failed(number, rung)]
             for number in live:
                 self._report(handles[number - start], self._curve(number)[:rung])
             paused = [number for number in live if not self._is_finished(number, rung)]
@@ -110,10 +112,10 @@ class Rounds:
     def _finish(self, memory: optuna.Study, trial: optuna.Trial, is_pruned: bool) -> None:
         """Ends a trial in memory, then stores the trial in SQLite."""
         number = trial.number
-        if self._has_failed(number):
-            memory.tell(number, state=TrialState.FAIL)
-        elif is_pruned:
+        if is_pruned:
             memory.tell(number, state=TrialState.PRUNED)
+        elif self._has_failed(number):
+            memory.tell(number, state=TrialState.FAIL)
         else:
             progress = self._progress(number)
             self._report(trial, curve(progress))
@@ -134,16 +136,18 @@ class Rounds:
             if needs_training(self.folder.progress(number, repeat), rung)
         )
         kills: Counter[tuple[int, int]] = Counter()
-        running: dict[Job, tuple[int, int, int]] = {}
+        running: dict[Any, tuple[int, int, int]] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < self.jobs:
                     number, repeat = waiting.popleft()
                     job = self._start(trials[number], repeat, rung)
                     running[job] = (number, repeat, self.folder.reached(number, repeat))
-                for job in next_finished(running):
+                for job in self.processes.next_finished(running):
                     number, repeat, before = running.pop(job)
                     result = job.result()
+                    if isinstance(result, HotloopError):
+                        raise result
                     if result is None:
                         result = self._after_kill(number, repeat, before, kills)
                     if result is not None:
@@ -153,10 +157,10 @@ class Rounds:
                     elif result.is_finished:
                         self.say(_line(self.study, trials[number], result))
         except BaseException:
-            stop(running)
+            self.processes.stop(running)
             raise
 
-    def _start(self, trial: FrozenTrial, repeat: int, rung: int | None) -> Job:
+    def _start(self, trial: FrozenTrial, repeat: int, rung: int | None) -> Any:
         number = trial.number
         return self.processes.start(
             "hotloop.hyperparameters.trial:train",
@@ -188,12 +192,16 @@ class Rounds:
     def _curve(self, number: int) -> list[float]:
         return curve(self._progress(number))
 
-    def _has_failed(self, number: int) -> bool:
-        return any(one.error for one in self._progress(number))
+    def _has_failed(self, number: int, rung: float = math.inf) -> bool:
+        """Returns whether a trial failed before the end of an epoch.
+
+        A round that is computed again knows failures after the epoch already, and compares those trials as before.
+        """
+        return any(one.error and one.epochs < rung for one in self._progress(number))
 
     def _is_finished(self, number: int, rung: int) -> bool:
-        """Returns whether a trial ended at the rung or before."""
-        return all(one.is_finished and one.epochs <= rung for one in self._progress(number))
+        """Returns whether a trial ended at the rung or before; a trial that fails later was paused there."""
+        return all(one.is_finished and not one.error and one.epochs <= rung for one in self._progress(number))
 
 
 def needs_training(progress: TrialProgress, rung: int | None) -> bool:

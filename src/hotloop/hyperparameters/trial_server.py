@@ -16,11 +16,13 @@ import random
 import signal
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from hotloop.core.processes.parent_death import end_with_parent
+from hotloop.errors import HotloopError, TaskError, describe_error
 
 
 def serve(number: int) -> None:
@@ -71,8 +73,15 @@ def _run_job(number: int, server: int) -> None:
 
 
 def _result(job: dict[str, Any]) -> Any:
+    """Returns the job's result, or a TaskError for an error that the job doesn't handle."""
     module, _, name = job.pop("work").partition(":")
-    return getattr(import_module(module), name)(**job)
+    try:
+        return getattr(import_module(module), name)(**job)
+    except SystemExit as error:
+        return TaskError(f"the Task called exit({error.code!r})", expected="a Task that trains to its end")
+    except Exception as error:
+        traceback.print_exc()
+        return error if isinstance(error, HotloopError) else TaskError(describe_error(error))
 
 
 def _send(file: Any, result: Any) -> None:
