@@ -21,6 +21,7 @@ from bench.foresight import gpu_claims, megatron, mosaic, neusight, torchvision_
 from bench.foresight.claim_page import page
 from bench.foresight.fit import fit_all, runs_coefficients, unit_coefficients, write
 from bench.foresight.kernels import fit_kernels
+from hotloop.advisor.coefficients import shipped
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.hardware.machine import current_time
 
@@ -125,29 +126,25 @@ class Sets:
         ), judged
 
     def mpt(self) -> tuple[Result, Judged]:
-        judged = with_interval(mosaic.judge(self.data, runs_coefficients(self.kernels())))
+        judged = with_interval(mosaic.judge(self.data, runs_coefficients(shipped())))
         return result_of(
             "MPT on A100, 8 to 128 GPUs", "the other model sizes", "mean", 0.09, "9 to 10 % with one MFU", judged
         ), judged
 
     def vtrain(self) -> tuple[Result, Judged]:
-        judged = with_interval(megatron.judge(self.data, runs_coefficients(self.kernels())))
+        judged = with_interval(megatron.judge(self.data, runs_coefficients(shipped())))
         base = "35 to 55 % by FLOPs; vTrain's simulator 8.4 % one node, 14.7 % many"
         return result_of(
             "vTrain, tensor, data and pipeline parallel", "the other numbers of GPUs", "mean", 0.15, base, judged
         ), judged
 
     def gpu(self) -> tuple[Result, Judged]:
-        from hotloop.advisor.coefficients import shipped
-
         judged = gpu_claims.judge(shipped())
         return result_of(
             "small networks on an H200", "the other networks of the record", "median", 0.3, "none published", judged
         ), judged
 
     def pays(self) -> tuple[Result, Judged]:
-        from hotloop.advisor.coefficients import shipped
-
         judged = gpu_claims.judge_pays(shipped())
         wrong = mean((predicted > 1) != (measured > 1) for _, predicted, _, _, measured in judged)
         always = mean(measured > 1 for *_, measured in judged)

