@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -131,10 +132,16 @@ def test_copies_of_a_tensor_group_share_the_network_between_nodes():
 
 
 def test_short_kernels_widen_the_interval():
-    """Of a recorded graph, in which the host has no part."""
-    tiny, large = (mlp_costs(batch=width // 4, width=width) for width in (64, 8192))
-    short, long = (estimate(costs, "H200", plan="graphs=32 compile=step") for costs in (tiny, large))
-    assert short.high_ms / short.low_ms > 1.5 * long.high_ms / long.low_ms
+    """Of a recorded graph, in which the host has a small part."""
+
+    def width(costs, coefficients):
+        found = estimate(costs, "H200", plan="graphs=32", coefficients=coefficients)
+        return math.log(found.high_ms / found.low_ms)
+
+    without = replace(shipped(), shapes=shipped().shapes | {"short_spread": (0.0, 0.0)})
+    short, long = (mlp_costs(batch=size // 4, width=size, layers=64) for size in (1024, 16384))
+    assert width(short, shipped()) > 1.3 * width(short, without)
+    assert width(long, shipped()) < 1.05 * width(long, without)
 
 
 def test_pipelines_with_few_pieces_have_a_larger_bubble():
