@@ -66,11 +66,14 @@ def rows(data: Path) -> tuple[Row, ...]:
     return tuple(found)
 
 
+EVERY = 3
+"""One of so many runs is fitted to: each evaluation calls the advisor once for each run."""
+
 NAMES = ("tensor", "attention/tensor", "cast_bytes", "unhidden", "gather_share")
 """Fitted coefficients: of products on the chip, of attention kernels, of the bytes of other operators, the share of communication
 that computation doesn't hide, and the share of an all-reduce's rate that gathers reach."""
 
-START = (0.75, 0.5, 1.3, 0.2, 0.5)
+START = (0.8, 0.4, 1.5, 0.3, 0.25)
 BOUNDS = ((0.3, 0.1, 0.3, 0.01, 0.05), (1.2, 2, 4, 0.9, 1.2))
 
 
@@ -94,7 +97,9 @@ def predicted_s(row: Row, coefficients: Coefficients) -> float:
 
 
 def fit(found: Sequence[Row], coefficients: Coefficients) -> dict[str, float]:
-    return fit_values(NAMES, START, BOUNDS, found, lambda row, values: predicted_s(row, with_values(coefficients, values)))
+    return fit_values(
+        NAMES, START, BOUNDS, found[::EVERY], lambda row, values: predicted_s(row, with_values(coefficients, values))
+    )
 
 
 def fit_values(
@@ -115,7 +120,7 @@ def fit_values(
         return np.log([predict(row, values) / row.seconds for row in found])
 
     solved = least_squares(
-        residuals, np.log(start), bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3, max_nfev=12
+        residuals, np.log(start), bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3, ftol=1e-3, xtol=1e-3
     )
     return named(solved.x)
 
@@ -128,7 +133,12 @@ def judge(data: Path, coefficients: Coefficients) -> list[tuple[str, float, floa
         fitted = with_values(coefficients, fit(others, coefficients))
         spread = spread_of(np.log([predicted_s(row, fitted) / row.seconds for row in others]))
         judged += [
-            (f"{row.model} {row.chip} {row.gpus} GPUs, sequence {row.sequence}", predicted_s(row, fitted), row.seconds, spread)
+            (
+                f"{row.model} {row.chip} {row.gpus} GPUs, sequence {row.sequence}",
+                predicted_s(row, fitted),
+                row.seconds,
+                spread,
+            )
             for row in rows(data)
             if row.model == model
         ]

@@ -67,9 +67,47 @@ def test_each_source_is_used_and_dated():
 
 
 COMMON = (
-    *("GTX 1080 Ti", "RTX 2080 Ti", "RTX 3060", "RTX 3080", "RTX 3090", "RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090", "RTX 5090"),
-    *("T4", "V100", "P100", "L4", "L40S", "A10", "A10G", "A100 PCIe 40GB", "A100 PCIe 80GB", "A100 SXM 40GB", "A100 SXM 80GB"),
-    *("H100 PCIe", "H100 SXM", "H200", "B200", "MI100", "MI210", "MI250X", "MI300X", "MI325X", "MI355X", "M1", "M2", "M3", "M4"),
+    *(
+        "GTX 1080 Ti",
+        "RTX 2080 Ti",
+        "RTX 3060",
+        "RTX 3080",
+        "RTX 3090",
+        "RTX 4060",
+        "RTX 4070",
+        "RTX 4080",
+        "RTX 4090",
+        "RTX 5090",
+    ),
+    *(
+        "T4",
+        "V100",
+        "P100",
+        "L4",
+        "L40S",
+        "A10",
+        "A10G",
+        "A100 PCIe 40GB",
+        "A100 PCIe 80GB",
+        "A100 SXM 40GB",
+        "A100 SXM 80GB",
+    ),
+    *(
+        "H100 PCIe",
+        "H100 SXM",
+        "H200",
+        "B200",
+        "MI100",
+        "MI210",
+        "MI250X",
+        "MI300X",
+        "MI325X",
+        "MI355X",
+        "M1",
+        "M2",
+        "M3",
+        "M4",
+    ),
 )
 
 

@@ -101,7 +101,9 @@ def test_a_gpu_pays_probably_by_the_median_and_surely_by_the_low_end():
 def test_the_sentence_has_the_speedup_at_the_users_batch_with_its_interval():
     advice = advise(mlp_costs(batch=4, width=128), machines("RTX 4090"), 100)
     cpu, gpu = advice.machines
-    median, low, high = map(float, re.search(r"be ([\d.]+) times .*\(([\d.]+) to ([\d.]+)\)", advice.pays_sentence).groups())
+    median, low, high = map(
+        float, re.search(r"be ([\d.]+) times .*\(([\d.]+) to ([\d.]+)\)", advice.pays_sentence).groups()
+    )
     assert median == pytest.approx(cpu.step_ms / gpu.step_ms, rel=0.06)
     assert cpu.low_ms / gpu.high_ms < low < median < high < cpu.high_ms / gpu.low_ms
 
@@ -111,7 +113,9 @@ def test_a_gpu_that_pays_at_no_batch_is_so_stated():
     huge_cpu = replace(HERE, measured=MeasuredStep(step_ms=1e-3, low_ms=1e-3, high_ms=1e-3))
     advice = advise(tiny, [huge_cpu, Machine(find_chip("RTX 4090"))], 10)
     assert advice.pays_from is None and advice.pays_surely_from is None
-    assert advice.pays_sentence.startswith("A GPU probably pays at no batch up to 65,536; at your batch of 1 an RTX 4090")
+    assert advice.pays_sentence.startswith(
+        "A GPU probably pays at no batch up to 65,536; at your batch of 1 an RTX 4090"
+    )
 
 
 def test_a_measured_step_replaces_the_prediction(costs):

@@ -11,7 +11,10 @@ SIZES = len(crossing_batches())
 
 def rising(first_probable: int, first_sure: int) -> list[Speedup]:
     """Returns ratios above 1 from one batch on, whose low ends are above 1 from another batch on."""
-    return [Speedup(2.0 if size >= first_probable else 0.5, 1.5 if size >= first_sure else 0.4, 9.0) for size in crossing_batches()]
+    return [
+        Speedup(2.0 if size >= first_probable else 0.5, 1.5 if size >= first_sure else 0.4, 9.0)
+        for size in crossing_batches()
+    ]
 
 
 def test_the_interval_of_a_ratio_has_both_intervals():

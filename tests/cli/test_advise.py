@@ -141,7 +141,9 @@ def test_a_step_that_takes_too_long_is_predicted_from_operators_measured_once(
     assert here["source"] == "predicted from operators measured here" and here["step_ms"] > 1000
     assert here["low_ms"] == pytest.approx(INTERVAL[0] * here["step_ms"])
     again = hotloop("advise", task, *CHIPS)
-    assert "this machine (CPU): predicted from operators measured here; other machines: predicted" in one_line(again.err)
+    assert "this machine (CPU): predicted from operators measured here; other machines: predicted" in one_line(
+        again.err
+    )
     assert len(calls) == 1
     task.with_name("compiled.toml").write_text('compile = "step"\n')
     compiled = hotloop("advise", task, *CHIPS, "--plan", "compiled.toml", "--json").document["machines"][0]
@@ -151,7 +153,9 @@ def test_a_step_that_takes_too_long_is_predicted_from_operators_measured_once(
 def rates_of(seconds: float) -> CpuRates:
     """Returns rates with which each operator without FLOPs takes so many seconds."""
     names = ("view", "node", "module", "parameter", "optimizer", "engine")
-    return CpuRates({}, {"aten.mul": (((1.0,), seconds), ((1e12,), seconds))}, dict.fromkeys(names, 1e-6), 0.0, 0.0, 2**25)
+    return CpuRates(
+        {}, {"aten.mul": (((1.0,), seconds), ((1e12,), seconds))}, dict.fromkeys(names, 1e-6), 0.0, 0.0, 2**25
+    )
 
 
 def one_line(text: str) -> str:

@@ -11,7 +11,9 @@ from hotloop.core.records.cpu_rates import CpuRates
 from hotloop.hardware_advice.rates_cache import cpu_rates_here
 from hotloop.profiler.step_costs import cpu_probe
 
-RATES = CpuRates({"aten.mm/forward": (((1.0, 8.0, 8.0, 8.0), 1e9),)}, {"aten.mul": (((1e3,), 1e-6),)}, {"view": 1e-6}, 0, 0, 1)
+RATES = CpuRates(
+    {"aten.mm/forward": (((1.0, 8.0, 8.0, 8.0), 1e9),)}, {"aten.mul": (((1e3,), 1e-6),)}, {"view": 1e-6}, 0, 0, 1
+)
 
 
 @pytest.fixture

@@ -78,7 +78,9 @@ def gather_s(
 
     The bytes are half of an all-reduce's; the many tensors of a network reach a share of its rate.
     """
-    return all_reduce_s(size, gpus, chip, coefficients, network, stride) / 2 / coefficients.communication["gather_share"]
+    return (
+        all_reduce_s(size, gpus, chip, coefficients, network, stride) / 2 / coefficients.communication["gather_share"]
+    )
 
 
 def send_s(size: float, chip: Chip, coefficients: Coefficients) -> float:
