@@ -294,5 +294,5 @@ def test_advice_has_its_machines_its_front_and_the_crossing(drawn, tmp_path) -> 
     found = drawn(tmp_path / "advice.html")
     assert found.errors == []
     assert found.shapes["point"] == 4
-    assert {"<i>", "slow", "middle", "fast", "a GPU pays from batch 10 on"} <= set(found.texts)
+    assert {"<i>", "slow", "middle", "fast", "a GPU probably pays from batch 10 on"} <= set(found.texts)
     assert any("Stage 1 of 4: enough. A GPU pays." in text for text in found.texts)

@@ -55,7 +55,8 @@ def _price_lines(advice: HardwareAdvice) -> list[str]:
     here = [row for row in advice.machines if row.form == "here"]
     if here:
         ways = dict.fromkeys(f"{row.name}: {row.source}" for row in here)
-        found.append("; ".join(ways))
+        others = ["other machines: predicted"] if len(here) < len(advice.machines) else []
+        found.append("; ".join([*ways, *others]))
     return found
 
 
@@ -156,7 +157,7 @@ def advice_figure(advice: HardwareAdvice) -> go.Figure:
         figure.add_vline(x=advice.pays_from, line_dash="dot", line_color="#616e7c", row=1, col=2)
         figure.add_annotation(
             x=math.log10(advice.pays_from), y=1, yref="y2 domain", xref="x2", xanchor="left", yanchor="top",
-            showarrow=False, text=f"a GPU pays from batch {advice.pays_from:,} on",
+            showarrow=False, text=f"a GPU probably pays from batch {advice.pays_from:,} on",
         )  # fmt: skip
     figure.update_xaxes(title_text="hours", **log_axis(row.run_s / 3600 for row in priced), row=1, col=1)
     figure.update_yaxes(title_text="cost", rangemode="tozero", row=1, col=1)
