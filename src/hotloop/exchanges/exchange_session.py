@@ -12,12 +12,14 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hotloop.exchanges.exchange_cache import read_exchanges, script_key, write_exchanges
 from hotloop.exchanges.loader_exchange import LoaderExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.step_windows import StepWindows
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.child import write_result
+from hotloop.tuning.races.statistics import Ratio
 
 _WRITE_INTERVAL_S = 30.0
 """Seconds between two writes of the facts, for scripts that are killed."""
@@ -34,7 +36,8 @@ class ExchangeSession:
         self._out, self._exact, self._dry_run = settings["out"], settings["exact"], settings["dry_run"]
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._parts: list[Part] = []
-        self._notes: list[str] = []
+        self._key = script_key(settings["script"])
+        self._earlier, self._notes = read_exchanges(self._key)
         self._is_over = False
         self._written_at = time.monotonic()
         self._windows = StepWindows(self._can_begin_windows, self._report_slower, dry_run=self._dry_run)
@@ -48,11 +51,13 @@ class ExchangeSession:
             exchange.install()
         register_optimizer_step_post_hook(hide_from_compiler(self._update_ended))
         os.register_at_fork(after_in_child=self._abandon)
-        atexit.register(self._write)
+        atexit.register(self._end)
         self._write()
 
     def _make_part(self, kind: str, name: str, exchanges: Sequence[str]) -> Part:
-        part = Part(kind, name, exchanges, exact=self._exact, changed=self._windows.restart)
+        earlier = self._earlier.get(f"{kind}: {name}")
+        known = None if earlier is None else (earlier["exchange"], Ratio(**earlier["ratio"]))
+        part = Part(kind, name, exchanges, exact=self._exact, changed=self._windows.restart, earlier=known)
         self._parts.append(part)
         return part
 
@@ -87,6 +92,17 @@ class ExchangeSession:
         for part in self._parts:
             if part.stage == "use":
                 part.take_back(line)
+
+    def _end(self) -> None:
+        """Writes the facts for the summary, and the faster exchanges for later runs."""
+        if os.getpid() != self._process:
+            return
+        found = {part.title: part.as_record(used=True) for part in self._parts if part.stage == "use"}
+        slower = {part.title for part in self._parts if part.stage == "off"}
+        stored = {title: known for title, known in self._earlier.items() if title not in slower} | found
+        if stored.keys() != self._earlier.keys():
+            self._notes += write_exchanges(self._key, stored)
+        self._write()
 
     def _write(self) -> None:
         if os.getpid() != self._process:

@@ -104,7 +104,7 @@ class LoaderExchange:
         if table.has_changed(dataset):
             table.clear()
             if part.proven:
-                part.notes.append(f"data loader {part.name}: the data set changed, so its samples are read anew")
+                part.notes.append(f"{part.title}: the data set changed, so its samples are read anew")
             return original()
         cut = functools.partial(table.cut, rows)
         return part.call(original, cut, lambda: _compare(original, cut), enabled=self._is_enabled())
@@ -120,10 +120,17 @@ class LoaderExchange:
             if self._made >= _MAX_PARTS:
                 return None, rows
             self._made += 1
-            part = self._make_part("data loader", type(dataset).__name__, _FROM_MEMORY)
+            part = self._make_part("data loader", _describe(dataset), _FROM_MEMORY)
             key = id(dataset)
             known = self._known[key] = _LoadedDataset(dataset, part, lambda _: self._known.pop(key, None))
         return known, rows
+
+
+def _describe(dataset: Any) -> str:
+    try:
+        return f"{type(dataset).__name__}, {len(dataset):,} samples"
+    except Exception:
+        return type(dataset).__name__
 
 
 def _is_plain(fetcher: Any, index: Any) -> bool:

@@ -35,8 +35,6 @@ _DTYPES = (torch.float32, torch.float64)
 
 _MAX_PARTS = 64
 
-_UNCHANGED_SETTINGS = "its settings changed"
-
 MakePart = Callable[[str, str, Sequence[str]], Part]
 
 
@@ -119,7 +117,8 @@ class OptimizerExchange:
                 return None
             self._made += 1
             kind = "AdamW" if kwargs.get("decoupled_weight_decay") else _CLASS_NAMES[name]
-            shown = f"{kind}, {len(parameters)} tensor{'s' * (len(parameters) > 1)}"
+            numbers = sum(value.numel() for value in parameters if value is not None)
+            shown = f"{kind}, {numbers:,} numbers in {len(parameters)} tensor{'s' * (len(parameters) > 1)}"
             group = _Group(first, self._make_part("optimizer", shown, list(_FLAGS)), settings)
             self._groups = {one: known for one, known in self._groups.items() if known.first() is not None}
             self._groups[key] = group

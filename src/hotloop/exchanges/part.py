@@ -46,12 +46,23 @@ class Part:
         exchanges: names of the exchanges, the most promising first.
         exact: whether only bitwise exchanges are allowed.
         changed: is called after each change of the stage.
+        earlier: the exchange's name and its ratio, if an earlier run of the script proved it faster.
     """
 
     def __init__(
-        self, kind: str, name: str, exchanges: Sequence[str], *, exact: bool, changed: Callable[[], None]
+        self,
+        kind: str,
+        name: str,
+        exchanges: Sequence[str],
+        *,
+        exact: bool,
+        changed: Callable[[], None],
+        earlier: tuple[str, Ratio] | None = None,
     ) -> None:
         self.kind, self.name, self.exact = kind, name, exact
+        self._earlier = earlier
+        if earlier is not None and earlier[0] in exchanges:
+            exchanges = [earlier[0], *(one for one in exchanges if one != earlier[0])]
         self.stage: Stage = "proof"
         self.exchange = exchanges[0]
         self.reason = ""
@@ -66,8 +77,9 @@ class Part:
         self._calls = 0
 
     @property
-    def is_decided(self) -> bool:
-        return self.stage in ("use", "off")
+    def title(self) -> str:
+        """Kind and name."""
+        return f"{self.kind}: {self.name}"
 
     def restart(self, exchanges: Sequence[str]) -> None:
         """Begins anew, since the part has changed."""
@@ -107,7 +119,7 @@ class Part:
 
     def take_back(self, reason: str) -> None:
         """Ends the use of an exchange, with a line for the summary."""
-        self.notes.append(f"{self.kind} {self.name}: the exchange {self.exchange} was taken back: {reason}")
+        self.notes.append(f"{self.title}: the exchange {self.exchange} was taken back: {reason}")
         self.refuse(reason)
 
     def refuse(self, reason: str) -> None:
@@ -126,7 +138,7 @@ class Part:
             "proof": proof,
             "proven": self.proven,
             "ratio": None if self.ratio is None else asdict(self.ratio),
-            "reason": self.reason or ("" if self.is_decided else "the script ended before a decision"),
+            "reason": self.reason or ("" if self.stage == "use" else "the script ended before a decision"),
         }
 
     def _compare(self, compare: Callable[[], tuple[Any, Comparison]]) -> Any:
@@ -143,7 +155,7 @@ class Part:
             self.numbers += comparison.numbers
             self.is_bitwise = self.is_bitwise and comparison.is_bitwise
             if self.stage == "proof" and self._is_proven():
-                self.stage = "race"
+                self._begin_race()
         return result
 
     def _is_proven(self) -> bool:
@@ -151,11 +163,21 @@ class Part:
             return self.proven >= _PROOFS
         return self.proven >= _EXACT_PROOFS or (self.proven >= _PROOFS and self.numbers >= _EXACT_NUMBERS)
 
+    def _begin_race(self) -> None:
+        if self._earlier is not None and self._earlier[0] == self.exchange:
+            self.ratio = self._earlier[1]
+            self._use()
+        else:
+            self.stage = "race"
+
+    def _use(self) -> None:
+        self.stage, self.reason = "use", ""
+        self._changed()
+
     def _decide(self) -> None:
         self.ratio = self.race.ratio()
         if verdict_of(self.ratio) == "faster":
-            self.stage = "use"
-            self._changed()
+            self._use()
         else:
             self._try_next(f"it is not faster: {_describe(self.ratio)}")
 

@@ -24,8 +24,11 @@ _MAX_MEMORY_SHARE = 0.25
 _MAX_SAMPLES = 2**24
 
 _SIDE_EFFECTS = frozenset(
-    "print write writelines input system Popen info warning warn "
-    "time time_ns perf_counter monotonic sleep now today urandom uuid4 environ getenv getpid".split()
+    (
+        *("print", "write", "writelines", "input", "system", "Popen", "info", "warning", "warn"),
+        *("time", "time_ns", "perf_counter", "monotonic", "sleep", "now", "today"),
+        *("urandom", "uuid4", "environ", "getenv", "getpid"),
+    )
 )
 """Names of functions in a data set's code that may do more than return a sample."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def run_with_exchanges(
         path,
         arguments,
         inside="hotloop.exchanges.run_child:wait_for_torch",
-        settings={"exact": exact, "dry_run": dry_run},
+        settings={"exact": exact, "dry_run": dry_run, "script": _digest(path)},
         stdout=stdout,
         interpreter_options=subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
     )
@@ -42,3 +43,10 @@ def run_with_exchanges(
         facts = end.result
     run = dict(source=str(path), exit_code=end.exit_code, seconds=end.seconds, exact=exact, dry_run=dry_run)
     return ScriptRun.model_validate(run | facts)
+
+
+def _digest(path: Path | str) -> str:
+    """Returns what identifies the script for later runs; a missing file is reported by `run_script`."""
+    if isinstance(path, str) or not path.is_file():
+        return str(path)
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -100,10 +100,8 @@ class StepWindows:
                 self._end_window()
 
     def _begin_pair(self) -> None:
-        if self._dry_run and len(self._pairs[True]) >= _FIRST_PAIRS:
-            self.enabled = False
-            return
-        if len(self._pairs[True]) >= _MAX_PAIRS or not self._can_begin():
+        most = _FIRST_PAIRS if self._dry_run else _MAX_PAIRS
+        if len(self._pairs[True]) >= most or not self._can_begin():
             return
         first = self._random.random() < 0.5
         self._order = [not first, first]
@@ -118,8 +116,9 @@ class StepWindows:
         if self._order:
             self._begin_window()
             return
-        self.enabled = True
-        if len(self._pairs[True]) >= _FIRST_PAIRS:
+        is_known = len(self._pairs[True]) >= _FIRST_PAIRS
+        self.enabled = not (self._dry_run and is_known)
+        if is_known:
             self._rest = length_s * _REST_WINDOWS
             self._judge()
 

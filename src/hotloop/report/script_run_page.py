@@ -10,8 +10,8 @@ def script_run_page(run: ScriptRun) -> str:
     used = [part for part in run.parts if part.used]
     others = [part for part in run.parts if not part.used]
     lines = [f"hotloop: {_headline(run, used)}"]
-    lines += [f"  exchanged: {_title(part)}: {part.exchange}, {_figures(part)}" for part in used]
-    lines += [f"  {_label(run, part)}: {_title(part)}: {_unused(part)}" for part in others]
+    lines += [f"  exchanged {_title(part)}: {part.exchange}, {_figures(part)}" for part in used]
+    lines += [f"  {_label(run, part)} {_title(part)}: {_unused(part)}" for part in others]
     lines += [f"  {note}" for note in run.notes]
     return "\n".join(lines)
 
@@ -37,7 +37,7 @@ def _times(ratio: SpeedRatio) -> str:
 
 
 def _title(part: ExchangedPart) -> str:
-    return f"{part.kind} {part.name}"
+    return f"{part.kind}: {part.name}"
 
 
 def _figures(part: ExchangedPart) -> str:
