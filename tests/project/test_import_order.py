@@ -105,6 +105,7 @@ ORDER = (
     "profiler/script",
     "profiler/task_profile",
     "profiler/profile",
+    "exchanges/*",
     "advisor/*",
     "hardware_advice/*",
     "training/loggers/*",
