@@ -58,6 +58,7 @@ RUNS = {
 }
 
 
+@pytest.mark.few("auto, and an axis", "a file, and an axis", "axes")
 @pytest.mark.parametrize("name", RUNS)
 def test_train_runs_the_plan_asked_for(name: str, task: Path, hotloop: Hotloop) -> None:
     args, plan = RUNS[name]
@@ -174,6 +175,7 @@ def test_without_a_compiler_compile_by_name_is_an_error(task: Path, run_cli: Run
     assert not (task.parent / "run").exists()
 
 
+@pytest.mark.more
 def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, run_cli: RunCli, no_compiler) -> None:
     args = ("--epochs", "9999", "--plan", "auto", "--stop-after", "1s", *CPU)
     done = run_cli("train", task, "--run", "run", *args, env=no_compiler)
@@ -265,6 +267,7 @@ def test_the_file_that_plan_shows_is_a_plan_for_train(task: Path, hotloop: Hotlo
     assert 'pipeline = "1f1b"' in Path("run/plan.toml").read_text()  # a resume reads every axis
 
 
+@pytest.mark.more
 def test_plan_says_what_only_training_finds_out(tmp_path: Path, hotloop: Hotloop) -> None:
     """A data set that is random looks like any other before it is asked: plan says so, and train then passes it over."""
     Path("task.py").write_text(SMALL + RANDOM)

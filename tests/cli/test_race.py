@@ -136,6 +136,7 @@ def test_sizes(task: Path, hotloop: Hotloop) -> None:
     assert "<title>Step time against width</title>" in drawn and "milliseconds of a step" in drawn
 
 
+@pytest.mark.few("TaskError-1")
 @pytest.mark.parametrize(("ends", "code"), [("TaskError", 1), ("KeyboardInterrupt", 130)])
 def test_sizes_that_were_raced_are_shown_where_the_next_one_fails(
     ends: str, code: int, hotloop: Hotloop, tmp_path: Path
@@ -177,6 +178,7 @@ def test_a_picture_that_can_t_be_written_shows_before_anything_is_raced(task: Pa
         assert f"{save[1] if save else 'race-width.html'} can't be written" in done.err
 
 
+@pytest.mark.more
 def test_a_picture_that_can_t_be_written_at_the_end_costs_nothing_but_itself(
     task: Path, hotloop: Hotloop, monkeypatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_the_tensor_arithmetic_is_that_of_64_bit_words(sample: int) -> None:
         assert draws.uniform(3).tolist() == [[(word >> 40) / 2**24 for word in words]]
 
 
+@pytest.mark.few("normal", "second call")
 @pytest.mark.parametrize("method", METHODS)
 def test_numbers_depend_on_the_sample_alone_and_not_on_its_batch(method: str) -> None:
     draw = METHODS[method]

@@ -73,6 +73,7 @@ def test_workers_read_the_same(workers: int) -> None:
     assert differences(after(a_task(data=data), "host", workers=workers), after(a_task(data=data), "stream")) == []
 
 
+@pytest.mark.more
 def test_validation_and_its_figures_are_the_same(tmp_path: Path) -> None:
     """The learning rate follows the validation loss, so a difference in its last bit would reach the State."""
 

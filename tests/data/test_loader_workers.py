@@ -124,6 +124,7 @@ def is_left(group: int) -> bool:
     return True
 
 
+@pytest.mark.few("False-3")
 @pytest.mark.parametrize(("deterministic", "starts"), [(None, 1), (False, 3)])
 def test_workers_start_once_unless_the_data_set_is_said_to_change(
     deterministic: bool | None, starts: int, tmp_path: Path

@@ -62,6 +62,7 @@ def test_two_workers_draw_what_one_process_draws(kind: str) -> None:
     assert differing_paths(none, two) == []
 
 
+@pytest.mark.few("closure", "nested", "partial", "pipeline", "late and rare", "several of one*")
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_wherever_the_generator_is(holder: str) -> None:
     none, two = (after(task_of(data=loaded(Transformed(HOLDERS[holder]()), workers)), STEPS) for workers in (0, 2))

@@ -107,6 +107,7 @@ def test_it_runs_as_the_baseline_does_and_its_state_round_trips(
     assert_equal_within_rounding(further, after(under_the_baseline, 3))
 
 
+@pytest.mark.more
 def test_switching_plans_twice_keeps_order_and_result() -> None:
     plans = [BASELINE, Plan(compile="step"), Plan(layout="channels_last", optimizer="fused")]
     state = None

@@ -196,6 +196,7 @@ def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
     assert "raised RuntimeError: view size is not compatible" in found.reason
 
 
+@pytest.mark.more
 def test_a_harmless_change_that_the_model_can_t_take_is_left_out() -> None:
     task = pictures()
     program = hotloop.lower(task, Plan(optimizer="foreach"))

@@ -53,6 +53,7 @@ def test_where_nothing_works_the_error_says_so(finished: Path, weights: WeightsC
     assert "resume" not in said
 
 
+@pytest.mark.more
 def test_a_run_that_had_come_to_no_checkpoint_is_gone_on_with(tmp_path: Path) -> None:
     train(tmp_path / "run", until=3)
     assert "resume" in no_weights(tmp_path / "run", "best")

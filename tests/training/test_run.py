@@ -25,6 +25,7 @@ from tests.support.tasks.full_state_task import STEPS_PER_EPOCH, CentredLoss, ta
 # ---------------------------------------------------------------- killed and gone on with
 
 
+@pytest.mark.few("1", "5", "13", "26")
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 12, 13, 14, 26, 38])
 def test_killed_after_any_step_it_ends_bitwise_the_same(whole: Path, tmp_path: Path, step: int) -> None:
     path = tmp_path / "run"
@@ -47,6 +48,7 @@ def test_killed_again_and_again_it_ends_bitwise_the_same(whole: Path, tmp_path: 
     assert all(event["repeated_at_most"] <= EVERY for event in events(path, "resume"))
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_neither_workers_nor_a_change_of_them_change_anything(tmp_path: Path, workers: int) -> None:
     whole, path = tmp_path / "whole", tmp_path / "run"
@@ -138,6 +140,7 @@ def test_a_stream_resumes_bitwise_too_if_its_draws_are_the_global_generators(
     assert disagreements(tmp_path / "whole", tmp_path / "run") == []
 
 
+@pytest.mark.more
 def test_an_optimizer_with_closures_resumes_bitwise(tmp_path: Path) -> None:
     def closed() -> hotloop.Task:
         model = lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))  # noqa: E731

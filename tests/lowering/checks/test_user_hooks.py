@@ -232,6 +232,7 @@ LATER: dict[str, Callable[[Program], Any]] = {
 }
 
 
+@pytest.mark.few("a gradient's-compile=step", "an update's-graphs=step")
 @pytest.mark.usefixtures("stand_in", "uncompiled")
 @pytest.mark.parametrize("plan", [Plan(compile="step"), GRAPHS], ids=Plan.brief)
 @pytest.mark.parametrize("name", LATER)

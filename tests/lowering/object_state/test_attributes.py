@@ -199,6 +199,7 @@ STEPS: dict[str, Callable[[], Objective]] = {
 }
 
 
+@pytest.mark.few("attribute", "closure", "containers", "generators")
 @pytest.mark.parametrize("name", STEPS)
 def test_what_a_step_counts_goes_on_after_a_resume(tmp_path: Path, name: str) -> None:
     def make() -> hotloop.Task:
@@ -407,6 +408,7 @@ class Plain(CountingData):
         return self.x[index], self.y[index]
 
 
+@pytest.mark.few("here-*")
 @pytest.mark.parametrize(
     "fields",
     [

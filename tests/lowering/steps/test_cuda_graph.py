@@ -51,7 +51,7 @@ def replays(program: Program) -> list[int]:
     return program._step._recorder.replays  # type: ignore[attr-defined,no-any-return]
 
 
-@pytest.mark.few("mlp-*", "???-graphs=step", "residual-layout=*,optimizer=foreach")
+@pytest.mark.few("mlp-graphs=step", "mlp-residency=device*", "mlp-graphs=step,accumulation=3", "vae-graphs=step")
 @pytest.mark.parametrize(("name", "plan"), RUNS, ids=[f"{name}-{changed(plan)}" for name, plan in RUNS])
 def test_it_runs_as_the_baseline_does_and_its_state_round_trips(name: str, plan: Plan) -> None:
     program = hotloop.lower(family(name), plan)
@@ -326,6 +326,7 @@ def test_recurrent_layers_of_cudnn_are_refused_by_name_where_it_computes_them() 
         check_recurrent(model, cuda)
 
 
+@pytest.mark.more
 def test_a_compiler_that_takes_no_lists_of_parameters_gets_them_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     build = cuda_graph.build_program

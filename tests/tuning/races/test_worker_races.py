@@ -74,6 +74,7 @@ def test_a_step_takes_no_less_than_its_batch(brief: bool, monkeypatch: pytest.Mo
     assert not any("host waits for its data" in note for note in found.notes)
 
 
+@pytest.mark.more
 def test_the_state_is_as_it_was_after_listening_to_the_workers() -> None:
     task = loaded_task()
     program = lower(task, STREAMING["baseline"])
