@@ -50,7 +50,7 @@ def test_help_names_every_command(run_cli) -> None:
     assert [word for word in listed if word in COMMANDS] == list(COMMANDS)
 
 
-@pytest.mark.few("race", "check")
+@pytest.mark.few("race")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_itself(command, run_cli) -> None:
     done = run_cli(command, "--help")

@@ -192,6 +192,7 @@ def test_without_a_compiler_auto_says_so_in_a_short_run_too(task: Path, run_cli:
     assert "goes on eagerly" not in run_cli("train", task, "--run", "other", "--plan", "auto", *CPU).stderr
 
 
+@pytest.mark.more
 def test_without_a_compiler_plan_names_it_among_the_refused(task: Path, run_cli: RunCli, no_compiler) -> None:
     done = run_cli("plan", task, "--epochs", "9999", "--json", *CPU, env=no_compiler)
     assert done.returncode == 0, done.stderr
@@ -220,6 +221,7 @@ task = make(data=Random(), epochs=2)
 """
 
 
+@pytest.mark.more
 def test_plan_says_what_auto_would_run_and_trains_nothing(task: Path, run_cli: RunCli) -> None:
     before = sorted(task.parent.iterdir())
     done = run_cli("plan", task, *CPU, "--json")

@@ -120,6 +120,7 @@ def test_training_may_look_for_its_plan_first(hotloop: Hotloop, tmp_path: Path) 
     assert plan.keys() == {"optimizer"}
 
 
+@pytest.mark.more
 def test_the_time_of_a_search_counts_for_stop_after(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search keeps to a third of it, and what it takes all the same is time that the run doesn't have."""
     real, limit_s = tune.cached_or_tuned_plan, 1.0
@@ -152,6 +153,7 @@ def test_a_wrong_option_shows_before_a_search(option: str, hotloop: Hotloop, mon
     assert done.code == 1 and says in done.err and done.err.count("\n") == 1
 
 
+@pytest.mark.more
 def test_a_short_training_doesn_t_look_for_long(hotloop: Hotloop, tmp_path: Path) -> None:
     done = hotloop("train", "task.py", *CPU, "--tune", "--run", "short")
     assert done.code == 0

@@ -47,6 +47,7 @@ def numbers(along: str, count: int) -> Tensor:
 AXES = ("sample", "element", "call", "epoch", "seed")
 
 
+@pytest.mark.few("epoch")
 @pytest.mark.parametrize("along", AXES)
 def test_uniform_numbers_are_uniform_along_each_axis(along: str) -> None:
     u = numbers(along, 4096)

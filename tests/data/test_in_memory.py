@@ -106,6 +106,7 @@ def test_a_run_goes_on_under_another_residency() -> None:
         assert differences(program.state(), whole) == []
 
 
+@pytest.mark.more
 def test_a_killed_run_goes_on_under_another_residency(tmp_path: Path) -> None:
     def run(residency: str, name: str, until: int | None = None) -> None:
         task = a_task(data=Pairs(), validation=Pairs(9), epochs=4)

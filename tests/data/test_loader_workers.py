@@ -368,6 +368,7 @@ CHANGES: dict[str, tuple[type, Callable[[Any, float], None]]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.few("transform-None")
 @pytest.mark.parametrize("deterministic", [None, False])
 @pytest.mark.parametrize("kind", CHANGES)
@@ -436,6 +437,7 @@ def test_a_summary_differs_where_something_was_changed(kind: str) -> None:
     assert dataset_summary(data) != before
 
 
+@pytest.mark.more
 def test_data_read_into_memory_that_changes_later_is_said_once(tmp_path: Path) -> None:
     data, said = Rows(), list[str]()
 

@@ -99,6 +99,7 @@ def test_killed_and_resumed_it_ends_the_same(tmp_path: Path) -> None:
     assert disagreements(tmp_path / "whole", tmp_path / "parts") == []
 
 
+@pytest.mark.more
 def test_an_iterable_data_set_with_workers_resumes() -> None:
     def make() -> hotloop.Task:
         loader = DataLoader(Rows(np.random.default_rng(0)), batch_size=7, num_workers=2)

@@ -232,6 +232,7 @@ def test_a_fault_in_one_combination_is_seen(row: Row, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------- what is said
 
 
+@pytest.mark.more
 def test_steps_that_run_eagerly_under_a_compiled_plan_are_said_once() -> None:
     """The incomplete last batch of each epoch, and then, in a loop of one's own, a batch of other strides."""
     said: list[str] = []

@@ -236,6 +236,7 @@ def test_a_proof_without_memory_is_none() -> None:
     assert all("there was no memory left for the proof" in one.reason and "\n" not in one.reason for one in found)
 
 
+@pytest.mark.more
 def test_a_plan_without_memory_for_its_step_is_not_broken_and_others_are_proven() -> None:
     task = family("mlp")
     honest, greedy = lower(task, Plan(optimizer="foreach")), lower(task, Plan(optimizer="forloop"))

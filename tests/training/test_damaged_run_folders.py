@@ -215,7 +215,7 @@ NOT_BY_ITSELF = ("an optimizer without groups", "the batch is far away")
 """What shows only beside the Task: one line says to remove it."""
 
 
-@pytest.mark.few("step is a fraction", "the epoch is far away", "no parameters")
+@pytest.mark.few("no parameters")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_checkpoint_that_says_what_can_not_be_is_passed_over(
     whole: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]

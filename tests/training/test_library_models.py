@@ -61,6 +61,7 @@ def test_bert_gpt2_and_vit_of_transformers() -> None:
     assert_resumes(vit)
 
 
+@pytest.mark.more
 def test_a_pretrained_model_of_transformers_goes_on_from_its_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers (the examples extra)")
     config = transformers.BertConfig(

@@ -97,6 +97,7 @@ def test_a_run_resumed_after_it_is_the_plain_loops(tmp_path: Path, name: str) ->
     assert_equal_weights(model, reference(name))
 
 
+@pytest.mark.more
 @pytest.mark.few(
     "{'optimizer': 'fused'}-thawed and added to the optimizer",
     "{'optimizer': 'foreach'}-thawed, and in the optimizer before",

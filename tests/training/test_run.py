@@ -58,6 +58,7 @@ def test_neither_workers_nor_a_change_of_them_change_anything(tmp_path: Path, wo
     assert disagreements(whole, path) == []
 
 
+@pytest.mark.more
 @pytest.mark.few("7")
 @pytest.mark.parametrize("every", ["1", "7", "1000", "0.0001s", "auto"])
 def test_how_often_checkpoints_are_written_changes_nothing(whole: Path, tmp_path: Path, every: str) -> None:
@@ -90,6 +91,7 @@ def test_killed_while_a_checkpoint_is_written(whole: Path, tmp_path: Path, monke
     assert disagreements(whole, path) == []
 
 
+@pytest.mark.more
 def test_killed_in_an_evaluation_and_in_the_last_one(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +185,7 @@ class Signalling(CentredLoss):
         return super().forward(output, target)
 
 
+@pytest.mark.more
 @pytest.mark.few("test")
 @pytest.mark.parametrize(("at", "epochs_before"), [(5, 1), (11, 3)], ids=["validation", "test"])
 def test_a_signal_is_heard_in_an_evaluation(whole: Path, tmp_path: Path, at: int, epochs_before: int) -> None:

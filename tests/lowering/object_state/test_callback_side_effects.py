@@ -150,6 +150,7 @@ def freezing(model: Normed) -> None:
     model.layer.bias.requires_grad_(False)
 
 
+@pytest.mark.more
 @pytest.mark.few("another_state-optimizer-compile=step")
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def with_a_chance_of(share: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * torch.empty_like(x).bernoulli_(share)
 
 
+@pytest.mark.few("by_chances_of_their_own", "few")
 @pytest.mark.parametrize("draw", [few, by_chances_of_their_own, with_a_chance_of(0.0), with_a_chance_of(1.0)])
 def test_what_it_is_not_for_is_left_alone(draw: Callable[[Tensor], Tensor]) -> None:
     class Other(nn.Module):

@@ -196,6 +196,7 @@ def test_a_count_that_is_stale_is_seen() -> None:
     assert not torch.equal(numbers(step.flat), first)
 
 
+@pytest.mark.more
 def test_counts_that_come_apart_give_each_parameter_its_own_numbers() -> None:
     step = Step(a_task(optimizer=torch.optim.Adam))
     hosted, numbers = split_host_scalars(step.captured)
@@ -206,6 +207,7 @@ def test_counts_that_come_apart_give_each_parameter_its_own_numbers() -> None:
     assert apart(step.after(hosted, lambda flat: numbers(step.flat)), step.after(step.captured)) < 1e-6
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("groups", [1, 2])
 def test_groups_with_settings_of_their_own_have_numbers_of_their_own(groups: int) -> None:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -301,6 +303,7 @@ def test_a_wrong_rewrite_is_seen_by_check(fault: str, monkeypatch: pytest.Monkey
     assert hotloop.check(task_of(network, 64, 16), plan).parity == "broken"
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("uncompiled")
 def test_numbers_that_are_one_step_late_are_seen_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = compiled_step.split_host_scalars

@@ -217,6 +217,7 @@ def test_a_failure_to_compile_that_may_pass_is_not_remembered(
     assert failed == ([REWRITTEN.model_dump()] if lasting else []) and len(found) - len(failed) == 3
 
 
+@pytest.mark.more
 def test_what_was_raced_is_remembered_where_ctrl_c_ends_the_proof(long, pretended, found, monkeypatch) -> None:
     def stopped(task: Any, programs: Any) -> Any:
         raise KeyboardInterrupt
@@ -230,6 +231,7 @@ def test_what_was_raced_is_remembered_where_ctrl_c_ends_the_proof(long, pretende
     assert verdict.plan(REWRITTEN.brief()).verdict == "faster" and verdict.plan(REWRITTEN.brief()).parity is None
 
 
+@pytest.mark.more
 def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkeypatch) -> None:
     class Branching(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -302,6 +304,7 @@ def test_without_memory_for_a_proof_nothing_is_compiled(long, pretended, monkeyp
     assert said[-2].startswith("auto goes on eagerly: nothing compiled could be proven, since a proof takes about")
 
 
+@pytest.mark.more
 def test_no_plan_is_left_out_for_one_that_is_not_proven(long, pretended, monkeypatch) -> None:
     """Nor is the eager plan found slower than the baseline for being slower than a compiled one."""
     monkeypatch.setattr(auto_search, "measure", Rounds(compile__package=1.3, rewrites__all=1.4, optimizer__fused=0.99))

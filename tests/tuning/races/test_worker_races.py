@@ -96,6 +96,7 @@ def test_who_loads_ahead() -> None:
 AXES = ((), (("workers", 3),), (("workers", 0),), (("residency", "host"),))
 
 
+@pytest.mark.more
 def test_batches_of_a_stream_are_timed_to_its_last_epoch_and_not_beyond() -> None:
     loader = DataLoader(SlowStream(), batch_size=12, num_workers=1)
     program = lower(a_task(data=loader, batch_size=None, epochs=2), Plan(device="cpu"))
