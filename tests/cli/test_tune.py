@@ -141,6 +141,7 @@ def test_a_damaged_search_is_named_in_the_report(hotloop: Hotloop, tmp_path: Pat
     assert "plan_search.json is damaged and left out" in run_report(StoredRun.read(tmp_path / "run"))
 
 
+@pytest.mark.more
 def test_the_time_of_a_search_counts_for_stop_after(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search keeps to a third of it, and what it takes all the same is time that the run doesn't have."""
     real, limit_s = tune.cached_or_tuned_plan, 1.0
@@ -173,6 +174,7 @@ def test_a_wrong_option_shows_before_a_search(option: str, hotloop: Hotloop, mon
     assert done.code == 1 and says in done.err and done.err.count("\n") == 1
 
 
+@pytest.mark.more
 def test_a_short_training_doesn_t_look_for_long(hotloop: Hotloop, tmp_path: Path) -> None:
     done = hotloop("train", "task.py", *CPU, "--tune", "--run", "short")
     assert done.code == 0

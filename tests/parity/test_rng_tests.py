@@ -327,6 +327,7 @@ def test_what_cannot_be_put_together_is_unproven_and_not_broken(model: Callable[
     assert says in found.reason
 
 
+@pytest.mark.more
 def test_no_draw_of_a_comparison_of_pieces_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(later_batches, "_FREE_TIME_S", 1000.0)  # else a comparison is due only on a fast machine
     task, plan = family("vae"), HALVES

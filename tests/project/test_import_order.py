@@ -268,6 +268,7 @@ BREACHES = {
 }
 
 
+@pytest.mark.few("absolute*", "relative", "by name", "in a nested function", "new file in a folder")
 @pytest.mark.parametrize("breach", BREACHES)
 def test_a_planted_breach_is_caught(breach: str, tmp_path: Path) -> None:
     rule, file, code = BREACHES[breach]
@@ -295,6 +296,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.few("what stands before", "torch inside a function")
 @pytest.mark.parametrize("case", ALLOWED)
 def test_what_is_allowed_is_not_caught(case: str, tmp_path: Path) -> None:
     file, code = ALLOWED[case]

@@ -175,6 +175,7 @@ def test_mistakes_without_pictures_are_a_table(drawn, tmp_path) -> None:
         assert words in found.texts, found.texts
 
 
+@pytest.mark.more
 @needs_browser
 def test_no_mistakes(drawn, tmp_path) -> None:
     write_mistakes(evaluation(0), tmp_path / "mistakes.html")

@@ -152,6 +152,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.few("two_optimizers", "accumulated", "by_hand", "closure")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_line_that_ends_a_step_is_found_and_phases_add_up(loop) -> None:
     before = [vars(owner).get(name) for owner, name in PATCHED]
