@@ -19,7 +19,7 @@ NOTES = {
     "`hotloop.advisor.estimate.estimate` predicts each run with sharded parameters, as in `hotloop advise --gpus`; the coefficients of "
     "products, attention, bytes and gathers are fitted to one of six runs.",
     "vtrain": "GPT with tensor, data and pipeline parallelism. The judged number of GPUs is left out of the fit, which "
-    "takes one of twenty runs. `hotloop.advisor.estimate.estimate` predicts each run, with the split of the run. `hotloop advise` itself "
+    "takes one of 25 runs. `hotloop.advisor.estimate.estimate` predicts each run, with the split of the run. `hotloop advise` itself "
     "compares data parallelism and sharded parameters alone.",
     "gpu": "W1 to W4 and W6 as a tutorial's loop and as hotloop's plans, from the record `speed-h200`. Two factors of the host's "
     "time are fitted to the other networks of the record. The shares of bytes and launches that fusion leaves were set by hand "

@@ -21,7 +21,7 @@ from hotloop.core.records.step_costs import StepCosts
 VOCABULARY = 51200
 CHIP = "A100 SXM4 80GB"
 NETWORK = Interconnect(gpus_per_node=8, node_bytes_per_s=100e9)
-EVERY = 20
+EVERY = 25
 """As for MPT."""
 
 
