@@ -267,13 +267,9 @@ def predicted(costs: StepCosts, machine: Machine, way: str, options: dict[str, A
     if machine.cpu_rates is None or machine.chip.kind != "cpu" or not _is_eager_fp32(options):
         return result
     time = cpu_step_time(costs, machine.cpu_rates)
-    parts = {
-        "compute": time.products,
-        "memory": time.traffic + time.memory,
-        "launches": time.host,
-        "communication": 0.0,
-    }
-    parts = {name: value * 1e3 for name, value in parts.items()} | {"data loading": result.parts["data loading"]}
+    seconds = {"compute": time.products, "memory": time.traffic + time.memory, "launches": time.host}
+    parts = {name: value * 1e3 for name, value in seconds.items()}
+    parts |= {"communication": 0.0, "data loading": result.parts["data loading"]}
     step_ms = sum(parts.values())
     return replace(
         result,
