@@ -231,12 +231,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.fit:
         print(write(fit_all(chosen.data, torchvision_networks.traced(chosen.networks))))
     sets = Sets(chosen.data, chosen.networks)
-    results, runs = newest_record() if chosen.record else ({}, {})
+    new: dict[str, Result] = {}
+    new_runs: dict[str, Judged] = {}
     for name in chosen.only:
         judge: Callable[[], tuple[Result, Judged]] = getattr(sets, name)
-        results[name], judged = judge()
-        print(line(results[name]), flush=True)
-        runs[name] = [(run[0], *map(float, run[1:])) for run in judged]
+        new[name], judged = judge()
+        print(line(new[name]), flush=True)
+        new_runs[name] = [(run[0], *map(float, run[1:])) for run in judged]
+    results, runs = newest_record() if chosen.record else ({}, {})  # after the sets, which take minutes
+    results, runs = results | new, runs | new_runs
     # The ratios of "pays" rest on the runs of "gpu", and torch's estimates aren't hotloop's.
     own = [name for name in runs if name not in ("pays", "torch_estimator")]
     everything = result_of("all sets", "as above", "median", None, "", [run for name in own for run in runs[name]])

@@ -21,7 +21,7 @@ from hotloop.core.records.step_costs import StepCosts
 VOCABULARY = 51200
 CHIP = "A100 SXM4 80GB"
 NETWORK = Interconnect(gpus_per_node=8, node_bytes_per_s=100e9)
-EVERY = 12
+EVERY = 25
 """As for MPT."""
 
 
@@ -112,7 +112,7 @@ def judge(data: Path, coefficients: Coefficients) -> list[tuple[str, float, floa
     for gpus in sorted({row.gpus for row in rows(data)}):
         others = [row for row in rows(data) if row.gpus != gpus]
         values = fit(others, coefficients)
-        spread = spread_of(np.log([predicted_s(row, coefficients, values) / row.seconds for row in others]))
+        spread = spread_of(np.log([predicted_s(row, coefficients, values) / row.seconds for row in others[::4]]))
         for row in rows(data):
             if row.gpus == gpus:
                 name = f"{row.gpus} GPUs, {row.tensor}x{row.data}x{row.stages}, hidden {row.hidden}, {row.layers} layers, batch {row.micro_batch}"

@@ -66,7 +66,7 @@ def rows(data: Path) -> tuple[Row, ...]:
     return tuple(found)
 
 
-EVERY = 3
+EVERY = 6
 """One of so many runs is fitted to: each evaluation calls the advisor once for each run."""
 
 NAMES = ("tensor", "attention/tensor", "cast_bytes", "unhidden", "gather_share")

@@ -136,8 +136,7 @@ class Advice:
         stage: 1 this machine, 2 one consumer GPU or a laptop with one, 3 a workstation or one cloud GPU, 4 several GPUs.
         reason: a sentence.
         machines: rows, in the order given.
-        pays_from: smallest batch from which the best single GPU is probably faster than this machine's CPU: the median of the
-            speed-up is above 1 from there on; None for no batch.
+        pays_from: smallest batch from which the median of the best single GPU's speed-up is above 1; None for no batch.
         pays_surely_from: the same for the low end of the speed-up's 90 % interval.
         pays_sentence: both batches, and the speed-up at this batch with its interval.
     """
@@ -268,10 +267,9 @@ def predicted(costs: StepCosts, machine: Machine, way: str, options: dict[str, A
     if machine.cpu_rates is None or machine.chip.kind != "cpu" or not _is_eager_fp32(options):
         return result
     time = cpu_step_time(costs, machine.cpu_rates)
-    parts = {
-        "compute": time.products, "memory": time.traffic + time.memory, "launches": time.host, "communication": 0.0,
-    }  # fmt: skip
-    parts = {name: value * 1e3 for name, value in parts.items()} | {"data loading": result.parts["data loading"]}
+    seconds = {"compute": time.products, "memory": time.traffic + time.memory, "launches": time.host}
+    parts = {name: value * 1e3 for name, value in seconds.items()}
+    parts |= {"communication": 0.0, "data loading": result.parts["data loading"]}
     step_ms = sum(parts.values())
     return replace(
         result,
