@@ -154,6 +154,7 @@ def test_what_a_script_can_see_and_that_it_never_trains(alone, monkeypatch) -> N
     assert profile.steps == 0 and "never trained" in profile.notes[-1]
 
 
+@pytest.mark.more
 def test_a_script_without_torch(alone) -> None:
     profile = alone("numpy_network.py")
     assert "never imported torch" in profile.notes[-1]
