@@ -117,7 +117,12 @@ def measure_report(page: Page | None, folder: Path, epochs: int, repetitions: in
             page.open(path.as_uri())
             page.until("document.querySelector('.main-svg')")
             opened_s.append(time.perf_counter() - began)
-    return {"epochs": epochs, "bytes": path.stat().st_size, "write_s": _rounded(written_s), "open_s": _rounded(opened_s)}
+    return {
+        "epochs": epochs,
+        "bytes": path.stat().st_size,
+        "write_s": _rounded(written_s),
+        "open_s": _rounded(opened_s),
+    }
 
 
 @contextlib.contextmanager

@@ -78,9 +78,7 @@ def test_a_run_without_metrics_and_journal_has_a_report(hotloop: Hotloop, tmp_pa
         (("list", "none"), "doesn't exist"),
     ],
 )
-def test_a_wrong_call_is_one_line(
-    hotloop: Hotloop, tmp_path: Path, arguments: tuple[str, ...], expected: str
-) -> None:
+def test_a_wrong_call_is_one_line(hotloop: Hotloop, tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.json").write_text('{"a": 1}')

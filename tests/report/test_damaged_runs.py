@@ -19,7 +19,20 @@ from hotloop.report.run_list import SORT_KEYS, list_runs, runs_table, sorted_row
 from hotloop.report.run_report import run_report
 from tests.support.stored_runs import write_run
 
-ODD = ["null", '"x"', "-1", "1e400", "NaN", "[]", "{}", "true", "1e308", '"<b>"', "99999999999999999999999", r'"\ud800"']
+ODD = [
+    "null",
+    '"x"',
+    "-1",
+    "1e400",
+    "NaN",
+    "[]",
+    "{}",
+    "true",
+    "1e308",
+    '"<b>"',
+    "99999999999999999999999",
+    r'"\ud800"',
+]
 
 EPOCHS = [
     {"epoch": n, "step": 4 * n, "train_loss": 1 / n, "validation_loss": 2 / n, "seconds": 1.0, "samples_per_s": 10.0}
@@ -98,7 +111,9 @@ def test_a_truncated_journal_shows_the_events_before(good: Path) -> None:
 
 
 def test_why_there_is_no_gradient_norm(good: Path) -> None:
-    assert "The gradient norm isn&#39;t recorded: gradients aren&#39;t stored after a step" in run_report(StoredRun.read(good))
+    assert "The gradient norm isn&#39;t recorded: gradients aren&#39;t stored after a step" in run_report(
+        StoredRun.read(good)
+    )
     text = (good / "plan.toml").read_text().replace('compile = "none"', 'compile = "step"')
     (good / "plan.toml").write_text(text)
     assert "under a plan with compile=step" in run_report(StoredRun.read(good))

@@ -136,7 +136,7 @@ def test_hostile_names_stay_text(page: Page, tmp_path: Path) -> None:
             page.open(watch.address)
             page.until(f"{ROWS}.length === 2")
         assert page.value("window.hacked === undefined")
-        assert page.value("document.querySelectorAll('img[src=\"x\"], image[href=\"x\"], svg[onload]').length") == 0
+        assert page.value('document.querySelectorAll(\'img[src="x"], image[href="x"], svg[onload]\').length') == 0
 
 
 def test_an_address_without_its_token_shows_no_run(page: Page, tmp_path: Path) -> None:

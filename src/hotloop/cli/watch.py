@@ -30,7 +30,8 @@ def watch(
     idle: Annotated[
         str,
         typer.Option(
-            envvar="HOTLOOP_WATCH_IDLE", help="End after this time without a training and an open page, such as 60s or 12h."
+            envvar="HOTLOOP_WATCH_IDLE",
+            help="End after this time without a training and an open page, such as 60s or 12h.",
         ),
     ] = "60s",
     listener: Annotated[int | None, typer.Option(hidden=True)] = None,

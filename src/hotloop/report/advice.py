@@ -160,7 +160,9 @@ def advice_figure(advice: HardwareAdvice) -> go.Figure:
         )  # fmt: skip
     figure.update_xaxes(title_text="hours", **log_axis(row.run_s / 3600 for row in priced), row=1, col=1)
     figure.update_yaxes(title_text="cost", rangemode="tozero", row=1, col=1)
-    sizes, steps_ms = ([value for curve in advice.curves for value in getattr(curve, name)] for name in ("batch_sizes", "step_ms"))
+    sizes, steps_ms = (
+        [value for curve in advice.curves for value in getattr(curve, name)] for name in ("batch_sizes", "step_ms")
+    )
     figure.update_xaxes(title_text="batch size", **log_axis(sizes), row=1, col=2)
     figure.update_yaxes(title_text="milliseconds of a step", **log_axis(steps_ms), row=1, col=2)
     return style_figure(figure, f"{advice.subject}: hardware", advice.answer).update_layout(

@@ -60,7 +60,9 @@ class LiveRuns:
         with self._lock:
             began = time.monotonic()
             if began >= self._check_at:
-                self._is_training = any(is_alive(status) and _is_open(status) for status in map(read_status, self._runs()))
+                self._is_training = any(
+                    is_alive(status) and _is_open(status) for status in map(read_status, self._runs())
+                )
                 ended = time.monotonic()
                 self._check_at = ended + max(_CHECK_S, (ended - began) / _MAX_LOAD)
             return self._is_training
