@@ -13,6 +13,7 @@ import pytest
 
 from hotloop.core.files.run_folder import StoredRun
 from hotloop.report.comparison_page import comparison_report
+from hotloop.report.profile_charts import write_charts
 from hotloop.report.run_comparison import compare_runs
 from hotloop.report.run_report import document_report, run_report
 from hotloop.report.study import write_study
@@ -67,6 +68,9 @@ def test_each_part_of_a_report_is_shown_and_right(page: Page, report: Path, run:
         assert losses[part] == pytest.approx([row[f"{part}_loss"] for row in run.epochs], rel=1e-4)
     assert losses[f"best epoch ({best['epoch']})"] == pytest.approx([best["validation_loss"]], rel=1e-4)
     assert {"Accuracy", "Learning rate", "Speed", "Where a step's time goes"} <= drawn.keys()
+    assert len(dict(drawn["Accuracy"])["train"]) == 2  # of the sample, after the first and the last epoch
+    widths = page.value("[...document.querySelectorAll('.errorbar')].map(e => e.getBBox().width)")
+    assert max(widths) > 10, widths  # the interval of the raced plan
     assert page.value("document.querySelectorAll('.main-svg').length") >= len(drawn)
     mistakes = json.loads((run.path / "evaluation/pictures.json").read_text())
     assert page.value("document.querySelectorAll('.mistakes img').length") == len(mistakes) > 0
@@ -154,6 +158,18 @@ def test_a_profile_has_a_report_of_its_own(page: Page, tmp_path: Path) -> None:
     page.draw_all()
     assert "features.0" in page.text() and page.value("document.querySelectorAll('.main-svg').length") >= 2
     assert page.errors == []
+
+
+def test_the_picture_of_modules_fills_its_page(page: Page, tmp_path: Path) -> None:
+    page.width(1200, 900)
+    write_charts(made(), tmp_path / "pictures")
+    page.open((tmp_path / "pictures/modules.html").as_uri())
+    page.until("document.querySelectorAll('.main-svg').length")
+    shares = "[r.width / innerWidth, r.height / innerHeight]"
+    width, height = page.value(
+        f"(() => {{ const r = document.querySelector('.main-svg').getBoundingClientRect(); return {shares}; }})()"
+    )
+    assert 0.9 < width <= 1 and 0.9 < height <= 1
 
 
 def test_runs_over_each_other(page: Page, run: Run, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def log_axis(values: Iterable[float]) -> dict[str, Any]:
     plotly's own ticks between powers of ten are single digits without their power.
     """
     positive = [value for value in values if value > 0]
-    low, high = (math.log10(end(positive)) for end in (min, max)) if positive else (0.0, 1.0)
+    low, high = (math.log10(min(positive)), math.log10(max(positive))) if positive else (0.0, 1.0)
     first, last = math.floor(low), math.ceil(high)
     factors = (1, 2, 5) if high - low <= 3 else (1,)
     step = max(1, (last - first) // 8)
@@ -104,7 +104,7 @@ def write_figures(
         if not shared_script.is_file() or shared_script.stat().st_size != len(script):
             write_atomic(shared_script, script, option)
         source = Path(os.path.relpath(shared_script, path.parent)).as_posix()
-    options = {"full_html": False, "config": CONFIG, "default_height": "calc(100vh - 2rem)"}
+    options: dict[str, Any] = {"full_html": False, "config": CONFIG, "default_height": "calc(100vh - 2rem)"}
     drawn = [
         figure.to_html(include_plotlyjs=source if number == 0 else False, **options)
         for number, figure in enumerate(figures)

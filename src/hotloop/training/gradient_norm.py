@@ -17,7 +17,8 @@ def gradient_norm_of(program: Program) -> Callable[[], float | None]:
     gradients, as compile=step, and for other ranks, whose norm would be a collective operation. The function doesn't
     prolong the model's life.
     """
-    if not program.parts.world.is_single and program.parts.plan.parallel != "data":
+    plan = program.parts.plan
+    if plan.parallel not in ("none", "data") or plan.compile in ("step", "package"):
         return lambda: None
     model = weakref.ref(program.model)
 
