@@ -18,7 +18,7 @@ from hotloop.training.loggers.adapters import Adapter, finite
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 2.0, 60.0
 
-_CLOSE_S = 30.0
+_CLOSE_S = 60.0
 """Seconds that the end of a training waits for its loggers."""
 
 
