@@ -65,9 +65,9 @@ class FigureLogger:
                     self._is_closing = True
                     self._news.notify()
                 self._thread.join(_CLOSE_S)
-                if self._rows:
+                if missing := {row.step for row in list(self._rows) if row.is_final or row.step > self._sent}:
                     self._say(
-                        f"{self._name} lacks {len(self._rows)} epochs: metrics.csv in the run has them, and a resumed run "
+                        f"{self._name} lacks {len(missing)} epochs: metrics.csv in the run has them, and a resumed run "
                         "sends them"
                     )
 
