@@ -124,18 +124,35 @@ def from_tensorboard(folder: Path, name: str = "loss/train") -> list[tuple[int, 
 def from_wandb(path: Path, name: str = "train_loss") -> list[tuple[int, float]]:
     """Reads an offline folder's file of records, which Weights & Biases would send."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
-    store, found = DataStore(), []
+    found = []
     (file,) = path.glob("run-*.wandb")
-    store.open_for_scan(str(file))
-    while (content := store.scan_data()) is not None:
+    for content in leveldb_records(file.read_bytes()[7:]):
         record = Record()
         record.ParseFromString(content)
         items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
         if name in items:
-            found.append((int(items["_step"]), float(items[name])))
+            found.append((record.history.step.num, float(items[name])))
     return found
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Yields the records of LevelDB's log format: blocks of 32 kB, each part with checksum, length and type.
+
+    The file's first block has a header of 7 bytes, which `content` lacks.
+    """
+    at, parts = 0, b""
+    while at + 7 <= len(content):
+        left_in_block = 32768 - (at + 7) % 32768
+        if left_in_block < 7:
+            at += left_in_block
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part
+            yield parts
+            parts = b""
 
 
 READERS: dict[str, Callable[[Path], list[tuple[int, float]]]] = {
