@@ -232,8 +232,9 @@ def mlflow_server(folder: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "files")]
+    surroundings = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # its jobs need huey
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen([*command, *store], stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen([*command, *store], env=surroundings, stdout=log, stderr=log, start_new_session=True)
     try:
         deadline = time.monotonic() + 180
         while not answers(f"http://127.0.0.1:{port}/health"):
@@ -253,7 +254,7 @@ def answers(address: str) -> bool:
         return False
 
 
-@needs("mlflow", "flask")
+@needs("mlflow", "flask", "aiohttp")
 def test_a_server_of_mlflow_that_ends_and_starts_again(tmp_path: Path, surroundings: dict[str, str]) -> None:
     quick = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
     with mlflow_server(tmp_path) as address:
