@@ -42,7 +42,7 @@ def task(lr=0.1, hidden=32, wait_s=0.0):
         model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, int(hidden)), nn.ReLU(), nn.Linear(int(hidden), 10)),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: optim.SGD(parameters, lr=float(lr), momentum=0.9),
-        schedule=lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 12),
+        schedule=lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 500),
         data=hotloop.data.digits(),
         batch_size=32,
         epochs=12,
