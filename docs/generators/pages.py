@@ -42,7 +42,7 @@ def task(lr=0.1, hidden=32, wait_s=0.0):
         model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, int(hidden)), nn.ReLU(), nn.Linear(int(hidden), 10)),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: optim.SGD(parameters, lr=float(lr), momentum=0.9),
-        schedule=lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 12),
+        schedule=lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 500),
         data=hotloop.data.digits(),
         batch_size=32,
         epochs=12,
@@ -97,20 +97,20 @@ def main() -> None:
         code = re.search(r'```python title="task.py"\n(.*?)```', STUDY_PAGE.read_text(encoding="utf-8"), re.S)
         assert code is not None
         (folder / "task.py").write_text(code[1])
+        page.width(WIDTH, HEIGHT)
+        page.colours("light")
         hotloop(folder, "train", "digits.py", "--run", "runs/first")
         hotloop(folder, "evaluate", "runs/first")
         hotloop(folder, "report", "runs/first")
-        hotloop(folder, "train", "digits.py", "--run", "runs/second", "-p", "lr=0.02")
-        hotloop(folder, "compare", "runs/first", "runs/second", "--out", "comparison.html")
-        space = ("-p", "lr=1e-3..1:log", "-p", "width=4,8,16")
-        hotloop(folder, "study", "task.py", *space, "--trials", "12", "--study", "studies/first")
-        page.width(WIDTH, HEIGHT)
-        page.colours("light")
         page.open((folder / "runs/first/report.html").as_uri())
         picture(page, "report-summary")
         picture(page, "report-evaluation", "#evaluation")
+        hotloop(folder, "train", "digits.py", "--run", "runs/second", "-p", "lr=0.02")
+        hotloop(folder, "compare", "runs/first", "runs/second", "--out", "comparison.html")
         page.open((folder / "comparison.html").as_uri())
         picture(page, "comparison")
+        space = ("-p", "lr=1e-3..1:log", "-p", "width=4,8,16")
+        hotloop(folder, "study", "task.py", *space, "--trials", "12", "--study", "studies/first")
         page.open((folder / "studies/first/study.html").as_uri())
         picture(page, "study", "#figures")
         page.colours("dark")

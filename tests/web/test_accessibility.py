@@ -65,7 +65,7 @@ def addresses(tmp_path_factory) -> Iterator[dict[str, str]]:
     for name, content in contents.items():
         (folder / f"{name}.html").write_text(content, encoding="utf-8")
     listener = listen()
-    server = LiveServer(listener, "secret", folder / "runs", idle_s=2.0)
+    server = LiveServer(listener, "secret", folder / "runs", idle_s=600.0)
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     files = {name: (folder / f"{name}.html").as_uri() for name in contents}

@@ -192,7 +192,7 @@ def _summary(run: StoredRun) -> Iterator[Block]:
     known = record.facts if record else None
     source = record.source if record else None
     reasons = run.last_value("plan_reasons")
-    shapes = [format_shape(shape) for shape in known.inputs] if known else []
+    shapes = [format_shape(shape) if shape else "a number" for shape in known.inputs] if known else []
     yield facts(
         [
             ("Task", None if source is None else source.reference),

@@ -163,18 +163,19 @@ def _figure_blocks(result: StudyResult, study: optuna.Study) -> Iterator[Block]:
     searched = sorted({name for trial in complete for name in trial.params})
     pairs = []
     if complete:
-        made = visualization.plot_optimization_history(study, target_name=figure)
+        made = visualization.plot_optimization_history(study, target_name=figure).update_xaxes(title_text="trial")
+        made.for_each_trace(lambda trace: trace.update(name="best so far"), selector={"name": "Best Value"})
         pairs.append(
             _figure(made, f"{figure} of each trial", f"The {figure} of each complete trial and the best so far")
         )
     pairs.append(_figure(_curves(result), f"{figure} of each epoch", f"The {figure} by epoch, a line for each trial"))
+    yield from figures(pairs)
     if result.importance:
         names, shares = list(result.importance), [100 * share for share in result.importance.values()]
         bars = go.Bar(x=shares[::-1], y=[escape(name) for name in names[::-1]], orientation="h", marker_color="#3566b8")
         made = go.Figure(bars).update_xaxes(title_text="share of the variance of the values, %")
         said = ", ".join(f"{name} {format_percent(share)}" for name, share in result.importance.items())
-        pairs.append(_figure(made, "Importance of the parameters", f"Importance by fANOVA: {said}"))
-    yield from figures(pairs)
+        yield from figures([_figure(made, "Importance of the parameters", f"Importance by fANOVA: {said}")], "low")
     if complete and searched:
         made = visualization.plot_parallel_coordinate(study, params=searched, target_name=figure)
         made.update_layout(margin={"l": 90, "r": 30, "t": 60, "b": 30})

@@ -177,7 +177,7 @@ def test_csv(tmp_path: Path) -> None:
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow", exc_type=ImportError)
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow, which make test-all installs", exc_type=ImportError)
     address = f"sqlite:///{tmp_path}/mlflow.db"
     mlflow.set_tracking_uri(address)
     monkeypatch.setitem(adapters.ADAPTERS, "mlflow", adapters.MlflowRun)
@@ -193,7 +193,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", exc_type=ImportError)
+    pytest.importorskip("wandb", reason="needs wandb, which make test-all installs", exc_type=ImportError)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setitem(adapters.ADAPTERS, "wandb", adapters.WandbRun)
@@ -208,7 +208,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_trackio_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio", exc_type=ImportError)
+    pytest.importorskip("trackio", reason="needs trackio, which make test-all installs", exc_type=ImportError)
     monkeypatch.setitem(adapters.ADAPTERS, "trackio", adapters.TrackioRun)
     run = train(tmp_path / "run", "trackio")
     train(tmp_path / "run", "trackio", epochs=5, resume=True)

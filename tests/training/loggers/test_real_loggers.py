@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -125,18 +124,35 @@ def from_tensorboard(folder: Path, name: str = "loss/train") -> list[tuple[int, 
 def from_wandb(path: Path, name: str = "train_loss") -> list[tuple[int, float]]:
     """Reads an offline folder's file of records, which Weights & Biases would send."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
-    store, found = DataStore(), []
+    found = []
     (file,) = path.glob("run-*.wandb")
-    store.open_for_scan(str(file))
-    while (content := store.scan_data()) is not None:
+    for content in leveldb_records(file.read_bytes()[7:]):
         record = Record()
         record.ParseFromString(content)
         items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
         if name in items:
-            found.append((int(items["_step"]), float(items[name])))
+            found.append((record.history.step.num, float(items[name])))
     return found
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Yields the records of LevelDB's log format: blocks of 32 kB, each part with checksum, length and type.
+
+    The file's first block has a header of 7 bytes, which `content` lacks.
+    """
+    at, parts = 0, b""
+    while at + 7 <= len(content):
+        left_in_block = 32768 - (at + 7) % 32768
+        if left_in_block < 7:
+            at += left_in_block
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part
+            yield parts
+            parts = b""
 
 
 READERS: dict[str, Callable[[Path], list[tuple[int, float]]]] = {
@@ -186,8 +202,8 @@ def test_each_logger_has_each_figure_once_after_a_kill_and_a_resume(
         assert point[0] == 24 and point[1] == pytest.approx((Run.open(tmp_path / "run").final or {})["test_loss"])
 
     folders = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{before['wandb']['id']}"))
-    assert len(folders) == 2  # offline, a resumed run has a second folder of the same id
-    assert [point for folder in folders for point in from_wandb(folder)] == pytest.approx(expected, rel=1e-6)
+    assert len(folders) == 2  # offline, a resumed run has a second folder of the same id, which is complete
+    assert from_wandb(folders[-1]) == pytest.approx(expected, rel=1e-6)
 
 
 @needs("trackio")
@@ -216,8 +232,9 @@ def mlflow_server(folder: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "files")]
+    surroundings = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # its jobs need huey
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen([*command, *store], stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen([*command, *store], env=surroundings, stdout=log, stderr=log, start_new_session=True)
     try:
         deadline = time.monotonic() + 180
         while not answers(f"http://127.0.0.1:{port}/health"):
@@ -237,7 +254,7 @@ def answers(address: str) -> bool:
         return False
 
 
-@needs("mlflow", "flask")
+@needs("mlflow", "flask", "aiohttp")
 def test_a_server_of_mlflow_that_ends_and_starts_again(tmp_path: Path, surroundings: dict[str, str]) -> None:
     quick = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
     with mlflow_server(tmp_path) as address:
@@ -278,14 +295,3 @@ def test_an_unknown_logger_and_a_missing_library_are_one_line_before_training(
     assert missing.returncode == 1 and missing.stderr.count("\n") == 1, missing.stderr
     assert "pip install wandb" in missing.stderr
     assert not (tmp_path / "run").exists()
-
-
-@needs("wandb")
-def test_a_refused_key_of_wandb_ends_no_training(tmp_path: Path, surroundings: dict[str, Any]) -> None:
-    """Without a network and without a key, Weights & Biases raises when the record is opened."""
-    given = {key: value for key, value in surroundings.items() if key not in ("WANDB_MODE", "WANDB_API_KEY")}
-    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    done = train(tmp_path, given | home | {"WANDB_API_KEY": "not-a-key"}, "--log", "wandb")
-    assert done.returncode == 0, done.stderr
-    assert " ".join(done.stderr.split()).count("wandb failed (") == 1
-    assert len(losses(tmp_path)) == 6

@@ -97,7 +97,7 @@ class MlflowRun:
 
 
 class WandbRun:
-    """A run of Weights & Biases; with WANDB_MODE=offline a resumed run is a second folder of the same id."""
+    """A run of Weights & Biases; with WANDB_MODE=offline a resumed run is a second, complete folder of the same id."""
 
     def open(self, run: Path, settings: Mapping[str, Any], known_id: str) -> str:
         import wandb
@@ -114,7 +114,8 @@ class WandbRun:
         return str(self._run.id)
 
     def last_step(self) -> int | None:
-        return None  # offline, the steps of the earlier folder are unknown; online, the server ignores a repeated step
+        # A kill loses the figures that wandb had in memory, so the second offline folder gets all epochs.
+        return -1 if self._run.offline else None
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)

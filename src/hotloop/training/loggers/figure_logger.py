@@ -18,7 +18,7 @@ from hotloop.training.loggers.adapters import Adapter, finite
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 2.0, 60.0
 
-_CLOSE_S = 30.0
+_CLOSE_S = 60.0
 """Seconds that the end of a training waits for its loggers."""
 
 
@@ -65,9 +65,9 @@ class FigureLogger:
                     self._is_closing = True
                     self._news.notify()
                 self._thread.join(_CLOSE_S)
-                if self._rows:
+                if missing := {row.step for row in list(self._rows) if row.is_final or row.step > self._sent}:
                     self._say(
-                        f"{self._name} lacks {len(self._rows)} epochs: metrics.csv in the run has them, and a resumed run "
+                        f"{self._name} lacks {len(missing)} epochs: metrics.csv in the run has them, and a resumed run "
                         "sends them"
                     )
 
