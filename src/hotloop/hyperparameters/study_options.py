@@ -122,6 +122,7 @@ class StudyOptions:
         """Raises StudyError if a given setting differs from that of the study in the folder."""
         for name, option in _OPTIONS.items():
             given, own = getattr(self, name), getattr(study, name)
+            given = list(given) if isinstance(given, tuple) else given
             if given is not None and given != own:
                 raise _other_setting_error(option, f"{option} {_as_words(given)}", _as_words(own))
         if self.plan is not None:
