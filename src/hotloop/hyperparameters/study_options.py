@@ -46,11 +46,11 @@ def _as_words(value: Any) -> str:
     return ", ".join(value) or "none" if isinstance(value, list | tuple) else str(value)
 
 
-def _other_setting_error(option: str, given: str, own: str) -> StudyError:
+def _other_setting_error(given: str, own: str) -> StudyError:
     return StudyError(
         f"{given}, and the study has {own}",
         expected="the study's own value",
-        fix=f"leave {option} out, or start a new study",
+        fix="leave the option out, or start a new study",
     )
 
 
@@ -122,8 +122,9 @@ class StudyOptions:
         """Raises StudyError if a given setting differs from that of the study in the folder."""
         for name, option in _OPTIONS.items():
             given, own = getattr(self, name), getattr(study, name)
+            given = list(given) if isinstance(given, tuple) else given
             if given is not None and given != own:
-                raise _other_setting_error(option, f"{option} {_as_words(given)}", _as_words(own))
+                raise _other_setting_error(f"{option} {_as_words(given)}", _as_words(own))
         if self.plan is not None:
             request = PlanRequest.from_value(self.plan)
             is_same = self.plan_name == study.plan and (
@@ -131,11 +132,11 @@ class StudyOptions:
             )
             if not is_same:
                 given = self.plan.brief() if isinstance(self.plan, Plan) else self.plan
-                raise _other_setting_error("--plan", f"--plan {given}", study.plan)
+                raise _other_setting_error(f"--plan {given}", study.plan)
         for axis, value in self.axes.items():
             if study.axes.get(axis) != value:
                 own = study.axes.get(axis, "no value for it")
-                raise _other_setting_error(f"--set {axis}", f"--set {axis}={value}", str(own))
+                raise _other_setting_error(f"--set {axis}={value}", str(own))
 
     @property
     def until(self) -> float:

@@ -55,5 +55,5 @@ def test_a_lack_of_memory_ends_the_search_alone() -> None:
 
 
 def test_several_values_are_one_line() -> None:
-    with pytest.raises(StudyError, match=r"lr = '0.1,1' with --find"):
+    with pytest.raises(StudyError, match=r"lr = '0.1,1' for a finder"):
         hotloop.find_batch_size(make_task(), {"lr": "0.1,1"}, progress=False)

@@ -107,7 +107,7 @@ def find(
         StudyError: an unknown finder, or a parameter with several values.
     """
     if what not in FINDERS:
-        raise StudyError(f"--find {what}", expected=" or ".join(FINDERS), fix=did_you_mean(what, FINDERS))
+        raise StudyError(f"no finder {what!r}", expected=" or ".join(FINDERS), fix=did_you_mean(what, FINDERS))
     values, axes = fixed_values(space), {"threads": len(allowed_cores()), **axes}
     name = Path(split_reference(source.reference)[0]).stem
     with tempfile.TemporaryDirectory() as log, TrialProcesses(Path(log)) as processes:
