@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from hotloop.core.records.exchange_record import ScriptRun
 from hotloop.core.records.explanation import Explanation
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.model_summary import ModelSummary
@@ -41,6 +42,7 @@ An error is a document as well, with exit code 1 or 2:
 | --- | --- |
 | `devices` | [Hardware](#hardware), and `advice`: lines |
 | `train` | `run`: its folder, `plan`: all axes, `epochs`: a row per epoch as in `metrics.jsonl`, `final`: test figures, `reason` |
+| `run` | [ScriptRun](#scriptrun) |
 | `plan` | `plan`, `why`, `remembered`, `compiled`, `compiled_why`, `passed_over`, `left_open`, `refused`, `device` |
 | `race`, `tune` | [Verdict](#verdict); `race --scale` [RaceScaling](#racescaling) and `page` |
 | `check` | [Parity](#parity) |
@@ -54,6 +56,7 @@ An error is a document as well, with exit code 1 or 2:
 
 DOCUMENTS = (
     Hardware,
+    ScriptRun,
     Verdict,
     RaceScaling,
     Parity,

@@ -312,3 +312,25 @@ def test_a_data_set_is_freed_with_its_samples(loaders) -> None:
     del dataset
     gc.collect()
     assert alive() is None
+
+
+def test_an_exchange_that_fails_is_taken_back_and_the_batch_is_loaded(loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TensorDataset(*arrays())
+    loader = trained(loaders, dataset)
+
+    def failing(tensors: Any, rows: Any) -> Any:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(loader_exchange, "_cut", failing)
+    assert torch.equal(next(iter(loader))[0], arrays()[0][:10])
+    assert loaders.part.stage == "off" and "planted" in loaders.part.notes[0]
+
+
+def test_a_data_set_that_can_not_be_followed_loads_as_before(loaders) -> None:
+    dataset = TensorDataset(*arrays())
+    loader = trained(loaders, dataset)
+    dataset.tensors = list(dataset.tensors)
+    list(loader)
+    dataset.tensors = None
+    with pytest.raises(TypeError):
+        next(iter(loader))

@@ -304,3 +304,12 @@ def test_a_closure_that_fails_leaves_nothing_behind(optimizers) -> None:
     with pytest.raises(ValueError, match="planted"):
         optimizer.step(closure)
     assert optimizer.param_groups[0]["fused"] is None and optimizers.parts == []
+
+
+def test_ranks_that_share_an_update_make_it_themselves(optimizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that choose by their own race would make different updates."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = network()
+    train(model, torch.optim.SGD(model.parameters()), 3)
+    assert optimizers.part.proven == 0 and "several ranks" in optimizers.part.reason

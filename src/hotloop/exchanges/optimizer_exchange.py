@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from hotloop.core.patches import Patches
 from hotloop.exchanges.part import Part
@@ -90,12 +90,11 @@ class OptimizerExchange:
     def _update(self, name: str, original: Callable[..., None], lists: Sequence[Tensors], kwargs: dict) -> None:
         if not lists[0]:
             return original(*lists, **kwargs)
-        part = self._part(name, lists[0], kwargs)
-        if part is None or part.stage == "off":
-            return original(*lists, **kwargs)
-        if unfit := why_unfit(lists, kwargs):
-            if not part.proven:
-                part.reason = unfit
+        try:
+            part = self._fit_part(name, lists, kwargs)
+        except Exception:  # such as an object in the place of a tensor
+            part = None
+        if part is None:
             return original(*lists, **kwargs)
         flags = _FLAGS[part.exchange]
         return part.call(
@@ -104,6 +103,16 @@ class OptimizerExchange:
             lambda: (None, compare_update(original, lists, kwargs, flags)),
             enabled=self._is_enabled(),
         )
+
+    def _fit_part(self, name: str, lists: Sequence[Tensors], kwargs: dict) -> Part | None:
+        """Returns the part of a call; None if the call is not exchanged."""
+        part = self._part(name, lists[0], kwargs)
+        if part is None or part.stage == "off":
+            return None
+        if unfit := why_unfit(lists, kwargs):
+            part.reason = part.reason if part.proven else unfit
+            return None
+        return part
 
     def _part(self, name: str, parameters: Tensors, kwargs: Mapping[str, Any]) -> Part | None:
         """Returns the part of a parameter group; None if there are too many."""
@@ -162,6 +171,8 @@ def why_unfit(lists: Sequence[Tensors], settings: Mapping[str, Any]) -> str:
         return "a setting is a tensor"
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch.is_grad_enabled():
         return "a torch mode is active"
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "several ranks make the same update, and each of them would choose by its own race"
     count = len(lists[0])
     columns = [tensors for tensors in lists if tensors]
     if any(len(tensors) != count for tensors in columns):

@@ -41,15 +41,26 @@ def compare_update(
         flags: changes of the settings that make the exchange.
         exchanged: the function of the exchange; None for `update`.
     """
-    if _bytes(lists) * _COPIES > psutil.virtual_memory().available:
+    try:
+        if _bytes(lists) * _COPIES > psutil.virtual_memory().available:
+            raise MemoryError("its proof needs more memory than is free")
+        own, nudged, wide = _copies(lists, Tensor.clone), _copies(lists, _nudge), _copies(lists, _widen)
+    except Exception as error:
         update(*lists, **settings)
-        return Comparison(False, 0, "its proof needs more memory than is free")
-    own, nudged, wide = _copies(lists, Tensor.clone), _copies(lists, _nudge), _copies(lists, _widen)
+        return Comparison(False, 0, f"it can't be proven: {error}")
     update(*lists, **settings)
     try:
         (exchanged or update)(*own, **{**settings, **flags})
+        return _judge(update, settings, lists, own, nudged, wide)
     except Exception as error:
         return Comparison(False, 0, f"it raised {describe_error(error)}")
+
+
+def _judge(
+    update: Callable[..., None], settings: Mapping[str, Any], lists: Sequence[Tensors], *copies: list[Tensors]
+) -> Comparison:
+    """Compares the script's update with the exchange's; the last two copies are still before the update."""
+    own, nudged, wide = copies
     if _are_bitwise_equal(lists, own):
         return Comparison(True, _numbers(lists))
     plain = {**settings, **{name: False for name in ("foreach", "fused") if name in settings}}
