@@ -171,7 +171,7 @@ def test_other_settings_need_another_proof_and_another_learning_rate_does_not(op
     train(model, optimizer, 3)
     part = optimizers.part
     use(part)
-    optimizer.param_groups[0]["lr"] = 1e-4
+    optimizer.param_groups[0].update(lr=1e-4, betas=(0.85, 0.99))  # as OneCycleLR does at each step
     train(model, optimizer, 1)
     assert part.stage == "use"
     optimizer.param_groups[0]["weight_decay"] = 0.1

@@ -28,9 +28,6 @@ _FLAGS = {"fused": {"fused": True, "foreach": False}, "foreach": {"fused": False
 
 _UNFIT_SETTINGS = ("capturable", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
 
-_NOT_COMPARED = ("lr", "grad_scale", "found_inf")
-"""Settings that may change without a new proof: schedules change the learning rate at each step."""
-
 _DTYPES = (torch.float32, torch.float64)
 
 _MAX_PARTS = 64
@@ -119,7 +116,7 @@ class OptimizerExchange:
         first = parameters[0]
         assert first is not None
         key = (name, id(first), len(parameters))
-        settings = tuple((field, value) for field, value in kwargs.items() if field not in _NOT_COMPARED)
+        settings = tuple((field, _setting_key(value)) for field, value in kwargs.items())
         group = self._groups.get(key)
         if group is None or group.first() is not first:
             if self._made >= _MAX_PARTS:
@@ -135,6 +132,13 @@ class OptimizerExchange:
             group.settings = settings
             group.part.restart(list(_FLAGS))
         return group.part
+
+
+def _setting_key(value: Any) -> Any:
+    """Returns what a proof depends on: of a number only whether it is zero, since schedules change numbers at each step."""
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return value == 0
+    return value if isinstance(value, bool | None) else type(value)
 
 
 _CLASS_NAMES = {"sgd": "SGD", "adam": "Adam", "adagrad": "Adagrad"}
