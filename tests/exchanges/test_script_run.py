@@ -173,8 +173,8 @@ def record_of(tmp_path: Path, *options: str) -> tuple[dict, tuple[int, str, str]
     return json.loads(record.read_text()), found
 
 
-def test_a_training_with_exchanges_and_the_next_run(tmp_path: Path, cache: Path) -> None:
-    """Exact, so that every byte is equal; the next run uses the stored exchanges without a race."""
+def test_an_exact_training_has_every_byte_of_the_plain_one(tmp_path: Path, cache: Path) -> None:
+    """Two optimizers, accumulation, clipping, a schedule, an average of the weights, and a checkpoint of its own."""
     import torch
 
     plain = outcome([sys.executable, str(TRAINING), "--epochs", "4", "--checkpoint", str(tmp_path / "plain.pt")])

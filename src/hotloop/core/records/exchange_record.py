@@ -28,8 +28,8 @@ class ExchangedPart(Record):
     """A part of the script that hotloop could exchange.
 
     Attributes:
-        kind: `optimizer`, `data loader` or `threads`.
-        name: the part in the script's words, such as `Adam, 4 tensors`.
+        kind: `optimizer` or `data loader`.
+        name: the part in the script's words, such as `TensorDataset, 4,096 samples`.
         exchange: the form that was tried last, such as `fused`.
         used: whether the exchange was in use at the script's end.
         proof: `bitwise` or `fp32-equivalent`; empty without a proof.
@@ -38,7 +38,7 @@ class ExchangedPart(Record):
         reason: why the exchange is not used; empty if it is.
     """
 
-    kind: Literal["optimizer", "data loader", "threads"]
+    kind: Literal["optimizer", "data loader"]
     name: str
     exchange: str
     used: bool
