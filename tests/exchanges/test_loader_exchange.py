@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -299,8 +300,10 @@ def test_an_error_of_the_data_set_is_the_scripts_own(loaders) -> None:
         def __getitem__(self, row: int) -> Any:
             raise KeyError("planted")
 
-    with pytest.raises(KeyError, match="planted"):
+    with pytest.raises(KeyError, match="planted") as caught:
         list(DataLoader(Failing(), batch_size=10))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert frames[-1].name == "__getitem__" and not [frame for frame in frames if "/hotloop/" in frame.filename]
     with pytest.raises(IndexError):
         list(DataLoader(TensorDataset(*arrays()), batch_size=2, sampler=[0, SAMPLES]))
 

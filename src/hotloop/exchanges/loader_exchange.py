@@ -23,7 +23,8 @@ from hotloop.data.feeds.in_memory import batch_difference
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import Comparison, Part
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal
-from hotloop.profiler.base.transparency import hide_from_warnings, strip_frame
+from hotloop.profiler.base.transparency import hide_from_warnings
+from hotloop.scripts.traceback_frames import strip_own_frames
 
 MakePart = Callable[[str, str, Sequence[str]], Part]
 
@@ -71,7 +72,7 @@ class LoaderExchange:
                         return original(fetcher, index)
                     return self._fetch(functools.partial(original, fetcher, index), fetcher.dataset, index)
                 except BaseException as error:
-                    error.__traceback__ = strip_frame(error)
+                    error.__traceback__ = strip_own_frames(error)
                     raise
 
             return fetch

@@ -19,7 +19,8 @@ from hotloop.core.patches import Patches
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.update_proof import Tensors, compare_update
 from hotloop.lowering.transforms.optimizer import is_gapless
-from hotloop.profiler.base.transparency import hide_from_warnings, strip_frame
+from hotloop.profiler.base.transparency import hide_from_warnings
+from hotloop.scripts.traceback_frames import strip_own_frames
 
 _LIST_COUNTS = {"sgd": 3, "adam": 6, "adagrad": 4}
 """Torch's functional updates with a fused kernel on the CPU, and the number of their tensor lists (torch 2.13)."""
@@ -77,7 +78,7 @@ class OptimizerExchange:
                 try:
                     return self._update(name, original, args, kwargs)
                 except BaseException as error:
-                    error.__traceback__ = strip_frame(error)
+                    error.__traceback__ = strip_own_frames(error)
                     raise
 
             return call
