@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from hotloop.core.records.exchange_record import ScriptRun
 from hotloop.core.records.explanation import Explanation
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.model_summary import ModelSummary
 from hotloop.core.records.profile import Profile
-from hotloop.core.records.race import Parity, RaceScaling, Verdict
+from hotloop.core.records.race import Parity, RaceScaling, ScriptRun, Verdict
 from hotloop.core.records.study import BatchSizeRange, LearningRateRange, StudyResult
 from hotloop.core.records.training import Evaluation, ExportRecord
 

@@ -9,10 +9,10 @@ import pytest
 
 from hotloop.exchanges import exchange_cache
 from hotloop.exchanges import part as part_module
-from hotloop.exchanges.part import Comparison, Part
+from hotloop.exchanges.part import CallComparison, Part
 from hotloop.tuning.races.statistics import Ratio
 
-EQUAL = Comparison(True, 10)
+EQUAL = CallComparison(True, 10)
 
 
 class Calls:
@@ -32,7 +32,7 @@ class Calls:
 
         return call
 
-    def compare(self) -> tuple[Any, Comparison]:
+    def compare(self) -> tuple[Any, CallComparison]:
         self.forms.append("compared")
         return "original", self.comparison
 
@@ -76,7 +76,7 @@ def test_an_exchange_that_is_not_faster_is_not_used(
 
 def test_the_next_exchange_is_tried(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
     calls, part = Calls(monkeypatch), part_of(changes, "fused", "foreach")
-    calls.comparison = Comparison(False, 10, "its error is large")
+    calls.comparison = CallComparison(False, 10, "its error is large")
     calls.make(part, 1)
     assert (part.exchange, part.stage) == ("foreach", "proof")
     calls.comparison = EQUAL
@@ -91,18 +91,18 @@ def test_exact_needs_equal_bits_and_more_numbers(monkeypatch: pytest.MonkeyPatch
     calls.make(part, 1)
     assert part.stage == "race"
     large = part_of(changes, exact=True)
-    calls.comparison = Comparison(True, 2**14)
+    calls.comparison = CallComparison(True, 2**14)
     calls.make(large, 3)
     assert large.stage == "race"
     other = part_of(changes, exact=True)
-    calls.comparison = Comparison(False, 10)
+    calls.comparison = CallComparison(False, 10)
     calls.make(other, 1)
     assert other.stage == "off" and "not bitwise" in other.reason
 
 
 def test_calls_that_can_not_be_compared_are_no_proof(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
     calls, part = Calls(monkeypatch), part_of(changes)
-    calls.comparison = Comparison(False, 0)
+    calls.comparison = CallComparison(False, 0)
     calls.make(part, 10)
     assert part.stage == "proof" and part.as_record(used=True)["reason"] == "the script ended before a decision"
 
@@ -122,7 +122,7 @@ def test_a_used_exchange_is_compared_again(monkeypatch: pytest.MonkeyPatch, chan
     calls = Calls(monkeypatch)
     part = part_of(changes, earlier=("fused", Ratio(2.0, 1.9, 2.1, 12)))
     calls.make(part, 3)
-    calls.comparison = Comparison(False, 10, "it differs")
+    calls.comparison = CallComparison(False, 10, "it differs")
     calls.make(part, 9)
     assert part.stage == "use"
     assert calls.make(part, 2) == ["original"] * 2 and part.stage == "off"

@@ -21,7 +21,7 @@ from hotloop.core.patches import Patches
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.data.feeds.in_memory import batch_difference
 from hotloop.errors import describe_error
-from hotloop.exchanges.part import Comparison, Part
+from hotloop.exchanges.part import CallComparison, Part
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal
 from hotloop.profiler.base.transparency import hide_from_warnings
 from hotloop.scripts.traceback_frames import strip_own_frames
@@ -183,12 +183,12 @@ def _cut_or_load(cut: Callable[[], Any], original: Callable[[], Any], part: Part
         return original()
 
 
-def _compare(original: Callable[[], Any], cut: Callable[[], Any]) -> tuple[Any, Comparison]:
+def _compare(original: Callable[[], Any], cut: Callable[[], Any]) -> tuple[Any, CallComparison]:
     """Returns the script's own batch, and whether the exchange has the same bits, strides and containers."""
     batch = original()
     try:
         wrong = batch_difference(batch, cut())
         numbers = sum(value.numel() for value in tree_tensors(batch))
     except Exception as error:
-        return batch, Comparison(False, 0, f"it raised {describe_error(error)}")
-    return batch, Comparison(not wrong, numbers, wrong and f"its batch differs: {wrong}")
+        return batch, CallComparison(False, 0, f"it raised {describe_error(error)}")
+    return batch, CallComparison(not wrong, numbers, wrong and f"its batch differs: {wrong}")
