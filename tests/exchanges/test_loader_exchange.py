@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -299,8 +300,10 @@ def test_an_error_of_the_data_set_is_the_scripts_own(loaders) -> None:
         def __getitem__(self, row: int) -> Any:
             raise KeyError("planted")
 
-    with pytest.raises(KeyError, match="planted"):
+    with pytest.raises(KeyError, match="planted") as caught:
         list(DataLoader(Failing(), batch_size=10))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert frames[-1].name == "__getitem__" and not [frame for frame in frames if "/hotloop/" in frame.filename]
     with pytest.raises(IndexError):
         list(DataLoader(TensorDataset(*arrays()), batch_size=2, sampler=[0, SAMPLES]))
 
@@ -312,3 +315,25 @@ def test_a_data_set_is_freed_with_its_samples(loaders) -> None:
     del dataset
     gc.collect()
     assert alive() is None
+
+
+def test_an_exchange_that_fails_is_taken_back_and_the_batch_is_loaded(loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TensorDataset(*arrays())
+    loader = trained(loaders, dataset)
+
+    def failing(tensors: Any, rows: Any) -> Any:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(loader_exchange, "_cut", failing)
+    assert torch.equal(next(iter(loader))[0], arrays()[0][:10])
+    assert loaders.part.stage == "off" and "planted" in loaders.part.notes[0]
+
+
+def test_a_data_set_that_can_not_be_followed_loads_as_before(loaders) -> None:
+    dataset = TensorDataset(*arrays())
+    loader = trained(loaders, dataset)
+    dataset.tensors = list(dataset.tensors)
+    list(loader)
+    dataset.tensors = None
+    with pytest.raises(TypeError):
+        next(iter(loader))

@@ -171,7 +171,7 @@ def test_other_settings_need_another_proof_and_another_learning_rate_does_not(op
     train(model, optimizer, 3)
     part = optimizers.part
     use(part)
-    optimizer.param_groups[0]["lr"] = 1e-4
+    optimizer.param_groups[0].update(lr=1e-4, betas=(0.85, 0.99))  # as OneCycleLR does at each step
     train(model, optimizer, 1)
     assert part.stage == "use"
     optimizer.param_groups[0]["weight_decay"] = 0.1
@@ -304,3 +304,12 @@ def test_a_closure_that_fails_leaves_nothing_behind(optimizers) -> None:
     with pytest.raises(ValueError, match="planted"):
         optimizer.step(closure)
     assert optimizer.param_groups[0]["fused"] is None and optimizers.parts == []
+
+
+def test_ranks_that_share_an_update_make_it_themselves(optimizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that choose by their own race would make different updates."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = network()
+    train(model, torch.optim.SGD(model.parameters()), 3)
+    assert optimizers.part.proven == 0 and "several ranks" in optimizers.part.reason

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from hotloop.cli.options import JsonOption, console, exit_if_failed, exit_on_error, print_json, try_write
+from hotloop.cli.options import JsonOption, console, exit_if_failed, exit_on_error, print_json, say, try_write
 from hotloop.core.files.atomic_files import check_writable, write_atomic
 
 
@@ -62,11 +62,13 @@ def run(
         from hotloop.report.script_run_page import script_run_page
 
         console.print(script_run_page(found), markup=False, highlight=False, soft_wrap=True)
+    if unwritten is not None and found.exit_code:
+        say(f"error: {unwritten}")
     if found.exit_code < 0:
         _end_by_signal(-found.exit_code)
-    exit_if_failed(unwritten if found.exit_code == 0 else None)
     if found.exit_code:
         raise typer.Exit(found.exit_code)
+    exit_if_failed(unwritten)
 
 
 def _end_by_signal(number: int) -> NoReturn:

@@ -19,7 +19,6 @@ from hotloop.exchanges.part import Part
 from hotloop.exchanges.step_windows import StepWindows
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.child import write_result
-from hotloop.tuning.races.statistics import Ratio
 
 _WRITE_INTERVAL_S = 30.0
 """Seconds between two writes of the facts, for scripts that are killed."""
@@ -56,8 +55,7 @@ class ExchangeSession:
 
     def _make_part(self, kind: str, name: str, exchanges: Sequence[str]) -> Part:
         earlier = self._earlier.get(f"{kind}: {name}")
-        known = None if earlier is None else (earlier["exchange"], Ratio(**earlier["ratio"]))
-        part = Part(kind, name, exchanges, exact=self._exact, changed=self._windows.restart, earlier=known)
+        part = Part(kind, name, exchanges, exact=self._exact, changed=self._windows.restart, earlier=earlier)
         self._parts.append(part)
         return part
 
@@ -97,7 +95,7 @@ class ExchangeSession:
         """Writes the facts for the summary, and the faster exchanges for later runs."""
         if os.getpid() != self._process:
             return
-        found = {part.title: part.as_record(used=True) for part in self._parts if part.stage == "use"}
+        found = {part.title: (part.exchange, part.ratio) for part in self._parts if part.stage == "use" and part.ratio}
         slower = {part.title for part in self._parts if part.stage == "off"}
         stored = {title: known for title, known in self._earlier.items() if title not in slower} | found
         if stored.keys() != self._earlier.keys():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -19,11 +18,13 @@ from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hotloop.core.patches import Patches
+from hotloop.data.batch_tree import tree_tensors
 from hotloop.data.feeds.in_memory import batch_difference
 from hotloop.errors import describe_error
-from hotloop.exchanges.part import Comparison, Part
+from hotloop.exchanges.part import CallComparison, Part
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal
-from hotloop.profiler.base.transparency import hide_from_warnings, strip_frame
+from hotloop.profiler.base.transparency import hide_from_warnings
+from hotloop.scripts.traceback_frames import strip_own_frames
 
 MakePart = Callable[[str, str, Sequence[str]], Part]
 
@@ -71,7 +72,7 @@ class LoaderExchange:
                         return original(fetcher, index)
                     return self._fetch(functools.partial(original, fetcher, index), fetcher.dataset, index)
                 except BaseException as error:
-                    error.__traceback__ = strip_frame(error)
+                    error.__traceback__ = strip_own_frames(error)
                     raise
 
             return fetch
@@ -79,35 +80,27 @@ class LoaderExchange:
         return make
 
     def _fetch(self, original: Callable[[], Any], dataset: Any, index: list[int]) -> Any:
-        known, rows = self._source(dataset, index)
-        if known is None or known.part.stage == "off":
-            return original()
-        part = known.part
-        if known.table is not None:
-            return self._fetch_from_table(original, known.dataset(), part, known.table, rows)
-        tensors = known.dataset().tensors
-        if unfit := _why_unfit(tensors, rows):
-            part.reason = part.reason or unfit
-            return original()
-        cut = functools.partial(_cut, tensors, rows)
-        return part.call(original, cut, lambda: _compare(original, cut), enabled=self._is_enabled())
-
-    def _fetch_from_table(
-        self, original: Callable[[], Any], dataset: Any, part: Part, table: SampleTable, rows: list[int]
-    ) -> Any:
         try:
-            if not table.is_complete(rows):
-                return table.record(dataset, rows, original)
-        except TableRefusal as refusal:
-            part.refuse(refusal.reason)
-            return refusal.batch
-        if table.has_changed(dataset):
-            table.clear()
-            if part.proven:
-                part.notes.append(f"{part.title}: the data set changed, so its samples are read anew")
+            known, rows = self._source(dataset, index)
+            form = _NO_EXCHANGE if known is None or known.part.stage == "off" else _choose_form(known, rows)
+        except Exception:  # such as a data set without weak references
             return original()
-        cut = functools.partial(table.cut, rows)
-        return part.call(original, cut, lambda: _compare(original, cut), enabled=self._is_enabled())
+        if known is None or form == _NO_EXCHANGE:
+            return original()
+        part, table = known.part, known.table
+        if form == _RECORDED and table is not None:
+            try:
+                return table.record(known.dataset(), rows, original)
+            except TableRefusal as refusal:
+                part.refuse(refusal.reason)
+                return refusal.batch
+        cut = functools.partial(*((_cut, known.dataset().tensors) if table is None else (table.cut,)), rows)
+        return part.call(
+            original,
+            lambda: _cut_or_load(cut, original, part),
+            lambda: _compare(original, cut),
+            enabled=self._is_enabled(),
+        )
 
     def _source(self, dataset: Any, rows: list[int]) -> tuple[_LoadedDataset | None, list[int]]:
         """Returns the data set below torch's subsets, and the rows in it."""
@@ -124,6 +117,26 @@ class LoaderExchange:
             key = id(dataset)
             known = self._known[key] = _LoadedDataset(dataset, part, lambda _: self._known.pop(key, None))
         return known, rows
+
+
+_NO_EXCHANGE, _RECORDED, _FROM_TENSORS = "no exchange", "recorded", "cut"
+
+
+def _choose_form(known: _LoadedDataset, rows: list[int]) -> str:
+    """Returns what to do with a fetch: load as the script does, record the samples as well, or exchange."""
+    part, table, dataset = known.part, known.table, known.dataset()
+    if table is None:
+        unfit = _why_unfit(dataset.tensors, rows)
+        part.reason = part.reason or unfit
+        return _NO_EXCHANGE if unfit else _FROM_TENSORS
+    if not table.is_complete(rows):
+        return _RECORDED
+    if table.has_changed(dataset):
+        table.clear()
+        if part.proven:
+            part.notes.append(f"{part.title}: the data set changed, so its samples are read anew")
+        return _RECORDED
+    return _FROM_TENSORS
 
 
 def _describe(dataset: Any) -> str:
@@ -162,13 +175,20 @@ def _cut(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
     return [tensor.index_select(0, index) for tensor in tensors]
 
 
-def _compare(original: Callable[[], Any], cut: Callable[[], Any]) -> tuple[Any, Comparison]:
+def _cut_or_load(cut: Callable[[], Any], original: Callable[[], Any], part: Part) -> Any:
+    try:
+        return cut()
+    except Exception as error:
+        part.take_back(f"it raised {describe_error(error)}")
+        return original()
+
+
+def _compare(original: Callable[[], Any], cut: Callable[[], Any]) -> tuple[Any, CallComparison]:
     """Returns the script's own batch, and whether the exchange has the same bits, strides and containers."""
     batch = original()
-    wrong = "its batches can't be compared"
-    with suppress(Exception):
-        try:
-            wrong = batch_difference(batch, cut())
-        except Exception as error:
-            wrong = f"it raised {describe_error(error)}"
-    return batch, Comparison(not wrong, 1, wrong and f"its batch differs: {wrong}")
+    try:
+        wrong = batch_difference(batch, cut())
+        numbers = sum(value.numel() for value in tree_tensors(batch))
+    except Exception as error:
+        return batch, CallComparison(False, 0, f"it raised {describe_error(error)}")
+    return batch, CallComparison(not wrong, numbers, wrong and f"its batch differs: {wrong}")

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from hotloop.core.patches import Patches
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.update_proof import Tensors, compare_update
 from hotloop.lowering.transforms.optimizer import is_gapless
-from hotloop.profiler.base.transparency import hide_from_warnings, strip_frame
+from hotloop.profiler.base.transparency import hide_from_warnings
+from hotloop.scripts.traceback_frames import strip_own_frames
 
 _LIST_COUNTS = {"sgd": 3, "adam": 6, "adagrad": 4}
 """Torch's functional updates with a fused kernel on the CPU, and the number of their tensor lists (torch 2.13)."""
@@ -27,9 +28,6 @@ _LIST_COUNTS = {"sgd": 3, "adam": 6, "adagrad": 4}
 _FLAGS = {"fused": {"fused": True, "foreach": False}, "foreach": {"fused": False, "foreach": True}}
 
 _UNFIT_SETTINGS = ("capturable", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
-
-_NOT_COMPARED = ("lr", "grad_scale", "found_inf")
-"""Settings that may change without a new proof: schedules change the learning rate at each step."""
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -80,7 +78,7 @@ class OptimizerExchange:
                 try:
                     return self._update(name, original, args, kwargs)
                 except BaseException as error:
-                    error.__traceback__ = strip_frame(error)
+                    error.__traceback__ = strip_own_frames(error)
                     raise
 
             return call
@@ -90,12 +88,11 @@ class OptimizerExchange:
     def _update(self, name: str, original: Callable[..., None], lists: Sequence[Tensors], kwargs: dict) -> None:
         if not lists[0]:
             return original(*lists, **kwargs)
-        part = self._part(name, lists[0], kwargs)
-        if part is None or part.stage == "off":
-            return original(*lists, **kwargs)
-        if unfit := why_unfit(lists, kwargs):
-            if not part.proven:
-                part.reason = unfit
+        try:
+            part = self._fit_part(name, lists, kwargs)
+        except Exception:  # such as an object in the place of a tensor
+            part = None
+        if part is None:
             return original(*lists, **kwargs)
         flags = _FLAGS[part.exchange]
         return part.call(
@@ -105,12 +102,22 @@ class OptimizerExchange:
             enabled=self._is_enabled(),
         )
 
+    def _fit_part(self, name: str, lists: Sequence[Tensors], kwargs: dict) -> Part | None:
+        """Returns the part of a call; None if the call is not exchanged."""
+        part = self._part(name, lists[0], kwargs)
+        if part is None or part.stage == "off":
+            return None
+        if unfit := why_unfit(lists, kwargs):
+            part.reason = part.reason if part.proven else unfit
+            return None
+        return part
+
     def _part(self, name: str, parameters: Tensors, kwargs: Mapping[str, Any]) -> Part | None:
         """Returns the part of a parameter group; None if there are too many."""
         first = parameters[0]
         assert first is not None
         key = (name, id(first), len(parameters))
-        settings = tuple((field, value) for field, value in kwargs.items() if field not in _NOT_COMPARED)
+        settings = tuple((field, _setting_key(value)) for field, value in kwargs.items())
         group = self._groups.get(key)
         if group is None or group.first() is not first:
             if self._made >= _MAX_PARTS:
@@ -126,6 +133,13 @@ class OptimizerExchange:
             group.settings = settings
             group.part.restart(list(_FLAGS))
         return group.part
+
+
+def _setting_key(value: Any) -> Any:
+    """Returns what a proof depends on: of a number only whether it is zero, since schedules change numbers at each step."""
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return value == 0
+    return value if isinstance(value, bool | None) else type(value)
 
 
 _CLASS_NAMES = {"sgd": "SGD", "adam": "Adam", "adagrad": "Adagrad"}
@@ -162,6 +176,8 @@ def why_unfit(lists: Sequence[Tensors], settings: Mapping[str, Any]) -> str:
         return "a setting is a tensor"
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch.is_grad_enabled():
         return "a torch mode is active"
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "several ranks make the same update, and each of them would choose by its own race"
     count = len(lists[0])
     columns = [tensors for tensors in lists if tensors]
     if any(len(tensors) != count for tensors in columns):

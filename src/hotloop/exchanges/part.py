@@ -23,7 +23,7 @@ RECHECK_CALLS = 1000
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CallComparison:
     """A call of the original compared with the same call of the exchange.
 
     Attributes:
@@ -90,7 +90,7 @@ class Part:
         self,
         original: Callable[[], Any],
         exchanged: Callable[[], Any],
-        compare: Callable[[], tuple[Any, Comparison]],
+        compare: Callable[[], tuple[Any, CallComparison]],
         *,
         enabled: bool,
     ) -> Any:
@@ -141,7 +141,7 @@ class Part:
             "reason": self.reason or ("" if self.stage == "use" else "the script ended before a decision"),
         }
 
-    def _compare(self, compare: Callable[[], tuple[Any, Comparison]]) -> Any:
+    def _compare(self, compare: Callable[[], tuple[Any, CallComparison]]) -> Any:
         result, comparison = compare()
         wrong = comparison.wrong
         if self.exact and not comparison.is_bitwise and not wrong:

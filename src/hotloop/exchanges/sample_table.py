@@ -17,6 +17,7 @@ from torch import Tensor
 from hotloop.core.random.rng import generator_states
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.dataset_changes import dataset_summary, names_in_sample_code, reachable_values, unchecked_part
+from hotloop.errors import describe_error
 
 _MAX_MEMORY_SHARE = 0.25
 """Largest share of the free memory for the table."""
@@ -76,25 +77,42 @@ class SampleTable:
         Raises:
             TableRefusal: the samples can't be taken from memory.
         """
-        if not self._is_checked:
-            self._is_checked = True
-            if why := _why_unfit(dataset):
-                raise TableRefusal(why, original())
-        if self._reads and self.has_changed(dataset):
-            self.clear()
-        before, states = dataset_summary(dataset), generator_states()
+        before, states = (), dict[str, Any]()
+        try:
+            why = self._begin(dataset)
+            before, states = dataset_summary(dataset), generator_states()
+        except Exception as error:
+            why = f"its objects can't be followed: {describe_error(error)}"
         batch = original()
-        if generator_states() != states:
-            raise TableRefusal("its samples draw random numbers", batch)
-        if dataset_summary(dataset) != before:
-            raise TableRefusal("reading a sample changes the data set", batch)
-        if not self._reads:
-            self._summary = before
-            self._tensors = [ref(value) for value in reachable_values(dataset) if isinstance(value, Tensor)]
-        if why := self._store(len(dataset), rows, batch):
+        try:
+            why = why or self._end(dataset, rows, batch, before, states)
+        except Exception as error:
+            why = f"its samples can't be stored: {describe_error(error)}"
+        if why:
             self.clear()
             raise TableRefusal(why, batch)
         return batch
+
+    def _begin(self, dataset: Any) -> str:
+        """Prepares a record; returns why the data set is unfit, else ""."""
+        if not self._is_checked:
+            self._is_checked = True
+            if why := _why_unfit(dataset):
+                return why
+        if self._reads and self.has_changed(dataset):
+            self.clear()
+        return ""
+
+    def _end(self, dataset: Any, rows: Sequence[int], batch: Any, before: tuple, states: dict[str, Any]) -> str:
+        """Stores a batch; returns why its samples are unfit, else ""."""
+        if generator_states() != states:
+            return "its samples draw random numbers"
+        if dataset_summary(dataset) != before:
+            return "reading a sample changes the data set"
+        if not self._reads:
+            self._summary = before
+            self._tensors = [ref(value) for value in reachable_values(dataset) if isinstance(value, Tensor)]
+        return self._store(len(dataset), rows, batch)
 
     def _store(self, count: int, rows: Sequence[int], batch: Any) -> str:
         """Stores the rows of a batch; returns why they can't be used, else ""."""

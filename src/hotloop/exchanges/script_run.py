@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hotloop.core.records.exchange_record import ScriptRun
+from hotloop.core.records.race import ScriptRun
 from hotloop.scripts.script_process import run_script
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hotloop.errors import describe_error
-from hotloop.exchanges.part import Comparison
+from hotloop.exchanges.part import CallComparison
 from hotloop.parity.comparison import difference_norm
 from hotloop.parity.verdict import TYPICAL_LIMIT
 
@@ -27,7 +27,7 @@ def compare_update(
     settings: Mapping[str, Any],
     flags: Mapping[str, Any],
     exchanged: Callable[..., None] | None = None,
-) -> Comparison:
+) -> CallComparison:
     """Runs an update on the script's own tensors, and the exchange on copies.
 
     The exchange is wrong if the error of a tensor against float64 exceeds `TYPICAL_LIMIT` times the noise floor. The
@@ -41,25 +41,36 @@ def compare_update(
         flags: changes of the settings that make the exchange.
         exchanged: the function of the exchange; None for `update`.
     """
-    if _bytes(lists) * _COPIES > psutil.virtual_memory().available:
+    try:
+        if _bytes(lists) * _COPIES > psutil.virtual_memory().available:
+            raise MemoryError("its proof needs more memory than is free")
+        own, nudged, wide = _copies(lists, Tensor.clone), _copies(lists, _nudge), _copies(lists, _widen)
+    except Exception as error:
         update(*lists, **settings)
-        return Comparison(False, 0, "its proof needs more memory than is free")
-    own, nudged, wide = _copies(lists, Tensor.clone), _copies(lists, _nudge), _copies(lists, _widen)
+        return CallComparison(False, 0, f"it can't be proven: {error}")
     update(*lists, **settings)
     try:
         (exchanged or update)(*own, **{**settings, **flags})
+        return _judge(update, settings, lists, own, nudged, wide)
     except Exception as error:
-        return Comparison(False, 0, f"it raised {describe_error(error)}")
+        return CallComparison(False, 0, f"it raised {describe_error(error)}")
+
+
+def _judge(
+    update: Callable[..., None], settings: Mapping[str, Any], lists: Sequence[Tensors], *copies: list[Tensors]
+) -> CallComparison:
+    """Compares the script's update with the exchange's; the last two copies are still before the update."""
+    own, nudged, wide = copies
     if _are_bitwise_equal(lists, own):
-        return Comparison(True, _numbers(lists))
+        return CallComparison(True, _numbers(lists))
     plain = {**settings, **{name: False for name in ("foreach", "fused") if name in settings}}
     update(*nudged, **plain)
     update(*wide, **plain)
     if not all(bool(value.isfinite().all()) for tensors in wide for value in tensors if value is not None):
-        return Comparison(False, 0)
+        return CallComparison(False, 0)
     ratio = max((_error_ratio(*row) for row in _rows(lists, own, nudged, wide)), default=0.0)
     wrong = "" if ratio <= TYPICAL_LIMIT else f"its error is {ratio:.3g} times the noise floor of the script's update"
-    return Comparison(False, _numbers(lists), wrong)
+    return CallComparison(False, _numbers(lists), wrong)
 
 
 def _copies(lists: Sequence[Tensors], copy: Callable[[Tensor], Tensor]) -> list[Tensors]:

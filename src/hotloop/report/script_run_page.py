@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hotloop.core.records.exchange_record import ExchangedPart, ScriptRun, SpeedRatio
+from hotloop.core.records.race import ExchangedPart, ScriptRun, SpeedRatio
 
 
 def script_run_page(run: ScriptRun) -> str:
