@@ -27,7 +27,11 @@ def fixed_values(space: Space) -> dict[str, Value]:
     """
     for parameter in space.values():
         if not parameter.is_fixed:
-            raise StudyError(f"{parameter.place} for a finder", expected="one value", fix="write one value, or leave the parameter out")
+            raise StudyError(
+                f"{parameter.place} for a finder",
+                expected="one value",
+                fix="write one value, or leave the parameter out",
+            )
     return {name: parameter.choices[0] for name, parameter in space.items()}
 
 
