@@ -25,7 +25,8 @@ def cpu_rates_here(tick: Callable[[str], None] = lambda _: None) -> tuple[CpuRat
     Args:
         tick: called with the name of each probe; never if the rates are stored.
     """
-    key, notes = _key(), []
+    key = _key()
+    notes: list[str] = []
     path = cache_folder() / "cpu-rates" / f"{key_digest(key)}.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
