@@ -102,6 +102,11 @@ def test_a_module_runs_as_under_python_m(tmp_path: Path) -> None:
     assert plain[0] == 2
 
 
+def end_on_interrupt() -> None:
+    """A shell's background jobs ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("handled", [True, False])
 def test_a_signal_reaches_the_script(name: str, handled: bool, tmp_path: Path) -> None:
@@ -110,7 +115,9 @@ def test_a_signal_reaches_the_script(name: str, handled: bool, tmp_path: Path) -
     script.write_text(f"import signal, sys, time\n{handler}\nprint('ready', flush=True)\ntime.sleep(60)\n")
     codes = []
     for command in ([sys.executable, str(script)], [*RUN, str(script)]):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=end_on_interrupt
+        )
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.send_signal(getattr(signal, name))
         codes.append(process.wait(60))

@@ -27,7 +27,9 @@ def _headline(run: ScriptRun, used: list[ExchangedPart]) -> str:
 
 
 def _gain(ratio: SpeedRatio) -> str:
-    return f"a step is {_times(ratio)} with the exchanges, in {ratio.pairs} pairs of windows"
+    line = f"a step is {_times(ratio)} with the exchanges, in {ratio.pairs} pairs of windows"
+    is_certain = ratio.low is not None and ratio.high is not None and not ratio.low <= 1 <= ratio.high
+    return line if is_certain else f"{line}, which shows no certain gain"
 
 
 def _times(ratio: SpeedRatio) -> str:
