@@ -111,6 +111,7 @@ ORDER = (
     "inference/*",
     "hyperparameters/*",
     "hyperparameters/finders/*",
+    "hyperparameters/packed/*",
     "view",
     "asynchronous",
     "parallel",

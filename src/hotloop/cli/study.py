@@ -53,6 +53,10 @@ def study(
             show_default="the rules' plan",
         ),
     ] = None,
+    pack: Annotated[
+        str,
+        typer.Option(help="none, auto or a number: so many trials of one shape train together in one program."),
+    ] = "none",
     settings: SetOption = None,
     device: DeviceOption = None,
     folder: Annotated[
@@ -113,7 +117,7 @@ def study(
     from hotloop.report.study import study_lines, study_table
 
     options = studies.StudyOptions(
-        trials, sampler, prune, round_size, jobs, seed, repeats, require or [], time_limit, plan, axes
+        trials, sampler, prune, round_size, jobs, seed, repeats, require or [], time_limit, plan, axes, pack
     )
     with stdout_for(as_json):
         if resume is not None and continued is not None:

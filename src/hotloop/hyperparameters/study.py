@@ -106,6 +106,7 @@ def _create(
         rungs=samplers.rungs(options.pruner, epochs),
         task_epochs=found.epochs,
         task_seed=found.seed,
+        pack=options.pack_size,
         versions=result_versions(),
     )
     samplers.check_settings(record)
@@ -275,6 +276,7 @@ def study(
     time_limit: str | None = None,
     plan: Plan | str | Path | None = None,
     device: str | None = None,
+    pack: str | int = "none",
     progress: bool = True,
 ) -> Study:
     """Searches the hyper-parameters with the best monitored figure; the same seed gives the same trials and winner.
@@ -297,6 +299,8 @@ def study(
         time_limit: a time such as `1h`, after which no further round begins.
         plan: as in `fit`; `auto` finds the fastest proven plan once for each shape of network. Default: the rules' plan.
         device: overrides the plan's.
+        pack: `auto` or a number from 2: so many trials of one shape train together in one program, each proven to
+            compute what the trial computes alone.
         progress: print a line for each trial, and the table.
 
     Raises:
@@ -310,7 +314,7 @@ def study(
 
     options = StudyOptions(
         trials, sampler, pruner, round_size, jobs, seed, repeats, constraints, time_limit, plan,
-        {} if device is None else {"device": device},
+        {} if device is None else {"device": device}, pack,
     )  # fmt: skip
     source = TaskSource.from_value(make_task)
     if resume is not None:

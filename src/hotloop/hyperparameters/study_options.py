@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,16 @@ from typing import Any
 
 from hotloop.core.files.source_files import file_of_reference, split_reference
 from hotloop.core.format import parse_seconds
-from hotloop.core.plan_request import PlanRequest
+from hotloop.core.plan_request import BASELINE, PlanRequest
 from hotloop.errors import StudyError, type_name
 from hotloop.hyperparameters import samplers
 from hotloop.hyperparameters.trial_values import check_constraints
 from hotloop.plan import Plan
 
 DEFAULT_ROUND = 8
+
+_AUTO_PACK = 8
+"""Trials of a pack with `auto`: the default round; more trials leave the caches of a core."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class StudyOptions:
         time_limit: a time such as `1h`, after which no further round begins.
         plan: `auto`, `baseline`, `arrays`, a TOML file or a Plan; None for the rules' plan.
         axes: plan axes that are set.
+        pack: `none`, `auto`, or the largest number of trials that train together in one program.
     """
 
     trials: int | None = None
@@ -48,6 +53,7 @@ class StudyOptions:
     time_limit: str | None = None
     plan: Plan | str | Path | None = None
     axes: Mapping[str, Any] = field(default_factory=dict)
+    pack: str | int = "none"
 
     def check(self) -> None:
         """Raises HotloopError if an option has no such value."""
@@ -63,6 +69,25 @@ class StudyOptions:
         if self.time_limit is not None:
             parse_seconds(self.time_limit, "time-limit")
         PlanRequest.from_value(self.plan, self.axes)
+        if self.pack_size and self.plan not in (None, BASELINE):
+            raise StudyError(
+                f"--pack {self.pack} with a plan of its own for each trial alone",
+                expected="the rules' plan or --plan baseline",
+                fix="leave --plan out, or --pack",
+            )
+
+    @property
+    def pack_size(self) -> int:
+        """The largest number of trials in a pack; 0 for none.
+
+        Raises:
+            StudyError: `pack` has another form.
+        """
+        if self.pack in ("none", "auto"):
+            return 0 if self.pack == "none" else _AUTO_PACK
+        if not re.fullmatch("[0-9]+", str(self.pack)) or int(self.pack) < 2:
+            raise StudyError(f"--pack {self.pack}", expected="none, auto, or a number of trials from 2")
+        return int(self.pack)
 
     @property
     def until(self) -> float:

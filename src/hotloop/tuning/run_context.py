@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from hotloop.core.callback import Callback, has_user_callbacks
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import SILENT, Reporter
+from hotloop.lowering.program import Program
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
@@ -35,6 +36,8 @@ class RunContext:
         done: steps of the run before this start.
         pause_after_epoch: stop cleanly at the end of this epoch, from 1.
         has_reports: draw the learning curves and write TensorBoard's files when training stops.
+        program: a Program that is lowered already, in place of one by the plan.
+        drive: trains by the training loop to its end, in place of the loop itself.
         facts: of the Task with its fingerprint, for all steps of the run; None where not computed yet.
     """
 
@@ -55,6 +58,8 @@ class RunContext:
     facts: TaskFacts | None = None
     pause_after_epoch: float = math.inf
     has_reports: bool = True
+    program: Program | None = None
+    drive: Callable[[Any], Any] | None = None
 
     @property
     def source(self) -> LoadedTask:
