@@ -89,7 +89,8 @@ class ModelStack:
 
     def _assign_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for place, gradient in enumerate(gradients):
-            parts = [None] * len(self._rows) if gradient is None else gradient.unbind()
+            # fused kernels read a gradient in the order of memory, as that of its parameter
+            parts = [None] * len(self._rows) if gradient is None else gradient.contiguous().unbind()
             for row, part in zip(self._rows, parts, strict=True):
                 row[place].grad = part
 
