@@ -20,6 +20,9 @@ from hotloop.plan import Plan
 
 DEFAULT_ROUND = 8
 
+_UNPACKED_AXES = ("engine", "compile", "graphs", "layout", "accumulation", "parallel", "precision")
+"""Axes of a plan that a packed step lacks."""
+
 _AUTO_PACK = 8
 """Trials of a pack with `auto`: the default round; more trials leave the caches of a core."""
 
@@ -69,11 +72,12 @@ class StudyOptions:
         if self.time_limit is not None:
             parse_seconds(self.time_limit, "time-limit")
         PlanRequest.from_value(self.plan, self.axes)
-        if self.pack_size and self.plan not in (None, BASELINE):
+        clashes = [f"{axis}={self.axes[axis]}" for axis in _UNPACKED_AXES if axis in self.axes]
+        if self.pack_size and (clashes or self.plan not in (None, BASELINE)):
             raise StudyError(
-                f"--pack {self.pack} with a plan of its own for each trial alone",
+                f"--pack {self.pack} with {clashes[0] if clashes else 'a plan of its own'}, which is for trials alone",
                 expected="the rules' plan or --plan baseline",
-                fix="leave --plan out, or --pack",
+                fix="leave out --pack, or the plan",
             )
 
     @property

@@ -80,6 +80,8 @@ class Rounds:
 
     def train_to_end(self, number: int) -> None:
         """Trains a pruned trial from its last checkpoint to its end."""
+        if any(one.packed for one in self._progress(number)):
+            self.say(f"trial {number} was trained in a pack and goes on alone: equal by its proof, not bit by bit")
         self._train(self.folder.optuna.get_trials(deepcopy=False), [number], None)
 
     def _run_round(self, index: int, start: int, size: int) -> None:

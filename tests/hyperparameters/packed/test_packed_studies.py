@@ -11,6 +11,7 @@ import pytest
 import hotloop
 from hotloop.errors import StudyError
 from hotloop.hyperparameters.study import Study
+from hotloop.hyperparameters.study_options import StudyOptions
 from hotloop.training.run import Run
 from tests.hyperparameters.test_trial_rounds import check_same, kill, start
 from tests.support.tasks.studied_task import STUDIED
@@ -79,11 +80,17 @@ def test_failed_trials_leave_their_pack(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("pack", [1, "many", "-2"])
-def test_another_pack_is_an_error(folder: Path, pack: str | int) -> None:
+def test_another_pack_is_an_error(pack: str | int) -> None:
     with pytest.raises(StudyError, match=f"--pack {pack}.*none, auto, or a number of trials from 2"):
-        hotloop.study(folder / "task.py", SPACE, pack=pack, progress=False)
+        StudyOptions(pack=pack).check()
 
 
-def test_a_plan_of_its_own_excludes_packs(folder: Path) -> None:
+def test_a_plan_of_its_own_excludes_packs() -> None:
+    StudyOptions(pack="auto", plan="baseline", axes={"device": "cpu"}).check()
     with pytest.raises(StudyError, match="--pack auto with a plan of its own"):
-        hotloop.study(folder / "task.py", SPACE, pack="auto", plan="auto", progress=False)
+        StudyOptions(pack="auto", plan="auto").check()
+
+
+def test_an_axis_that_a_packed_step_lacks_is_an_error() -> None:
+    with pytest.raises(StudyError, match="--pack 4 with compile=package"):
+        StudyOptions(pack=4, axes={"compile": "package"}).check()
