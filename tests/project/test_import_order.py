@@ -111,7 +111,7 @@ ORDER = (
     "inference/*",
     "hyperparameters/*",
     "hyperparameters/finders/*",
-    "hyperparameters/packed/*",
+    "hyperparameters/packs/*",
     "view",
     "asynchronous",
     "parallel",

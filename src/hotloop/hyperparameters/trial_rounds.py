@@ -32,7 +32,7 @@ _ROUNDS = "rounds"
 _MAX_KILLS = 5
 """Times that a run's process may be killed without a step in between; then the trial has failed."""
 
-_PACK_PROCESS = "hotloop.hyperparameters.packed.pack_process"
+_PACK_PROCESS = "hotloop.hyperparameters.packs.pack_process"
 
 _PLAN_ATTEMPTS = 3
 """Times that packs are formed, if the system kills the process."""

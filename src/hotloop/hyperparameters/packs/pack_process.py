@@ -13,10 +13,10 @@ from typing import Any
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.records.study import PackMember, PackPlan, PackProof, StudyRecord, TrialProgress
 from hotloop.errors import describe_error
-from hotloop.hyperparameters.packed.lockstep import train_in_lockstep
-from hotloop.hyperparameters.packed.pack_members import Trial, build_pack, load_context, lower_member, prove_pack
-from hotloop.hyperparameters.packed.packed_step import Pack
-from hotloop.hyperparameters.packed.shape_keys import pack_shape, reason_against_pack
+from hotloop.hyperparameters.packs.lockstep import train_in_lockstep
+from hotloop.hyperparameters.packs.pack_members import Trial, build_pack, load_context, lower_member, prove_pack
+from hotloop.hyperparameters.packs.packed_step import Pack
+from hotloop.hyperparameters.packs.shape_keys import pack_shape, reason_against_pack
 from hotloop.hyperparameters.trial import error_line, trial_progress
 from hotloop.training.early_stopping import RunOutcome
 

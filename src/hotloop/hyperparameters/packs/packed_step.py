@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hotloop.hyperparameters.packed.model_stack import ModelStack
+from hotloop.hyperparameters.packs.model_stack import ModelStack
 from hotloop.lowering.batch_cursor import BatchCursor
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep

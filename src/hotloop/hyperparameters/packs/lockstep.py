@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from hotloop.errors import describe_error
-from hotloop.hyperparameters.packed.pack_members import Trial
-from hotloop.hyperparameters.packed.packed_step import Pack
+from hotloop.hyperparameters.packs.pack_members import Trial
+from hotloop.hyperparameters.packs.packed_step import Pack
 from hotloop.hyperparameters.trial import error_line
 from hotloop.training.cadence import SpanPacer
 from hotloop.training.early_stopping import RunOutcome

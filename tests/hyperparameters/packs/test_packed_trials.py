@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.state import State, differing_paths
-from hotloop.hyperparameters.packed import shape_keys
-from hotloop.hyperparameters.packed.model_stack import ModelStack
-from hotloop.hyperparameters.packed.pack_members import build_pack, prove_pack
-from hotloop.hyperparameters.packed.packed_step import Pack, PackedStep
+from hotloop.hyperparameters.packs import shape_keys
+from hotloop.hyperparameters.packs.model_stack import ModelStack
+from hotloop.hyperparameters.packs.pack_members import build_pack, prove_pack
+from hotloop.hyperparameters.packs.packed_step import Pack, PackedStep
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 

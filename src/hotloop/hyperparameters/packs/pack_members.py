@@ -17,9 +17,9 @@ from hotloop.core.state import differing_paths
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.data.sources import Table
 from hotloop.errors import DataError, describe_error
-from hotloop.hyperparameters.packed.model_stack import ModelStack
-from hotloop.hyperparameters.packed.packed_step import Pack, PackedStep
-from hotloop.hyperparameters.packed.shape_keys import same_loss
+from hotloop.hyperparameters.packs.model_stack import ModelStack
+from hotloop.hyperparameters.packs.packed_step import Pack, PackedStep
+from hotloop.hyperparameters.packs.shape_keys import same_loss
 from hotloop.hyperparameters.trial import load_trial, rules_plans
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
