@@ -34,6 +34,7 @@ GPU_PYTHON = $(if $(filter command environment,$(firstword $(origin PYTHON))),$(
 VENV_STAMP := $(VENV)/.stamp-venv
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
+LOGGERS_STAMP := $(VENV)/.stamp-loggers
 BENCH_STAMP := $(BENCH_VENV)/.stamp-bench
 DOCS_STAMP := $(DOCS_VENV)/.stamp-docs
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
@@ -69,7 +70,7 @@ demo: $(RUN_STAMP) ## train a small network on Fashion-MNIST, then look at its m
 
 # Two at a time, each with one thread of its own: two threads on a core that is in use wait for each other. Who comes
 # to the end of his half first takes over tests of the other's.
-test: $(DEV_STAMP) ## run the tests, in about a quarter of an hour on two idle cores
+test: $(DEV_STAMP) ## run the tests, in about ten minutes on two idle cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: $(BENCH_STAMP) ## hotloop beside what you would pick instead, half an hour; ARGS="--help" says what else
@@ -91,7 +92,7 @@ wheelhouse: ## collect what `make gpu` needs on a machine without network; PYTHO
 	@$(PYTHON) -m bench.gpu.wheelhouse "$(or $(WHEELHOUSE),wheelhouse)" --python-version "$(PYTHON_VERSION)" \
 	  --have "$(HAVE)" --machine "$(MACHINE)"
 
-test-all: $(DEV_STAMP) ## run these tests and those left out for their length, about half an hour
+test-all: $(LOGGERS_STAMP) ## run these tests and those left out for their length, about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
 docs: $(DOCS_STAMP) ## build the documents as a site in build/site, which opens without a network
@@ -101,8 +102,9 @@ docs: $(DOCS_STAMP) ## build the documents as a site in build/site, which opens 
 docs-serve: $(DOCS_STAMP) ## show the site at http://127.0.0.1:8000, built again when a page changes
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs serve
 
-screenshots: $(RUN_STAMP) ## record the session of README.md again
+screenshots: $(DEV_STAMP) ## record the session of README.md and the pictures of pages again; needs Chromium
 	$(BIN)/python -m docs.generators.session
+	$(BIN)/python -m docs.generators.pages
 
 lint: $(DEV_STAMP) ## check style and types
 	$(BIN)/ruff check
@@ -147,5 +149,13 @@ $(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 $(DEV_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	@# Without what it depends on: PyPI's torchvision fits CUDA builds of torch alone. The tests do without torchvision.
-	$(PIP) --no-deps timm
+	@# axe-playwright-python has axe-core's script; the tests drive the browser without playwright.
+	$(PIP) --no-deps timm axe-playwright-python
 	@touch $@ $(RUN_STAMP)
+
+# The libraries of the loggers bring fifty packages, which `make test` does without.
+$(LOGGERS_STAMP): $(DEV_STAMP)
+	$(PIP) -e '.[loggers]'
+	@# Without what it depends on: trackio 0.43 excludes pillow 13, which its tables of figures don't use.
+	$(PIP) --no-deps trackio
+	@touch $@

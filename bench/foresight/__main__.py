@@ -17,10 +17,19 @@ from pathlib import Path
 from statistics import mean, median
 
 from bench.claim import CLAIMS, commit, write_claim
-from bench.foresight import gpu_claims, megatron, mosaic, neusight, torchvision_networks, torchvision_runs
+from bench.foresight import (
+    gpu_claims,
+    megatron,
+    mosaic,
+    neusight,
+    torch_estimator,
+    torchvision_networks,
+    torchvision_runs,
+)
 from bench.foresight.claim_page import page
 from bench.foresight.fit import fit_all, runs_coefficients, unit_coefficients, write
 from bench.foresight.kernels import fit_kernels
+from hotloop.advisor.coefficients import shipped
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.hardware.machine import current_time
 
@@ -39,7 +48,7 @@ class Result:
         statistic: `mean` or `median` of absolute relative errors, or `share wrong` of yes and no.
         error: that statistic.
         must: largest error allowed; None where none was stated.
-        coverage: share of runs inside of the 90 % interval.
+        coverage: share of runs inside of the 90 % interval; None without intervals.
         base: errors of others on the same runs.
         within_20: share of runs with an error of at most 20 %.
         taken: when the runs were judged.
@@ -52,7 +61,7 @@ class Result:
     statistic: str
     error: float
     must: float | None
-    coverage: float
+    coverage: float | None
     base: str
     within_20: float
     taken: str = field(default_factory=current_time)
@@ -125,29 +134,25 @@ class Sets:
         ), judged
 
     def mpt(self) -> tuple[Result, Judged]:
-        judged = with_interval(mosaic.judge(self.data, runs_coefficients(self.kernels())))
+        judged = with_interval(mosaic.judge(self.data, runs_coefficients(shipped())))
         return result_of(
             "MPT on A100, 8 to 128 GPUs", "the other model sizes", "mean", 0.09, "9 to 10 % with one MFU", judged
         ), judged
 
     def vtrain(self) -> tuple[Result, Judged]:
-        judged = with_interval(megatron.judge(self.data, runs_coefficients(self.kernels())))
+        judged = with_interval(megatron.judge(self.data, runs_coefficients(shipped())))
         base = "35 to 55 % by FLOPs; vTrain's simulator 8.4 % one node, 14.7 % many"
         return result_of(
             "vTrain, tensor, data and pipeline parallel", "the other numbers of GPUs", "mean", 0.15, base, judged
         ), judged
 
     def gpu(self) -> tuple[Result, Judged]:
-        from hotloop.advisor.coefficients import shipped
-
         judged = gpu_claims.judge(shipped())
         return result_of(
             "small networks on an H200", "the other networks of the record", "median", 0.3, "none published", judged
         ), judged
 
     def pays(self) -> tuple[Result, Judged]:
-        from hotloop.advisor.coefficients import shipped
-
         judged = gpu_claims.judge_pays(shipped())
         wrong = mean((predicted > 1) != (measured > 1) for _, predicted, _, _, measured in judged)
         always = mean(measured > 1 for *_, measured in judged)
@@ -156,6 +161,15 @@ class Sets:
             f"the answer yes is right in {always:.0%}", judged,
         )  # fmt: skip
         return replace(result, error=float(wrong)), judged
+
+    def torch_estimator(self) -> tuple[Result, Judged]:
+        estimated = torch_estimator.stored_ms()
+        own = {name: {run[0]: run for run in newest_record()[1][name]} for name in ("neusight_unseen", "neusight_seen")}
+        judged = [(name, ms / 1e3, ms / 1e3, ms / 1e3, own["neusight_seen"][name][4]) for name, ms in estimated.items()]
+        errors = {name: mean(abs(runs[one][1] / runs[one][4] - 1) for one in estimated) for name, runs in own.items()}
+        base = f"hotloop on these runs: {errors['neusight_unseen']:.1%} chip unseen, {errors['neusight_seen']:.1%} kernels seen"
+        result = result_of("torch 2.14 RuntimeEstimator on NeuSight training", "nothing", "mean", None, base, judged)
+        return replace(result, coverage=None), judged
 
     def cpu(self) -> tuple[Result, Judged]:
         from bench.foresight.cpu import cpu_rows
@@ -172,7 +186,10 @@ class Sets:
         ), rows
 
 
-NAMES = ("neusight_unseen", "neusight_seen", "torchvision", "mpt", "vtrain", "gpu", "pays", "cpu", "memory")
+NAMES = (
+    *("neusight_unseen", "neusight_seen", "torch_estimator", "torchvision"),
+    *("mpt", "vtrain", "gpu", "pays", "cpu", "memory"),
+)
 
 
 FIELDS = ("run", "predicted", "low", "high", "measured")
@@ -192,9 +209,10 @@ def newest_record() -> tuple[dict[str, Result], dict[str, Judged]]:
 
 def line(result: Result) -> str:
     must = f"(must {result.must:.0%})" if result.must else ""
+    coverage = "none" if result.coverage is None else f"{result.coverage:4.0%}"
     return (
         f"{result.name:45s} {result.runs:4d} runs  {result.statistic} {result.error:6.1%} {must:11s} "
-        f"coverage {result.coverage:4.0%}  within 20 %: {result.within_20:4.0%}  fitted on {result.fitted_on}"
+        f"coverage {coverage}  within 20 %: {result.within_20:4.0%}  fitted on {result.fitted_on}"
     )
 
 
@@ -213,16 +231,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.fit:
         print(write(fit_all(chosen.data, torchvision_networks.traced(chosen.networks))))
     sets = Sets(chosen.data, chosen.networks)
-    results, runs = newest_record() if chosen.record else ({}, {})
+    new: dict[str, Result] = {}
+    new_runs: dict[str, Judged] = {}
     for name in chosen.only:
         judge: Callable[[], tuple[Result, Judged]] = getattr(sets, name)
-        results[name], judged = judge()
-        print(line(results[name]), flush=True)
-        runs[name] = [(run[0], *map(float, run[1:])) for run in judged]
-    # The ratios of "pays" rest on the runs of "gpu".
-    everything = result_of(
-        "all sets", "as above", "median", None, "", [run for name in runs if name != "pays" for run in runs[name]]
-    )
+        new[name], judged = judge()
+        print(line(new[name]), flush=True)
+        new_runs[name] = [(run[0], *map(float, run[1:])) for run in judged]
+    results, runs = newest_record() if chosen.record else ({}, {})  # after the sets, which take minutes
+    results, runs = results | new, runs | new_runs
+    # The ratios of "pays" rest on the runs of "gpu", and torch's estimates aren't hotloop's.
+    own = [name for name in runs if name not in ("pays", "torch_estimator")]
+    everything = result_of("all sets", "as above", "median", None, "", [run for name in own for run in runs[name]])
     print(line(everything))
     if chosen.record:
         ordered = {name: results[name] for name in NAMES if name in results}

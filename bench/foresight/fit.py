@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from bench.foresight import gpu_claims, megatron, mosaic, neusight, torchvision_runs
-from bench.foresight.kernels import fit_kernels
+from bench.foresight.kernels import fit_kernels, short_spread
 from hotloop.advisor.chips import FACTS, find_chip
 from hotloop.advisor.coefficients import Coefficients
 from hotloop.core.records.step_costs import StepCosts
@@ -38,6 +38,12 @@ HOST = {
 """The host's part. Launches, updates and steps after the record of an H200 in claims/2026-11-26_gpu-steps; the share of bytes and
 launches that fusion leaves after claims/2026-11-26_speed-h200."""
 
+COMMUNICATION = {
+    "link_efficiency": 0.72, "latency_s": 4e-5, "hop_s": 4e-6, "pcie_efficiency": 0.6, "node_efficiency": 1.0,
+    "node_latency_s": 5e-5, "overlap": 0.6, "unhidden": 0.4, "gather_share": 0.4,
+}  # fmt: skip
+"""Shares and seconds before any fit; `pcie_efficiency`, `node_latency_s` and `overlap` were set by hand."""
+
 SOURCES = {
     "shapes, chips": "NeuSight's tables of kernels (sitar-lab/NeuSight, 2025-06, MIT): products, elementwise, normalization, softmax",
     "classes of convolutions, forward and backward": "pytorch-gpu-benchmark (ryujaehun, 2021, MIT): torchvision networks, fp32 and fp16",
@@ -56,7 +62,11 @@ def unit_coefficients(fitted: Coefficients) -> Coefficients:
 def runs_coefficients(fitted: Coefficients) -> Coefficients:
     """Returns coefficients for fits of whole runs: shares of memory as measured, products at their published rate."""
     kinds = {**UNIT_KINDS, "any/memory": (0.82, 0.1), "any/normalization": (0.55, 0.1), "any/softmax": (0.6, 0.1)}
-    return replace(fitted, kinds=kinds, chips={}, watts={})
+    classes = fitted.classes | {"linear/tensor": 1.0, "attention/tensor": 0.5, "batched_product/tensor": 1.0}
+    return replace(
+        fitted, kinds=kinds, chips={}, watts={}, classes=classes, whole={"eager": (1.0, 0.1), "compiled": (1.0, 0.1)},
+        host=HOST | {"cast_bytes": 1.5, "half": 1.0}, communication=COMMUNICATION,
+    )  # fmt: skip
 
 
 def all_reduce(data: Path) -> dict[str, float]:
@@ -75,24 +85,23 @@ def all_reduce(data: Path) -> dict[str, float]:
 
 def fit_all(data: Path, costs: dict[str, StepCosts]) -> Coefficients:
     fitted = fit_kernels(data)
+    fitted = replace(fitted, shapes=fitted.shapes | {"short_spread": short_spread(data, fitted)})
     fitted = neusight.with_inference(fitted, data, lambda run: True)
-    mpt_table = mosaic.features(mosaic.rows(data), runs_coefficients(fitted))
-    mpt = dict(zip(mosaic.NAMES, mosaic.fit(mpt_table), strict=True))
-    megatron_table = megatron.features(megatron.rows(data), runs_coefficients(fitted))
-    trained = dict(zip(megatron.NAMES, megatron.fit(megatron_table), strict=True))
+    mpt = mosaic.fit(mosaic.rows(data), runs_coefficients(fitted))
+    trained = megatron.fit(megatron.rows(data), runs_coefficients(fitted))
     found = [row for row in torchvision_runs.rows(data) if row.network in costs]
     table = torchvision_runs.features(found, costs, unit_coefficients(fitted))
     pictures, _ = torchvision_runs.fit(table)
     nvidia = fitted.kinds["nvidia/fp32"][0]
-    tensor = mpt["linear/tensor"]
+    tensor = mpt["tensor"]
     classes = dict(fitted.classes)
     for form in torchvision_runs.FORMS:
         classes[f"{form}/fp32"] = pictures[f"{form}/fp32"] / nvidia
         classes[f"{form}/tensor"] = pictures[f"{form}/tensor"] / (0.9 * tensor)
     classes |= {
         "conversion": pictures["conversion"],
-        "attention/tensor": mpt["attention/tensor"] / tensor,
-        "batched_product/tensor": min(1.3, trained["batched_product/tensor"] / trained["linear/tensor"]),
+        "attention/tensor": mpt["attention/tensor"],
+        "batched_product/tensor": min(1.3, trained["batched_product/tensor"]),
         "linear/tensor": 1.0,
     }
     a100s = dict.fromkeys(("A100 SXM4 80GB", "A100 SXM4 40GB"), (tensor, 0.08))
@@ -106,12 +115,9 @@ def fit_all(data: Path, costs: dict[str, StepCosts]) -> Coefficients:
         "measured/memory": (0.8, 0.2), "measured/normalization": (0.6, 0.25), "measured/softmax": (0.6, 0.25),
     }  # fmt: skip
     host = HOST | {
-        "cast_bytes": mpt["cast"], "half": pictures["half"],
+        "cast_bytes": mpt["cast_bytes"], "half": pictures["half"],
     }  # fmt: skip
-    communication = all_reduce(data) | {
-        "pcie_efficiency": 0.6, "node_efficiency": min(1.0, trained["node"]), "node_latency_s": 50e-6,
-        "overlap": 0.6, "issue_s": trained["all_reduce_s"], "unhidden": mpt["hidden"],
-    }  # fmt: skip
+    communication = COMMUNICATION | all_reduce(data) | {name: mpt[name] for name in ("unhidden", "gather_share")}
     fitted = replace(
         fitted, classes=classes, chips=chips, kinds=kinds, host=host, communication=communication, sources=SOURCES
     )

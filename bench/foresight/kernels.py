@@ -155,3 +155,26 @@ def is_power_limited(chip: Chip, coefficients: Coefficients) -> bool:
 def spread_of(values: list[float]) -> float:
     """Returns the spread of a chip outside of a group: with few chips, at least 0.12."""
     return max(0.12, stdev(np.log(values))) if len(values) > 2 else 0.15
+
+
+LONG_S = 3e-4
+"""Seconds of a kernel from which the error doesn't depend on the duration."""
+
+
+def short_spread(data: Path, coefficients: Coefficients, excluded: set[str] = frozenset()) -> tuple[float, float]:
+    """Returns (scale, most): the spread that a kernel of t seconds has in addition is scale / sqrt(t), `most` at the most.
+
+    Both follow from product kernels: the spread of short kernels within 90 % of whose errors lie, and that of the shortest.
+    """
+    found = [
+        (operator_time(operator, find_chip(chip), "fp32", coefficients).seconds, seconds - EVENTS_S)
+        for chip, kernels in product_kernels(data, excluded).items()
+        for operator, seconds in kernels
+    ]
+    times = np.array([predicted_s for predicted_s, _ in found])
+    errors = np.abs(np.log([predicted_s / max(seconds, 1e-6) for predicted_s, seconds in found]))
+    base = float(np.quantile(errors[times >= LONG_S], 0.9)) / 1.645
+    short = times < LONG_S
+    scaled = np.sqrt(np.maximum((errors[short] / 1.645) ** 2 - base**2, 0)) * np.sqrt(times[short])
+    shortest = np.sort(errors[np.argsort(times)[:12]])[-2] / 1.645
+    return float(np.quantile(scaled, 0.9)), float(np.sqrt(max(shortest**2 - base**2, 0.0)))

@@ -1,23 +1,28 @@
-"""GPT on A100s by vTrain: tensor, data and pipeline parallel runs of Megatron-DeepSpeed."""
+"""GPT on A100s by vTrain: tensor, data and pipeline parallel runs of Megatron-DeepSpeed, predicted by the advisor's `estimate`."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import least_squares
 
-from bench.foresight.mosaic import spread_of
+from bench.foresight.mosaic import fit_values, spread_of, with_values
 from bench.foresight.transformers import fused
-from hotloop.advisor.chips import find_chip
 from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.rates import operator_time
+from hotloop.advisor.communication import Interconnect
+from hotloop.advisor.estimate import Host, estimate
+from hotloop.advisor.parallel_ways import Split
+from hotloop.core.records.step_costs import StepCosts
 
 VOCABULARY = 51200
+CHIP = "A100 SXM4 80GB"
+NETWORK = Interconnect(gpus_per_node=8, node_bytes_per_s=100e9)
+EVERY = 25
+"""As for MPT."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,10 @@ class Row:
     data: int
     stages: int
     seconds: float
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tensor, self.data, self.stages, pieces=self.batch // self.data // self.micro_batch)
 
 
 @cache
@@ -50,99 +59,62 @@ def rows(data: Path) -> tuple[Row, ...]:
     return tuple(found)
 
 
-CHIP = find_chip("A100 SXM4 80GB")
+@cache
+def costs_of(hidden: int, heads: int, layers: int, batch: int, sequence: int) -> StepCosts:
+    """Returns the costs of a step; Megatron sums gradients in fp16."""
+    costs = fused(hidden, layers, heads, VOCABULARY, batch, sequence, flash=False)
+    return replace(costs, gradient_bytes=2 * costs.parameters)
+
 
 NAMES = (
-    "linear/tensor",
-    "batched_product/tensor",
-    "cast",
-    "launch_s",
-    "link",
-    "all_reduce_s",
-    "gradients",
-    "node",
-    "constant_ms",
-    "update",
+    *("tensor", "batched_product/tensor", "cast_bytes", "host_speed", "link_efficiency", "latency_s", "overlap"),
+    *("node_efficiency", "update", "step_s"),
 )
-"""Fitted factors: products, bytes of other operators, seconds of the host per kernel, share of the link's bandwidth, seconds
-of the host per all-reduce, bytes of gradients over 2 per parameter, share of 100 GB/s between nodes, and the update's bytes."""
+"""Fitted coefficients: of products on the chip, of batched products, of the bytes of other operators, the host's speed, of
+links, an all-reduce's latency, the share of the backward pass that hides the sum of gradients, of the network between nodes,
+of the update's bandwidth, and the host's seconds of a round."""
 
-START = (0.6, 0.5, 1.5, 1e-5, 0.6, 4e-5, 1, 1, 5, 1)
-BOUNDS = ((0.2, 0.05, 0.5, 1e-6, 0.1, 1e-6, 0.5, 0.5, 0.1, 0.2), (1.2, 2, 5, 1e-4, 1, 1e-3, 2, 2, 60, 10))
-
-
-def features(found: Sequence[Row], coefficients: Coefficients) -> dict[str, np.ndarray]:
-    """Returns arrays over the runs: seconds of products, batched products and others, and launches, of a layer and of the head."""
-
-    @cache
-    def times(hidden: int, heads: int, batch: int, sequence: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
-        def of(layers: int) -> np.ndarray:
-            sums = np.zeros(4)
-            for one in fused(hidden, layers, heads, VOCABULARY, batch, sequence, shards=shards, flash=False).operators:
-                if one.phase != "update":
-                    is_product = one.kind in ("linear", "batched_product")
-                    index = (0 if one.shape[0] == 1 else 1) if is_product else 2
-                    sums[index] += operator_time(one, CHIP, "bf16", coefficients).seconds
-                    sums[3] += one.count * one.launches
-            return sums
-
-        one, two = of(1), of(2)
-        return two - one, 2 * one - two
-
-    both = [times(row.hidden, row.heads, row.micro_batch, row.sequence, row.tensor) for row in found]
-    columns = {name: np.array([getattr(row, name) for row in found], float) for name in Row.__annotations__}
-    return columns | {"layer": np.array([layer for layer, _ in both]), "head": np.array([head for _, head in both])}
+START = (0.7, 1.5, 1.5, 0.2, 0.5, 7e-5, 0.05, 0.5, 0.6, 3e-3)
+BOUNDS = (
+    (0.2, 0.05, 0.3, 0.05, 0.1, 1e-6, 0.001, 0.1, 0.1, 1e-6),
+    (1.2, 5, 5, 20, 1, 1e-3, 1, 2, 4, 1e-2),
+)
 
 
-def predicted(values: np.ndarray, table: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns seconds of an iteration: stages of layers with their all-reduces, the bubble, gradients and the update."""
-    linear, batched, cast, launch_s, link, all_reduce_s, gradients, node, constant_ms, update = values
-
-    def seconds(parts: np.ndarray) -> np.ndarray:
-        device = parts[:, 0] / linear + parts[:, 1] / batched + parts[:, 2] * cast
-        return (device**3 + (parts[:, 3] * launch_s) ** 3) ** (1 / 3)
-
-    t, stages, copies = table["tensor"], table["stages"], table["data"]
-    size = 2 * table["micro_batch"] * table["sequence"] * table["hidden"]
-    bandwidth = CHIP.link_bytes_per_s * link
-    between = np.where(t > 8, 2 * size / (node * 100e9), 0)
-    reduce = np.where(t > 1, 2 * (t - 1) / t * size / bandwidth + all_reduce_s * (1 + t / 8) + between, 0)
-    send = np.where(stages > 1, 2 * size / bandwidth + 2 * all_reduce_s, 0)
-    stage = table["layers"] / stages * (seconds(table["layer"]) + 4 * reduce) + send
-    pieces = table["batch"] / copies / table["micro_batch"]
-    own = (12 * table["layers"] * table["hidden"] ** 2 + VOCABULARY * table["hidden"]) / t / stages
-    outer = np.where(table["gpus"] > 8, node * 100e9 / 8, bandwidth)
-    sums = np.where(copies > 1, 2 * (copies - 1) / copies * own * 2 * gradients / outer, 0)
-    return (
-        (pieces + stages - 1) * stage
-        + pieces * seconds(table["head"])
-        + sums
-        + own * update * 26e-12
-        + constant_ms * 1e-3
+def predicted_s(row: Row, coefficients: Coefficients, values: dict[str, float]) -> float:
+    """Returns the seconds of an iteration."""
+    fitted = with_values(coefficients, values)
+    fitted = replace(
+        fitted,
+        classes=fitted.classes | {"update": values["update"]},
+        host=fitted.host | {"step_s": values["step_s"] * values["host_speed"]},
     )
+    costs = costs_of(row.hidden, row.heads, row.layers, row.batch, row.sequence)
+    found = estimate(
+        costs,
+        CHIP,
+        "fp16",
+        host=Host(speed=values["host_speed"]),
+        split=row.split,
+        network=NETWORK,
+        coefficients=fitted,
+    )
+    return found.step_ms / 1e3
 
 
-def fit(table: dict[str, np.ndarray]) -> np.ndarray:
-    low, high = np.log(BOUNDS)
-
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        return np.log(predicted(np.exp(logs), table) / table["seconds"])
-
-    return np.exp(least_squares(residuals, np.log(START), bounds=(low, high), loss="soft_l1", f_scale=0.1).x)
+def fit(found: Sequence[Row], coefficients: Coefficients) -> dict[str, float]:
+    return fit_values(NAMES, START, BOUNDS, found[::EVERY], lambda row, values: predicted_s(row, coefficients, values))
 
 
 def judge(data: Path, coefficients: Coefficients) -> list[tuple[str, float, float, float]]:
     """Returns (name, predicted, measured, spread) of each run; each number of GPUs is left out of its own fit."""
-    found = np.array(rows(data), dtype=object)
-    table = features(found, coefficients)
     judged = []
-    for gpus in sorted(set(table["gpus"])):
-        inside = table["gpus"] == gpus
-        fitted = {name: values[~inside] for name, values in table.items()}
-        values = fit(fitted)
-        spread = spread_of(np.log(predicted(values, fitted) / fitted["seconds"]))
-        seconds = predicted(values, {name: column[inside] for name, column in table.items()})
-        for row, one in zip(found[inside], seconds, strict=True):
-            name = f"{row.gpus} GPUs, {row.tensor}x{row.data}x{row.stages}, hidden {row.hidden}, {row.layers} layers, batch {row.micro_batch}"
-            judged.append((name, float(one), row.seconds, spread))
+    for gpus in sorted({row.gpus for row in rows(data)}):
+        others = [row for row in rows(data) if row.gpus != gpus]
+        values = fit(others, coefficients)
+        spread = spread_of(np.log([predicted_s(row, coefficients, values) / row.seconds for row in others[::4]]))
+        for row in rows(data):
+            if row.gpus == gpus:
+                name = f"{row.gpus} GPUs, {row.tensor}x{row.data}x{row.stages}, hidden {row.hidden}, {row.layers} layers, batch {row.micro_batch}"
+                judged.append((name, predicted_s(row, coefficients, values), row.seconds, spread))
     return judged

@@ -1,20 +1,22 @@
-"""MPT on A100s by llm-foundry: costs from the published sizes."""
+"""MPT on A100s by llm-foundry, predicted by the advisor's own `estimate` with sharded parameters: costs from the published sizes."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from bench.foresight.transformers import fused
-from hotloop.advisor.chips import find_chip
 from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.rates import operator_time
+from hotloop.advisor.communication import Interconnect
+from hotloop.advisor.estimate import estimate
+from hotloop.advisor.parallel_ways import Split
 from hotloop.core.records.step_costs import StepCosts
 
 SIZES = {
@@ -24,6 +26,9 @@ SIZES = {
 """Hidden size, layers and heads of the scripts in llm-foundry."""
 
 VOCABULARY = 50368
+
+NETWORK = Interconnect(gpus_per_node=8, node_bytes_per_s=200e9)
+"""1600 Gbit/s, as the table states."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,6 @@ class Row:
     micro_batch: int
     accumulation: int
     seconds: float
-    recomputes: bool
     costs: StepCosts
 
 
@@ -48,80 +52,96 @@ def rows(data: Path) -> tuple[Row, ...]:
         for row in csv.DictReader(file):
             hidden, layers, heads = SIZES[row["Model"]]
             sequence, micro = int(row["SeqLen (T)"]), int(row["MicroBatchSize"])
+            gpus, accumulation = int(row["# GPUs"]), int(row["GradAccum"])
             recomputes = row["Activation Checkpointing"] == "True"
-            costs = fused(hidden, layers, heads, VOCABULARY, micro, sequence, recomputes=recomputes)
+            batch = micro * accumulation * gpus
+            costs = fused(hidden, layers, heads, VOCABULARY, batch, sequence, recomputes=recomputes)
+            costs = replace(costs, parameter_bytes=2 * costs.parameters)  # llm-foundry gathers them in bf16
             found.append(
                 Row(
-                    row["Model"], "A100 SXM4 " + row["GPU"][5:].upper(), int(row["# GPUs"]), sequence, micro, int(row["GradAccum"]),
-                    int(row["GlobalBatchSize (T)"]) / float(row["Throughput (T/s)"]), recomputes, costs,
+                    row["Model"], "A100 SXM4 " + row["GPU"][5:].upper(), gpus, sequence, micro, accumulation,
+                    int(row["GlobalBatchSize (T)"]) / float(row["Throughput (T/s)"]), costs,
                 )
             )  # fmt: skip
     return tuple(found)
 
 
-NAMES = ("linear/tensor", "attention/tensor", "cast", "hidden", "within", "between")
-"""Fitted factors: of products and attention kernels, of the bytes of other operators, the share of communication that isn't
-hidden, and of the bandwidth within and between nodes."""
+EVERY = 6
+"""One of so many runs is fitted to: each evaluation calls the advisor once for each run."""
 
-START = (0.75, 0.4, 1.3, 0.2, 0.5, 1.0)
-BOUNDS = ((0.3, 0.1, 0.5, 0.01, 0.1, 0.2), (1.2, 2, 4, 0.9, 2, 4))
+NAMES = ("tensor", "attention/tensor", "cast_bytes", "unhidden", "gather_share")
+"""Fitted coefficients: of products on the chip, of attention kernels, of the bytes of other operators, the share of communication
+that computation doesn't hide, and the share of an all-reduce's rate that gathers reach."""
 
-NODE_BYTES_PER_S = 200e9
-"""1600 Gbit/s, as the table states."""
-
-
-def features(found: Sequence[Row], coefficients: Coefficients) -> np.ndarray:
-    """Returns a row per run: measured seconds, those of products, attention, others and update, bytes moved, GPUs, link bytes/s."""
-    table = []
-    for row in found:
-        chip = find_chip(row.chip)
-        parts = dict.fromkeys(("product", "attention", "other", "update"), 0.0)
-        for one in row.costs.operators:
-            kind = (
-                one.kind
-                if one.kind in ("attention", "update")
-                else "product"
-                if "product" in one.kind or one.kind == "linear"
-                else "other"
-            )
-            parts[kind] += operator_time(one, chip, "bf16", coefficients).seconds
-        moved = 3 * 2 * row.costs.parameters * (row.gpus - 1) / row.gpus
-        parts["update"] /= row.gpus * row.accumulation
-        table.append((row.seconds / row.accumulation, *parts.values(), moved, row.gpus, chip.link_bytes_per_s or 0))
-    return np.array(table)
+START = (0.8, 0.4, 1.5, 0.3, 0.25)
+BOUNDS = ((0.3, 0.1, 0.3, 0.01, 0.05), (1.2, 2, 4, 0.9, 1.2))
 
 
-def predicted(values: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Returns seconds of a micro batch: the part of communication that arithmetic hides costs a share of itself."""
-    linear, attention, cast, hidden, within, between = values
-    _, product_s, attention_s, other_s, update_s, moved, gpus, link = table.T
-    compute = product_s / linear + attention_s / attention + other_s * cast
-    communication = moved / np.where(gpus > 8, between * NODE_BYTES_PER_S / 8, within * link)
-    return compute + update_s + np.maximum(0, communication - compute) + hidden * np.minimum(communication, compute)
+def with_values(coefficients: Coefficients, values: dict[str, float]) -> Coefficients:
+    """Returns coefficients with fitted values in place of their own; `tensor` is that of all chips."""
+    communication = {name: value for name, value in values.items() if name in coefficients.communication}
+    return replace(
+        coefficients,
+        kinds=coefficients.kinds | {"any/tensor": (values["tensor"], 0.1)},
+        classes=coefficients.classes | {name: value for name, value in values.items() if name.endswith("/tensor")},
+        host=coefficients.host | {"cast_bytes": values["cast_bytes"]},
+        communication=coefficients.communication | communication,
+    )
 
 
-def fit(table: np.ndarray) -> np.ndarray:
-    low, high = np.log(BOUNDS)
+def predicted_s(row: Row, coefficients: Coefficients) -> float:
+    """Returns the seconds of a step of the global batch, as `hotloop advise` predicts sharded parameters."""
+    split = Split(data=row.gpus, is_sharded=True, pieces=row.accumulation)
+    found = estimate(row.costs, row.chip, "bf16", split=split, network=NETWORK, coefficients=coefficients)
+    return found.step_ms / 1e3
+
+
+def fit(found: Sequence[Row], coefficients: Coefficients) -> dict[str, float]:
+    return fit_values(
+        NAMES, START, BOUNDS, found[::EVERY], lambda row, values: predicted_s(row, with_values(coefficients, values))
+    )
+
+
+def fit_values(
+    names: Sequence[str],
+    start: Sequence[float],
+    bounds: tuple[Sequence[float], Sequence[float]],
+    found: Sequence[Any],
+    predict: Callable[[Any, dict[str, float]], float],
+) -> dict[str, float]:
+    """Returns the values with the least relative errors over runs, each of which has `seconds`."""
+    low, high = np.log(bounds)
+
+    def named(logs: np.ndarray) -> dict[str, float]:
+        return dict(zip(names, np.exp(logs).tolist(), strict=True))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        return np.log(predicted(np.exp(logs), table) / table[:, 0])
+        values = named(logs)
+        return np.log([predict(row, values) / row.seconds for row in found])
 
-    return np.exp(least_squares(residuals, np.log(START), bounds=(low, high), loss="soft_l1", f_scale=0.1).x)
+    solved = least_squares(
+        residuals, np.log(start), bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3, ftol=1e-3, xtol=1e-3
+    )
+    return named(solved.x)
 
 
 def judge(data: Path, coefficients: Coefficients) -> list[tuple[str, float, float, float]]:
     """Returns (name, predicted, measured, spread) of each run; each model size is left out of its own fit."""
-    found = rows(data)
-    table = features(found, coefficients)
-    models = np.array([row.model for row in found])
     judged = []
     for model in SIZES:
-        others = models != model
-        values = fit(table[others])
-        spread = spread_of(np.log(predicted(values, table[others]) / table[others, 0]))
-        for row, seconds in zip(np.array(found, dtype=object)[~others], predicted(values, table[~others]), strict=True):
-            name = f"{row.model} {row.chip} {row.gpus} GPUs, sequence {row.sequence}"
-            judged.append((name, float(seconds), row.seconds / row.accumulation, spread))
+        others = [row for row in rows(data) if row.model != model]
+        fitted = with_values(coefficients, fit(others, coefficients))
+        spread = spread_of(np.log([predicted_s(row, fitted) / row.seconds for row in others]))
+        judged += [
+            (
+                f"{row.model} {row.chip} {row.gpus} GPUs, sequence {row.sequence}",
+                predicted_s(row, fitted),
+                row.seconds,
+                spread,
+            )
+            for row in rows(data)
+            if row.model == model
+        ]
     return judged
 
 

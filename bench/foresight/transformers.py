@@ -325,38 +325,38 @@ def elements(shape: tuple[int, ...]) -> int:
 
 def fused(
     hidden: int, layers: int, heads: int, vocabulary: int, batch: int, sequence: int, *,
-    recomputes: bool = False, shards: int = 1, inner: int = 0, flash: bool = True, scores_bytes: int = 2,
+    recomputes: bool = False, flash: bool = True,
 ) -> StepCosts:  # fmt: skip
-    """Returns forward, backward and update of a GPT in bf16 with one attention kernel, or with Megatron's fused softmax.
+    """Returns forward, backward and update of a GPT with one attention kernel, or with Megatron's fused softmax.
 
-    With `shards`, the costs are those of one of several GPUs that split the linear layers; with `recomputes`, the
-    backward pass repeats the forward pass of each layer.
+    The record is in fp32, as that of a traced step; `estimate` converts it to the precision. With `recomputes`, the backward
+    pass repeats the forward pass of each layer.
     """
-    ops = Operators(dtype="bfloat16")
-    inner = inner or 4 * hidden
-    rows, scores = batch * sequence, batch * heads * sequence * sequence // shards
-    ops.embedding(rows, hidden, vocabulary // shards)
+    ops = Operators()
+    inner = 4 * hidden
+    rows, scores = batch * sequence, batch * heads * sequence * sequence
+    ops.embedding(rows, hidden, vocabulary)
     ops.elementwise(rows * hidden, reads=2, backward=0)
     ops.count = layers
     first = len(ops.found)
     ops.normalization(rows, hidden)
-    ops.product(1, rows, 3 * hidden // shards, hidden, weight=True)
+    ops.product(1, rows, 3 * hidden, hidden, weight=True)
     width = hidden // heads
     if flash:
-        ops.attention(batch * heads // shards, sequence, width, causal=True)
+        ops.attention(batch * heads, sequence, width, causal=True)
     else:
-        ops.copy(3 * rows * hidden // shards)
-        ops.product(batch * heads // shards, sequence, sequence, width, weight=False)
+        ops.copy(3 * rows * hidden)
+        ops.product(batch * heads, sequence, sequence, width, weight=False)
         ops.softmax(scores // sequence, sequence)
         ops.dropout(scores)
-        ops.product(batch * heads // shards, sequence, width, sequence, weight=False)
-        ops.copy(rows * hidden // shards)
-    ops.product(1, rows, hidden, hidden // shards, weight=True)
+        ops.product(batch * heads, sequence, width, sequence, weight=False)
+        ops.copy(rows * hidden)
+    ops.product(1, rows, hidden, hidden, weight=True)
     ops.elementwise(rows * hidden, reads=2, backward_reads=2)
     ops.normalization(rows, hidden)
-    ops.product(1, rows, inner // shards, hidden, weight=True)
-    ops.elementwise(rows * inner // shards, backward_reads=2)
-    ops.product(1, rows, hidden, inner // shards, weight=True)
+    ops.product(1, rows, inner, hidden, weight=True)
+    ops.elementwise(rows * inner, backward_reads=2)
+    ops.product(1, rows, hidden, inner, weight=True)
     ops.elementwise(rows * hidden, reads=2, backward_reads=2)
     if recomputes:
         ops.found += [
@@ -366,6 +366,6 @@ def fused(
         ]  # fmt: skip
     ops.count = 1
     ops.normalization(rows, hidden)
-    ops.product(1, rows, vocabulary // shards, hidden, weight=False)
-    ops.loss(rows, vocabulary // shards)
-    return ops.costs(batch, update=True, parameter_width=4)
+    ops.product(1, rows, vocabulary, hidden, weight=False)
+    ops.loss(rows, vocabulary)
+    return ops.costs(batch, update=True)

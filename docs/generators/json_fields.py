@@ -16,7 +16,7 @@ from hotloop.core.records.explanation import Explanation
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.model_summary import ModelSummary
 from hotloop.core.records.profile import Profile
-from hotloop.core.records.race import Parity, RaceScaling, Verdict
+from hotloop.core.records.race import Parity, RaceScaling, ScriptRun, Verdict
 from hotloop.core.records.study import BatchSizeRange, LearningRateRange, StudyResult
 from hotloop.core.records.training import Evaluation, ExportRecord
 
@@ -41,6 +41,7 @@ An error is a document as well, with exit code 1 or 2:
 | --- | --- |
 | `devices` | [Hardware](#hardware), and `advice`: lines |
 | `train` | `run`: its folder, `plan`: all axes, `epochs`: a row per epoch as in `metrics.jsonl`, `final`: test figures, `reason` |
+| `run` | [ScriptRun](#scriptrun) |
 | `plan` | `plan`, `why`, `remembered`, `compiled`, `compiled_why`, `passed_over`, `left_open`, `refused`, `device` |
 | `race`, `tune` | [Verdict](#verdict); `race --scale` [RaceScaling](#racescaling) and `page` |
 | `check` | [Parity](#parity) |
@@ -54,6 +55,7 @@ An error is a document as well, with exit code 1 or 2:
 
 DOCUMENTS = (
     Hardware,
+    ScriptRun,
     Verdict,
     RaceScaling,
     Parity,

@@ -382,6 +382,12 @@ def _takes_total(function: Callable[..., Any]) -> bool:
 
 
 def override_fields(task: Task, fields: Mapping[str, Any] | None) -> Task:
-    """Returns the Task with changed fields; the same object, with its caches, if no value changes."""
-    changed = {key: value for key, value in (fields or {}).items() if getattr(task, key) != value}
+    """Returns the Task with changed fields; the same object, with its caches, if no value changes.
+
+    `loggers` are added to those of the Task.
+    """
+    fields = dict(fields or {})
+    if fields.get("loggers") and isinstance(task.loggers, list | tuple):
+        fields["loggers"] = list(dict.fromkeys([*task.loggers, *fields["loggers"]]))
+    changed = {key: value for key, value in fields.items() if getattr(task, key) != value}
     return replace(task, **changed) if changed else task

@@ -296,7 +296,7 @@ def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, 
             expected="one for each parameter without a default",
             fix=f"add --param {missing[0]}=VALUE",
         )
-    return {key: _parse_argument(value, parameters[key]) for key, value in given.items()}
+    return {key: parse_argument(value, parameters[key]) for key, value in given.items()}
 
 
 def named_parameters(function: Any) -> dict[str, inspect.Parameter]:
@@ -316,7 +316,7 @@ def _signature(function: Any) -> inspect.Signature:
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _parse_argument(value: Any, parameter: inspect.Parameter) -> Any:
+def parse_argument(value: Any, parameter: inspect.Parameter) -> Any:
     """Returns command-line text as the type of the parameter's annotation or default."""
     if not isinstance(value, str):
         return value

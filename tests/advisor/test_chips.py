@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 
 import pytest
@@ -63,6 +64,68 @@ def test_each_source_is_used_and_dated():
     others = {text for text in sources().values() if text not in used}
     assert not others
     assert "," in (FACTS / "chips.csv").read_text(encoding="utf-8")
+
+
+COMMON = (
+    *(
+        "GTX 1080 Ti",
+        "RTX 2080 Ti",
+        "RTX 3060",
+        "RTX 3080",
+        "RTX 3090",
+        "RTX 4060",
+        "RTX 4070",
+        "RTX 4080",
+        "RTX 4090",
+        "RTX 5090",
+    ),
+    *(
+        "T4",
+        "V100",
+        "P100",
+        "L4",
+        "L40S",
+        "A10",
+        "A10G",
+        "A100 PCIe 40GB",
+        "A100 PCIe 80GB",
+        "A100 SXM 40GB",
+        "A100 SXM 80GB",
+    ),
+    *(
+        "H100 PCIe",
+        "H100 SXM",
+        "H200",
+        "B200",
+        "MI100",
+        "MI210",
+        "MI250X",
+        "MI300X",
+        "MI325X",
+        "MI355X",
+        "M1",
+        "M2",
+        "M3",
+        "M4",
+    ),
+)
+
+
+def test_facts_of_common_chips_were_compared_with_another_public_source():
+    with (FACTS / "comparisons.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    compared = {name for row in rows for name in row["chips"].split("|")}
+    assert compared <= {chip.name for chip in chips()}
+    assert {find_chip(name).name for name in COMMON} <= compared
+    for row in rows:
+        assert row["source"] and row["facts"] and row["where"].startswith("https://")
+
+
+@pytest.mark.parametrize("chip", [one for one in chips() if one.name.startswith("RTX ") and "bf16" in one.flop_per_s])
+def test_geforce_tensor_rates_with_fp32_accumulation_are_twice_the_fp32_rate(chip):
+    """GeForce cards halve this rate; NVIDIA's professional cards and white papers of data centre chips don't."""
+    ratio = chip.flop_per_s["bf16"] / chip.vector_flop_per_s
+    assert ratio == pytest.approx(4 if chip.name.startswith(("RTX A", "RTX 6000", "RTX PRO")) else 2, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from hotloop.advisor.chips import chips, find_chip
 from hotloop.advisor.coefficients import shipped
+from hotloop.advisor.communication import all_reduce_s
 from hotloop.advisor.estimate import Host, estimate, parse_plan
-from hotloop.advisor.parallel_ways import at_batch
+from hotloop.advisor.parallel_ways import Split, at_batch
 from hotloop.advisor.rates import operator_time
 from hotloop.core.records.step_costs import OperatorCost, StepCosts
 from hotloop.errors import HotloopError, PlanError
@@ -100,6 +102,46 @@ def test_several_gpus_share_time_and_memory(costs):
     assert tensor.parts["communication"] > data.parts["communication"] > 0
     assert one.step_ms / 4 < stages.step_ms < one.step_ms
     assert estimate(large, "A100 PCIe 80GB", gpus=8).parts["communication"] > data.parts["communication"]
+
+
+def test_several_ways_at_once_are_the_ways_alone_where_the_others_are_1():
+    large = mlp_costs(batch=8192, width=8192, layers=8)
+    for way, split in (
+        ("data", Split(data=8)), ("sharded", Split(data=8, is_sharded=True)), ("tensor", Split(tensor=8)),
+        ("stages", Split(stages=8, pieces=32)),
+    ):  # fmt: skip
+        alone, both = estimate(large, "A100", gpus=8, way=way), estimate(large, "A100", split=split)
+        assert (alone.step_ms, alone.memory_bytes, alone.gpus) == (both.step_ms, both.memory_bytes, both.gpus)
+    mixed = estimate(large, "A100", split=Split(tensor=2, data=2, stages=2, pieces=8))
+    assert mixed.gpus == 8 and 0.9 < sum(mixed.parts.values()) / mixed.step_ms < 1.1
+    assert estimate(large, "A100").step_ms / 8 < mixed.step_ms < estimate(large, "A100", gpus=2).step_ms
+
+
+def test_pieces_of_a_batch_gather_sharded_parameters_each_time():
+    large = mlp_costs(batch=8192, width=8192)
+    one, four = (estimate(large, "A100", gpus=8, way="sharded", microbatches=pieces) for pieces in (1, 4))
+    assert four.parts["communication"] > 2 * one.parts["communication"]
+    assert four.memory_bytes < one.memory_bytes
+
+
+def test_copies_of_a_tensor_group_share_the_network_between_nodes():
+    chip, size = find_chip("A100"), 1e9
+    apart = all_reduce_s(size, 4, chip, shipped(), stride=8)
+    assert apart > 3 * all_reduce_s(size, 32, chip, shipped())
+    assert all_reduce_s(size, 4, chip, shipped(), stride=2) == all_reduce_s(size, 4, chip, shipped())
+
+
+def test_short_kernels_widen_the_interval():
+    """Of a recorded graph, in which the host has a small part."""
+
+    def width(costs, coefficients):
+        found = estimate(costs, "H200", plan="graphs=32", coefficients=coefficients)
+        return math.log(found.high_ms / found.low_ms)
+
+    without = replace(shipped(), shapes=shipped().shapes | {"short_spread": (0.0, 0.0)})
+    short, long = (mlp_costs(batch=size // 4, width=size, layers=64) for size in (1024, 16384))
+    assert width(short, shipped()) > 1.3 * width(short, without)
+    assert width(long, shipped()) < 1.05 * width(long, without)
 
 
 def test_pipelines_with_few_pieces_have_a_larger_bubble():

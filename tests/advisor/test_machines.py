@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from hotloop.advisor.chips import find_chip
-from hotloop.advisor.machines import Machine, advise, duration, speedup
+from hotloop.advisor.machines import Machine, advise, duration
+from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import read_prices, shipped_prices
+from hotloop.advisor.speedup import Speedup
 from hotloop.core.records.advice import MeasuredStep
 from hotloop.errors import HotloopError
 from tests.advisor.conftest import mlp_costs
@@ -77,15 +80,42 @@ def test_a_budget_leaves_out_machines_without_a_price(costs):
     assert advice.machines[0].meets and advice.machines[0].cost == 0
 
 
-def test_a_gpu_pays_from_a_batch_on_that_the_advice_names(costs):
+def rows_at(costs, batch, *names):
+    """Returns the rows of a batch of another size: the CPU at hand first."""
+    return advise(at_batch(costs, batch), machines(*names), 100).machines
+
+
+def test_a_gpu_pays_probably_by_the_median_and_surely_by_the_low_end():
     small = mlp_costs(batch=4, width=128)
     advice = advise(small, machines("RTX 4090"), 100)
-    assert advice.pays_from is not None and advice.pays_from > 1
-    assert f"from batch {advice.pays_from:,} on" in advice.pays_sentence
-    options = {"precision": "fp32"}
-    gpu = Machine(find_chip("RTX 4090"))
-    assert speedup(small, HERE, gpu, advice.pays_from, options) > 1
-    assert speedup(small, HERE, gpu, advice.pays_from / 2, options) <= 1
+    probably, surely = advice.pays_from, advice.pays_surely_from
+    assert 1 < probably < surely
+    for batch, is_probable, is_sure in ((probably / 2, 0, 0), (probably, 1, 0), (surely / 2, 1, 0), (surely, 1, 1)):
+        cpu, gpu = rows_at(small, batch, "RTX 4090")
+        ratio = Speedup.of(*((row.step_ms, row.low_ms, row.high_ms) for row in (cpu, gpu)))
+        assert (ratio.median > 1, ratio.low > 1) == (is_probable, is_sure)
+    start = f"A GPU surely pays from batch {surely:,} on, probably from {probably:,} on; at your batch of 4 an RTX 4090 would be"
+    assert advice.pays_sentence.startswith(start) and "\n" not in advice.pays_sentence
+
+
+def test_the_sentence_has_the_speedup_at_the_users_batch_with_its_interval():
+    advice = advise(mlp_costs(batch=4, width=128), machines("RTX 4090"), 100)
+    cpu, gpu = advice.machines
+    median, low, high = map(
+        float, re.search(r"be ([\d.]+) times .*\(([\d.]+) to ([\d.]+)\)", advice.pays_sentence).groups()
+    )
+    assert median == pytest.approx(cpu.step_ms / gpu.step_ms, rel=0.06)
+    assert cpu.low_ms / gpu.high_ms < low < median < high < cpu.high_ms / gpu.low_ms
+
+
+def test_a_gpu_that_pays_at_no_batch_is_so_stated():
+    tiny = mlp_costs(batch=1, width=8, layers=1)
+    huge_cpu = replace(HERE, measured=MeasuredStep(step_ms=1e-3, low_ms=1e-3, high_ms=1e-3))
+    advice = advise(tiny, [huge_cpu, Machine(find_chip("RTX 4090"))], 10)
+    assert advice.pays_from is None and advice.pays_surely_from is None
+    assert advice.pays_sentence.startswith(
+        "A GPU probably pays at no batch up to 65,536; at your batch of 1 an RTX 4090"
+    )
 
 
 def test_a_measured_step_replaces_the_prediction(costs):

@@ -107,6 +107,7 @@ def part(name: str, estimate_s: float = 1, limit_s: float = LONG_S) -> list[Any]
     return [name, estimate_s, limit_s]
 
 
+@pytest.mark.more
 def test_a_failing_part_leaves_its_traceback_and_the_others_go_on(machine: Callable[..., Machine]) -> None:
     here = machine(
         first=[part("passes"), part("raises"), part("judges"), part("passes-too")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 from torch import nn
 
 import hotloop as package
+from hotloop.advisor.cpu_rates import INTERVAL
 from hotloop.cli.options import console
 from hotloop.core.hardware import probe
+from hotloop.core.records.cpu_rates import CpuRates
 from hotloop.errors import HotloopError
+from hotloop.profiler.step_costs import cpu_probe
 from tests.support.processes.in_process_command import SMALL, Hotloop
 
 CHIPS = ("--chips", "RTX 4090,H100")
@@ -124,6 +128,53 @@ def test_training_measures_the_prediction_and_the_score_shows_both(task: Path, h
     score = hotloop("advise", "--score", "--json").document
     assert score["measured"] == 1 and score["median_error"] >= 0 and score["coverage"] in (0, 1)
     assert "within the 90 % interval" in hotloop("advise", "--score").err
+
+
+def test_a_step_that_takes_too_long_is_predicted_from_operators_measured_once(
+    task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotloop.hardware_advice.task_advice._MEASURABLE_S", 0.0)
+    slow, calls = rates_of(seconds=0.5), []
+    monkeypatch.setattr(cpu_probe, "measure_cpu_rates", lambda tick: calls.append(tick) or slow)
+    first = hotloop("advise", task, *CHIPS, "--json").document
+    here = first["machines"][0]
+    assert here["source"] == "predicted from operators measured here" and here["step_ms"] > 1000
+    assert here["low_ms"] == pytest.approx(INTERVAL[0] * here["step_ms"])
+    again = hotloop("advise", task, *CHIPS)
+    assert "this machine (CPU): predicted from operators measured here; other machines: predicted" in one_line(
+        again.err
+    )
+    assert len(calls) == 1
+    task.with_name("compiled.toml").write_text('compile = "step"\n')
+    compiled = hotloop("advise", task, *CHIPS, "--plan", "compiled.toml", "--json").document["machines"][0]
+    assert compiled["source"] != here["source"] and compiled["step_ms"] < 1000
+
+
+def rates_of(seconds: float) -> CpuRates:
+    """Returns rates with which each operator without FLOPs takes so many seconds."""
+    names = ("view", "node", "module", "parameter", "optimizer", "engine")
+    return CpuRates(
+        {}, {"aten.mul": (((1.0,), seconds), ((1e12,), seconds))}, dict.fromkeys(names, 1e-6), 0.0, 0.0, 2**25
+    )
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_race_measures_the_prediction_of_each_plan_that_was_predicted(task: Path, hotloop: Hotloop) -> None:
+    hotloop("advise", task, *CHIPS)
+    task.with_name("foreach.toml").write_text('optimizer = "foreach"\n')
+    done = hotloop("race", task, "--plans", "baseline,foreach.toml", "--json")
+    assert done.code == 0
+    (line,) = [line for line in done.err.splitlines() if "predicted " in line]
+    found = re.fullmatch(r"baseline: predicted ([\d.]+) ms a step \(([\d.]+) to ([\d.]+)\), measured ([\d.]+)", line)
+    step_ms, low_ms, high_ms, measured_ms = map(float, found.groups())
+    assert low_ms <= step_ms <= high_ms
+    plan, _ = done.document["plans"]
+    assert measured_ms == pytest.approx(plan["step_ms"], rel=0.01)
+    (stored,) = (one for one in hotloop("advise", "--score", "--json").document["predictions"] if one["measured_ms"])
+    assert stored["measured_ms"] == [plan["step_ms"]]
 
 
 def test_training_without_a_prediction_says_nothing(task: Path, hotloop: Hotloop) -> None:

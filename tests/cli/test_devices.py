@@ -32,6 +32,7 @@ def test_json_is_one_document_with_all_facts_and_is_measured_once(run_cli, home)
     assert again["devices"][0]["speed"] == document["devices"][0]["speed"], "stored, with the time of the first"
 
 
+@pytest.mark.more
 def test_the_table_goes_to_stderr_with_advice_below(run_cli, home) -> None:
     done = run_cli("devices", "--device", "cpu", env=home)
     assert (done.returncode, done.stdout) == (0, "")

@@ -109,6 +109,7 @@ def test_evaluate_with_json_prints_one_document_with_the_runs_figures(hotloop) -
     assert all(Path(path).is_file() for path in document["files"].values())
 
 
+@pytest.mark.more
 @pytest.mark.few("validation-200")
 @pytest.mark.parametrize(("on", "samples"), [("validation", 200), ("train", 1300)])
 def test_evaluate_on_another_part(hotloop, on, samples) -> None:

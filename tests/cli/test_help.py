@@ -15,6 +15,7 @@ HEAVY = ("torch", "plotly", "numpy", "scipy", "sklearn", "pydantic")
 TYPER_ITSELF = ("pydantic",)  # which typer imports, from some version on, for the options of a command
 
 
+@pytest.mark.few("args0-*", "args5-*", "args9-*", "args15-*")
 @pytest.mark.parametrize(
     ("args", "heavy"),
     [
@@ -49,7 +50,7 @@ def test_help_names_every_command(run_cli) -> None:
     assert [word for word in listed if word in COMMANDS] == list(COMMANDS)
 
 
-@pytest.mark.few("race", "check")
+@pytest.mark.few("race")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_itself(command, run_cli) -> None:
     done = run_cli(command, "--help")
@@ -96,6 +97,7 @@ def test_version(run_cli) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"hotloop {__version__}\n", "")
 
 
+@pytest.mark.few("args0-*", "args3-*")
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -58,6 +58,7 @@ RUNS = {
 }
 
 
+@pytest.mark.few("auto, and an axis", "a file, and an axis", "axes")
 @pytest.mark.parametrize("name", RUNS)
 def test_train_runs_the_plan_asked_for(name: str, task: Path, hotloop: Hotloop) -> None:
     args, plan = RUNS[name]
@@ -174,6 +175,7 @@ def test_without_a_compiler_compile_by_name_is_an_error(task: Path, run_cli: Run
     assert not (task.parent / "run").exists()
 
 
+@pytest.mark.more
 def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, run_cli: RunCli, no_compiler) -> None:
     args = ("--epochs", "9999", "--plan", "auto", "--stop-after", "1s", *CPU)
     done = run_cli("train", task, "--run", "run", *args, env=no_compiler)
@@ -190,6 +192,7 @@ def test_without_a_compiler_auto_says_so_in_a_short_run_too(task: Path, run_cli:
     assert "goes on eagerly" not in run_cli("train", task, "--run", "other", "--plan", "auto", *CPU).stderr
 
 
+@pytest.mark.more
 def test_without_a_compiler_plan_names_it_among_the_refused(task: Path, run_cli: RunCli, no_compiler) -> None:
     done = run_cli("plan", task, "--epochs", "9999", "--json", *CPU, env=no_compiler)
     assert done.returncode == 0, done.stderr
@@ -218,6 +221,7 @@ task = make(data=Random(), epochs=2)
 """
 
 
+@pytest.mark.more
 def test_plan_says_what_auto_would_run_and_trains_nothing(task: Path, run_cli: RunCli) -> None:
     before = sorted(task.parent.iterdir())
     done = run_cli("plan", task, *CPU, "--json")
@@ -265,6 +269,7 @@ def test_the_file_that_plan_shows_is_a_plan_for_train(task: Path, hotloop: Hotlo
     assert 'pipeline = "1f1b"' in Path("run/plan.toml").read_text()  # a resume reads every axis
 
 
+@pytest.mark.more
 def test_plan_says_what_only_training_finds_out(tmp_path: Path, hotloop: Hotloop) -> None:
     """A data set that is random looks like any other before it is asked: plan says so, and train then passes it over."""
     Path("task.py").write_text(SMALL + RANDOM)

@@ -92,6 +92,7 @@ def test_axes_are_set_on_all_but_the_baseline(task: Path, hotloop: Hotloop) -> N
     assert plans == {"baseline": None, "baseline threads=1": 1}
 
 
+@pytest.mark.more
 def test_a_plan_that_cannot_be_run_is_shown_as_such(task: Path, hotloop: Hotloop) -> None:
     Path("graphs.toml").write_text('graphs = "step"\ndevice = "cpu"\n')
     args = ("race", task, "--plans", "baseline,graphs.toml", "--no-parity", *SHORT)
@@ -136,6 +137,7 @@ def test_sizes(task: Path, hotloop: Hotloop) -> None:
     assert "<title>Step time against width</title>" in drawn and "milliseconds of a step" in drawn
 
 
+@pytest.mark.few("TaskError-1")
 @pytest.mark.parametrize(("ends", "code"), [("TaskError", 1), ("KeyboardInterrupt", 130)])
 def test_sizes_that_were_raced_are_shown_where_the_next_one_fails(
     ends: str, code: int, hotloop: Hotloop, tmp_path: Path
@@ -162,6 +164,7 @@ def task(width: int = 4):
     assert "width=7" in done.err.splitlines()[-1] and Path("race-width.html").is_file()
 
 
+@pytest.mark.more
 def test_sizes_as_a_table_with_the_path_of_the_picture(task: Path, hotloop: Hotloop) -> None:
     done = hotloop("race", task, "--scale", "width=2,200", *SHORT)  # without --plans it's these two
     assert done.code == 0 and "picture: race-width.html" in done.err and Path("race-width.html").is_file()
@@ -177,6 +180,7 @@ def test_a_picture_that_can_t_be_written_shows_before_anything_is_raced(task: Pa
         assert f"{save[1] if save else 'race-width.html'} can't be written" in done.err
 
 
+@pytest.mark.more
 def test_a_picture_that_can_t_be_written_at_the_end_costs_nothing_but_itself(
     task: Path, hotloop: Hotloop, monkeypatch
 ) -> None:
@@ -270,6 +274,7 @@ def test_a_baseline_that_cannot_be_run_is_an_error(hotloop: Hotloop) -> None:
     assert done.code == 1 and "mat1 and mat2" in done.document["error"]["message"]
 
 
+@pytest.mark.more
 def test_a_wrong_plan_shows_before_torch_is_imported(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "task.py").touch()
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")

@@ -26,7 +26,7 @@ from tests.support.processes.resumed_training import EVERYTHING, Training, disag
 
 pytestmark = pytest.mark.slow
 
-EPOCHS, EVERY = 24, 10
+EPOCHS, EVERY = 12, 10
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,7 @@ def test_it_goes_on_though_the_original_file_was_changed(whole: Training, stoppe
     assert disagreements(whole.run, training.run) == []
 
 
+@pytest.mark.few("--seed-4")
 @pytest.mark.parametrize(("option", "value"), [("--batch-size", 32), ("--seed", 4)])
 def test_what_decides_the_order_of_the_data_stays(stopped: Training, tmp_path: Path, option: str, value: int) -> None:
     training = copied(stopped, tmp_path)
@@ -231,6 +232,7 @@ def fill(path: Path, leave_bytes: int) -> None:
         file.truncate(max(0, file.tell() - leave_bytes))
 
 
+@pytest.mark.more
 def test_without_permission_to_write_it_is_one_line(stopped: Training, tmp_path: Path, run_cli: RunCli) -> None:
     training = copied(stopped, tmp_path)
     folder = training.folder

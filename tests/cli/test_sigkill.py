@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes.forked_server import Server
 from tests.support.processes.resumed_training import INSTANTS, Training, disagreements
 
-EPOCHS, EVERY, KILLS = 24, 10, 6
+EPOCHS, EVERY, KILLS = 16, 10, 4
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ MISTAKES = {
     "limit": (["-p", "lr=0.1,1", "--require", "time < 3"], "error: --require 'time < 3'; expected a limit such as"),
     "time": (["-p", "lr=0.1,1", "--time-limit", "soon"], "error: time-limit='soon'"),
     "plan": (["-p", "lr=0.1,1", "--plan", "none.toml"], "error: no plan at 'none.toml'"),
+    "jobs on": (["-p", "lr=0.1,1", "--jobs-on", "rya"], "error: --jobs-on rya; expected one of processes, ray"),
+    "two values": (["-p", "width=2,2"], "error: -p width=2,2: 2 is there twice"),
 }
 
 
@@ -32,10 +35,20 @@ def test_a_mistake_is_one_line_before_anything_starts(hotloop: Hotloop, case: st
     assert not Path("s").exists()
 
 
+def test_without_ray_there_is_one_line(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("task.py").write_text(STUDIED)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ray" else find(name, *more))
+    done = hotloop("study", "task.py", "-p", "lr=0.1,1", "--jobs-on", "ray", "--study", "s")
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert done.err.startswith("error: --jobs-on ray, and Ray isn't installed; ")
+    assert not Path("s").exists()
+
+
 USAGE = {
     "nothing": ([], "give either a Task, or --resume"),
     "both": (["task.py", "--resume", "s"], "give either a Task, or --resume"),
-    "space": (["--resume", "s", "-p", "lr=1,2"], "-p, --space and --study are for a new study"),
+    "folder": (["--resume", "s", "--study", "t"], "--study is for a new study"),
     "continue": (["task.py", "--continue", "1"], "--continue is for a trial of a study"),
     "trust": (["task.py", "--trust"], "--trust is for the code in a study's folder"),
 }
@@ -58,14 +71,35 @@ def test_a_folder_without_a_study_is_one_line(hotloop: Hotloop) -> None:
 
 
 @pytest.mark.slow
-def test_an_unknown_name_is_one_line_and_leaves_no_folder(hotloop: Hotloop) -> None:
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ("lrr=0.1,1", "-p lrr=0.1,1: task() has no parameter 'lrr'; expected one of lr, "),
+        pytest.param("lr=0.1,fast", "-p lr=0.1,fast: lr=fast; expected a number", marks=pytest.mark.more),
+        pytest.param("mode=1..2", "-p mode=1..2: mode takes no numbers", marks=pytest.mark.more),
+    ],
+)
+def test_a_name_or_a_type_of_no_argument_is_one_line_and_leaves_no_folder(
+    hotloop: Hotloop, values: str, line: str
+) -> None:
     Path("task.py").write_text(STUDIED)
-    done = hotloop("study", "task.py", "-p", "lrr=0.1,1", "--study", "s", "--json")
+    done = hotloop("study", "task.py", "-p", values, "--study", "s", "--json")
     assert done.code == 1
-    assert done.document["error"]["message"].startswith(
-        "-p lrr=0.1,1: task() has no parameter 'lrr'; expected one of lr, "
-    )
+    assert done.document["error"]["message"].startswith(line)
     assert not Path("s").exists()
+
+
+OTHERS = {
+    "--seed 1": "--seed 1, and the study has 0",
+    "--round 2": "--round 2, and the study has 8",
+    "--prune median": "--prune median, and the study has none",
+    "--require step_ms<5": "--require step_ms<5, and the study has none",
+    "--plan baseline": "--plan baseline, and the study has rules",
+    "--device cpu": "--set device=cpu, and the study has no value for it",
+    "-p lr=0.01..0.2:log": "-p lr=0.01..0.2:log, and the study has space.toml: lr = '0.01..0.1:log'",
+    "--space space.toml": "no 'epochs', and the study has -p epochs=2",
+}
+"""Options of --resume that aren't those of the study."""
 
 
 @pytest.mark.slow
@@ -79,7 +113,12 @@ def test_the_document_has_the_trials_and_the_folder_can_be_used(hotloop: Hotloop
     assert found["command"].startswith("hotloop train task.py -p lr=0.")
     again = hotloop("study", *arguments)
     assert "s holds a study already" in again.document["error"]["message"]
-    more = hotloop("study", "--resume", "s", "--trials", "3", "--require", "step_ms < 5")
+    for options, line in OTHERS.items():
+        other = hotloop("study", "--resume", "s", *options.split())
+        assert (other.code, len(other.err.splitlines())) == (1, 1)
+        assert line in other.err, other.err
+    same = ["--space", "space.toml", "-p", "epochs=2", "--seed", "0", "--sampler", "tpe"]
+    more = hotloop("study", "--resume", "s", *same, "--trials", "3")
     assert more.code == 0
     assert "winner: trial" in more.err and "repeat: hotloop train task.py" in more.err
     assert hotloop("evaluate", "s/best", "--on", "validation", "--json").code == 0

@@ -194,7 +194,7 @@ def test_a_changed_copy_is_refused(hotloop: Hotloop, tmp_path: Path) -> None:
     assert "source" in done.err and "was changed since the run was started" in done.err and "Put them back" in done.err
 
 
-@pytest.mark.few("random", "my-task")
+@pytest.mark.few("my-task")
 @pytest.mark.parametrize(
     "name", ["random", "train", "torch_task", "numpy", "hotloop", "types", "my-task", "queue", "rich", "task.v2"]
 )

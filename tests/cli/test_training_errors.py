@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from hotloop.training.run import Run
@@ -92,6 +93,7 @@ def test_nan_stops_with_the_place_and_keeps_the_last_good_checkpoint(run_cli, ho
     assert again.document["error"] == {"kind": "NonFiniteError", "message": line.removeprefix("error: ")}
 
 
+@pytest.mark.more
 def test_a_lack_of_memory_tells_which_batch_would_fit_and_it_does(run_cli, hotloop: Hotloop, tmp_path: Path) -> None:
     done = run_cli("train", write(tmp_path, MEMORY), "--run", "run", "--device", "cpu")
     assert done.returncode == 1

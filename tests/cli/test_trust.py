@@ -50,6 +50,7 @@ def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(folder / "theirs"))
 
 
+@pytest.mark.few("evaluate", "resume")
 @pytest.mark.parametrize("reader", READERS)
 def test_a_foreign_runs_code_does_not_run_until_it_is_trusted_once(
     hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
@@ -66,6 +67,7 @@ def test_a_foreign_runs_code_does_not_run_until_it_is_trusted_once(
         assert hotloop(*other).code == 0, "once is enough, for all commands"
 
 
+@pytest.mark.few("evaluate", "resume")
 @pytest.mark.parametrize("reader", READERS)
 def test_ones_own_runs_and_their_copies_need_no_word(hotloop: Hotloop, tmp_path: Path, reader: str) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "kept")
@@ -75,6 +77,7 @@ def test_ones_own_runs_and_their_copies_need_no_word(hotloop: Hotloop, tmp_path:
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.more
 def test_the_environment_trusts_where_nobody_attends(
     hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +112,7 @@ def test_a_run_of_a_version_without_ids_is_trusted_once(hotloop: Hotloop, tmp_pa
     assert hotloop(*READERS["predict"]).code == 0
 
 
+@pytest.mark.few("nothing")
 @pytest.mark.parametrize("home", ["a file", "nothing"])
 def test_where_trust_can_not_be_stored_a_line_says_so(
     hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str

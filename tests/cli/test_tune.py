@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.race import Verdict
+from hotloop.core.files.run_folder import StoredRun
+from hotloop.core.records.race import TRUSTED_CLASSES, Verdict
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
+from hotloop.report.run_report import run_report
 from hotloop.training.run import Run
 from hotloop.tuning import tune
 from hotloop.tuning.search import program_pool, search
@@ -118,8 +120,28 @@ def test_training_may_look_for_its_plan_first(hotloop: Hotloop, tmp_path: Path) 
     plan = plan_of(tmp_path / "tuned")
     assert plan.pop("threads") == 1
     assert plan.keys() == {"optimizer"}
+    found = Verdict.model_validate_json((tmp_path / "tuned" / "plan_search.json").read_text())
+    assert found.winner is not None
+    winner = found.plan(found.winner)
+    assert plan_of(tmp_path / "tuned") == plan_of_timing(winner.plan)
+    assert winner.ratio_low is not None and winner.ratio_low > 1 and winner.parity in TRUSTED_CLASSES
+    page = run_report(StoredRun.read(tmp_path / "tuned"))
+    assert "Plan: race and proof" in page and f"{winner.ratio_low:.2f} to {winner.ratio_high:.2f}" in page
+
+    hotloop("train", "task.py", *CPU, *LONG, "--run", "stored", "--set", "threads=1", "--plan", "auto")
+    stored = Verdict.model_validate_json((tmp_path / "stored" / "plan_search.json").read_text())
+    assert stored.winner == found.winner and "a stored result" in stored.notes[0]
+    hotloop("train", "task.py", *CPU, "--run", "plain", "--plan", "baseline")
+    assert not (tmp_path / "plain" / "plan_search.json").exists()
 
 
+def test_a_damaged_search_is_named_in_the_report(hotloop: Hotloop, tmp_path: Path) -> None:
+    hotloop("train", "task.py", *CPU, "--run", "run", "--plan", "baseline", "--epochs", "1")
+    (tmp_path / "run" / "plan_search.json").write_text("{")
+    assert "plan_search.json is damaged and left out" in run_report(StoredRun.read(tmp_path / "run"))
+
+
+@pytest.mark.more
 def test_the_time_of_a_search_counts_for_stop_after(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search keeps to a third of it, and what it takes all the same is time that the run doesn't have."""
     real, limit_s = tune.cached_or_tuned_plan, 1.0
@@ -152,6 +174,7 @@ def test_a_wrong_option_shows_before_a_search(option: str, hotloop: Hotloop, mon
     assert done.code == 1 and says in done.err and done.err.count("\n") == 1
 
 
+@pytest.mark.more
 def test_a_short_training_doesn_t_look_for_long(hotloop: Hotloop, tmp_path: Path) -> None:
     done = hotloop("train", "task.py", *CPU, "--tune", "--run", "short")
     assert done.code == 0

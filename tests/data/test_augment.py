@@ -47,6 +47,7 @@ def numbers(along: str, count: int) -> Tensor:
 AXES = ("sample", "element", "call", "epoch", "seed")
 
 
+@pytest.mark.few("epoch")
 @pytest.mark.parametrize("along", AXES)
 def test_uniform_numbers_are_uniform_along_each_axis(along: str) -> None:
     u = numbers(along, 4096)
@@ -158,6 +159,7 @@ def test_the_tensor_arithmetic_is_that_of_64_bit_words(sample: int) -> None:
         assert draws.uniform(3).tolist() == [[(word >> 40) / 2**24 for word in words]]
 
 
+@pytest.mark.few("normal", "second call")
 @pytest.mark.parametrize("method", METHODS)
 def test_numbers_depend_on_the_sample_alone_and_not_on_its_batch(method: str) -> None:
     draw = METHODS[method]

@@ -77,6 +77,7 @@ def test_the_published_checksums_fit_the_real_data(fashion: Path) -> None:
         assert hashlib.sha256(head + b"\0" + packed[10:]).hexdigest() == digest
 
 
+@pytest.mark.more
 def test_other_data_in_the_same_form_is_pointed_out(fashion: Path) -> None:
     bundle = mnist(fashion, validation=0)
     assert "not those published as MNIST" in bundle.note and str(fashion) in bundle.note

@@ -73,6 +73,7 @@ def test_workers_read_the_same(workers: int) -> None:
     assert differences(after(a_task(data=data), "host", workers=workers), after(a_task(data=data), "stream")) == []
 
 
+@pytest.mark.more
 def test_validation_and_its_figures_are_the_same(tmp_path: Path) -> None:
     """The learning rate follows the validation loss, so a difference in its last bit would reach the State."""
 
@@ -105,6 +106,7 @@ def test_a_run_goes_on_under_another_residency() -> None:
         assert differences(program.state(), whole) == []
 
 
+@pytest.mark.more
 def test_a_killed_run_goes_on_under_another_residency(tmp_path: Path) -> None:
     def run(residency: str, name: str, until: int | None = None) -> None:
         task = a_task(data=Pairs(), validation=Pairs(9), epochs=4)

@@ -124,6 +124,7 @@ def is_left(group: int) -> bool:
     return True
 
 
+@pytest.mark.few("False-3")
 @pytest.mark.parametrize(("deterministic", "starts"), [(None, 1), (False, 3)])
 def test_workers_start_once_unless_the_data_set_is_said_to_change(
     deterministic: bool | None, starts: int, tmp_path: Path
@@ -367,6 +368,7 @@ CHANGES: dict[str, tuple[type, Callable[[Any, float], None]]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.few("transform-None")
 @pytest.mark.parametrize("deterministic", [None, False])
 @pytest.mark.parametrize("kind", CHANGES)
@@ -435,6 +437,7 @@ def test_a_summary_differs_where_something_was_changed(kind: str) -> None:
     assert dataset_summary(data) != before
 
 
+@pytest.mark.more
 def test_data_read_into_memory_that_changes_later_is_said_once(tmp_path: Path) -> None:
     data, said = Rows(), list[str]()
 

@@ -119,6 +119,7 @@ def test_samples_that_collate_leaves_out_do_not_count(tmp_path: Path, ranks: int
     assert not any(DOUBT in line for line in lines)
 
 
+@pytest.mark.more
 def test_pieces_of_a_batch_with_samples_left_out_learn_as_the_whole(tmp_path: Path) -> None:
     found = []
     for number, plan in enumerate((BASELINE, Plan(accumulation=2))):

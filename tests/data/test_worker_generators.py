@@ -62,6 +62,7 @@ def test_two_workers_draw_what_one_process_draws(kind: str) -> None:
     assert differing_paths(none, two) == []
 
 
+@pytest.mark.few("closure", "nested", "partial", "pipeline", "late and rare", "several of one*")
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_wherever_the_generator_is(holder: str) -> None:
     none, two = (after(task_of(data=loaded(Transformed(HOLDERS[holder]()), workers)), STEPS) for workers in (0, 2))
@@ -98,6 +99,7 @@ def test_killed_and_resumed_it_ends_the_same(tmp_path: Path) -> None:
     assert disagreements(tmp_path / "whole", tmp_path / "parts") == []
 
 
+@pytest.mark.more
 def test_an_iterable_data_set_with_workers_resumes() -> None:
     def make() -> hotloop.Task:
         loader = DataLoader(Rows(np.random.default_rng(0)), batch_size=7, num_workers=2)

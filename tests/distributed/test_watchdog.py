@@ -80,6 +80,7 @@ def fork_and_signal(number: int) -> None:
     os.waitpid(fork, 0)
 
 
+@pytest.mark.few("fork")
 @pytest.mark.parametrize(
     ("send", "number"),
     [

@@ -91,7 +91,9 @@ def test_a_file_has_conditions_in_any_order(tmp_path: Path) -> None:
 
 TABLE_MISTAKES = {
     'lr = "2..1"': "space.toml: lr = '2..1': the range is reversed",
-    "lr = [": "space.toml: ",
+    "lr = [": "space.toml: Invalid value (at end of document)",
+    "a = 1\nlr = 1..2": "space.toml: Expected newline or end of document after a statement (at line 2, column 7)",
+    "lr = [1, 1]": "space.toml: lr = [1, 1]: 1 is there twice",
     "lr = { low = 1 }": "space.toml: lr = {'low': 1}; expected low, high and step as numbers",
     'lr = { lwo = 1, range = "1..2" }': "space.toml: lr = {'lwo': 1, 'range': '1..2'}: 'lwo'; expected one of low",
     "lr = []": "space.toml: lr = []; expected one value or more",

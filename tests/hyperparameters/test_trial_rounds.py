@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import shlex
@@ -16,8 +17,11 @@ import pytest
 
 import hotloop
 from hotloop.core.records.study import StudyResult
+from hotloop.errors import StudyError
 from hotloop.hyperparameters.study import Study
+from hotloop.training.run import Run
 from tests.support.processes.resumed_training import disagreements
+from tests.support.studies import stored_rows
 from tests.support.tasks.studied_task import STUDIED
 
 SPACE = {"lr": "1e-3..1:log", "width": [2, 4, 8], "batch_size": "5..15"}
@@ -44,6 +48,7 @@ def figures(result: StudyResult) -> list[tuple]:
 def check_same(one: Study | StudyResult, other: Study | StudyResult) -> None:
     first, second = (each.result if isinstance(each, Study) else each for each in (one, other))
     assert figures(first) == figures(second)
+    assert stored_rows(Path(first.study)) == stored_rows(Path(second.study))
     assert (first.best, first.importance, first.exact) == (second.best, second.importance, second.exact)
     for a, b in zip(first.trials, second.trials, strict=True):
         for run, same in zip(a.runs, b.runs, strict=True):
@@ -79,14 +84,26 @@ def kill(command: subprocess.Popen, victim: str) -> bool:
     return False
 
 
+VICTIMS = ["trial", "server", "command"]
+
+
+def random_victims(count: int) -> list[str]:
+    return random.Random(count).choices(VICTIMS, weights=[4, 2, 2], k=count)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "victims", [["trial", "server", "command"], pytest.param(["command", "trial"] * 10, marks=pytest.mark.more)]
+    ("victims", "jobs"),
+    [
+        (VICTIMS, 2),
+        pytest.param(random_victims(20), 1, marks=pytest.mark.more, id="20 kills, 1 job"),
+        pytest.param(random_victims(20), 2, marks=pytest.mark.more, id="20 kills, 2 jobs"),
+    ],
 )
-def test_kills_change_nothing(folder: Path, whole: Study, tmp_path: Path, victims: list[str]) -> None:
+def test_kills_change_nothing(folder: Path, whole: Study, tmp_path: Path, victims: list[str], jobs: int) -> None:
     draws, path = random.Random(len(victims)), tmp_path / "killed"
     fresh = ["task.py", *ARGUMENTS, "--trials", "6", "--round", "3", "--prune", "halving", "--study", str(path)]
-    command = start(folder, *fresh, "--jobs", "2")
+    command = start(folder, *fresh, "--jobs", str(jobs))
     killed = []
     while not list(path.glob("logs/0*.txt")):  # the first trial's
         time.sleep(0.01)
@@ -96,11 +113,19 @@ def test_kills_change_nothing(folder: Path, whole: Study, tmp_path: Path, victim
             killed.append(victim)
         if victim == "command":
             command.wait()
-            command = start(folder, "--resume", str(path), "--jobs", "2")
+            command = start(folder, "--resume", str(path), "--jobs", str(jobs))
     assert command.communicate()[1].count("Traceback") == 0
     assert command.returncode == 0
     assert killed == victims
     check_same(whole, hotloop.study(folder / "task.py", resume=path, progress=False))
+    assert winner_digest(path) == winner_digest(whole.path)
+
+
+def winner_digest(study: Path) -> list[str]:
+    """SHA-256 of the files with the winner's best weights."""
+    files = sorted((study / "best" / "checkpoints" / "best").glob("*.safetensors"))
+    assert files
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
 
 
 @pytest.mark.slow
@@ -144,17 +169,19 @@ def test_a_pruned_trial_goes_on_exactly_and_the_winner_is_repeated_by_its_line(
 
 @pytest.mark.slow
 def test_failed_trials_are_recorded_and_end_nothing(folder: Path) -> None:
-    space = {"mode": ["raising", "nan", "memory", "plain"], "lr": 0.01, "epochs": 2}
+    space = {"mode": ["raising", "nan", "memory", "exit", "exit in the model", "plain"], "lr": 0.01, "epochs": 2}
     study = hotloop.study(
         folder / "task.py", space, folder=folder / "failed", sampler="grid", repeats=2, progress=False
     )
     by_mode = {one.params["mode"]: one for one in study.trials}
-    assert {mode: one.state for mode, one in by_mode.items()} == {
-        "raising": "failed", "nan": "failed", "memory": "failed", "plain": "complete",
-    }  # fmt: skip
+    assert {mode for mode, one in by_mode.items() if one.state == "complete"} == {"plain"}
+    assert {one.state for one in study.trials} == {"complete", "failed"}
     assert "ValueError: no such mode (task.py:" in by_mode["raising"].error
     assert "not finite" in by_mode["nan"].error or "NaN" in by_mode["nan"].error or "infinite" in by_mode["nan"].error
-    assert "out of memory" in by_mode["memory"].error
+    assert "memory" in by_mode["memory"].error and "killed" not in by_mode["memory"].error
+    assert "exit(3)" in by_mode["exit"].error
+    assert "exit('no model')" in by_mode["exit in the model"].error
+    assert all(one.error and "\n" not in one.error for one in study.trials if one.state == "failed")
     assert study.best == by_mode["plain"]
     assert study.best.spread > 0
     assert (study.path / "best").resolve() == Path(study.best.runs[0]).resolve()
@@ -169,3 +196,44 @@ def test_a_function_of_python_is_searched(tmp_path: Path, monkeypatch: pytest.Mo
     assert [one.state for one in study.trials] == ["complete", "complete"]
     assert hotloop.load_model(study.run)(__import__("torch").zeros(1, 4)).shape == (1, 2)
     assert study.result.command.startswith("hotloop.fit(make_task(lr=")
+
+
+ARGUMENT = STUDIED.replace('mode: str = "plain"', 'mode: str = "plain", batch_size: int = 15').replace(
+    "batch_size=15,", "batch_size=3 * batch_size,"
+)
+
+
+@pytest.mark.slow
+def test_an_argument_comes_before_the_field_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(ARGUMENT)
+    space = {"batch_size": [5, 9], "epochs": 1}
+    study = hotloop.study(tmp_path / "task.py", space, folder=tmp_path / "s", trials=2, sampler="grid", progress=False)
+    for trial in study.trials:
+        run = Run.open(trial.runs[0])
+        assert run.record.facts.batch_size == 3 * trial.params["batch_size"]
+        assert len(run.epochs) == 1
+    assert "-p batch_size=" in study.result.command and "--epochs 1" in study.result.command
+
+
+@pytest.mark.slow
+def test_a_limit_on_memory_leaves_out_trials_and_is_one_line(folder: Path, tmp_path: Path) -> None:
+    space, limit = {"width": [2, 4], "epochs": 1}, "memory < 1MB"
+    study = hotloop.study(
+        folder / "task.py", space, folder=tmp_path / "s", sampler="grid", constraints=[limit], progress=False
+    )
+    assert [(one.state, one.feasible) for one in study.trials] == [("complete", False)] * 2
+    assert study.best is None
+    assert not study.result.exact
+    assert study.result.inexact == [f"--require {limit}: measured time and memory"]
+
+
+@pytest.mark.slow
+def test_another_space_is_refused_in_python(folder: Path, whole: Study) -> None:
+    for settings, line in [
+        ({"space": {**SPACE, "lr": "1e-3..2:log"}}, "lr = '1e-3..2:log', and the study has lr = '1e-3..1:log'"),
+        ({"space": {"lr": SPACE["lr"]}}, "no 'width', and the study has width = [2, 4, 8]"),
+        ({"seed": 7}, "seed=7, and the study has 0"),
+    ]:
+        with pytest.raises(StudyError) as error:
+            hotloop.study(folder / "task.py", resume=whole.path, progress=False, **settings)
+        assert line in str(error.value)

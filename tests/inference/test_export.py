@@ -222,6 +222,7 @@ def test_several_inputs_and_outputs_keep_their_names(tmp_path, kind) -> None:
         np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
 
 
+@pytest.mark.more
 def test_a_tuple_of_inputs(tmp_path) -> None:
     x, y = labelled()
     z = x[:, :2] + 1
@@ -255,6 +256,7 @@ class Positions(nn.Linear):
         return super().forward(x) + torch.arange(4.0)[:, None] if len(x) == 4 else super().forward(x)
 
 
+@pytest.mark.more
 def test_a_model_for_one_batch_size_is_offered_that(tmp_path) -> None:
     task = a_task(model=lambda: Positions(6, 3))
     assert "any number of samples" in (line := refused(task, tmp_path)) and "batch_size=" in line
@@ -287,6 +289,7 @@ def by_lists(x: Tensor) -> Tensor:
     return torch.tensor([[2 * value for value in row] for row in x.tolist()])
 
 
+@pytest.mark.more
 def test_a_prepare_that_cannot_be_captured_can_be_left_out(tmp_path) -> None:
     task = a_task(prepare=by_lists)
     assert "prepare=False" in refused(task, tmp_path)
@@ -302,6 +305,7 @@ class Branching(nn.Linear):
         return super().forward(x) if float(x.sum()) > -1e9 else -super().forward(x)
 
 
+@pytest.mark.few("pt2")
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_a_model_that_cannot_be_captured_still_has_weights(tmp_path, kind, capfd) -> None:
     task = a_task(model=lambda: Branching(6, 3))

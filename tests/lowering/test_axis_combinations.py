@@ -86,7 +86,9 @@ EAGER_ROWS = rows(family=tuple(FAMILIES), data=DATA, compile=("none",), **AXES)
 # One family, since each is compiled alone in test_cpu_plans.py, and a compilation takes seconds.
 COMPILED_ROWS = rows(family=("mlp",), data=DATA, compile=COMPILED, **AXES)
 EAGER = list(covering(EAGER_ROWS))
-CHOSEN = [*EAGER, *covering(COMPILED_ROWS), PACKAGE]
+COMPILED_FEW = list(covering(COMPILED_ROWS))
+CHOSEN = [*EAGER, *COMPILED_FEW, PACKAGE]
+MORE = [*EAGER[1::2], *COMPILED_FEW[1::2], PACKAGE]
 
 
 def plan_of(row: Row) -> Plan:
@@ -138,7 +140,7 @@ def named(row: Row) -> str:
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.more] * (row in EAGER[1::2])) for row in CHOSEN], ids=named
+    "row", [pytest.param(row, marks=[pytest.mark.more] * (row in MORE)) for row in CHOSEN], ids=named
 )
 def test_a_combination_runs_as_the_baseline_does_and_resumes_exactly(row: Row) -> None:
     at_means = draws_in_pieces(row)
@@ -161,6 +163,7 @@ def test_a_combination_runs_as_the_baseline_does_and_resumes_exactly(row: Row) -
             used.close()
 
 
+@pytest.mark.more
 def test_switching_among_combinations_keeps_order_and_result() -> None:
     """From each of a family's to the next, a few steps each."""
     chosen = [row for row in EAGER if row["family"] == "residual"]
@@ -229,6 +232,7 @@ def test_a_fault_in_one_combination_is_seen(row: Row, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------- what is said
 
 
+@pytest.mark.more
 def test_steps_that_run_eagerly_under_a_compiled_plan_are_said_once() -> None:
     """The incomplete last batch of each epoch, and then, in a loop of one's own, a batch of other strides."""
     said: list[str] = []

@@ -77,6 +77,15 @@ def assert_equal_within_rounding(state: State, expected: State) -> None:
     assert state.schedule["last_epoch"] == expected.schedule["last_epoch"]
 
 
+@pytest.mark.few(
+    "mlp-*",
+    "residual-layout=channels_last",
+    "residual-accumulation=3",
+    "lstm-optimizer=foreach",
+    "gpt-threads=1",
+    "vae-optimizer=fused",
+    "cnn-optimizer=fused",
+)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -107,6 +116,7 @@ def test_it_runs_as_the_baseline_does_and_its_state_round_trips(
     assert_equal_within_rounding(further, after(under_the_baseline, 3))
 
 
+@pytest.mark.more
 def test_switching_plans_twice_keeps_order_and_result() -> None:
     plans = [BASELINE, Plan(compile="step"), Plan(layout="channels_last", optimizer="fused")]
     state = None
@@ -130,6 +140,7 @@ def test_killed_and_gone_on_with_it_ends_bitwise_the_same(tmp_path: Path, plan: 
     assert disagreements(whole, run) == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("plan", [BASELINE, Plan(compile="step")], ids=["eager", "compiled"])
 def test_random_layers_draw_anew_at_each_step(plan: Plan) -> None:
     """On one batch, with weights that don't move, the losses of a net with dropout still differ."""
@@ -205,6 +216,7 @@ def test_a_step_that_forgets_to_clip_is_seen(monkeypatch: pytest.MonkeyPatch) ->
         assert_equal_within_rounding(state, baseline("cnn"))
 
 
+@pytest.mark.more
 def test_strides_are_guarded() -> None:
     """A program that got a batch of other strides would read it wrongly; the step runs eagerly instead."""
     program, plain = hotloop.lower(family("mlp"), Plan(compile="step")), hotloop.lower(family("mlp"))

@@ -75,6 +75,7 @@ def test_another_order_would_be_seen(from_arrays: State) -> None:
     assert differing_paths(other, from_arrays) != []
 
 
+@pytest.mark.more
 def test_workers_change_nothing() -> None:
     loader = DataLoader(Drawing(), batch_size=5, shuffle=True, num_workers=2)
     states = [

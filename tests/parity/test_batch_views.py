@@ -71,6 +71,7 @@ def test_the_compiled_program_is_what_is_proven() -> None:
     assert planted.parity == "broken" and "loss" in planted.reason
 
 
+@pytest.mark.more
 def test_a_program_that_no_compared_step_takes_is_unproven() -> None:
     made = program()
     made._step._signature = ()  # type: ignore[attr-defined]

@@ -76,7 +76,7 @@ def goes_wrong_between_steps(program: Program, fault: Callable[[Program], Any]) 
     program.advance = several  # type: ignore[method-assign]
 
 
-@pytest.mark.few("buffers", "optimizer")
+@pytest.mark.few("optimizer")
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_goes_wrong_from_one_step_to_the_next_is_seen_in_all_that_is_kept(name: str) -> None:
     fault, first = FAULTS[name]

@@ -196,6 +196,7 @@ def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
     assert "raised RuntimeError: view size is not compatible" in found.reason
 
 
+@pytest.mark.more
 def test_a_harmless_change_that_the_model_can_t_take_is_left_out() -> None:
     task = pictures()
     program = hotloop.lower(task, Plan(optimizer="foreach"))
@@ -235,6 +236,7 @@ def test_a_proof_without_memory_is_none() -> None:
     assert all("there was no memory left for the proof" in one.reason and "\n" not in one.reason for one in found)
 
 
+@pytest.mark.more
 def test_a_plan_without_memory_for_its_step_is_not_broken_and_others_are_proven() -> None:
     task = family("mlp")
     honest, greedy = lower(task, Plan(optimizer="foreach")), lower(task, Plan(optimizer="forloop"))

@@ -49,7 +49,7 @@ class Turned(nn.Module):
         return self.last(F.dropout(turned, 0.3).flatten(1))  # type: ignore[no-any-return]
 
 
-@pytest.mark.few("mlp", "cnn", "gpt", "compiled")
+@pytest.mark.few("mlp", "cnn", "compiled")
 @pytest.mark.parametrize(
     ("task", "plans"),
     [

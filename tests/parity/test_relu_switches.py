@@ -58,6 +58,7 @@ def proven(units: int, off: int, *calls: int, model: type[Gated] = Gated) -> Par
 CALLS = pytest.mark.parametrize("call", [6, STATES + 3], ids=["a single step", "the free run"])
 
 
+@pytest.mark.more
 @pytest.mark.few("*single*")
 @CALLS
 def test_what_rounding_may_switch_is_told_from_a_fault(call: int) -> None:

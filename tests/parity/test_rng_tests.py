@@ -78,7 +78,7 @@ def test_honest_pieces_are_trusted_though_their_draws_are_others(task: hotloop.T
         in_pieces = plan.accumulation > 1
         assert found.parity == "fp32-equivalent" if in_pieces else found.parity in ("fp32-equivalent", "bitwise")
         assert ("for each piece of a batch" in found.reason) == in_pieces
-        assert ("what it draws has the baseline's rate and scale" in found.reason) == in_pieces
+        assert ("the plan's random numbers have the baseline's rate and scale" in found.reason) == in_pieces
         assert found.states >= 16 and found.free_steps >= 5
 
 
@@ -327,8 +327,9 @@ def test_what_cannot_be_put_together_is_unproven_and_not_broken(model: Callable[
     assert says in found.reason
 
 
+@pytest.mark.more
 def test_no_draw_of_a_comparison_of_pieces_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(later_batches, "_FREE_TIME_S", 1000.0)  # else a comparison is due only on a fast machine
     task, plan = family("vae"), HALVES
     (found,) = prove_programs(task, [lower(task, plan)])
-    assert "what it draws has the baseline's rate and scale" in found.reason
+    assert "the plan's random numbers have the baseline's rate and scale" in found.reason

@@ -213,6 +213,7 @@ def test_a_real_compiler_runs_in_the_child() -> None:
     assert found.get("ratio"), found
 
 
+@pytest.mark.more
 def test_a_process_that_burns_a_core_is_seen() -> None:
     """Of another program: a child process would be part of the training."""
     burn = f"{shlex.quote(sys.executable)} -c 'while True: pass' >/dev/null 2>&1 & echo $!"

@@ -154,6 +154,7 @@ def test_what_a_script_can_see_and_that_it_never_trains(alone, monkeypatch) -> N
     assert profile.steps == 0 and "never trained" in profile.notes[-1]
 
 
+@pytest.mark.more
 def test_a_script_without_torch(alone) -> None:
     profile = alone("numpy_network.py")
     assert "never imported torch" in profile.notes[-1]
@@ -346,6 +347,7 @@ def test_ctrl_c_arrives_once_where_standard_input_is_not_the_terminal(tmp_path) 
     os.close(ours)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.more)])
 def test_a_signal_goes_to_the_script_and_what_was_seen_arrives(number, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(host, "_is_in_foreground", lambda: False)  # no terminal sends this one, wherever tests run

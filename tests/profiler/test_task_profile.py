@@ -41,10 +41,12 @@ def test_a_task_has_phases_and_its_program_goes_on_as_before() -> None:
     program.advance(2)
 
 
+@pytest.mark.more
 def test_a_step_in_pieces_has_all_samples_of_its_batch() -> None:
     assert profile_program(lower(a_task(), Plan(accumulation=2)), steps=8).samples_per_step == 5
 
 
+@pytest.mark.few("5-False")
 @pytest.mark.parametrize(("batch_size", "one"), [(5, False), (24, True)])
 def test_all_data_may_be_one_batch(batch_size: int, one: bool) -> None:
     assert profile_program(lower(a_task(batch_size=batch_size)), steps=8).one_batch is one
@@ -55,6 +57,7 @@ def test_ranks_have_as_many_steps_as_the_first_has_time_for_or_as_were_asked_for
     assert [agree_on_steps(steps, 1.0, world) for steps in (None, 200)] == [30, 200]
 
 
+@pytest.mark.more
 def test_a_step_of_a_closure() -> None:
     task = a_task(optimizer=lambda parameters: torch.optim.LBFGS(parameters, max_iter=2))
     profile = profile_program(lower(task), steps=12)

@@ -70,6 +70,7 @@ def test_every_example_is_tested() -> None:
     }
 
 
+@pytest.mark.few("recipe.py", "language.py", "lengths.py", "loader.py", "with_keras.py", "with_datasets.py")
 @pytest.mark.parametrize(
     "reference", [pytest.param(name, marks=[pytest.mark.more] * name.endswith(":bert")) for name in HERE]
 )
@@ -105,11 +106,13 @@ def test_the_generator_of_the_gan_learns_the_mean_image() -> None:
     assert 0 < sums["fake"] < sums["real"] < sums["weight"]
 
 
+@pytest.mark.few("loader.py", "gan.py", "two_inputs.py", "recipe.py")
 @pytest.mark.parametrize("reference", [*HERE, "gan.py"])
 def test_it_goes_on_exactly(reference: str) -> None:
     assert_resumes(example(reference), stop=2, steps=4)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("reference", ["language.py"])
 def test_it_runs_from_the_command_line(reference: str, run_cli: RunCli, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

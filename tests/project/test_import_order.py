@@ -59,6 +59,7 @@ ORDER = (
     "lowering/batch_cursor",
     "lowering/program",
     "lowering/evaluation",
+    "lowering/training_accuracy",
     "lowering/task_facts",
     "lowering/arrays_engine/*",
     "lowering/compile/compiled_rng",
@@ -104,11 +105,14 @@ ORDER = (
     "profiler/script",
     "profiler/task_profile",
     "profiler/profile",
+    "exchanges/*",
     "advisor/*",
     "hardware_advice/*",
     "training/loggers/*",
     "training/*",
     "inference/*",
+    "hyperparameters/trial_processes",
+    "hyperparameters/ray/*",
     "hyperparameters/*",
     "hyperparameters/finders/*",
     "hyperparameters/packs/*",
@@ -265,6 +269,7 @@ BREACHES = {
 }
 
 
+@pytest.mark.few("absolute*", "relative", "by name", "in a nested function", "new file in a folder")
 @pytest.mark.parametrize("breach", BREACHES)
 def test_a_planted_breach_is_caught(breach: str, tmp_path: Path) -> None:
     rule, file, code = BREACHES[breach]
@@ -292,6 +297,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.few("what stands before", "torch inside a function")
 @pytest.mark.parametrize("case", ALLOWED)
 def test_what_is_allowed_is_not_caught(case: str, tmp_path: Path) -> None:
     file, code = ALLOWED[case]

@@ -33,6 +33,8 @@ PUBLIC = {
         "evaluate",
         "explain",
         "export",
+        "find_batch_size",
+        "find_learning_rate",
         "fit",
         "load_model",
         "lower",
@@ -141,6 +143,7 @@ def test_each_name_is_the_same_however_it_is_imported_first(name: str) -> None:
     assert name not in modules or name in ("arrays", "data", "errors")
 
 
+@pytest.mark.few("hotloop.parallel.server")
 @pytest.mark.parametrize("module", ALIASES)
 def test_a_public_path_leads_to_where_its_names_are(module: str) -> None:
     names = ", ".join(ALIASES[module])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -48,12 +50,12 @@ def test_the_history_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert run.history == run.epochs
 
 
-def test_a_race_has_error_bars() -> None:
+def example_race() -> Verdict:
     plans = [
         Timing(name="baseline", step_ms=2.0, ratio=1.0),
         Timing(name=HOSTILE, step_ms=1.0, ratio=2.0, ratio_low=1.8, ratio_high=2.2, verdict="faster"),
     ]
-    verdict = Verdict(
+    return Verdict(
         task="t",
         fingerprint="",
         plans=plans,
@@ -64,7 +66,22 @@ def test_a_race_has_error_bars() -> None:
         versions={},
         seconds=0,
     )
-    assert Tags(shown(verdict)).names.count("path") == 2 and "1.80 to 2.20" in shown(verdict)
+
+
+def test_a_race_has_error_bars() -> None:
+    html = shown(example_race())
+    assert Tags(html).names.count("path") == 2 and "1.80 to 2.20" in html
+
+
+def test_a_result_has_its_view_in_a_process_that_imported_nothing_else() -> None:
+    """`hotloop.race`, `profile` and `explain` import no module of runs, which would import the views."""
+    code = (
+        "import sys\nfrom hotloop.core.records.race import Verdict\nassert 'hotloop.report.notebook' not in sys.modules\n"
+        "print(Verdict.model_validate_json(sys.stdin.read())._repr_html_())"
+    )
+    given = example_race().model_dump_json()
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=True)
+    assert {"table", "svg"} <= set(Tags(done.stdout).names)
 
 
 def test_a_profile_and_an_explanation() -> None:

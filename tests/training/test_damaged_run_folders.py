@@ -54,7 +54,7 @@ JOURNALS = {
 }
 
 
-@pytest.mark.few("no event", "too deep", "a number of 5,000 digits")
+@pytest.mark.few("too deep", "no event")
 @pytest.mark.parametrize("name", JOURNALS)
 def test_a_damaged_line_of_the_journal_is_named_and_the_others_are_used(
     whole: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -75,6 +75,7 @@ METRICS = {
 }
 
 
+@pytest.mark.few("no step", "a byte above 0x7f")
 @pytest.mark.parametrize("name", METRICS)
 def test_a_damaged_row_of_the_metrics_is_named_and_written_anew(
     whole: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -86,6 +87,7 @@ def test_a_damaged_row_of_the_metrics_is_named_and_written_anew(
     assert disagreements(whole, copy) == []
 
 
+@pytest.mark.few("-5", "content2")
 @pytest.mark.parametrize("content", [b"\xff\xfe", "²".encode(), b"9" * 5_000, b"9" * 20, b"-5", b"0x10", b"1.5"])
 def test_a_damaged_note_of_the_step_is_named_and_the_journals_last_is_used(
     whole: Path, copy: Path, content: bytes, capsys: pytest.CaptureFixture[str]
@@ -157,6 +159,7 @@ def test_what_is_no_file_gives_one_line_and_never_blocks(copy: Path, name: str, 
         assert name in ("metrics.csv", "metrics.jsonl", "source", ".lock"), "training went on without the file"
 
 
+@pytest.mark.few("a_folder", "a_pipe")
 @pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__)
 def test_what_is_no_checkpoint_is_passed_over(
     whole: Path, copy: Path, put: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
@@ -212,7 +215,7 @@ NOT_BY_ITSELF = ("an optimizer without groups", "the batch is far away")
 """What shows only beside the Task: one line says to remove it."""
 
 
-@pytest.mark.few("step is a fraction", "the epoch is far away", "no parameters")
+@pytest.mark.few("no parameters")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_checkpoint_that_says_what_can_not_be_is_passed_over(
     whole: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -240,6 +243,7 @@ def test_a_run_whose_checkpoints_are_all_gone_is_not_started_over(copy: Path) ->
     assert "start a new run" in said
 
 
+@pytest.mark.more
 def test_a_run_that_had_come_to_none_is_started_from_the_beginning(
     tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

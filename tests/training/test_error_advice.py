@@ -34,6 +34,7 @@ def no_weights(path: Path, weights: WeightsChoice) -> str:
 # ---------------------------------------------------------------- weights
 
 
+@pytest.mark.more
 def test_damaged_best_weights_name_the_last_which_work(finished: Path) -> None:
     for file in CheckpointFolder(finished / "checkpoints").best_folder.iterdir():
         file.write_bytes(b"")
@@ -53,6 +54,7 @@ def test_where_nothing_works_the_error_says_so(finished: Path, weights: WeightsC
     assert "resume" not in said
 
 
+@pytest.mark.more
 def test_a_run_that_had_come_to_no_checkpoint_is_gone_on_with(tmp_path: Path) -> None:
     train(tmp_path / "run", until=3)
     assert "resume" in no_weights(tmp_path / "run", "best")
@@ -79,6 +81,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(Path, "replace", replace)
 
 
+@pytest.mark.more
 def test_a_full_disk_in_training_says_to_go_on_once_there_is_a_checkpoint(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from tests.support.programs import a_task, assert_resumes, labelled, last_state,
 from tests.support.tasks.tokens_and_images import IMAGES, TOKENS, adam
 
 
+@pytest.mark.more
 def test_bert_gpt2_and_vit_of_transformers() -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers (the examples extra)")
     small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -60,6 +61,7 @@ def test_bert_gpt2_and_vit_of_transformers() -> None:
     assert_resumes(vit)
 
 
+@pytest.mark.more
 def test_a_pretrained_model_of_transformers_goes_on_from_its_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers (the examples extra)")
     config = transformers.BertConfig(
@@ -121,6 +123,7 @@ def keras_models(keras: Any) -> dict[str, Callable[[], nn.Module]]:
 KERAS = ["functional", "unbuilt", "subclassed", "within"]
 
 
+@pytest.mark.few("functional", "subclassed")
 @pytest.mark.parametrize("name", KERAS)
 def test_keras_models_train_and_resume_exactly(name: str, keras: Any) -> None:
     def squares(output: Tensor, target: Tensor) -> Tensor:  # no cross entropy, so that nobody looks at its output
@@ -172,6 +175,7 @@ def test_keras_goes_where_the_plan_says(name: str, keras: Any, monkeypatch: pyte
     assert differing_paths(state_after(a_task(model=keras_models(keras)[name]), 3), expected) == []
 
 
+@pytest.mark.more
 def test_a_keras_module_instead_of_a_factory(keras: Any, tmp_path: Path) -> None:
     module = keras_models(keras)["functional"]()
     before = {name: value.detach().clone() for name, value in module.named_parameters()}

@@ -89,6 +89,7 @@ def reference(name: str, **fields: Any) -> nn.Module:
     return plain_loop(replace(make(name, **fields), callbacks=()), each_epoch=change)
 
 
+@pytest.mark.few("frozen", "thawed, and in no optimizer")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_resumed_after_it_is_the_plain_loops(tmp_path: Path, name: str) -> None:
     assert difference_of_resumed(lambda: make(name), tmp_path, epoch=3) == []
@@ -96,6 +97,7 @@ def test_a_run_resumed_after_it_is_the_plain_loops(tmp_path: Path, name: str) ->
     assert_equal_weights(model, reference(name))
 
 
+@pytest.mark.more
 @pytest.mark.few(
     "{'optimizer': 'fused'}-thawed and added to the optimizer",
     "{'optimizer': 'foreach'}-thawed, and in the optimizer before",

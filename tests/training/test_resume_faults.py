@@ -105,6 +105,16 @@ def test_without_a_fault_there_is_no_disagreement(whole: Path, copy: Path) -> No
     assert disagreements(whole, copy) == []
 
 
+@pytest.mark.few(
+    "parameters not restored",
+    "buffers not restored",
+    "drawn not restored",
+    "position not restored",
+    "the order starts*",
+    "one bit of a weight",
+    "the schedule is one*",
+    "a batch is skipped",
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_restoring_is_noticed(whole: Path, copy: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Program, "restore", FAULTS[fault])

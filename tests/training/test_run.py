@@ -25,6 +25,7 @@ from tests.support.tasks.full_state_task import STEPS_PER_EPOCH, CentredLoss, ta
 # ---------------------------------------------------------------- killed and gone on with
 
 
+@pytest.mark.few("1", "5", "13", "26")
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 12, 13, 14, 26, 38])
 def test_killed_after_any_step_it_ends_bitwise_the_same(whole: Path, tmp_path: Path, step: int) -> None:
     path = tmp_path / "run"
@@ -47,6 +48,7 @@ def test_killed_again_and_again_it_ends_bitwise_the_same(whole: Path, tmp_path: 
     assert all(event["repeated_at_most"] <= EVERY for event in events(path, "resume"))
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_neither_workers_nor_a_change_of_them_change_anything(tmp_path: Path, workers: int) -> None:
     whole, path = tmp_path / "whole", tmp_path / "run"
@@ -56,6 +58,7 @@ def test_neither_workers_nor_a_change_of_them_change_anything(tmp_path: Path, wo
     assert disagreements(whole, path) == []
 
 
+@pytest.mark.more
 @pytest.mark.few("7")
 @pytest.mark.parametrize("every", ["1", "7", "1000", "0.0001s", "auto"])
 def test_how_often_checkpoints_are_written_changes_nothing(whole: Path, tmp_path: Path, every: str) -> None:
@@ -88,6 +91,7 @@ def test_killed_while_a_checkpoint_is_written(whole: Path, tmp_path: Path, monke
     assert disagreements(whole, path) == []
 
 
+@pytest.mark.more
 def test_killed_in_an_evaluation_and_in_the_last_one(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +142,7 @@ def test_a_stream_resumes_bitwise_too_if_its_draws_are_the_global_generators(
     assert disagreements(tmp_path / "whole", tmp_path / "run") == []
 
 
+@pytest.mark.more
 def test_an_optimizer_with_closures_resumes_bitwise(tmp_path: Path) -> None:
     def closed() -> hotloop.Task:
         model = lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))  # noqa: E731
@@ -180,6 +185,7 @@ class Signalling(CentredLoss):
         return super().forward(output, target)
 
 
+@pytest.mark.more
 @pytest.mark.few("test")
 @pytest.mark.parametrize(("at", "epochs_before"), [(5, 1), (11, 3)], ids=["validation", "test"])
 def test_a_signal_is_heard_in_an_evaluation(whole: Path, tmp_path: Path, at: int, epochs_before: int) -> None:

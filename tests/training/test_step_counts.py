@@ -64,6 +64,7 @@ def make(draw: str, first: int, every: int = 1, **fields: Any) -> tuple[Step, ho
     return step, a_task(step=step, epochs=12, **fields)
 
 
+@pytest.mark.few("baseline-0-nothing", "baseline-0-both", "baseline-20-python", "baseline-20-numpy's normal")
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("first", [0, 20])
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_each_step_is_called_once_and_each_event_is_seen_once(tmp_path: Path, dr
     assert events(tmp_path / "run", "resume") == []
 
 
-@pytest.mark.few("0-1-17-both", "20-7-33-both")
+@pytest.mark.few("20-7-33-both")
 @pytest.mark.parametrize("draw", ["python", "numpy", "both"])
 @pytest.mark.parametrize(("first", "every", "until"), [(0, 1, 17), (20, 1, 17), (20, 1, 21), (20, 7, 33), (20, 40, 30)])
 def test_a_killed_run_draws_the_same(tmp_path: Path, draw: str, first: int, every: int, until: int) -> None:

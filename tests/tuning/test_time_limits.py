@@ -185,6 +185,7 @@ def test_a_plan_that_is_not_ready_in_time_leaves_time_for_the_others(monkeypatch
     assert found.plans[2].ratio is not None
 
 
+@pytest.mark.more
 def test_a_race_whose_baseline_is_not_ready_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_warm_up_process", endless)
     asked = RaceSpec(("baseline", "auto"), devices=["cpu"], time_limit="0.1s")
@@ -206,6 +207,7 @@ def test_the_sizes_of_a_race_share_its_time_limit(monkeypatch: pytest.MonkeyPatc
     assert 9 < parts[0] <= 10
 
 
+@pytest.mark.more
 def test_a_later_alarm_inside_of_an_earlier_one_does_not_delay_it() -> None:
     def work() -> None:
         with pytest.raises(TimeOverError), Deadline.from_limit(0.05).enforce("it"), time_limit(ENDLESS_S, ValueError):

@@ -7,26 +7,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-import hotloop
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.report.comparison_page import comparison_report
+from hotloop.report.profile_charts import write_charts
 from hotloop.report.run_comparison import compare_runs
 from hotloop.report.run_report import document_report, run_report
+from hotloop.report.study import write_study
 from hotloop.training.run import Run
 from tests.support.processes.chromium import needs_browser
 from tests.support.processes.chromium_session import CONTRAST, Page, browser_page
 from tests.support.profiler.handmade_profiles import made
+from tests.support.reported_run import HOSTILE, example_study, reported_run, trained
 
 pytestmark = needs_browser
-
-HOSTILE = "<img src=x onerror=window.hacked=1></script><script>window.hacked=2</script>"
 
 MOST_BYTES = 6e6
 
@@ -37,44 +34,9 @@ def page(tmp_path_factory) -> Iterator[Page]:
         yield opened
 
 
-def trained(path: Path, **fields: Any) -> Run:
-    images = torch.rand(60, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-    labels = images.flatten(1)[:, :3].argmax(1)
-    given: dict[str, Any] = dict(
-        name=HOSTILE,
-        classes=["shirt", HOSTILE, "bag"],
-        model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3)),
-        loss=torch.nn.CrossEntropyLoss(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        data=(images[:40], labels[:40]),
-        validation=(images[40:], labels[40:]),
-        test=(images[40:], labels[40:]),
-        batch_size=10,
-        epochs=4,
-    )
-    return hotloop.fit(hotloop.Task(**given | fields), run=path, progress=False)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
-    """A run with an evaluation, a race and a proof."""
-    handle = trained(tmp_path_factory.mktemp("runs") / "first")
-    found = hotloop.evaluate(handle)
-    from hotloop.report.mistakes import mistake_pictures
-
-    folder = handle.path / "evaluation"
-    folder.mkdir()
-    (folder / "evaluation.json").write_text(found.model_dump_json())
-    (folder / "pictures.json").write_text(json.dumps(mistake_pictures(found)))
-    plans = [
-        Timing(name="baseline", step_ms=2.0, ratio=1.0),
-        Timing(name=HOSTILE, step_ms=1.0, ratio=2.0, ratio_low=1.8, ratio_high=2.2, verdict="faster", parity="bitwise"),
-    ]
-    figures = dict(task="t", fingerprint="", baseline="baseline", steps=100, machine="", versions={}, seconds=0)
-    (handle.path / "race.json").write_text(Verdict(plans=plans, winner=HOSTILE, **figures).model_dump_json())
-    proof = Parity(plan="compile=step", parity="bitwise", reason="all numbers are equal", states=16)
-    (handle.path / "proof.json").write_text(proof.model_dump_json())
-    return handle
+    return reported_run(tmp_path_factory.mktemp("runs") / "first")
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +68,9 @@ def test_each_part_of_a_report_is_shown_and_right(page: Page, report: Path, run:
         assert losses[part] == pytest.approx([row[f"{part}_loss"] for row in run.epochs], rel=1e-4)
     assert losses[f"best epoch ({best['epoch']})"] == pytest.approx([best["validation_loss"]], rel=1e-4)
     assert {"Accuracy", "Learning rate", "Speed", "Where a step's time goes"} <= drawn.keys()
+    assert len(dict(drawn["Accuracy"])["train"]) == 2  # of the sample, after the first and the last epoch
+    widths = page.value("[...document.querySelectorAll('.errorbar')].map(e => e.getBBox().width)")
+    assert max(widths) > 10, widths  # the interval of the raced plan
     assert page.value("document.querySelectorAll('.main-svg').length") >= len(drawn)
     mistakes = json.loads((run.path / "evaluation/pictures.json").read_text())
     assert page.value("document.querySelectorAll('.mistakes img').length") == len(mistakes) > 0
@@ -195,6 +160,18 @@ def test_a_profile_has_a_report_of_its_own(page: Page, tmp_path: Path) -> None:
     assert page.errors == []
 
 
+def test_the_picture_of_modules_fills_its_page(page: Page, tmp_path: Path) -> None:
+    page.width(1200, 900)
+    write_charts(made(), tmp_path / "pictures")
+    page.open((tmp_path / "pictures/modules.html").as_uri())
+    page.until("document.querySelectorAll('.main-svg').length")
+    shares = "[r.width / innerWidth, r.height / innerHeight]"
+    width, height = page.value(
+        f"(() => {{ const r = document.querySelector('.main-svg').getBoundingClientRect(); return {shares}; }})()"
+    )
+    assert 0.9 < width <= 1 and 0.9 < height <= 1
+
+
 def test_runs_over_each_other(page: Page, run: Run, tmp_path: Path) -> None:
     other = trained(tmp_path / "second", epochs=2, batch_size=20)
     runs = [StoredRun.read(run.path), StoredRun.read(other.path)]
@@ -206,3 +183,26 @@ def test_runs_over_each_other(page: Page, run: Run, tmp_path: Path) -> None:
     assert "task.batch_size" in text and "Validation loss by time" in text
     assert page.value("document.querySelector('[data-figure]').data.map(t => t.x.length)") == [4, 2]
     assert page.errors == []
+
+
+def test_a_study(page: Page, tmp_path: Path) -> None:
+    result, study = example_study()
+    write_study(tmp_path / "study.html", result, study)
+    page.errors.clear()
+    page.open((tmp_path / "study.html").as_uri())
+    page.draw_all()
+    captions = page.value("[...document.querySelectorAll('figcaption')].map(e => e.textContent)")
+    assert captions == [
+        "validation loss of each trial",
+        "validation loss of each epoch",
+        "Importance of the parameters",
+        "Parallel coordinates",
+        "Slices",
+        "Contours",
+    ]
+    assert page.value("[...document.querySelectorAll('[data-figure]')].every(e => e.querySelector('.main-svg'))")
+    names = page.value("document.querySelectorAll('[data-figure]')[1].data.map(trace => trace.name)")
+    assert f"trial {study.best_trial.number} (winner)" in names
+    assert page.value("document.querySelectorAll('tr.marked td')[0].textContent") == str(study.best_trial.number)
+    assert HOSTILE in page.value("document.querySelector('h1').textContent") and page.value("!window.hacked")
+    assert page.errors == [] and page.outside() == []

@@ -27,22 +27,33 @@ class Interconnect:
 
 
 def all_reduce_s(
-    size: float, gpus: int, chip: Chip, coefficients: Coefficients, network: Interconnect | None = None
+    size: float,
+    gpus: int,
+    chip: Chip,
+    coefficients: Coefficients,
+    network: Interconnect | None = None,
+    stride: int = 1,
 ) -> float:
     """Returns seconds of summing a tensor of `size` bytes over `gpus` GPUs.
 
-    A ring moves 2 (n - 1) / n of the bytes through each link; its latency grows with the number of GPUs.
+    A ring moves 2 (n - 1) / n of the bytes through each link; its latency grows with the number of GPUs. Of several nodes,
+    each node's adapters carry the bytes once for each of the groups that sum at the same time.
+
+    Args:
+        stride: of the group's members in the order of the GPUs: 8 for one GPU of each node of 8.
     """
     if gpus <= 1 or size <= 0:
         return 0.0
     network = network or Interconnect()
     facts = coefficients.communication
-    within = min(gpus, network.gpus_per_node)
-    traffic = 2 * size * (gpus - 1) / gpus
-    seconds = traffic / link_bytes_per_s(chip, within, coefficients) + facts["latency_s"] + facts["hop_s"] * within
+    within = min(gpus, max(1, network.gpus_per_node // stride))
+    seconds = facts["latency_s"] + facts["hop_s"] * within
+    if within > 1:
+        seconds += 2 * size * (gpus - 1) / gpus / link_bytes_per_s(chip, within, coefficients)
     if gpus > within:
         nodes = gpus / within
-        between = 2 * size * (nodes - 1) / nodes / (network.node_bytes_per_s * facts["node_efficiency"])
+        groups = min(stride, network.gpus_per_node)
+        between = 2 * size * (nodes - 1) / nodes * groups / (network.node_bytes_per_s * facts["node_efficiency"])
         seconds = max(seconds, between) + facts["node_latency_s"] * (nodes - 1) ** 0.5
     return seconds
 
@@ -56,10 +67,20 @@ def link_bytes_per_s(chip: Chip, gpus: int, coefficients: Coefficients) -> float
 
 
 def gather_s(
-    size: float, gpus: int, chip: Chip, coefficients: Coefficients, network: Interconnect | None = None
+    size: float,
+    gpus: int,
+    chip: Chip,
+    coefficients: Coefficients,
+    network: Interconnect | None = None,
+    stride: int = 1,
 ) -> float:
-    """Returns seconds of gathering, or of reducing and scattering, `size` bytes in all: half of an all-reduce."""
-    return all_reduce_s(size, gpus, chip, coefficients, network) / 2
+    """Returns seconds of gathering, or of reducing and scattering, `size` bytes of sharded parameters in all.
+
+    The bytes are half of an all-reduce's; the many tensors of a network reach a share of its rate.
+    """
+    return (
+        all_reduce_s(size, gpus, chip, coefficients, network, stride) / 2 / coefficients.communication["gather_share"]
+    )
 
 
 def send_s(size: float, chip: Chip, coefficients: Coefficients) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hotloop.advisor.chips import PRECISIONS, Chip, find_chip
 from hotloop.advisor.coefficients import Coefficients, shipped
 from hotloop.advisor.communication import DEFAULT_PCIE_BYTES_PER_S, Interconnect
-from hotloop.advisor.parallel_ways import Way, communication_s, memory_of, share_of
+from hotloop.advisor.parallel_ways import Split, Way, communication_s, memory_of, share_of
 from hotloop.advisor.rates import PRODUCTS, operator_time, product_class
 from hotloop.core.records.step_costs import OperatorCost, StepCosts, StepPhase
 from hotloop.errors import HotloopError
@@ -84,6 +84,7 @@ def estimate(
     way: Way = "data",
     network: Interconnect | None = None,
     microbatches: int | None = None,
+    split: Split | None = None,
     coefficients: Coefficients | None = None,
 ) -> Estimate:
     """Returns the predicted step of a batch on one or several chips.
@@ -97,7 +98,8 @@ def estimate(
         host: processor that issues the work; a typical server by default.
         way: how several chips share the step.
         network: links between nodes.
-        microbatches: pieces of a batch for `stages`; four per chip by default.
+        microbatches: pieces of a batch that a chip computes in turn; for `stages`, four per chip by default.
+        split: several ways at once, in place of `gpus`, `way` and `microbatches`.
         coefficients: fitted factors; those of the package by default.
 
     Raises:
@@ -114,33 +116,29 @@ def estimate(
     if gpus < 1:
         raise HotloopError(f"{gpus} chips", expected="1 or more")
     way = "none" if gpus == 1 else way
-    microbatches = microbatches or 4 * gpus
-    own = share_of(costs, gpus, way, microbatches)
+    split = split or Split.of(way, gpus, microbatches)
+    own = share_of(costs, split)
     phases = {phase: _phase(own.in_phase(phase), chip, precision, plan, host, coefficients) for phase in _PHASES}
-    repeats = microbatches if way == "stages" else 1
-    parts, seconds, spread = _combine(phases, own, chip, coefficients, host, plan)
-    if way == "stages":
-        bubble = (microbatches + gpus - 1) / microbatches
-        parts = {name: value * repeats * bubble for name, value in parts.items()}
-        seconds *= repeats * bubble
-    waiting = communication_s(costs, gpus, way, chip, coefficients, network, seconds, precision, microbatches)
+    parts, round_s, spread = _combine(phases, own, chip, coefficients, host, plan)
+    parts = {name: value * split.rounds for name, value in parts.items()}
+    waiting = communication_s(costs, split, chip, coefficients, network, round_s, precision)
     parts["communication"] = waiting
-    seconds += waiting
+    seconds = round_s * split.rounds + waiting
     loading = host.loading_s if not host.overlap else max(0.0, host.loading_s - seconds)
     if chip.kind == "gpu" and plan.residency != "device":
-        loading += 0.25 * costs.input_bytes / gpus / ((chip.pcie_bytes_per_s or DEFAULT_PCIE_BYTES_PER_S) * 0.7)
+        loading += 0.25 * costs.input_bytes / split.data / ((chip.pcie_bytes_per_s or DEFAULT_PCIE_BYTES_PER_S) * 0.7)
     parts["data loading"] = loading
     seconds += loading
     factor = math.exp(_NORMAL_90 * spread)
     measured = coefficients.is_measured(chip) or chip.is_measured
     return Estimate(
         chip=chip.name,
-        gpus=gpus,
+        gpus=split.gpus,
         way=way,
         step_ms=seconds * 1e3,
         low_ms=seconds * 1e3 / factor,
         high_ms=seconds * 1e3 * factor,
-        memory_bytes=memory_of(costs, gpus, way, _WIDTHS[precision], microbatches),
+        memory_bytes=memory_of(costs, split, _WIDTHS[precision]),
         parts={name: value * 1e3 for name, value in parts.items()},
         bound=max(parts, key=lambda name: parts[name]),
         source="rates measured on this chip" if measured else "published rates and the factors of similar chips",
@@ -169,6 +167,7 @@ class _Phase:
     launch_s: float = 0.0
     host_s: float = 0.0
     by_class: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    doubt_s: float = 0.0  # seconds of kernels times the spread that their shortness adds
 
     @property
     def device_s(self) -> float:
@@ -201,6 +200,7 @@ def _phase(
             found.memory_s += time.seconds
         found.by_class[time.factor_class] += time.seconds
         if chip.kind != "cpu":
+            found.doubt_s += time.seconds * _short_spread(time.seconds / max(1, operator.count), coefficients)
             found.launch_s += launches * facts["launch_s"]
         dispatches = operator.count * (
             operator.tensors if operator.kind == "update" and plan.optimizer == "forloop" else 1
@@ -215,6 +215,12 @@ def _phase(
         found.host_s *= 0.02
         found.launch_s *= facts["graph_launch"]
     return found
+
+
+def _short_spread(kernel_s: float, coefficients: Coefficients) -> float:
+    """Returns the spread that the prediction of a short kernel has in addition: tails and latencies aren't modelled."""
+    scale, most = coefficients.shapes.get("short_spread", (0.0, 0.0))
+    return float(min(most, scale * kernel_s**-0.5)) if kernel_s > 0 else 0.0
 
 
 def _combine(
@@ -252,5 +258,7 @@ def _combine(
     variance = whole[1] ** 2 + sum(
         (coefficients.factor(chip, name).spread * value / total * device_share) ** 2 for name, value in by_class.items()
     )
+    doubt_s = sum(phase.doubt_s for phase in phases.values())
+    variance += (doubt_s / total * device_share) ** 2
     variance += (facts["spread"] * (1 - device_share)) ** 2
     return parts, seconds, math.sqrt(variance)

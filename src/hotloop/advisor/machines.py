@@ -11,9 +11,10 @@ from hotloop.advisor.chips import Chip
 from hotloop.advisor.coefficients import Coefficients
 from hotloop.advisor.communication import Interconnect
 from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
-from hotloop.advisor.estimate import Estimate, Host, estimate
+from hotloop.advisor.estimate import Estimate, Host, estimate, parse_plan
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import Price
+from hotloop.advisor.speedup import Speedup, crossing_batches, pays_from
 from hotloop.advisor.words import duration, times, with_article
 from hotloop.core.records.advice import NORMAL_90, Correction, MeasuredStep
 from hotloop.core.records.cpu_rates import CpuRates
@@ -44,7 +45,8 @@ class Machine:
         is_here: whether this is the machine at hand, which costs nothing.
         measured: measured step on it, used in place of the prediction.
         correction: factor and spread from the user's measurements on that chip.
-        cpu_rates: rates measured on it, used for a CPU in place of published rates.
+        cpu_rates: rates of operators measured on it, used for eager fp32 steps of a CPU in place of published rates.
+        costs: record of the step as this machine runs it, where its operators differ from those of other machines.
     """
 
     chip: Chip
@@ -55,6 +57,7 @@ class Machine:
     measured: MeasuredStep | None = None
     correction: Correction = field(default_factory=Correction)
     cpu_rates: CpuRates | None = None
+    costs: StepCosts | None = None
 
     @property
     def title(self) -> str:
@@ -133,14 +136,16 @@ class Advice:
         stage: 1 this machine, 2 one consumer GPU or a laptop with one, 3 a workstation or one cloud GPU, 4 several GPUs.
         reason: a sentence.
         machines: rows, in the order given.
-        pays_from: smallest batch from which the best single GPU is faster than this machine's CPU; None for no batch.
-        pays_sentence: what the reader learns about a GPU at this batch.
+        pays_from: smallest batch from which the median of the best single GPU's speed-up is above 1; None for no batch.
+        pays_surely_from: the same for the low end of the speed-up's 90 % interval.
+        pays_sentence: both batches, and the speed-up at this batch with its interval.
     """
 
     stage: int
     reason: str
     machines: tuple[MachineRow, ...]
     pays_from: int | None = None
+    pays_surely_from: int | None = None
     pays_sentence: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,15 +181,14 @@ def advise(
     rows = [_row(costs, machine, steps, prices or {}, deadline_s, budget, options) for machine in machines]
     rows = _marked(rows)
     stage, reason = _stage(rows, deadline_s, budget)
-    pays_from, sentence = _pays(costs, machines, rows, options)
-    return Advice(stage, reason, tuple(rows), pays_from, sentence)
+    return Advice(stage, reason, tuple(rows), *_pays(costs, machines, rows, options))
 
 
 def _row(
     costs: StepCosts, machine: Machine, steps: int, prices: Mapping[str, Price], deadline_s: float | None, budget: float | None,
     options: dict[str, Any],
 ) -> MachineRow:  # fmt: skip
-    result, fits, pieces = _fitting(costs, machine, options)
+    result, fits, pieces = _fitting(machine.costs or costs, machine, options)
     step_ms = machine.measured.step_ms if machine.measured else result.step_ms * machine.correction.factor
     scale = step_ms / result.step_ms
     low_ms, high_ms = _interval(machine, result, step_ms)
@@ -260,11 +264,12 @@ def _fitting(costs: StepCosts, machine: Machine, options: dict[str, Any]) -> tup
 def predicted(costs: StepCosts, machine: Machine, way: str, options: dict[str, Any]) -> Estimate:
     """Returns the estimate of a step on a machine, by its own measured rates where it has them."""
     result = estimate(costs, machine.chip, gpus=machine.gpus, way=way, **options)  # type: ignore[arg-type]
-    if machine.cpu_rates is None or machine.chip.kind != "cpu":
+    if machine.cpu_rates is None or machine.chip.kind != "cpu" or not _is_eager_fp32(options):
         return result
     time = cpu_step_time(costs, machine.cpu_rates)
-    parts = {"compute": time.products, "memory": time.traffic, "launches": time.host, "communication": 0.0}
-    parts = {name: value * 1e3 for name, value in parts.items()} | {"data loading": result.parts["data loading"]}
+    seconds = {"compute": time.products, "memory": time.traffic + time.memory, "launches": time.host}
+    parts = {name: value * 1e3 for name, value in seconds.items()}
+    parts |= {"communication": 0.0, "data loading": result.parts["data loading"]}
     step_ms = sum(parts.values())
     return replace(
         result,
@@ -273,8 +278,15 @@ def predicted(costs: StepCosts, machine: Machine, way: str, options: dict[str, A
         high_ms=step_ms * INTERVAL[1],
         parts=parts,
         bound=max(parts, key=lambda name: parts[name]),
-        source="rates measured on this machine",
+        source="predicted from operators measured here",
     )
+
+
+def _is_eager_fp32(options: Mapping[str, Any]) -> bool:
+    """Returns whether measured rates hold for a way of running."""
+    plan = parse_plan(options.get("plan", "baseline"))
+    precision = plan.precision if plan.precision != "default" else options.get("precision", "fp32")
+    return plan.compile == "none" and precision == "fp32"
 
 
 def in_pieces(costs: StepCosts, machine: Machine, way: str, pieces: int, options: dict[str, Any]) -> Estimate:
@@ -352,8 +364,8 @@ def _why_not(here: MachineRow | None, limit: float | None) -> str:
 
 def _pays(
     costs: StepCosts, machines: Sequence[Machine], rows: Sequence[MachineRow], options: dict[str, Any]
-) -> tuple[int | None, str]:
-    """Returns the batch from which a GPU is faster than the CPU at hand, and a sentence about this batch."""
+) -> tuple[int | None, int | None, str]:
+    """Returns the batches from which a GPU is probably and surely faster than the CPU at hand, and a sentence."""
     here = next((machine for machine in machines if machine.is_here and machine.chip.kind == "cpu"), None)
     fitting = [
         (row, machine)
@@ -361,26 +373,28 @@ def _pays(
         if machine.chip.kind != "cpu" and machine.gpus == 1 and row.fits != "no"
     ]
     if here is None or not fitting:
-        return None, ""
+        return None, None, ""
     row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
     own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
-    scale = here.measured.step_ms / predicted(costs, here, "none", options).step_ms if here.measured else 1.0
-    pays = next((batch for batch in crossing_batches() if speedup(costs, here, gpu, batch, options) * scale > 1), None)
-    ratio = own.step_ms / row.step_ms
-    low, high = own.low_ms / row.high_ms, own.high_ms / row.low_ms
-    start = f"A GPU pays from batch {pays:,} on" if pays else "No batch up to 65,536 makes a GPU pay"
+    ratios = [
+        Speedup.of(_at(costs, here, batch, options), _at(costs, gpu, batch, options)) for batch in crossing_batches()
+    ]
+    start, probably, surely = pays_from(ratios)
+    now = Speedup.of((own.step_ms, own.low_ms, own.high_ms), (row.step_ms, row.low_ms, row.high_ms))
     return (
-        pays,
-        f"{start}; at your batch of {costs.batch_size:,} {with_article(gpu.title)} would be {times(ratio)} times as fast as "
-        f"this CPU ({times(low)} to {times(high)}).",
+        probably,
+        surely,
+        f"{start}; at your batch of {costs.batch_size:,} {with_article(gpu.title)} would be {times(now.median)} times as fast "
+        f"as this CPU ({times(now.low)} to {times(now.high)}).",
     )
 
 
-def crossing_batches() -> tuple[int, ...]:
-    return tuple(2**power for power in range(17))
-
-
-def speedup(costs: StepCosts, cpu: Machine, gpu: Machine, batch: float, options: dict[str, Any]) -> float:
-    """Returns the CPU's predicted step divided by the GPU's, at a batch of that size."""
-    scaled = at_batch(costs, batch)
-    return predicted(scaled, cpu, "none", options).step_ms / predicted(scaled, gpu, "none", options).step_ms
+def _at(costs: StepCosts, machine: Machine, batch: float, options: dict[str, Any]) -> tuple[float, float, float]:
+    """Returns the step at another batch, whose error has the same factor as the measured step at this one, and its interval."""
+    costs = machine.costs or costs
+    result = predicted(at_batch(costs, batch), machine, "none", options)
+    factor = machine.correction.factor
+    if machine.measured:
+        factor = machine.measured.step_ms / predicted(costs, machine, "none", options).step_ms
+    step_ms = result.step_ms * factor
+    return step_ms, *_interval(replace(machine, measured=None), result, step_ms)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from hotloop.advisor.chips import Chip
 from hotloop.advisor.coefficients import Coefficients
@@ -19,24 +19,54 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients that DistributedDataParallel sums at once."""
 
 
-def share_of(costs: StepCosts, gpus: int, way: Way, microbatches: int) -> StepCosts:
-    """Returns the costs of the part of one chip; for `stages`, those of one microbatch of one stage."""
-    if way not in WAYS:
-        raise HotloopError(f"parallel {way!r}", expected="one of " + ", ".join(WAYS))
-    if way == "none":
+@dataclass(frozen=True)
+class Split:
+    """How chips share a step: `tensor` x `data` x `stages` chips; those of one tensor group are neighbours.
+
+    Attributes:
+        tensor: chips that share each linear layer.
+        data: copies of the network, each with a part of the batch.
+        stages: chips in a row, each with a part of the layers.
+        is_sharded: whether parameters, gradients and optimizer state are divided over `data`.
+        pieces: microbatches that each copy computes in turn before the update.
+    """
+
+    tensor: int = 1
+    data: int = 1
+    stages: int = 1
+    is_sharded: bool = False
+    pieces: int = 1
+
+    @classmethod
+    def of(cls, way: Way, gpus: int, pieces: int | None) -> Self:
+        """Returns the split of one way alone; a pipeline has four pieces per chip by default."""
+        if way not in WAYS:
+            raise HotloopError(f"parallel {way!r}", expected="one of " + ", ".join(WAYS))
+        if way in ("data", "sharded"):
+            return cls(data=gpus, is_sharded=way == "sharded", pieces=pieces or 1)
+        if way == "stages":
+            return cls(stages=gpus, pieces=pieces or 4 * gpus)
+        return cls(tensor=gpus if way == "tensor" else 1, pieces=pieces or 1)
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.data * self.stages
+
+    @property
+    def rounds(self) -> int:
+        """Pieces that a chip computes or waits for: the first stage's pieces, and the bubble."""
+        return self.pieces + self.stages - 1
+
+
+def share_of(costs: StepCosts, split: Split) -> StepCosts:
+    """Returns the costs of one round of one chip: a piece of the batch, with its part of the update."""
+    if split == Split():
         return costs
-    if way in ("data", "sharded"):
-        scaled = at_batch(costs, costs.batch_size / gpus)
-        if way == "data":
-            return scaled
-        return replace(
-            scaled, operators=tuple(_divided(one, gpus) if one.phase == "update" else one for one in scaled.operators)
-        )
-    if way == "tensor":
-        return replace(costs, operators=tuple(_sharded(one, gpus) for one in costs.operators))
-    scaled = at_batch(costs, costs.batch_size / microbatches)
-    operators = tuple(_divided(one, gpus * (microbatches if one.phase == "update" else 1)) for one in scaled.operators)
-    return replace(scaled, operators=operators, module_calls=costs.module_calls // gpus)
+    piece = at_batch(costs, costs.batch_size / (split.data * split.pieces))
+    operators = (_sharded(one, split.tensor) if split.tensor > 1 else one for one in piece.operators)
+    parts = split.stages * split.rounds * (split.data if split.is_sharded else 1)
+    shares = tuple(_divided(one, parts) if one.phase == "update" else _of_stage(one, split.stages) for one in operators)
+    return replace(piece, operators=shares, module_calls=costs.module_calls // split.stages)
 
 
 def at_batch(costs: StepCosts, batch_size: float) -> StepCosts:
@@ -117,6 +147,11 @@ def _divided(operator: OperatorCost, parts: int) -> OperatorCost:
     )
 
 
+def _of_stage(operator: OperatorCost, stages: int) -> OperatorCost:
+    """Returns the calls in one stage; an operator with fewer calls than stages is in one stage, which all others wait for."""
+    return replace(operator, count=round(operator.count / stages)) if operator.count >= stages else operator
+
+
 def _sharded(operator: OperatorCost, gpus: int) -> OperatorCost:
     """Returns one chip's part of an operator whose linear layers are split: normalization stays whole."""
     if operator.kind == "normalization":
@@ -137,52 +172,63 @@ def _sharded(operator: OperatorCost, gpus: int) -> OperatorCost:
 
 def communication_s(
     costs: StepCosts,
-    gpus: int,
-    way: Way,
+    split: Split,
     chip: Chip,
     coefficients: Coefficients,
     network: Interconnect | None,
-    step_s: float,
+    round_s: float,
     precision: str,
-    microbatches: int,
 ) -> float:
-    """Returns seconds of communication that the step doesn't hide behind the backward pass."""
-    if gpus == 1 or way == "none":
-        return 0.0
-    if way == "data":
-        total = all_reduce_s(costs.gradient_bytes, gpus, chip, coefficients, network)
-        last = all_reduce_s(min(BUCKET_BYTES, costs.gradient_bytes), gpus, chip, coefficients, network)
-        return last + max(0.0, total - last - coefficients.communication["overlap"] * 0.6 * step_s)
-    if way == "sharded":
-        each = gather_s(costs.parameter_bytes, gpus, chip, coefficients, network)
-        return each * (1 - coefficients.communication["overlap"]) + max(0.0, 3 * each - 0.9 * step_s)
+    """Returns seconds of communication in a step that computation doesn't hide.
+
+    Args:
+        costs: of the whole step.
+        round_s: seconds of a chip's computation in one round.
+    """
     width = 2 if precision in ("fp16", "bf16") else 4
+    seconds = 0.0
+    own = split.tensor * split.stages
+    if split.data > 1 and split.is_sharded:
+        each = gather_s(costs.parameter_bytes / own, split.data, chip, coefficients, network, split.tensor)
+        moving, computing = 3 * each * split.pieces, round_s * split.rounds
+        hidden = min(moving, computing)
+        seconds += moving - hidden + coefficients.communication["unhidden"] * hidden
+    elif split.data > 1:
+        size = costs.gradient_bytes / own
+        total, last = (
+            all_reduce_s(one, split.data, chip, coefficients, network, split.tensor)
+            for one in (size, min(BUCKET_BYTES, size))
+        )
+        seconds += last + max(0.0, total - last - coefficients.communication["overlap"] * 0.6 * round_s)
     outputs = [
         one for one in costs.operators if one.kind == "linear" and one.phase == "forward" and len(one.shape) == 4
     ]
-    if way == "tensor":
-        size = sum(one.count for one in outputs) / 2
-        mean = sum(one.count * one.shape[1] * min(one.shape[2], one.shape[3]) for one in outputs) / max(1.0, 2 * size)
-        return 2 * size * all_reduce_s(mean * width, gpus, chip, coefficients, network)
-    largest = max((one.shape[1] * min(one.shape[2], one.shape[3]) for one in outputs), default=0)
-    return 2 * (microbatches + gpus - 2) * send_s(largest * width / microbatches, chip, coefficients)
+    sizes = [(one.count, one.shape[1] * min(one.shape[2], one.shape[3])) for one in outputs]
+    piece = width / (split.data * split.pieces)
+    if split.tensor > 1 and sizes:
+        count = sum(count for count, _ in sizes)
+        mean = sum(count * size for count, size in sizes) / count
+        each = all_reduce_s(mean * piece, split.tensor, chip, coefficients, network)
+        seconds += split.rounds * count / split.stages * each
+    if split.stages > 1:
+        largest = max((size for _, size in sizes), default=0)
+        seconds += 2 * (split.rounds - 1) * send_s(largest * piece, chip, coefficients)
+    return seconds
 
 
-def memory_of(costs: StepCosts, gpus: int, way: Way, width: float, microbatches: int) -> int:
+def memory_of(costs: StepCosts, split: Split, width: float) -> int:
     """Returns the peak bytes of tensors on each chip; activations have `width` times their bytes in the record."""
     fixed = costs.parameter_bytes + costs.gradient_bytes + costs.optimizer_bytes
     activations = max(costs.activation_peak_bytes, costs.peak_bytes - fixed - costs.buffer_bytes - costs.input_bytes)
-    copies = (1 - width) * costs.parameter_bytes  # weights cast to the precision of products
-    if way == "none":
-        return round(fixed + copies + costs.buffer_bytes + costs.input_bytes + activations * width)
-    moving = (costs.input_bytes + activations * width) / gpus
-    if way == "data":
-        return round(fixed + copies + costs.gradient_bytes + costs.buffer_bytes + moving)
-    if way == "sharded":
-        return round((fixed + copies) / gpus + 2 * _largest_weight(costs) + costs.buffer_bytes + moving)
-    if way == "tensor":
-        return round((fixed + copies) / gpus + costs.buffer_bytes + 1.3 * moving)
-    return round((fixed + copies) / gpus + costs.buffer_bytes + moving * min(1.0, gpus / microbatches) * 1.2)
+    fixed += (1 - width) * costs.parameter_bytes  # weights cast to the precision of products
+    own = split.tensor * split.stages
+    state = fixed / own / (split.data if split.is_sharded else 1)
+    if split.data > 1:
+        state += 2 * _largest_weight(costs) / split.tensor if split.is_sharded else costs.gradient_bytes / own
+    moving = (costs.input_bytes + activations * width) / (split.data * own)
+    moving *= min(1.0, split.stages / split.pieces)
+    moving *= (1.3 if split.tensor > 1 else 1.0) * (1.2 if split.stages > 1 else 1.0)
+    return round(state + costs.buffer_bytes + moving)
 
 
 def _largest_weight(costs: StepCosts) -> int:

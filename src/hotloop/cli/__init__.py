@@ -18,6 +18,7 @@ COMMANDS = (
     "devices",
     "advise",
     "train",
+    "run",
     "plan",
     "race",
     "check",
@@ -46,6 +47,7 @@ You write what to train as a Task in a Python file; hotloop decides how to run t
   hotloop advise task.py                        which hardware it needs: time, memory and cost elsewhere
   hotloop train task.py                         train the Task in task.py, into a new run folder
   hotloop train task.py --epochs 3 --run runs/first
+  hotloop run train.py -- --lr 0.1              run any PyTorch script, unmodified, faster where proven
   hotloop plan task.py                          how --plan auto would run it here, and why
   hotloop race task.py                          which plan finishes this run first
   hotloop check task.py                         does a plan give the same result as the baseline?

@@ -113,5 +113,5 @@ def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
         write_mistakes(found, files["mistakes"], folder.parent / SCRIPT)
     if found.regression is not None:
         files["residuals"] = folder / "residuals.html"
-        write_residuals(found, files["residuals"])
+        write_residuals(found, files["residuals"], folder.parent / SCRIPT)
     return files

@@ -32,14 +32,35 @@ def study(
     ] = None,
     space: Annotated[Path | None, typer.Option(help="A TOML file with the space; -p changes single names.")] = None,
     trials: Annotated[int | None, typer.Option(help="Number of trials.", show_default="20")] = None,
-    sampler: Annotated[str, typer.Option(help="tpe, cmaes, gp, grid or random, all of Optuna.")] = "tpe",
-    prune: Annotated[str, typer.Option(help="none, median, hyperband or halving, all of Optuna.")] = "none",
-    jobs: Annotated[int, typer.Option(help="Processes that train at the same time, without effect on the result.")] = 1,
+    sampler: Annotated[
+        str | None, typer.Option(help="tpe, cmaes, gp, grid or random, all of Optuna.", show_default="tpe")
+    ] = None,
+    prune: Annotated[
+        str | None, typer.Option(help="none, median, hyperband or halving, all of Optuna.", show_default="none")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Trials that train at the same time, without effect on the result.",
+            show_default="1, or the cores of Ray's cluster",
+        ),
+    ] = None,
+    jobs_on: Annotated[
+        str,
+        typer.Option(help="processes of this machine, or ray for the machines of a cluster that share the folder."),
+    ] = "processes",
     round_size: Annotated[
-        int, typer.Option("--round", help="Trials that are proposed together, from the results of earlier rounds.")
-    ] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the search; -p seed=... is the Task's.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Seeds for each trial, whose value is the mean.")] = 1,
+        int | None,
+        typer.Option(
+            "--round", help="Trials that are proposed together, from the results of earlier rounds.", show_default="8"
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the search; -p seed=... is the Task's.", show_default="0")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Seeds for each trial, whose value is the mean.", show_default="1")
+    ] = None,
     require: Annotated[
         list[str] | None, typer.Option(help="A limit such as 'memory < 4GB' or 'step_ms < 5'; repeatable.")
     ] = None,
@@ -54,9 +75,12 @@ def study(
         ),
     ] = None,
     pack: Annotated[
-        str,
-        typer.Option(help="none, auto or a number: so many trials of one shape train together in one program."),
-    ] = "none",
+        str | None,
+        typer.Option(
+            help="none, auto or a number: so many trials of one shape train together in one program.",
+            show_default="none",
+        ),
+    ] = None,
     settings: SetOption = None,
     device: DeviceOption = None,
     folder: Annotated[
@@ -98,8 +122,8 @@ def study(
     """
     if (task is None) == (resume is None):
         raise typer.BadParameter("give either a Task, or --resume with a study's folder")
-    if resume is not None and (param or space or folder):
-        raise typer.BadParameter("-p, --space and --study are for a new study; --resume keeps those of the study")
+    if resume is not None and folder is not None:
+        raise typer.BadParameter("--study is for a new study; --resume names the folder of an existing study")
     if continued is not None and resume is None:
         raise typer.BadParameter("--continue is for a trial of a study: give it with --resume")
     if trust and resume is None:
@@ -117,16 +141,16 @@ def study(
     from hotloop.report.study import study_lines, study_table
 
     options = studies.StudyOptions(
-        trials, sampler, prune, round_size, jobs, seed, repeats, require or [], time_limit, plan, axes, pack
+        trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on, pack
     )
+    given = {**(read_space(space) if space else {}), **parse_options(param or [])}
     with stdout_for(as_json):
         if resume is not None and continued is not None:
             result = studies.continue_trial(resume, continued, None, say, trust=trust)
         elif resume is not None:
-            result = studies.resume_study(resume, options, None, say, trust=trust)
+            result = studies.resume_study(resume, given, options, None, say, trust=trust)
         else:
             assert task is not None
-            given = {**(read_space(space) if space else {}), **parse_options(param or [])}
             result = studies.start_study(studies.TaskSource.from_value(task), given, options, folder, say)
     print_result(as_json, result.model_dump(), lambda: study_table(result))
     for line in [] if as_json else study_lines(result):
@@ -134,19 +158,19 @@ def study(
 
 
 def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json: bool) -> None:
-    from hotloop.core.files.source_files import file_of_reference, split_reference
+    from hotloop.core.files.source_files import split_reference
     from hotloop.core.records.study import LearningRateRange
     from hotloop.hyperparameters.space import parse_options
 
-    file_of_reference(split_reference(task)[0])
     space = parse_options(param)
 
     from hotloop.hyperparameters.finders.find import find
+    from hotloop.hyperparameters.study_options import TaskSource
     from hotloop.report.learning_rate import learning_rate_lines
 
     page = Path(f"{Path(split_reference(task)[0]).stem}-lr.html")
     with stdout_for(as_json):
-        found = find(what, task, space, axes, page, say)
+        found = find(what, TaskSource.from_value(task), space, axes, page, say)
     if as_json:
         print_json(found.model_dump())
     elif isinstance(found, LearningRateRange):

@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hotloop.plan import Plan
     from hotloop.report.progress import TrainingDisplay
     from hotloop.task_file import LoadedTask
+    from hotloop.tuning.run_context import RunContext
 
 from hotloop.cli.options import (
     JsonOption,
@@ -210,7 +211,7 @@ def train(
                     until = began + check_options(known_task, stop_after, checkpoint_every or "auto")
                     if run is not None:
                         Run.check_new(run)
-                    if (found := _find_plan(loaded, axes, overrides, until, display)) is not None:
+                    if (found := _find_plan(loaded, context, until, display)) is not None:
                         context = replace(context, plan=found, axes={})
                 handle, ended = api.start_run(replace(context, loaded=loaded), run, began)
         finally:
@@ -250,9 +251,7 @@ def _has_single_process_plan(run: Path) -> bool:
     return own.is_file() and Plan.read(own).parallel == "none"
 
 
-def _find_plan(
-    loaded: LoadedTask, axes: dict[str, Any], overrides: dict[str, Any], until: float, display: TrainingDisplay
-) -> Plan | None:
+def _find_plan(loaded: LoadedTask, context: RunContext, until: float, display: TrainingDisplay) -> Plan | None:
     """Returns the stored plan for this Task, or the result of a search; None leaves the choice to the rules."""
     from hotloop.core.plan_request import PlanRequest
     from hotloop.report.race import race_progress_bar
@@ -261,11 +260,12 @@ def _find_plan(
     with race_progress_bar(console) as progress:
         plan, reason = tuning_tune.cached_or_tuned_plan(
             loaded,
-            PlanRequest.from_value("auto", axes),
-            overrides=overrides,
+            PlanRequest.from_value("auto", context.axes),
+            overrides=context.overrides,
             say=display.say,
             progress=progress,
             until=until,
+            searches=context.plan_searches,
         )
     display.say(reason)
     return plan

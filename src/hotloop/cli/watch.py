@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hotloop.cli.options import JsonOption, exit_on_error, print_json, say
+
+_NICENESS = 10
+"""Added to the priority of a training's own page, so that the training's threads go first."""
 
 
 @exit_on_error
@@ -23,6 +27,13 @@ def watch(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port.", show_default="a free one")] = 0,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    idle: Annotated[
+        str,
+        typer.Option(
+            envvar="HOTLOOP_WATCH_IDLE",
+            help="End after this time without a training and an open page, such as 60s or 12h.",
+        ),
+    ] = "60s",
     listener: Annotated[int | None, typer.Option(hidden=True)] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -35,13 +46,17 @@ def watch(
     The printed address has a token, and other addresses are refused. The page only reads run folders. The page ends by
     Ctrl-C, or when no run trains and no page is open for 60 s.
     """
+    from hotloop.core.format import parse_seconds
     from hotloop.report.live_server import LiveServer, listen, new_token, page_address
     from hotloop.report.run_list import check_folder
 
+    idle_s = parse_seconds(idle, "idle")
     check_folder(folder)
     if listener is not None:  # of `hotloop train --watch`, which printed the address
+        with suppress(OSError):
+            os.nice(_NICENESS)
         token = os.environ["HOTLOOP_WATCH_TOKEN"]
-        LiveServer(socket.socket(fileno=listener), token, folder).serve()
+        LiveServer(socket.socket(fileno=listener), token, folder, idle_s).serve()
         return
     opened, token = listen(host, port), new_token()
     address = page_address(opened, token)
@@ -51,5 +66,5 @@ def watch(
         say(f"watching {folder}: {address}")
     if open_page:
         webbrowser.open(address)
-    LiveServer(opened, token, folder).serve()
+    LiveServer(opened, token, folder, idle_s).serve()
     say("no run trains and no page is open: ended")

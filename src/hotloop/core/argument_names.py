@@ -33,10 +33,16 @@ _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--try\b", "try_remedies=True"),
     (r"--without-prepare\b", "prepare=False"),
     (r"--(trust|refresh)\b", r"\1=True"),
+    (r"--(trials|jobs|repeats|seed) (-?\d+)", r"\1=\2"),
+    (r"--round (-?\d+)", r"round_size=\1"),
+    (r"--sampler (\w+)", r"sampler='\1'"),
+    (r"--prune (\w+)", r"pruner='\1'"),
     (r"--prune\b", "pruner="),
     (r"--round\b", "round_size="),
     (r"--study\b", "folder="),
     (r"--require\b", "constraints="),
+    (r"--continue (-?\d+)", r"continue_trial(\1)"),
+    (r"--jobs-on (\w+)", r"jobs_on='\1'"),
 ]
 _NAMES = "trials|sampler|jobs|repeats|seed|chips|gpus|batch-sizes|deadline|budget|prices|precision|carbon|rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,16 +39,73 @@ def dataset_summary(dataset: Any) -> tuple[Any, ...]:
     Two summaries differ if a number, text, tensor or array among these objects was changed or replaced. Objects beyond
     the size limits are skipped, and large arrays are compared at sampled elements.
     """
-    summary, visited, waiting = list[Any](), set[int](), deque([dataset])
-    while waiting and len(summary) < _MAX_OBJECTS:
-        value = waiting.popleft()
+    summary = list[Any]()
+    for value in reachable_values(dataset):
         if isinstance(value, _PLAIN):
             summary.append(repr(value) if isinstance(value, float | complex) else value)
+        else:
+            summary.append(_object_summary(value))
+    return tuple(summary)
+
+
+def reachable_values(dataset: Any) -> Iterator[Any]:
+    """Yields what a data set refers to, within the size limits; each object once, plain values each time."""
+    visited, waiting, count = set[int](), deque([dataset]), 0
+    while waiting and count < _MAX_OBJECTS:
+        value = waiting.popleft()
+        if isinstance(value, _PLAIN):
+            count += 1
+            yield value
         elif id(value) not in visited:
             visited.add(id(value))
-            summary.append(_object_summary(value))
+            count += 1
+            yield value
             waiting.extend(_referenced_objects(value))
-    return tuple(summary)
+
+
+def unchecked_part(dataset: Any) -> str:
+    """Returns the first part whose changes `dataset_summary` may miss, such as `a list of 50,000 items`; else ""."""
+    for count, value in enumerate(reachable_values(dataset), 1):
+        if count == _MAX_OBJECTS:
+            return f"more than {_MAX_OBJECTS:,} objects"
+        if isinstance(value, list | tuple | set | frozenset | Mapping) and len(value) > _MAX_ITEMS:
+            return f"a {type(value).__name__} of {len(value):,} items"
+        if isinstance(value, np.ndarray) and (value.dtype.hasobject or value.nbytes > _MAX_BYTES):
+            return f"an array of shape {'x'.join(map(str, value.shape))}"
+    return ""
+
+
+_SAMPLE_METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
+"""Methods of a data set and its transforms that make a sample."""
+
+
+def names_in_sample_code(dataset: Any) -> set[str]:
+    """Returns the names in the user's functions that make a sample, as far as the code shows them."""
+    values = list(reachable_values(dataset))
+    methods = {id(part) for value in values if isinstance(value, type) for part in vars(value).values()}
+    names, done = set[str](), set[int]()
+    for value in values:
+        owner = type(value)
+        if isinstance(value, FunctionType):
+            waiting: list[Any] = [] if id(value) in methods else [value]
+        else:
+            waiting = [getattr(owner, name, None) for name in _SAMPLE_METHODS]
+        while waiting:
+            function = waiting.pop()
+            if not isinstance(function, FunctionType) or _is_library_object(function) or id(function) in done:
+                continue
+            done.add(id(function))
+            found = set(_names_in_code(function.__code__))
+            names |= found
+            waiting += [getattr(owner, name, None) or function.__globals__.get(name) for name in found]
+    return names
+
+
+def _names_in_code(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names_in_code(const)
 
 
 def _object_summary(value: Any) -> tuple[Any, ...]:

@@ -10,9 +10,10 @@ import torch
 
 from hotloop.advisor.chips import Chip, find_chip
 from hotloop.advisor.estimate import Host, estimate
-from hotloop.advisor.machines import Advice, Machine, MachineRow, advise, crossing_batches
+from hotloop.advisor.machines import Advice, Machine, MachineRow, advise
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import Price, shipped_prices
+from hotloop.advisor.speedup import crossing_batches
 from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.core.records.advice import (
     Correction,
@@ -27,6 +28,7 @@ from hotloop.core.records.training import SourceRecord
 from hotloop.core.reporter import Progress, Report
 from hotloop.errors import HotloopError
 from hotloop.hardware_advice.ledger import correction, load_predictions, prediction_key, store_prediction
+from hotloop.hardware_advice.rates_cache import cpu_rates_here
 from hotloop.hardware_advice.this_machine import machines_here, measure_step
 from hotloop.plan import Plan
 from hotloop.profiler.step_costs.trace import trace_step
@@ -45,6 +47,8 @@ _GROUP_SIZES = (2, 4, 8, 16, 32, 64)
 _MEASURABLE_S = 15.0
 """Seconds that measuring this machine's step may take, by its prediction."""
 _MEASURED_STEPS = 6
+
+_TOO_LARGE = "the step takes more memory than is free"
 
 _MEMORY_SHARE = 0.6
 """Share of the free memory that a measured step may take."""
@@ -112,6 +116,7 @@ class Subject:
         name: of the Task, or the script.
         costs: of a step by batch size; the first is that of the stage.
         steps: of the whole run by batch size.
+        cpu_costs: of a step on this machine's CPU by batch size, where that step isn't measured.
         measured: by batch size and device of this machine.
         loading_s: of a batch by batch size.
         source: of the Task; None without a file.
@@ -121,6 +126,7 @@ class Subject:
     costs: Mapping[int, StepCosts]
     steps: Mapping[int, int]
     epochs: int
+    cpu_costs: Mapping[int, StepCosts] = field(default_factory=dict)
     measured: Mapping[tuple[int, str], MeasuredStep] = field(default_factory=dict)
     loading_s: Mapping[int, float] = field(default_factory=dict)
     source: SourceRecord | None = None
@@ -142,12 +148,12 @@ def advise_task(
     request.machines()  # reports an unknown chip before anything runs
     here = request_machines_here(request, progress)
     task, notes = loaded.task, []
-    own, batches = task.roles.batch_size, task.roles.batches
+    own_size, batches = task.roles.batch_size, task.roles.batches
     if batches is None:
         notes.append(f"the length of the data is unknown: an epoch is taken as {_UNKNOWN_BATCHES:,} batches")
-    rows = (batches or _UNKNOWN_BATCHES) * own
-    sizes = _sizes(own, request.batch_sizes)
-    costs, measured, loading = {}, {}, {}
+    rows = (batches or _UNKNOWN_BATCHES) * own_size
+    sizes = _sizes(own_size, request.batch_sizes)
+    costs, own, measured, loading = {}, {}, {}, {}
     for number, size in enumerate(sizes):
         progress(f"tracing a step of batch {size:,}", (2 * number + 1) / (2 * len(sizes) + 1))
         try:
@@ -169,9 +175,15 @@ def advise_task(
                 except HotloopError as error:
                     reason = error.given
             notes.append(f"the step of batch {size:,} on {machine.title} is predicted, not measured: {reason}")
+            if device == "cpu" and reason != _TOO_LARGE:
+                own[size] = trace_step(sized, plan=request.plan, batch_size=size, device="cpu")
+    if own:
+        rates, remarks = cpu_rates_here(lambda name: progress(f"measuring this CPU's operators: {name}", 0.9))
+        here["cpu"], notes = replace(here["cpu"], cpu_rates=rates), notes + remarks
     subject = Subject(
         name=task.name,
         costs=costs,
+        cpu_costs=own,
         steps={size: task.epochs * math.ceil(rows / size) for size in sizes},
         epochs=task.epochs,
         measured=measured,
@@ -198,7 +210,7 @@ def _sizes(own: int, wanted: Sequence[int]) -> list[int]:
 def _why_not_measured(costs: StepCosts, machine: Machine, device: str, request: AdviceRequest) -> str:
     """Returns why a step isn't measured here; empty if it is."""
     if costs.peak_bytes > _MEMORY_SHARE * free_memory_bytes(torch.device(device)):
-        return "the step takes more memory than is free"
+        return _TOO_LARGE
     if request.plan.parallel != "none":
         return f"the plan's parallel={request.plan.parallel} needs several processes"
     step_s = estimate(costs, machine.chip, request.precision, request.plan).step_ms / 1e3
@@ -232,6 +244,7 @@ def advise_subject(
         stage=advice.stage,
         reason=advice.reason,
         pays_from=advice.pays_from,
+        pays_surely_from=advice.pays_surely_from,
         pays=advice.pays_sentence,
         batch_size=first,
         steps=subject.steps[first],
@@ -265,7 +278,14 @@ def _advise(
     subject: Subject, size: int, here: Mapping[str, Machine], others: Iterable[Machine], prices: Mapping[str, Price],
     predictions: Sequence[Prediction], request: AdviceRequest,
 ) -> tuple[list[Machine], Advice]:  # fmt: skip
-    own = [replace(machine, measured=subject.measured.get((size, name))) for name, machine in here.items()]
+    own = [
+        replace(
+            machine,
+            measured=subject.measured.get((size, name)),
+            costs=subject.cpu_costs.get(size) if name == "cpu" else None,
+        )
+        for name, machine in here.items()
+    ]
     machines = [replace(one, correction=correction(predictions, one.chip.name)) for one in [*own, *others]]
     return machines, _compare(subject, size, machines, prices, request)
 

@@ -26,6 +26,9 @@ _IMPORTANCE_TRIALS = 4
 
 _IMPORTANCE_SEED = 0
 
+CHANGES = "inexact"
+"""The attribute of Optuna's study with the versions that have changed since the start."""
+
 
 def study_result(folder: StudyFolder, ended: str) -> StudyResult:
     """Returns the result from the study's folder."""
@@ -90,7 +93,8 @@ def inexact_reasons(folder: StudyFolder, trials: list[TrialRecord]) -> list[str]
     if study.plan == "auto":
         reasons.append("--plan auto chooses plans by measured times: the result is exact in this folder alone")
     runs = [folder.progress(one.number, repeat) for one in trials for repeat in range(study.repeats)]
-    return [*reasons, *dict.fromkeys(reason for run in runs for reason in run.inexact)]
+    changes = folder.optuna.user_attrs.get(CHANGES, [])
+    return list(dict.fromkeys([*reasons, *changes, *(reason for run in runs for reason in run.inexact)]))
 
 
 def importance(study: optuna.Study) -> dict[str, float]:

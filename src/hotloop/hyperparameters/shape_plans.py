@@ -29,7 +29,9 @@ def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan) -> Plan:
     """
     path = folder / f"{shape_key(loaded.task, base)}.toml"
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # trials of the same shape wait for the plan
+    if path.is_file():
+        return Plan.read(path)
+    with FileLock(folder / "search.lock"):  # one search at a time: two would change each other's times
         if not path.is_file():
             print(f"finding the plan for {path.stem}", flush=True)
             plan, reason = cached_or_tuned_plan(loaded, PlanRequest(base, is_auto=True))

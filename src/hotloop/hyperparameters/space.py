@@ -225,6 +225,24 @@ def check_names(space: Space, arguments: Sequence[str], kinds: Mapping[str, str]
     return {name: _with_kind(name, parameter, kinds) for name, parameter in ordered.items()}
 
 
+def check_same_space(given: Space, own: Space) -> None:
+    """Raises StudyError if a space differs from that of a study."""
+    for name in [*given, *own]:
+        one, other = given.get(name), own.get(name)
+        if one is None or other is None or _form(one, other.is_int) != _form(other, other.is_int):
+            has, wanted = (parameter.place if parameter else f"no {name!r}" for parameter in (one, other))
+            raise StudyError(
+                f"{has}, and the study has {wanted}",
+                expected="the space of the study",
+                fix="leave the space out, or start a new study",
+            )
+
+
+def _form(parameter: ParameterRecord, is_int: bool) -> dict[str, Any]:
+    """Returns what a study samples from; `int` parameters have whole numbers without `:int`."""
+    return parameter.model_dump(exclude={"place", "is_int"}) | {"is_int": parameter.is_int or is_int}
+
+
 def _check_task_field(name: str, parameter: ParameterRecord) -> None:
     least = 0 if name == "seed" else 1
     values = parameter.choices or [parameter.low, parameter.high]

@@ -5,26 +5,27 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.source_files import split_reference
 from hotloop.core.files.trust import require_trust, store_trust
-from hotloop.core.hardware.versions import result_versions
-from hotloop.core.plan_request import ARRAYS, AUTO, BASELINE, PlanRequest
+from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.study import StudyRecord, StudyResult, TrialRecord
 from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
 from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters import samplers
-from hotloop.hyperparameters.results import link_winner, study_result
-from hotloop.hyperparameters.space import Space, check_names, first_values, largest, parse_space
+from hotloop.hyperparameters.ray.ray_trials import RayTrials
+from hotloop.hyperparameters.results import CHANGES, link_winner, study_result
+from hotloop.hyperparameters.space import Space, check_names, check_same_space, largest, parse_space
 from hotloop.hyperparameters.study_folder import StudyFolder, unused_folder
-from hotloop.hyperparameters.study_options import DEFAULT_ROUND, StudyOptions, TaskSource
-from hotloop.hyperparameters.trial_processes import TrialProcesses
+from hotloop.hyperparameters.study_options import PLAN_FILE, RAY, StudyOptions, TaskSource
+from hotloop.hyperparameters.trial import study_versions, version_changes
+from hotloop.hyperparameters.trial_processes import TrialProcesses, Workers
 from hotloop.hyperparameters.trial_rounds import FINISHED, Rounds
 from hotloop.plan import Plan
 from hotloop.report.study import study_lines, study_table, write_study
@@ -36,8 +37,6 @@ _ATTEMPTS = 3
 """Times that the Task is loaded, if the system kills its process."""
 
 DEFAULT_TRIALS = 20
-_PLAN_FILE = "plan.toml"
-_RULES = "rules"
 
 
 def start_study(source: TaskSource, space: Space, options: StudyOptions, path: Path | None, say: Report) -> StudyResult:
@@ -69,15 +68,13 @@ def start_study(source: TaskSource, space: Space, options: StudyOptions, path: P
 def _create(
     source: TaskSource, space: Space, options: StudyOptions, path: Path, processes: TrialProcesses
 ) -> StudyFolder:
-    fixed = [name for name, parameter in space.items() if parameter.is_fixed]
     found = processes.run(
         "hotloop.hyperparameters.trial:describe",
         "task.txt",
         attempts=_ATTEMPTS,
         reference=source.reference,
         make_task=source.make_task,
-        values=first_values(space),
-        fixed=fixed,
+        space=space,
     )
     if isinstance(found, HotloopError):
         raise found
@@ -92,48 +89,43 @@ def _create(
         source=found.source,
         space=space,
         arguments=found.arguments,
-        sampler=options.sampler,
-        pruner=options.pruner,
-        seed=options.seed,
-        round_size=options.round_size,
-        repeats=options.repeats,
-        plan=_plan_name(options),
+        **options.settings,
+        plan=options.plan_name,
         axes=dict(options.axes),
-        constraints=list(options.constraints),
         figure=found.figure,
         is_minimized=found.is_minimized,
         epochs=epochs,
-        rungs=samplers.rungs(options.pruner, epochs),
+        rungs=samplers.rungs(options.settings["pruner"], epochs),
         task_epochs=found.epochs,
         task_seed=found.seed,
-        pack=options.pack_size,
-        versions=result_versions(),
+        versions=study_versions(),
     )
     samplers.check_settings(record)
-    if record.plan == _PLAN_FILE:
-        write_atomic(path / _PLAN_FILE, PlanRequest.from_value(options.plan).plan.to_toml())
+    if record.plan == PLAN_FILE:
+        write_atomic(path / PLAN_FILE, PlanRequest.from_value(options.plan).plan.to_toml())
     if record.source is not None:
         store_trust(record, path)
     return StudyFolder.create(path, record, found.files)
 
 
-def _plan_name(options: StudyOptions) -> str:
-    if options.plan is None:
-        return _RULES
-    return str(options.plan) if options.plan in (AUTO, BASELINE, ARRAYS) else _PLAN_FILE
-
-
 def resume_study(
-    path: Path, options: StudyOptions, make_task: bytes | None, say: Report, *, trust: bool = False
+    path: Path, space: Space, options: StudyOptions, make_task: bytes | None, say: Report, *, trust: bool = False
 ) -> StudyResult:
     """Goes on with a study where it was stopped or killed; `options` change the number of trials, jobs and the time.
 
     Args:
+        space: the study's space, or an empty space.
         make_task: the function of a study from Python.
         trust: execute the source in the folder, also of a study that somebody else started.
+
+    Raises:
+        StudyError: the space or a setting isn't the study's, or the folder can't be used.
     """
     options.check()
     folder = _open(path, make_task, say, trust)
+    options.check_same(folder.record, path)
+    if space:
+        check_same_space(space, folder.record.space)
     with TrialProcesses(path / "logs") as processes:
         return _run(folder, processes, make_task, options, options.until, say)
 
@@ -184,21 +176,35 @@ def _run(
 ) -> StudyResult:
     with _locked(folder), samplers.silence_optuna():
         study = folder.optuna
+        if changes := version_changes(folder.record.versions):
+            study.set_user_attr(CHANGES, list(dict.fromkeys([*study.user_attrs.get(CHANGES, []), *changes])))
         trials = options.trials or study.user_attrs.get(_TRIALS, DEFAULT_TRIALS)
         if (limit := samplers.trial_limit(folder.record)) is not None and trials > limit:
             say(f"the grid has {limit} points, so the study has {limit} trials")
             trials = limit
         study.set_user_attr(_TRIALS, trials)
-        if options.jobs > (at_once := folder.record.round_size * folder.record.repeats):
-            say(f"of {options.jobs} jobs {at_once} work at the same time: a round has {at_once} runs (--round)")
         try:
-            ended = Rounds(folder, processes, make_task, options.jobs, say).run(trials, until)
+            with _workers(folder, processes, options) as (workers, jobs):
+                if options.jobs and jobs > (at_once := folder.record.round_size * folder.record.repeats):
+                    say(f"of {jobs} jobs {at_once} work at the same time: a round has {at_once} runs (--round)")
+                ended = Rounds(folder, workers, make_task, jobs, say).run(trials, until)
         except KeyboardInterrupt:
             say(f"saved; go on with: hotloop study --resume {folder.path}")
             raise
         if ended != FINISHED:
             say(f"stopped ({ended}), saved; go on with: hotloop study --resume {folder.path}")
         return _report(folder, ended)
+
+
+@contextmanager
+def _workers(folder: StudyFolder, processes: TrialProcesses, options: StudyOptions) -> Iterator[tuple[Workers, int]]:
+    """Yields what runs the trials, and how many at the same time."""
+    if options.jobs_on != RAY:
+        yield processes, options.jobs or 1
+        return
+    has_gpu = str(folder.record.axes.get("device", "cpu")).startswith("cuda")
+    with RayTrials(processes.log, options.jobs, has_gpu) as workers:
+        yield workers, options.jobs or workers.cores
 
 
 def _report(folder: StudyFolder, ended: str) -> StudyResult:
@@ -266,17 +272,18 @@ def study(
     folder: str | Path | None = None,
     resume: str | Path | None = None,
     trials: int | None = None,
-    sampler: str = "tpe",
-    pruner: str = "none",
-    round_size: int = DEFAULT_ROUND,
-    jobs: int = 1,
-    seed: int = 0,
-    repeats: int = 1,
-    constraints: Sequence[str] = (),
+    sampler: str | None = None,
+    pruner: str | None = None,
+    round_size: int | None = None,
+    jobs: int | None = None,
+    jobs_on: str = "processes",
+    seed: int | None = None,
+    repeats: int | None = None,
+    constraints: Sequence[str] | None = None,
     time_limit: str | None = None,
     plan: Plan | str | Path | None = None,
     device: str | None = None,
-    pack: str | int = "none",
+    pack: str | int | None = None,
     progress: bool = True,
 ) -> Study:
     """Searches the hyper-parameters with the best monitored figure; the same seed gives the same trials and winner.
@@ -288,19 +295,22 @@ def study(
         space: name -> `"1e-4..1e-1:log"`, `"16..256:int"`, a list of values, a value, or a table with `when`. The names
             are arguments of `make_task`, or `batch_size`, `epochs` and `seed` of the Task.
         folder: a new folder; default `studies/<name>-<date>-<time>`.
-        resume: the folder of a study to go on with; `trials` is then the new total.
+        resume: the folder of a study to go on with; `trials` is then the new total, and settings that change the
+            result must be those of the study, or left out.
         trials: number of trials; default 20.
-        sampler: `tpe`, `cmaes`, `gp`, `grid` or `random`, all of Optuna.
-        pruner: `none`, `median`, `hyperband` or `halving`, all of Optuna.
-        round_size: trials that are proposed together; part of the study, unlike `jobs`.
-        jobs: processes that train at the same time.
-        repeats: seeds for each trial, whose value is the mean.
+        sampler: `tpe` (default), `cmaes`, `gp`, `grid` or `random`, all of Optuna.
+        pruner: `none` (default), `median`, `hyperband` or `halving`, all of Optuna.
+        round_size: trials that are proposed together; part of the study, unlike `jobs`; default 8.
+        jobs: trials that train at the same time; default 1, or the cores of Ray's cluster.
+        jobs_on: `processes` of this machine, or `ray` for the machines of a Ray cluster, which share the study's folder.
+        seed: of the search; default 0.
+        repeats: seeds for each trial, whose value is the mean; default 1.
         constraints: limits such as `memory < 4GB` and `step_ms < 5`; the result is then not exact.
         time_limit: a time such as `1h`, after which no further round begins.
         plan: as in `fit`; `auto` finds the fastest proven plan once for each shape of network. Default: the rules' plan.
         device: overrides the plan's.
         pack: `auto` or a number from 2: so many trials of one shape train together in one program, each proven to
-            compute what the trial computes alone.
+            compute what the trial computes alone; default `none`.
         progress: print a line for each trial, and the table.
 
     Raises:
@@ -314,11 +324,11 @@ def study(
 
     options = StudyOptions(
         trials, sampler, pruner, round_size, jobs, seed, repeats, constraints, time_limit, plan,
-        {} if device is None else {"device": device}, pack,
+        {} if device is None else {"device": device}, jobs_on, pack,
     )  # fmt: skip
     source = TaskSource.from_value(make_task)
     if resume is not None:
-        result = resume_study(Path(resume), options, source.make_task, say)
+        result = resume_study(Path(resume), parse_space(space or {}), options, source.make_task, say)
     else:
         place = None if folder is None else Path(folder)
         result = start_study(source, parse_space(space or {}), options, place, say)

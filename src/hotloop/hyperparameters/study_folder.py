@@ -58,7 +58,7 @@ class StudyFolder:
                     fix=f"go on by `hotloop study --resume {path}`, or choose another with --study",
                 )
             others = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-            if others - {"source", "logs", ".lock"} or (path.exists() and not path.is_dir()):
+            if others - {"source", "logs", ".lock", "plan.toml"} or (path.exists() and not path.is_dir()):
                 raise StudyError(f"{path} exists and is no study", expected="a new folder", fix="choose another")
 
     @classmethod
@@ -121,8 +121,10 @@ class StudyFolder:
 
     def store_progress(self, progress: TrialProgress) -> None:
         before = self.progress(progress.number, progress.repeat)
-        pack = {name: getattr(progress, name) or getattr(before, name) for name in ("packed", "proof", "alone")}
-        total = progress.model_copy(update=pack | {"seconds": before.seconds + progress.seconds})
+        kept = {name: getattr(progress, name) or getattr(before, name) for name in ("packed", "proof", "alone")}
+        inexact = list(dict.fromkeys([*before.inexact, *progress.inexact]))
+        seconds = before.seconds + progress.seconds
+        total = progress.model_copy(update={**kept, "seconds": seconds, "inexact": inexact})
         write_atomic(self._progress_path(progress.number, progress.repeat), total.model_dump_json())
 
     def _progress_path(self, number: int, repeat: int) -> Path:

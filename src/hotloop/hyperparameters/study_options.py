@@ -12,13 +12,49 @@ from typing import Any
 
 from hotloop.core.files.source_files import file_of_reference, split_reference
 from hotloop.core.format import parse_seconds
-from hotloop.core.plan_request import BASELINE, PlanRequest
+from hotloop.core.plan_request import ARRAYS, AUTO, BASELINE, PlanRequest
+from hotloop.core.records.study import StudyRecord
+from hotloop.distributed.ray.cluster import check_installed
 from hotloop.errors import StudyError, type_name
 from hotloop.hyperparameters import samplers
+from hotloop.hyperparameters.trial import RULES
 from hotloop.hyperparameters.trial_values import check_constraints
 from hotloop.plan import Plan
 
-DEFAULT_ROUND = 8
+PLAN_FILE = "plan.toml"
+
+PROCESSES, RAY = JOBS_ON = ("processes", "ray")
+
+_DEFAULTS: dict[str, Any] = {
+    "sampler": "tpe",
+    "pruner": "none",
+    "round_size": 8,
+    "seed": 0,
+    "repeats": 1,
+    "constraints": [],
+    "pack": 0,
+}
+_OPTIONS = dict(
+    sampler="--sampler",
+    pruner="--prune",
+    round_size="--round",
+    seed="--seed",
+    repeats="--repeats",
+    constraints="--require",
+)
+
+
+def _as_words(value: Any) -> str:
+    return ", ".join(value) or "none" if isinstance(value, list | tuple) else str(value)
+
+
+def _other_setting_error(given: str, own: str) -> StudyError:
+    return StudyError(
+        f"{given}, and the study has {own}",
+        expected="the study's own value",
+        fix="leave the option out, or start a new study",
+    )
+
 
 _UNPACKED_AXES = ("engine", "compile", "graphs", "layout", "accumulation", "parallel", "precision")
 """Axes of a plan that a packed step lacks."""
@@ -31,49 +67,66 @@ _AUTO_PACK = 8
 class StudyOptions:
     """How to search.
 
+    None stands for the default of a new study, and for the study's own value when an existing study goes on.
+
     Attributes:
-        trials: number of trials; None for 20, or those of the study to go on with.
+        trials: number of trials.
         sampler: `tpe`, `cmaes`, `gp`, `grid` or `random`.
         pruner: `none`, `median`, `hyperband` or `halving`.
         round_size: trials that are proposed together from the results of earlier rounds; at least `jobs` uses all jobs.
-        jobs: processes that train at the same time, without effect on the result.
+        jobs: trials that train at the same time, without effect on the result; None for 1, or the cores of Ray's cluster.
+        jobs_on: `processes` of this machine, or `ray` for Ray's machines.
         repeats: seeds for each trial; the value is the mean.
         constraints: limits such as `memory < 4GB` and `step_ms < 5`.
         time_limit: a time such as `1h`, after which no further round begins.
         plan: `auto`, `baseline`, `arrays`, a TOML file or a Plan; None for the rules' plan.
         axes: plan axes that are set.
-        pack: `none`, `auto`, or the largest number of trials that train together in one program.
+        pack: `none` (default), `auto`, or the largest number of trials that train together in one program.
     """
 
     trials: int | None = None
-    sampler: str = "tpe"
-    pruner: str = "none"
-    round_size: int = DEFAULT_ROUND
-    jobs: int = 1
-    seed: int = 0
-    repeats: int = 1
-    constraints: Sequence[str] = ()
+    sampler: str | None = None
+    pruner: str | None = None
+    round_size: int | None = None
+    jobs: int | None = None
+    seed: int | None = None
+    repeats: int | None = None
+    constraints: Sequence[str] | None = None
     time_limit: str | None = None
     plan: Plan | str | Path | None = None
     axes: Mapping[str, Any] = field(default_factory=dict)
-    pack: str | int = "none"
+    jobs_on: str = PROCESSES
+    pack: str | int | None = None
 
     def check(self) -> None:
         """Raises HotloopError if an option has no such value."""
-        samplers.check_name("--sampler", self.sampler, samplers.SAMPLERS)
-        samplers.check_name("--prune", self.pruner, samplers.PRUNERS)
-        check_constraints(self.constraints)
+        samplers.check_name("--sampler", self.settings["sampler"], samplers.SAMPLERS)
+        samplers.check_name("--prune", self.settings["pruner"], samplers.PRUNERS)
+        samplers.check_name("--jobs-on", self.jobs_on, JOBS_ON)
+        if self.jobs_on == RAY:
+            check_installed("--jobs-on ray", "--jobs-on processes")
+        check_constraints(self.constraints or ())
         numbers = {"--trials": self.trials, "--round": self.round_size, "--jobs": self.jobs, "--repeats": self.repeats}
         for option, number in numbers.items():
             if number is not None and number < 1:
                 raise StudyError(f"{option} {number}", expected="1 or more")
-        if self.seed < 0:
+        if self.seed is not None and self.seed < 0:
             raise StudyError(f"--seed {self.seed}", expected="0 or more")
         if self.time_limit is not None:
             parse_seconds(self.time_limit, "time-limit")
         PlanRequest.from_value(self.plan, self.axes)
+        self._check_pack(self.pack_size or 0)
+
+    def _check_pack(self, size: int) -> None:
+        """Raises StudyError if packs of a size exclude another option."""
+        if size and self.jobs_on == RAY:
+            raise StudyError(
+                f"--jobs-on ray for a study with --pack {self.pack or size}",
+                expected="--jobs-on processes",
+                fix="train packs on this machine, or start a study without --pack",
+            )
         clashes = [f"{axis}={self.axes[axis]}" for axis in _UNPACKED_AXES if axis in self.axes]
-        if self.pack_size and (clashes or self.plan not in (None, BASELINE)):
+        if size and (clashes or self.plan not in (None, BASELINE)):
             raise StudyError(
                 f"--pack {self.pack} with {clashes[0] if clashes else 'a plan of its own'}, which is for trials alone",
                 expected="the rules' plan or --plan baseline",
@@ -81,17 +134,56 @@ class StudyOptions:
             )
 
     @property
-    def pack_size(self) -> int:
-        """The largest number of trials in a pack; 0 for none.
+    def pack_size(self) -> int | None:
+        """The largest number of trials in a pack; 0 without packs; None if `pack` isn't given.
 
         Raises:
             StudyError: `pack` has another form.
         """
+        if self.pack is None:
+            return None
         if self.pack in ("none", "auto"):
             return 0 if self.pack == "none" else _AUTO_PACK
         if not re.fullmatch("[0-9]+", str(self.pack)) or int(self.pack) < 2:
             raise StudyError(f"--pack {self.pack}", expected="none, auto, or a number of trials from 2")
         return int(self.pack)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of a new study that change its result, by their names in StudyRecord."""
+        given = {name: getattr(self, name) for name in _DEFAULTS}
+        given["pack"] = self.pack_size
+        return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+
+    @property
+    def plan_name(self) -> str:
+        """The plan as in StudyRecord."""
+        if self.plan is None:
+            return RULES
+        return str(self.plan) if self.plan in (AUTO, BASELINE, ARRAYS) else PLAN_FILE
+
+    def check_same(self, study: StudyRecord, path: Path) -> None:
+        """Raises StudyError if a given setting differs from that of the study in the folder."""
+        for name, option in _OPTIONS.items():
+            given, own = getattr(self, name), getattr(study, name)
+            given = list(given) if isinstance(given, tuple) else given
+            if given is not None and given != own:
+                raise _other_setting_error(f"{option} {_as_words(given)}", _as_words(own))
+        if self.pack_size not in (None, study.pack):
+            raise _other_setting_error(f"--pack {self.pack}", str(study.pack or "none"))
+        self._check_pack(study.pack)
+        if self.plan is not None:
+            request = PlanRequest.from_value(self.plan)
+            is_same = self.plan_name == study.plan and (
+                study.plan != PLAN_FILE or Plan.read(path / PLAN_FILE) == request.plan
+            )
+            if not is_same:
+                given = self.plan.brief() if isinstance(self.plan, Plan) else self.plan
+                raise _other_setting_error(f"--plan {given}", study.plan)
+        for axis, value in self.axes.items():
+            if study.axes.get(axis) != value:
+                own = study.axes.get(axis, "no value for it")
+                raise _other_setting_error(f"--set {axis}={value}", str(own))
 
     @property
     def until(self) -> float:

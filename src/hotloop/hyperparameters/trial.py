@@ -9,14 +9,18 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from filelock import FileLock, Timeout
 
+from hotloop.core.hardware.machine import read_processor
+from hotloop.core.hardware.versions import result_versions
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.records.study import StudyRecord, TrialProgress, Value
+from hotloop.core.records.study import ParameterRecord, StudyRecord, TrialProgress, Value
 from hotloop.core.records.training import SourceRecord
 from hotloop.core.reporter import Reporter
 from hotloop.errors import (
@@ -24,16 +28,25 @@ from hotloop.errors import (
     HotloopError,
     MemoryExhausted,
     PlanError,
+    StudyError,
     TaskError,
     call_user_code,
     describe_error,
     is_out_of_memory,
     type_name,
 )
-from hotloop.hyperparameters.space import TASK_FIELDS, as_text
+from hotloop.hyperparameters.space import TASK_FIELDS, Space, as_text, first_values
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.task_file import LoadedTask, files_of, load_from_run, load_task, named_parameters, task_parameters
+from hotloop.task_file import (
+    LoadedTask,
+    files_of,
+    load_from_run,
+    load_task,
+    named_parameters,
+    parse_argument,
+    task_parameters,
+)
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
 from hotloop.training.run import Run, is_run
 from hotloop.training.start import resume_run, start_run
@@ -41,6 +54,24 @@ from hotloop.tuning.auto.auto import list_options
 from hotloop.tuning.run_context import RunContext
 
 RULES, AUTO = "rules", "auto"
+
+_LOCK_S = 60.0
+
+
+def study_versions() -> dict[str, str]:
+    """Returns what the bits of a study's result depend on."""
+    processor = read_processor()
+    name = f"{processor.model or processor.architecture}, {processor.kernels} kernels"
+    return result_versions() | {"optuna": version("optuna"), "processor": name}
+
+
+def version_changes(then: Mapping[str, str]) -> list[str]:
+    """Returns a line for each version that isn't the study's."""
+    return [
+        f"{name} {then[name]} at the start of the study, {now} later: the result may differ in its last bits"
+        for name, now in study_versions().items()
+        if then.get(name, now) != now
+    ]
 
 
 @dataclass(frozen=True)
@@ -64,33 +95,31 @@ class Description:
     files: dict[str, bytes]
 
 
-def describe(reference: str, make_task: bytes | None, values: Mapping[str, Value], fixed: list[str]) -> Any:
-    """Returns the Description of a Task, or the error.
+def describe(reference: str, make_task: bytes | None, space: Space) -> Description:
+    """Returns the Description of a Task.
 
     Args:
         reference: the Task's file; for `make_task`, a name for messages.
         make_task: a function of Python, by cloudpickle.
-        values: one value for each parameter of the space; `fixed` names those with a single value.
+
+    Raises:
+        StudyError: an argument of `task(...)` doesn't take the values of the space.
+        TaskError: the Task can't be loaded.
     """
-    try:
-        return _describe(reference, make_task, values, fixed)
-    except HotloopError as error:
-        traceback.print_exc()
-        return error
-
-
-def _describe(reference: str, make_task: bytes | None, values: Mapping[str, Value], fixed: list[str]) -> Description:
     function = None if make_task is None else cloudpickle.loads(make_task)
     parameters = task_parameters(reference) if function is None else named_parameters(function)
+    values = first_values(space)
     needed = {
         name: values[name]
         for name, parameter in parameters.items()
-        if name in values and (name in fixed or parameter.default is parameter.empty)
+        if name in space and (space[name].is_fixed or parameter.default is parameter.empty)
     }
+    for name in space.keys() & parameters.keys():
+        _check_type(space[name], parameters[name])
     if function is None:
         loaded = load_task(reference, {name: as_text(value) for name, value in needed.items()})
     else:
-        loaded = LoadedTask(_call(function, needed), None, {})
+        loaded = LoadedTask(call_make_task(function, needed), None, {})
     task = loaded.task
     stopping = EarlyStopping.of(task.monitor, task.goal, task.roles.validation is not None)
     return Description(
@@ -112,7 +141,18 @@ def _is_int(parameter: Parameter) -> bool:
     return parameter.annotation in (int, "int") if has_type else type(parameter.default) is int
 
 
-def _call(function: Any, arguments: Mapping[str, Value]) -> Task:
+def _check_type(parameter: ParameterRecord, argument: Parameter) -> None:
+    """Raises StudyError if the argument of `task(...)` takes no such values."""
+    if not parameter.choices and {argument.annotation, type(argument.default)} & {str, bool}:
+        raise StudyError(f"{parameter.place}: {argument.name} takes no numbers", expected="a choice such as a,b")
+    for value in parameter.choices or ([] if _is_int(argument) else [parameter.low, parameter.high]):
+        try:
+            parse_argument(as_text(value), argument)
+        except TaskError as error:
+            raise StudyError(f"{parameter.place}: {error.given}", expected=error.expected, fix=error.fix) from error
+
+
+def call_make_task(function: Any, arguments: Mapping[str, Value]) -> Task:
     task = call_user_code("make_task", lambda: function(**arguments))
     if not isinstance(task, Task):
         raise TaskError(f"make_task returned {type_name(task)}", expected="a hotloop.Task", fix="return the Task")
@@ -128,8 +168,8 @@ def train(
     params: Mapping[str, Value],
     run: str,
     pause_after: int | None,
-) -> TrialProgress:
-    """Trains a run of a trial, from its last checkpoint if there is one, and returns its state.
+) -> TrialProgress | StudyError:
+    """Trains a run of a trial, from its last checkpoint if there is one, and returns its state, or an error of the study.
 
     Args:
         folder: of the study.
@@ -140,11 +180,33 @@ def train(
     began, error, outcome = time.monotonic(), "", None
     path = Path(run)
     try:
-        outcome = _train(Path(folder), study, make_task, repeat, params, path, pause_after)
-    except Exception as failure:
-        traceback.print_exc()
-        error = error_line(failure)
+        lock = lock_run(Path(folder), number, repeat, path)
+    except StudyError as failure:
+        return failure
+    with lock:
+        try:
+            outcome = _train(Path(folder), study, make_task, repeat, params, path, pause_after)
+        except (Exception, SystemExit) as failure:
+            traceback.print_exc()
+            error = error_line(failure)
     return trial_progress(study, number, repeat, path, outcome, error, time.monotonic() - began)
+
+
+def lock_run(folder: Path, number: int, repeat: int, run: Path) -> FileLock:
+    """Returns the lock of a run of a trial, acquired for this process.
+
+    Raises:
+        StudyError: another process trains the run.
+    """
+    lock = FileLock(folder / "records" / f"{number:04d}-{repeat + 1}.lock")
+    Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire(timeout=_LOCK_S)  # a process of a killed study may train the trial for some seconds
+    except Timeout:
+        raise StudyError(
+            f"{run} is being trained by another process", fix="stop that process, or wait for it"
+        ) from None
+    return lock
 
 
 def trial_progress(
@@ -159,24 +221,29 @@ def trial_progress(
         if not handle.record.facts.exact:
             inexact = inexact or ["the data has an order of its own"]
     speed = rows[-1].get("samples_per_s") if rows else None
+    values = [row[study.figure] for row in rows]
+    if outcome is not None and outcome.is_finished and not any(map(math.isfinite, values)):
+        error = error or f"{study.figure} is {values[-1] if values else 'missing'} after each epoch"
     return TrialProgress(
         number=number,
         repeat=repeat,
         epochs=len(rows),
-        values=[row[study.figure] for row in rows],
+        values=values,
         is_finished=bool(error) or (outcome is not None and outcome.is_finished),
         final=None if outcome is None else outcome.final,
         error=error,
-        inexact=inexact,
+        inexact=[*inexact, *version_changes(study.versions)],
         seconds=seconds,
         step_ms=1e3 * handle.record.facts.batch_size / speed if speed else None,
         memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
     )
 
 
-def error_line(error: Exception) -> str:
+def error_line(error: BaseException) -> str:
     if isinstance(error, HotloopError):
         return str(error)
+    if isinstance(error, SystemExit):
+        return f"the Task called exit({error.code!r})"
     return f"{'out of memory: ' if is_out_of_memory(error) else ''}{describe_error(error)}"
 
 
@@ -224,7 +291,7 @@ def load_trial(
     overrides = {name: value for name, value in params.items() if name not in study.arguments}
     if study.source is None:
         assert make_task is not None
-        return LoadedTask(_call(cloudpickle.loads(make_task), arguments), None, {}), overrides
+        return LoadedTask(call_make_task(cloudpickle.loads(make_task), arguments), None, {}), overrides
     texts = {**study.source.parameters, **{name: as_text(value) for name, value in arguments.items()}}
     source = study.source.model_copy(update={"parameters": texts})
     task = load_from_run(folder / "source", source)

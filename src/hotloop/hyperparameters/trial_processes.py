@@ -13,15 +13,25 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hotloop.errors import StudyError
 
 _STARTS = 3
 """Starts of the server before an error."""
 
-_STOP_S = 60.0
+STOP_S = 60.0
 """Seconds for a trial to save after SIGTERM, before SIGKILL."""
+
+
+class Workers(Protocol):
+    """Runs jobs; each job has a method `result`, whose value is None if the job's process was killed."""
+
+    def start(self, work: str, log: str, **arguments: Any) -> Any: ...
+
+    def next_finished(self, jobs: Iterable[Any]) -> list[Any]: ...
+
+    def stop(self, jobs: Iterable[Any]) -> None: ...
 
 
 class Job:
@@ -53,10 +63,11 @@ class TrialProcesses:
 
     Args:
         log: a folder for what the processes print.
+        folder: the current folder of the processes.
     """
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    def __init__(self, log: Path, folder: Path = Path()) -> None:
+        self.log, self._folder = log, folder
         self._server: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
 
@@ -90,6 +101,25 @@ class TrialProcesses:
                 raise
         return result
 
+    def next_finished(self, jobs: Iterable[Job], timeout_s: float | None = None) -> list[Job]:
+        """Waits until a job has ended, and returns those that have."""
+        return select.select(list(jobs), [], [], timeout_s)[0]
+
+    def stop(self, jobs: Iterable[Job]) -> None:
+        """Makes trials save and end; a trial that doesn't is killed."""
+        waiting = list(jobs)
+        for job in waiting:
+            job.send_signal(signal.SIGTERM)
+        until = time.monotonic() + STOP_S
+        try:
+            while waiting and (left := until - time.monotonic()) > 0:
+                for job in self.next_finished(waiting, left):
+                    job.result()
+                    waiting.remove(job)
+        finally:
+            for job in waiting:
+                job.send_signal(signal.SIGKILL)
+
     def _start(self, job: bytes) -> Job:
         server = self._running_server()
         ours, theirs = socket.socketpair()
@@ -112,6 +142,7 @@ class TrialProcesses:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "hotloop.hyperparameters.trial_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
+                cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -131,24 +162,3 @@ class TrialProcesses:
                 self._server.kill()
                 self._server.wait()
             self._server = None
-
-
-def next_finished(jobs: Iterable[Job], timeout_s: float | None = None) -> list[Job]:
-    """Waits until a job has ended, and returns those that have."""
-    return select.select(list(jobs), [], [], timeout_s)[0]
-
-
-def stop(jobs: Iterable[Job]) -> None:
-    """Makes trials save and end; a trial that doesn't is killed."""
-    waiting = list(jobs)
-    for job in waiting:
-        job.send_signal(signal.SIGTERM)
-    until = time.monotonic() + _STOP_S
-    try:
-        while waiting and (left := until - time.monotonic()) > 0:
-            for job in next_finished(waiting, left):
-                job.result()
-                waiting.remove(job)
-    finally:
-        for job in waiting:
-            job.send_signal(signal.SIGKILL)

@@ -7,6 +7,7 @@ interrupted is computed again: its trials are proposed again with the same value
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hotloop.core.records.study import PackMember, PackPlan, StudyRecord, TrialProgress
 from hotloop.core.reporter import Report
-from hotloop.errors import StudyError
+from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters.samplers import make_sampler, memory_study
 from hotloop.hyperparameters.space import all_params, sample
 from hotloop.hyperparameters.study_folder import StudyFolder
-from hotloop.hyperparameters.trial_processes import Job, TrialProcesses, next_finished, stop
+from hotloop.hyperparameters.trial_processes import Workers
 from hotloop.hyperparameters.trial_values import best_value, curve, violations
 
 FINISHED, TIME_LIMIT = "finished", "time-limit"
@@ -50,7 +51,7 @@ class Rounds:
     """
 
     def __init__(
-        self, folder: StudyFolder, processes: TrialProcesses, make_task: bytes | None, jobs: int, say: Report
+        self, folder: StudyFolder, processes: Workers, make_task: bytes | None, jobs: int, say: Report
     ) -> None:
         self.folder, self.study, self.processes = folder, folder.record, processes
         self.make_task, self.jobs, self.say = make_task, jobs, say
@@ -97,7 +98,7 @@ class Rounds:
         live, pruned = list(range(start, start + size)), set[int]()
         for rung in self.study.rungs:
             self._train(memory.get_trials(deepcopy=False), live, rung, packs)
-            live = [number for number in live if not self._has_failed(number)]
+            live = [number for number in live if not self._has_failed(number, rung)]
             for number in live:
                 self._report(handles[number - start], self._curve(number)[:rung])
             paused = [number for number in live if not self._is_finished(number, rung)]
@@ -123,10 +124,10 @@ class Rounds:
     def _finish(self, memory: optuna.Study, trial: optuna.Trial, is_pruned: bool) -> None:
         """Ends a trial in memory, then stores the trial in SQLite."""
         number = trial.number
-        if self._has_failed(number):
-            memory.tell(number, state=TrialState.FAIL)
-        elif is_pruned:
+        if is_pruned:
             memory.tell(number, state=TrialState.PRUNED)
+        elif self._has_failed(number):
+            memory.tell(number, state=TrialState.FAIL)
         else:
             progress = self._progress(number)
             self._report(trial, curve(progress))
@@ -152,23 +153,27 @@ class Rounds:
         return [tuple((member.number, member.repeat) for member in pack) for pack in plan.packs]
 
     def _form_packs(self, path: Path, trials: Sequence[FrozenTrial]) -> PackPlan:
-        found: PackPlan | None = self.processes.run(
-            f"{_PACK_PROCESS}:plan_packs",
-            "packs.txt",
-            attempts=_PLAN_ATTEMPTS,
-            folder=str(self.folder.path),
-            study=self.study,
-            make_task=self.make_task,
-            members=[self._member(trial, repeat) for trial in trials for repeat in range(self.study.repeats)],
-            plan_file=str(path),
+        members = [self._member(trial, repeat) for trial in trials for repeat in range(self.study.repeats)]
+        for _ in range(_PLAN_ATTEMPTS):
+            job = self.processes.start(
+                f"{_PACK_PROCESS}:plan_packs", "packs.txt", folder=str(self.folder.path), study=self.study,
+                make_task=self.make_task, members=members, plan_file=str(path),
+            )  # fmt: skip
+            try:
+                self.processes.next_finished([job])
+            except BaseException:
+                self.processes.stop([job])
+                raise
+            found: PackPlan | HotloopError | None = job.result()
+            if isinstance(found, HotloopError):
+                raise found
+            if found is not None:
+                return found
+        raise StudyError(
+            "the process that forms packs was killed",
+            expected="enough memory for a Task's data",
+            fix="start a study without --pack",
         )
-        if found is None:
-            raise StudyError(
-                "the process that forms packs was killed",
-                expected="enough memory for a Task's data",
-                fix="use --pack none",
-            )
-        return found
 
     def _member(self, trial: FrozenTrial, repeat: int) -> PackMember:
         return PackMember(number=trial.number, repeat=repeat, params=all_params(self.study.space, trial.params))
@@ -193,15 +198,17 @@ class Rounds:
         """Trains runs to the end of an epoch, or to their end for None."""
         waiting = deque(self._units(numbers, rung, packs))
         kills: Counter[Unit] = Counter()
-        running: dict[Job, tuple[Unit, int]] = {}
+        running: dict[Any, tuple[Unit, int]] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < self.jobs:
                     unit = waiting.popleft()
                     running[self._start(trials, unit, rung)] = (unit, self._reached(unit))
-                for job in next_finished(running):
+                for job in self.processes.next_finished(running):
                     unit, before = running.pop(job)
                     result = job.result()
+                    if isinstance(result, HotloopError):
+                        raise result
                     if result is None:
                         result = self._after_kill(unit, before, kills)
                     if result is None:
@@ -211,7 +218,7 @@ class Rounds:
                         if needs_training(progress, rung):
                             waiting.appendleft(((progress.number, progress.repeat),))
         except BaseException:
-            stop(running)
+            self.processes.stop(running)
             raise
 
     def _store(self, progress: TrialProgress, trial: FrozenTrial) -> None:
@@ -221,7 +228,7 @@ class Rounds:
         if progress.is_finished:
             self.say(_line(self.study, trial, progress))
 
-    def _start(self, trials: Sequence[FrozenTrial], unit: Unit, rung: int | None) -> Job:
+    def _start(self, trials: Sequence[FrozenTrial], unit: Unit, rung: int | None) -> Any:
         common: dict[str, Any] = {
             "folder": str(self.folder.path), "study": self.study, "make_task": self.make_task, "pause_after": rung
         }  # fmt: skip
@@ -256,12 +263,16 @@ class Rounds:
     def _curve(self, number: int) -> list[float]:
         return curve(self._progress(number))
 
-    def _has_failed(self, number: int) -> bool:
-        return any(one.error for one in self._progress(number))
+    def _has_failed(self, number: int, rung: float = math.inf) -> bool:
+        """Returns whether a trial failed before the end of an epoch.
+
+        A round that is computed again knows failures after the epoch already, and compares those trials as before.
+        """
+        return any(one.error and one.epochs < rung for one in self._progress(number))
 
     def _is_finished(self, number: int, rung: int) -> bool:
-        """Returns whether a trial ended at the rung or before."""
-        return all(one.is_finished and one.epochs <= rung for one in self._progress(number))
+        """Returns whether a trial ended at the rung or before; a trial that fails later was paused there."""
+        return all(one.is_finished and not one.error and one.epochs <= rung for one in self._progress(number))
 
 
 def needs_training(progress: TrialProgress, rung: int | None) -> bool:

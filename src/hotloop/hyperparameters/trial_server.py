@@ -16,11 +16,13 @@ import random
 import signal
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from hotloop.core.processes.parent_death import end_with_parent
+from hotloop.errors import HotloopError, TaskError, describe_error
 
 
 def serve(number: int) -> None:
@@ -64,15 +66,22 @@ def _run_job(number: int, server: int) -> None:
         file.flush()
         job: dict[str, Any] = pickle.load(file)
         _redirect_output(job.pop("log"))
-        _seed_generators()
+        seed_generators()
         sys.path[:] = job.pop("path")
         _send(file, _result(job))
     sys.exit(0)
 
 
 def _result(job: dict[str, Any]) -> Any:
+    """Returns the job's result, or a TaskError for an error that the job doesn't handle."""
     module, _, name = job.pop("work").partition(":")
-    return getattr(import_module(module), name)(**job)
+    try:
+        return getattr(import_module(module), name)(**job)
+    except SystemExit as error:
+        return TaskError(f"the Task called exit({error.code!r})", expected="a Task that trains to its end")
+    except Exception as error:
+        traceback.print_exc()
+        return error if isinstance(error, HotloopError) else TaskError(describe_error(error))
 
 
 def _send(file: Any, result: Any) -> None:
@@ -90,7 +99,7 @@ def _redirect_output(log: str) -> None:
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
 
 
-def _seed_generators() -> None:
+def seed_generators() -> None:
     """Seeds what a Task's file may read without a seed of its own, so that each trial has the same data."""
     import numpy as np
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ def spread(study: StudyRecord, runs: Sequence[TrialProgress]) -> float | None:
 
 def _best_values(study: StudyRecord, runs: Sequence[TrialProgress]) -> list[float]:
     better = min if study.is_minimized else max
-    return [better(run.values) for run in runs]
+    return [better(filter(math.isfinite, run.values)) for run in runs]
 
 
 def check_constraints(texts: Sequence[str]) -> list[str]:

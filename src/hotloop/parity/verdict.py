@@ -69,7 +69,7 @@ def _classify_drift(free: FreeRunResult, far: KindDrift | None) -> dict[str, str
         return {"reason": free.other or "", "first": f"the parameters, within {free.steps} steps"}
     reason = (
         f"after {free.steps} free steps {far.what} are {far.apart:.2g} of their way from the baseline's, where"
-        f" rounding alone comes to {far.rounding:.2g}"
+        f" rounding alone causes {far.rounding:.2g}"
     )
     return {"reason": reason, "first": f"{far.what}, within {free.steps} steps"}
 
@@ -93,27 +93,26 @@ def _class_without_errors(
     reduced = evidence.reductions(candidate)
     largest, states = max([0.1, *(row.ratio for row in table)]), len(evidence.steps)
     compared = f"{states} single steps" if states >= STATES else f"all {states} single steps of the training"
-    allowed = f"(allowed: {TYPICAL_LIMIT:g})"
+    limit = f"(limit: {TYPICAL_LIMIT:g})"
     if bitwise:
-        reason = f"in {compared} and a free run of {free_steps}, each bit is the baseline's"
+        reason = f"in {compared} and a free run of {free_steps}, each bit equals the baseline's"
         return {"parity": "bitwise", "reason": reason}
     if evidence.peers or reduced:
         reason = f"{_describe_reduction(evidence, reduced)}: in {compared} its errors are at most {largest:.1f} times"
         if evidence.peers:
             of_fp32 = max((row.ratio for row in typical_errors(candidate, evidence.baselines, [])), default=0.0)
             size = "larger" if of_fp32 > TYPICAL_LIMIT else "no larger"
-            reason += f" those of the eager step in that precision {allowed}, and {size} than the baseline's"
+            reason += f" those of the eager step in that precision {limit}, and {size} than the baseline's"
         else:
-            reason += f" what harmless changes of the baseline come to {allowed}"
+            reason += f" the baseline's rounding noise {limit}"
         return {"parity": "reduced-precision", "reason": reason}
     reason = (
-        f"in {compared} no tensor is further from float64 than {largest:.1f} times what harmless changes of"
-        f" the baseline come to {allowed}"
+        f"in {compared} the largest error against float64 is {largest:.1f} times the baseline's rounding noise {limit}"
     )
     if evidence.shared_draws:
         reason += f"; the baseline drew the plan's random numbers, {evidence.shared_draws}"
     if candidate.has_tested_draws:
-        reason += "; what it draws has the baseline's rate and scale and is independent"
+        reason += "; the plan's random numbers have the baseline's rate and scale, and are independent"
     return {"parity": "fp32-equivalent", "reason": reason}
 
 
@@ -133,7 +132,7 @@ def _class_broken(candidate: StepErrors, evidence: Evidence, table: Sequence[Ten
         if wrong:
             what, name = min(wrong, key=lambda key: (KINDS.index(key[0]), -errors[key]))
             times = floor_ratio(errors[what, name], floor.get((what, name)))
-            size = "differs altogether" if times == float("inf") else f"is {times:.3g} times what rounding comes to"
+            size = "differs altogether" if times == float("inf") else f"is {times:.3g} times the rounding noise"
             first = f"{what} {name!r} at step {step + 1}"
             return {"parity": "broken", "reason": f"the error of the {first} {size}", "first": first}
     if off:  # the median error is too large, though no single one is

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hotloop.core.format import format_bytes, format_digits, format_flops, format_percent
 from hotloop.core.records.advice import HardwareAdvice, MachineAdvice, Score
-from hotloop.report.html import style_figure, write_page
+from hotloop.report.html import log_axis, style_figure, write_page
 
 _COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
 
@@ -55,7 +55,8 @@ def _price_lines(advice: HardwareAdvice) -> list[str]:
     here = [row for row in advice.machines if row.form == "here"]
     if here:
         ways = dict.fromkeys(f"{row.name}: {row.source}" for row in here)
-        found.append("; ".join(ways))
+        others = ["other machines: predicted"] if len(here) < len(advice.machines) else []
+        found.append("; ".join([*ways, *others]))
     return found
 
 
@@ -143,7 +144,8 @@ def advice_figure(advice: HardwareAdvice) -> go.Figure:
     figure = make_subplots(
         rows=1, cols=2, subplot_titles=("Time and cost of the run", "Step against batch size"), horizontal_spacing=0.1
     )
-    _draw_costs(figure, [row for row in advice.machines if row.cost is not None and row.fits != "no"])
+    priced = [row for row in advice.machines if row.cost is not None and row.fits != "no"]
+    _draw_costs(figure, priced)
     for number, curve in enumerate(advice.curves):
         line = {"color": _COLOURS[number % len(_COLOURS)], "dash": "dot" if curve.is_cpu else "solid"}
         figure.add_trace(
@@ -155,12 +157,15 @@ def advice_figure(advice: HardwareAdvice) -> go.Figure:
         figure.add_vline(x=advice.pays_from, line_dash="dot", line_color="#616e7c", row=1, col=2)
         figure.add_annotation(
             x=math.log10(advice.pays_from), y=1, yref="y2 domain", xref="x2", xanchor="left", yanchor="top",
-            showarrow=False, text=f"a GPU pays from batch {advice.pays_from:,} on",
+            showarrow=False, text=f"a GPU probably pays from batch {advice.pays_from:,} on",
         )  # fmt: skip
-    figure.update_xaxes(title_text="hours", type="log", row=1, col=1)
+    figure.update_xaxes(title_text="hours", **log_axis(row.run_s / 3600 for row in priced), row=1, col=1)
     figure.update_yaxes(title_text="cost", rangemode="tozero", row=1, col=1)
-    figure.update_xaxes(title_text="batch size", type="log", row=1, col=2)
-    figure.update_yaxes(title_text="milliseconds of a step", type="log", row=1, col=2)
+    sizes, steps_ms = (
+        [value for curve in advice.curves for value in getattr(curve, name)] for name in ("batch_sizes", "step_ms")
+    )
+    figure.update_xaxes(title_text="batch size", **log_axis(sizes), row=1, col=2)
+    figure.update_yaxes(title_text="milliseconds of a step", **log_axis(steps_ms), row=1, col=2)
     return style_figure(figure, f"{advice.subject}: hardware", advice.answer).update_layout(
         height=560, margin={"t": 130}
     )

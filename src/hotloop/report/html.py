@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -22,7 +24,8 @@ _PAGE = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
-<style>body {{ margin: 0; padding: 1rem; font-family: {font}; color: {ink}; background: white; }}</style>
+<style>body {{ margin: 0; padding: 1rem; font-family: {font}; color: {ink}; background: white; }}
+.plotly-graph-div {{ min-height: 20rem; }}</style>
 </head>
 <body>
 {figure}
@@ -65,6 +68,21 @@ def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
     return figure
 
 
+def log_axis(values: Iterable[float]) -> dict[str, Any]:
+    """Returns the settings of a logarithmic axis for positive values, with at most some ten ticks as plain numbers.
+
+    plotly's own ticks between powers of ten are single digits without their power.
+    """
+    positive = [value for value in values if value > 0]
+    low, high = (math.log10(min(positive)), math.log10(max(positive))) if positive else (0.0, 1.0)
+    first, last = math.floor(low), math.ceil(high)
+    factors = (1, 2, 5) if high - low <= 3 else (1,)
+    step = max(1, (last - first) // 8)
+    ticks = [factor * 10.0**power for power in range(first, last + 1, step) for factor in factors]
+    texts = [f"{tick:,.10g}" if 1e-4 < tick < 1e7 else f"{tick:.0e}" for tick in ticks]
+    return {"type": "log", "tickvals": ticks, "ticktext": texts}
+
+
 def write_figures(
     path: Path,
     title: str,
@@ -73,6 +91,8 @@ def write_figures(
     shared_script: Path | None = None,
 ) -> None:
     """Writes figures below each other as one page for any browser, also offline; errors name the command's `option`.
+
+    A figure without a height fills the window.
 
     Args:
         shared_script: file of plotly's script, in the page's folder or above, which is written once and shared by pages;
@@ -84,8 +104,9 @@ def write_figures(
         if not shared_script.is_file() or shared_script.stat().st_size != len(script):
             write_atomic(shared_script, script, option)
         source = Path(os.path.relpath(shared_script, path.parent)).as_posix()
+    options: dict[str, Any] = {"full_html": False, "config": CONFIG, "default_height": "calc(100vh - 2rem)"}
     drawn = [
-        figure.to_html(full_html=False, include_plotlyjs=source if number == 0 else False, config=CONFIG)
+        figure.to_html(include_plotlyjs=source if number == 0 else False, **options)
         for number, figure in enumerate(figures)
     ]
     page = _PAGE.format(title=escape(title), font=FONT, ink=INK, figure="\n".join(drawn))

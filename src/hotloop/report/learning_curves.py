@@ -88,7 +88,8 @@ def write_curves(
 def draw_curves(view: View) -> None:
     """Draws the learning curves into the run's folder when training stops; a callback."""
     if view.event == "stop" and view.history:
-        run = StoredRun.read(view.run, has_curves=False)
+        run = StoredRun.read(view.run)
         best = None if run.best_epoch is None else (run.monitor[0], int(run.best_epoch["epoch"]))
-        rows = [record.flat() for record in view.history]
+        sampled = {row["epoch"]: row for row in run.epochs if row.get("train_accuracy") is not None}
+        rows = [sampled.get(record.epoch, {}) | record.flat() for record in view.history]
         write_curves(rows, view.run / "curves.html", best, view.run / SCRIPT)

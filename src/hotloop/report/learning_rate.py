@@ -7,7 +7,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from hotloop.core.records.study import LearningRateRange
-from hotloop.report.html import style_figure, write_page
+from hotloop.report.html import log_axis, style_figure, write_page
 
 
 def learning_rate_lines(found: LearningRateRange) -> list[str]:
@@ -22,7 +22,8 @@ def learning_rate_lines(found: LearningRateRange) -> list[str]:
 def write_learning_rates(path: Path, found: LearningRateRange) -> None:
     """Writes the loss over the learning rate as one page."""
     line = go.Scatter(x=found.rates, y=found.losses, mode="lines", line={"color": "#3566b8"}, name="smoothed loss")
-    made = go.Figure(line).update_xaxes(type="log", title_text="learning rate").update_yaxes(title_text="smoothed loss")
+    made = go.Figure(line).update_xaxes(title_text="learning rate", **log_axis(found.rates))
+    made.update_yaxes(title_text="smoothed loss")
     if found.recommended is not None:
         made.add_vline(x=found.recommended, line_dash="dash", annotation_text=f"recommended: {found.recommended:.3g}")
     title = f"{found.name}: learning-rate range test"

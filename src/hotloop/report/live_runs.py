@@ -25,6 +25,9 @@ _MAX_LOAD = 0.05
 _SEARCH_S = 2.0
 """Seconds between searches for new runs."""
 
+_CHECK_S = 1.0
+"""Seconds between checks whether a run trains."""
+
 
 class LiveRuns:
     """The runs in a folder, or the run that the folder is; safe for several threads."""
@@ -35,6 +38,7 @@ class LiveRuns:
         self._paths: list[Path] = []
         self._searched_at = self._read_at = -_SEARCH_S
         self._wait_s = 0.0
+        self._is_training, self._check_at = False, 0.0
         self._signature: Any = None
         self._version, self._snapshot = 0, dict[str, Any]()
 
@@ -43,18 +47,25 @@ class LiveRuns:
         with self._lock:
             if time.monotonic() - self._read_at < self._wait_s:
                 return self._version, self._snapshot
+            began = time.monotonic()
             signature = [_signature(path) for path in self._runs()]
             if signature != self._signature:
-                began = time.monotonic()
                 self._snapshot, self._signature = _snapshot(self._paths), signature
                 self._version += 1
-                self._read_at = time.monotonic()
-                self._wait_s = (self._read_at - began) / _MAX_LOAD
+            self._read_at = time.monotonic()
+            self._wait_s = (self._read_at - began) / _MAX_LOAD
             return self._version, self._snapshot
 
     def is_training(self) -> bool:
         with self._lock:
-            return any(is_alive(read_status(path)) and _is_open(path) for path in self._runs())
+            began = time.monotonic()
+            if began >= self._check_at:
+                self._is_training = any(
+                    is_alive(status) and _is_open(status) for status in map(read_status, self._runs())
+                )
+                ended = time.monotonic()
+                self._check_at = ended + max(_CHECK_S, (ended - began) / _MAX_LOAD)
+            return self._is_training
 
     def read(self, name: str) -> StoredRun:
         """Returns one of the runs.
@@ -75,9 +86,9 @@ class LiveRuns:
         return self._paths
 
 
-def _is_open(path: Path) -> bool:
+def _is_open(status: dict[str, Any]) -> bool:
     """Returns whether the training process still writes: after its end the process may do other work, as a notebook."""
-    return read_status(path).get("event") not in ("stop", "final")
+    return status.get("event") not in ("stop", "final")
 
 
 def _created(path: Path) -> float:

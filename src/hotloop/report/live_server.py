@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from hotloop.errors import HotloopError, RunError
+from hotloop.errors import HotloopError, RunError, describe_error
 from hotloop.report.live_runs import LiveRuns
 from hotloop.report.report_page import plotly_script, render
 
@@ -170,9 +170,13 @@ class _Handler(BaseHTTPRequestHandler):
         from hotloop.report.run_report import run_report
 
         try:
-            self._answer(run_report(self.server.runs.read(name)), "text/html")
+            page = run_report(self.server.runs.read(name))
         except HotloopError as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error))
+        except Exception as error:  # files that were changed by hand; the live page goes on
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"no report of this run: {describe_error(error)}")
+        else:
+            self._answer(page, "text/html")
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         self._answer(reason + "\n", "text/plain", status)

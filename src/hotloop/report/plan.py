@@ -98,7 +98,7 @@ _MAX_TENSORS = 8
 
 _MEANING = {
     "bitwise": "the same result to the last bit",
-    "fp32-equivalent": "the same result but for rounding",
+    "fp32-equivalent": "the same result except for rounding",
     "reduced-precision": "another result, computed in fewer bits than the baseline's",
     "unproven": "a comparison of steps can't decide",
     "broken": "another result",
@@ -120,7 +120,7 @@ def _worst_tensors_table(parity: Parity) -> Table:
     table = Table(title="Furthest from float64", title_justify="left", title_style="bold")
     table.add_column("what")
     table.add_column("tensor")
-    for name in ("error", "harmless baselines", "times"):
+    for name in ("error", "rounding noise", "times"):
         table.add_column(name, justify="right")
     for one in parity.errors[:_MAX_TENSORS]:
         table.add_row(one.what, Text(one.name), f"{one.error:.1e}", f"{one.floor:.1e}", f"{one.ratio:.3g}")

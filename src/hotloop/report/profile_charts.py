@@ -63,8 +63,8 @@ def modules_figure(profile: Profile) -> go.Figure:
             texttemplate="%{label}<br>%{customdata[0]}",
         )
     )
-    figure.update_layout(height=640)
-    return style_figure(figure, "Time of each module, forward and backward", headline(profile))
+    style_figure(figure, "Time of each module, forward and backward", headline(profile))
+    return figure.update_layout(margin={"l": 18, "r": 18, "b": 18})
 
 
 def _parent_id(name: str, names: set[str]) -> str:

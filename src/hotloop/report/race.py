@@ -115,9 +115,9 @@ def _parity_text(timing: Timing, base: Timing) -> str:
 def _describe_finish(timing: Timing, base: Timing, steps: int | None) -> str:
     if steps is None:
         return ""
-    compiled = "" if timing.compile_warm_s is None else ", now that it is compiled"
+    compiled = "" if timing.compile_warm_s is None else " (loading the compiled code included)"
     ours, theirs = format_duration(timing.finishes(steps)), format_duration(base.finishes(steps))
-    return f"; this run of {steps:,} steps takes {ours} with it{compiled}, and {theirs} without"
+    return f"; this run of {steps:,} steps takes {ours} with this plan{compiled}, and {theirs} with {base.name}"
 
 
 def _why_not_winner(rival: Timing, base: Timing, steps: int | None) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hotloop.core.format import format_milliseconds
 from hotloop.core.records.race import Crossover, RaceScaling, Timing
-from hotloop.report.html import style_figure, write_page
+from hotloop.report.html import log_axis, style_figure, write_page
 
 _COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
 
@@ -95,7 +95,8 @@ def scaling_figure(scaling: RaceScaling) -> go.Figure:
     sizes = [float(value) for value in scaling.values]
     ticks = {"tickvals": sizes, "ticktext": [escape(value) for value in scaling.values]}
     figure.update_xaxes(title_text=escape(scaling.parameter), type="log", **ticks)
-    figure.update_yaxes(title_text="milliseconds of a step", type="log", dtick="D2", tickformat="~g")
+    steps_ms = [timing.step_ms for verdict in scaling.races for timing in verdict.plans if timing.step_ms is not None]
+    figure.update_yaxes(title_text="milliseconds of a step", **log_axis(steps_ms))
     note = "; ".join(scaling_sentence(scaling, name) for name in _reasons(scaling))
     return style_figure(figure, f"{scaling.races[0].task}: step time against {scaling.parameter}", note).update_layout(
         height=520

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -141,7 +142,8 @@ def _figure(
     title: str, x_title: str, curves: Sequence[tuple[str, Points]], max_points: int, *, zero: bool = False
 ) -> Figure:
     """Returns a figure with its `label` for screen readers; names are escaped, since plotly's texts may have markup."""
-    shown = [(number, name, thinned(points, max_points)) for number, (name, points) in enumerate(curves) if points]
+    finite = [(name, [point for point in points if all(map(math.isfinite, point))]) for name, points in curves]
+    shown = [(number, name, thinned(points, max_points)) for number, (name, points) in enumerate(finite) if points]
     data = [
         {
             "type": "scatter",

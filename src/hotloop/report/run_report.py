@@ -6,6 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def run_report(run: StoredRun, documents: Sequence[Document] = ()) -> str:
         Section("summary", "Summary", list(_summary(run))),
         Section("curves", "Curves", list(_curves(run))),
         *([Section("layers", "Layers", _layers(run.layers))] if run.layers else []),
+        *_plan_search_sections(run.path, unread),
         *_document_sections(shown, _pictures(run.path)),
         Section("journal", "Journal", _journal(run)),
         Section("environment", "Environment", list(_environment(run))),
@@ -79,7 +81,7 @@ def run_report(run: StoredRun, documents: Sequence[Document] = ()) -> str:
         heading=run.name,
         state=run.state,
         subtitle=_subtitle(run),
-        failure=run.last if run.state == "failed" else None,
+        failure=_failure(run),
         next_step=_next_step(run),
         damages=[*run.damages, *unread],
     )
@@ -118,6 +120,21 @@ def _document_sections(documents: Sequence[Document], pictures: dict[int, str]) 
     return sections
 
 
+def _plan_search_sections(folder: Path, unread: list[str]) -> list[Section]:
+    """Returns the race and the proof that chose the run's plan; adds a line to `unread` for a damaged file."""
+    path = folder / "plan_search.json"
+    if not path.is_file():
+        return []
+    try:
+        found: Document | None = read_document(path)
+    except HotloopError:
+        found = None
+    if not isinstance(found, Verdict):
+        unread.append(f"{path} is damaged and left out")
+        return []
+    return [replace(race_section(found), id="plan-search", title="Plan: race and proof")]
+
+
 def _stored_documents(folder: Path) -> tuple[list[Document], list[str]]:
     found, unread = [], []
     for name in _STORED:
@@ -153,6 +170,12 @@ def _readable_time(created: str) -> str:
     return created.replace("T", " ")
 
 
+def _failure(run: StoredRun) -> dict[str, str] | None:
+    if run.state != "failed":
+        return None
+    return {"kind": str(run.last.get("kind", "failure")), "message": str(run.last.get("message", ""))}
+
+
 def _next_step(run: StoredRun) -> dict[str, str] | None:
     command = f"hotloop train --resume {shlex.quote(str(run.path))}"
     said = {
@@ -169,7 +192,7 @@ def _summary(run: StoredRun) -> Iterator[Block]:
     known = record.facts if record else None
     source = record.source if record else None
     reasons = run.last_value("plan_reasons")
-    shapes = [format_shape(shape) for shape in known.inputs] if known else []
+    shapes = [format_shape(shape) if shape else "a number" for shape in known.inputs] if known else []
     yield facts(
         [
             ("Task", None if source is None else source.reference),
@@ -221,8 +244,22 @@ def _curves(run: StoredRun) -> Iterator[Block]:
         yield text("No figures yet: the first epoch isn't complete.")
         return
     yield from figures(shown)
+    yield from lines(list(_figure_notes(run)))
     if run.epochs:
         yield details(f"Table of {len(run.epochs):,} epochs", _epoch_table(run))
+
+
+def _figure_notes(run: StoredRun) -> Iterator[str]:
+    if run.has_sampled_accuracy:
+        yield "The accuracy on training data is of a fixed sample, without augmentation and dropout."
+    if run.progress and not any(row.get("gradient_norm") is not None for row in run.progress):
+        plan = run.plan
+        why = "gradients aren't stored after a step"
+        if plan is not None and plan.parallel not in ("none", "data"):
+            why = f"each rank has a part of the gradients under a plan with parallel={plan.parallel}"
+        elif plan is not None and plan.compile != "none":
+            why = f"gradients aren't stored under a plan with compile={plan.compile}"
+        yield f"The gradient norm isn't recorded: {why}."
 
 
 def _epoch_table(run: StoredRun) -> Block:

@@ -1,9 +1,11 @@
-"""The table of a study's trials, and its page: Optuna's figures, which show no network address."""
+"""The table of a study's trials, and its page with Optuna's figures."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import optuna
 import plotly.graph_objects as go
@@ -13,15 +15,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.format import format_percent
 from hotloop.core.records.study import StudyResult, TrialRecord, Value
-from hotloop.report.html import style_figure, write_figures
+from hotloop.report.report_page import Block, Section, facts, figure_of, figures, lines, render, table, text, tiles
 
 _MAX_ROWS = 50
 _CONTOUR_PARAMS = 3
 """Parameters of the contour figure, which has a field for each pair."""
-
-_HEIGHT = 460
 
 
 def study_table(result: StudyResult) -> RenderableType:
@@ -97,37 +98,109 @@ def _number(value: float | None) -> str:
 
 
 def write_study(path: Path, result: StudyResult, study: optuna.Study) -> None:
-    """Writes the history, the importance, parallel coordinates, slices, contours and curves as one page."""
-    write_figures(path, f"Study of {result.name}", study_figures(result, study))
+    """Writes the winner, the history, importance, parallel coordinates, slices, contours, curves and trials as one page."""
+    write_atomic(path, study_page(result, study))
 
 
-def study_figures(result: StudyResult, study: optuna.Study) -> list[go.Figure]:
-    """Returns the figures that the trials allow: without a complete trial only the curves."""
+def study_page(result: StudyResult, study: optuna.Study) -> str:
+    """Returns the HTML of a study's page, with the figures that its trials allow."""
+    sections = [
+        Section("summary", "Summary", _summary(result)),
+        Section("figures", "Figures", list(_figure_blocks(result, study))),
+        Section("trials", "Trials", _trial_blocks(result)),
+    ]
+    return render(
+        "report.html.j2",
+        sections,
+        title=f"Study of {result.name}",
+        heading=f"Study of {result.name}",
+        state="finished" if result.ended == "finished" else "stopped",
+        subtitle=result.study,
+        failure=None,
+        next_step=None,
+        damages=[],
+    )
+
+
+def _summary(result: StudyResult) -> list[Block]:
+    figure, winner = result.figure.replace("_", " "), result.winner
+    complete = sum(trial.state == "complete" for trial in result.trials)
+    shown = [("trials", f"{len(result.trials):,}"), ("complete trials", f"{complete:,}")]
+    if winner is not None:
+        shown.insert(0, (f"{figure} of the winner, trial {winner.number}", _number(winner.value)))
+    params = {} if winner is None else winner.params
+    pairs = [
+        *((name, format_value(value)) for name, value in params.items()),
+        ("Goal", f"{'smallest' if result.goal == 'min' else 'largest'} {figure}"),
+        ("Sampler", f"{result.sampler}, seed {result.seed}"),
+        ("Pruner", result.pruner),
+        ("Repeats the winner", result.command),
+        ("Resumes exactly", "yes" if result.exact else "no"),
+    ]
+    return [*tiles(shown), facts(pairs), *lines(result.inexact)]
+
+
+def _trial_blocks(result: StudyResult) -> list[Block]:
+    names = list(dict.fromkeys(name for trial in result.trials for name in trial.params))
+    trials = _shown(result)
+    rows = [
+        (
+            str(trial.number),
+            *(format_value(trial.params[name]) if name in trial.params else "" for name in names),
+            _number(trial.value),
+            str(trial.epochs),
+            _state(trial),
+        )
+        for trial in trials
+    ]
+    columns = ("trial", *names, result.figure.replace("_", " "), "epochs", "state")
+    marked = [place for place, trial in enumerate(trials) if trial.number == result.best]
+    left_out = len(result.trials) - len(trials)
+    note = [text(f"The table has the {len(trials)} best of {len(result.trials):,} trials.")] if left_out else []
+    return [*note, table("Trials", columns, rows, range(len(columns) - 1), marked)]
+
+
+def _figure_blocks(result: StudyResult, study: optuna.Study) -> Iterator[Block]:
+    """Yields the figures: without a complete trial only the curves."""
     figure = result.figure.replace("_", " ")
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     searched = sorted({name for trial in complete for name in trial.params})
-    notes = {"none": ""}.get(result.pruner, f"pruner {result.pruner}, ")
-    figures = []
+    pairs = []
     if complete:
-        made = visualization.plot_optimization_history(study, target_name=figure)
-        note = f"{len(result.trials)} trials, sampler {result.sampler}, {notes}seed {result.seed}"
-        figures.append(style_figure(made, f"{result.name}: {figure} of each trial", note))
+        made = visualization.plot_optimization_history(study, target_name=figure).update_xaxes(title_text="trial")
+        made.for_each_trace(lambda trace: trace.update(name="best so far"), selector={"name": "Best Value"})
+        pairs.append(
+            _figure(made, f"{figure} of each trial", f"The {figure} of each complete trial and the best so far")
+        )
+    pairs.append(_figure(_curves(result), f"{figure} of each epoch", f"The {figure} by epoch, a line for each trial"))
+    yield from figures(pairs)
     if result.importance:
         names, shares = list(result.importance), [100 * share for share in result.importance.values()]
         bars = go.Bar(x=shares[::-1], y=[escape(name) for name in names[::-1]], orientation="h", marker_color="#3566b8")
         made = go.Figure(bars).update_xaxes(title_text="share of the variance of the values, %")
-        figures.append(style_figure(made, "Importance of the parameters", "fANOVA over the complete trials"))
+        said = ", ".join(f"{name} {format_percent(share)}" for name, share in result.importance.items())
+        yield from figures([_figure(made, "Importance of the parameters", f"Importance by fANOVA: {said}")], "low")
     if complete and searched:
         made = visualization.plot_parallel_coordinate(study, params=searched, target_name=figure)
-        figures.append(style_figure(made, "Parallel coordinates", "one line for each complete trial"))
+        made.update_layout(margin={"l": 90, "r": 30, "t": 60, "b": 30})
+        yield from figures(
+            [_figure(made, "Parallel coordinates", "A line for each complete trial across the parameters")]
+        )
         made = visualization.plot_slice(study, params=searched, target_name=figure)
-        figures.append(style_figure(made, "Slices", "one point for each complete trial"))
+        yield from figures(
+            [_figure(made, "Slices", f"The {figure} by each parameter, a point for each complete trial")]
+        )
     ranked = [name for name in result.importance or searched if name in searched][:_CONTOUR_PARAMS]
     if len(complete) > 1 and len(ranked) > 1:
         made = visualization.plot_contour(study, params=ranked, target_name=figure)
-        figures.append(style_figure(made, "Contours", "interpolated between the complete trials"))
-    figures.append(style_figure(_curves(result), f"{figure} of each epoch", "all trials"))
-    return [made.update_layout(height=_HEIGHT, width=None) for made in figures]
+        label = f"The {figure} by pairs of parameters, interpolated between the complete trials"
+        yield from figures([_figure(made, "Contours", label)], "tall")
+
+
+def _figure(made: go.Figure, title: str, label: str) -> dict[str, Any]:
+    margin = made.layout.margin.to_plotly_json()
+    shown = figure_of(made, title, label)
+    return shown | {"layout": shown["layout"] | ({"margin": margin} if margin else {})}
 
 
 def _curves(result: StudyResult) -> go.Figure:

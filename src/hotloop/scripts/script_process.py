@@ -25,6 +25,13 @@ _INJECT = Path(__file__).parent / "inject"
 GRACE_S = 60.0
 """Seconds after each signal, before a stronger one: a script may save or evaluate after Ctrl-C."""
 
+_OTHER_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM") if hasattr(signal, name)
+)
+"""Signals besides `STOP_SIGNALS` that other processes send, such as a cluster's scheduler before a time limit."""
+
+_SENT_BY_TERMINAL = tuple(getattr(signal, name) for name in ("SIGINT", "SIGQUIT") if hasattr(signal, name))
+
 
 @dataclass(frozen=True)
 class ScriptEnd:
@@ -51,11 +58,11 @@ def run_script(
     settings: dict[str, Any],
     stop_after_s: float | None = None,
     stdout: int | None = None,
+    interpreter_options: Sequence[str] = (),
 ) -> ScriptEnd:
     """Runs a script to its end.
 
-    The script gets its arguments, and this process's standard input, output and error. Ctrl-C and SIGTERM are passed
-    on.
+    The script gets its arguments, and this process's standard input, output and error. Signals are passed on.
 
     Args:
         path: the script's file; or, as text, the name of a module to run as `python -m` does.
@@ -63,6 +70,7 @@ def run_script(
         settings: JSON values for that function, which also gets `out`, the file for `write_result`.
         stop_after_s: seconds after which the script is stopped by Ctrl-C; by SIGTERM if it still runs after `GRACE_S`.
         stdout: file descriptor of the script's output, such as 2 for standard error; None for this process's output.
+        interpreter_options: options of Python itself, such as `-u`.
 
     Raises:
         TaskError: the file doesn't exist.
@@ -72,7 +80,8 @@ def run_script(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hotloop-") as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, *([str(path)] if isinstance(path, Path) else ["-m", path]), *arguments]
+        named = [str(path)] if isinstance(path, Path) else ["-m", path]
+        command = [sys.executable, *interpreter_options, *named, *arguments]
         environment = _environment({**settings, "inside": inside, "out": str(out)})
         process = subprocess.Popen(command, env=environment, stdout=stdout)
         with _forward_signals(process):
@@ -127,13 +136,13 @@ def _process_group(pid: int) -> int | None:
 
 @contextmanager
 def _forward_signals(process: subprocess.Popen) -> Iterator[None]:
-    """Passes Ctrl-C and SIGTERM on to the script; in the main thread only, as Python's signals require."""
+    """Passes signals on to the script; in the main thread only, as Python's signals require."""
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT or not _is_in_foreground():
+        if number not in _SENT_BY_TERMINAL or not _is_in_foreground():
             process.send_signal(number)
 
-    with signal_handlers(forward, *STOP_SIGNALS):
+    with signal_handlers(forward, *STOP_SIGNALS, *_OTHER_SIGNALS):
         yield
 
 

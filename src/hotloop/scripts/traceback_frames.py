@@ -17,12 +17,13 @@ def leave_out_our_frames() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, _strip_own_frames(error))
+        before(kind, error, strip_own_frames(error))
 
     sys.excepthook = hook
 
 
-def _strip_own_frames(error: BaseException) -> TracebackType | None:
+def strip_own_frames(error: BaseException) -> TracebackType | None:
+    """Removes hotloop's frames from an error and the errors that it follows; returns its traceback."""
     done: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

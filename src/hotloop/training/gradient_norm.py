@@ -13,10 +13,12 @@ from hotloop.lowering.program import Program
 def gradient_norm_of(program: Program) -> Callable[[], float | None]:
     """Returns a function that computes the 2-norm of the stored gradients, after clipping.
 
-    The norm is None for plans that store no gradients, as compiled steps, and for several ranks, whose norm would be a
-    collective operation. The function doesn't prolong the model's life.
+    With parallel=data each rank stores the gradient of the whole batch. The norm is None for plans that store no
+    gradients, as compile=step, and for other ranks, whose norm would be a collective operation. The function doesn't
+    prolong the model's life.
     """
-    if not program.parts.world.is_single:
+    plan = program.parts.plan
+    if plan.parallel not in ("none", "data") or plan.compile in ("step", "package"):
         return lambda: None
     model = weakref.ref(program.model)
 

@@ -1,7 +1,7 @@
 """Records what a training does while it goes on, for reports and live pages.
 
 status.json      the present state, replaced about once a second
-progress.jsonl   loss, learning rate, gradient norm and speed; at most about 10,000 lines
+progress.jsonl   loss, learning rate, gradient norm, speed and training accuracy; some 10,000 lines at most
 system.jsonl     use of processor, memory, disk, network and GPUs; a line every few seconds
 layers.json      the model's layers with parameters and FLOPs
 """
@@ -24,7 +24,12 @@ import psutil
 from hotloop.core.callback import View
 from hotloop.core.hardware.system_use import SystemSampler
 from hotloop.core.records.model_summary import ModelLayers
+from hotloop.core.records.training import EpochRecord
 from hotloop.errors import HotloopError
+from hotloop.lowering.program import Program
+from hotloop.lowering.training_accuracy import training_accuracy_of
+from hotloop.profiler.model_summary import model_layers
+from hotloop.training.gradient_norm import gradient_norm_of
 
 STATUS_INTERVAL_S = 1.0
 
@@ -42,19 +47,23 @@ class RunMonitor:
     Args:
         layers: returns the model's layers; called once, after the first step.
         gradient_norm: returns the norm of the last step's gradients; None where they aren't stored.
+        training_accuracy: returns the accuracy on a sample of the training data after an epoch; None if not measured.
     """
 
     def __init__(
         self,
         layers: Callable[[], ModelLayers | None],
         gradient_norm: Callable[[], float | None],
+        training_accuracy: Callable[[EpochRecord], float | None],
         say: Callable[[str], None],
     ) -> None:
         self._layers: Callable[[], ModelLayers | None] | None = layers
         self._gradient_norm, self._say = gradient_norm, say
+        self._training_accuracy: Callable[[EpochRecord], float | None] | None = training_accuracy
         self._has_failed = False
         self._began = self._status_at = self._row_at = time.monotonic()
         self._losses: list[float] = []
+        self._row_step = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -80,9 +89,23 @@ class RunMonitor:
             self._status_at = now
             self._try(lambda: self._write_status(view))
         interval_s = max(STATUS_INTERVAL_S, (now - self._began) / _ROWS_PER_DECADE)
-        if view.step and (view.event == "stop" or now - self._row_at >= interval_s) and view.event != "final":
-            self._row_at = now
-            self._try(lambda: self._add_progress(view))
+        measured = self._measure_epoch(view)
+        if view.event == "final" or view.step <= self._row_step:
+            return
+        if measured or view.event == "stop" or now - self._row_at >= interval_s:
+            self._row_at, self._row_step = now, view.step
+            self._try(lambda: self._add_progress(view, measured))
+
+    def _measure_epoch(self, view: View) -> dict[str, float]:
+        if view.event != "epoch" or self._training_accuracy is None:
+            return {}
+        try:
+            accuracy = self._training_accuracy(view.history[-1])
+        except (RuntimeError, MemoryError, HotloopError) as error:
+            self._training_accuracy = None
+            self._say(f"the accuracy on training data can't be measured ({error}); training goes on without it")
+            return {}
+        return {} if accuracy is None else {"train_accuracy": accuracy}
 
     def _start(self, view: View) -> None:
         self._process = {
@@ -115,9 +138,9 @@ class RunMonitor:
         row = {"event": view.event, **_position(view), **self._process, "reason": view.reason}
         _replace(view.run / "status.json", json.dumps(_finite(row)))
 
-    def _add_progress(self, view: View) -> None:
+    def _add_progress(self, view: View, measured: dict[str, float]) -> None:
         losses, self._losses = self._losses, []
-        row = _position(view) | {"gradient_norm": self._gradient_norm()}
+        row = _position(view) | {"gradient_norm": self._gradient_norm()} | measured
         if losses:
             row["loss"] = sum(losses) / len(losses)
         _append(view.run / "progress.jsonl", row)
@@ -131,6 +154,15 @@ class RunMonitor:
                 self._say(
                     f"figures for reports can't be recorded ({error}); training goes on, and they are tried again"
                 )
+
+
+def monitor_of(program: Program, say: Callable[[str], None]) -> RunMonitor:
+    """Returns the monitor of a training; layers are None for several ranks, whose model can't run on a single rank."""
+
+    def layers() -> ModelLayers | None:
+        return model_layers(program.parts.task, program.model) if program.parts.world.is_single else None
+
+    return RunMonitor(layers, gradient_norm_of(program), training_accuracy_of(program), say)
 
 
 def _position(view: View) -> dict[str, Any]:

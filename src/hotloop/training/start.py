@@ -23,7 +23,6 @@ from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.versions import result_versions
 from hotloop.core.number_formats import other_settings
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.records.model_summary import ModelLayers
 from hotloop.core.records.training import RunRecord
 from hotloop.core.reporter import Report
 from hotloop.distributed.join import join_ranks
@@ -39,18 +38,16 @@ from hotloop.lowering.program import Program
 from hotloop.lowering.task_facts import task_facts
 from hotloop.lowering.transforms.cudnn import cudnn_inexact_reasons
 from hotloop.plan import Plan
-from hotloop.profiler.model_summary import model_layers
 from hotloop.report.learning_curves import draw_curves
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask, files_of, load_from_run
 from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
-from hotloop.training.gradient_norm import gradient_norm_of
 from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
 from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
-from hotloop.training.monitor import RunMonitor
+from hotloop.training.monitor import monitor_of
 from hotloop.training.resume import check_files, check_overrides, describe_files
 from hotloop.training.run import FollowerRun, Run, is_run
 from hotloop.tuning.auto.recall import count_trained_steps, lower_cached_or_auto, with_facts_for_step_count
@@ -294,8 +291,8 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
             say(reason)
     writers: list[Any] = []
     if not isinstance(handle, FollowerRun):
-        monitor = RunMonitor(lambda: _layers_of(program), gradient_norm_of(program), say)
-        writers = [monitor, *_figure_loggers(task, handle, say)]
+        context.store_plan_search(handle.path)
+        writers = [monitor_of(program, say), *_figure_loggers(task, handle, say)]
     with ExitStack() as stack:
         for writer in writers:
             stack.enter_context(writer.open())
@@ -318,13 +315,7 @@ def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
     record, plan = handle.record, handle.plan
     settings: dict[str, Any] = {"task": record.name, "plan": plan.brief(), "batch_size": record.facts.batch_size}
     settings |= record.overrides | (record.source.parameters if record.source else {})
-    names = [name for name in dict.fromkeys(task.loggers) if name in ADAPTERS]
-    return [FigureLogger(name, ADAPTERS[name](), settings, say) for name in names]
-
-
-def _layers_of(program: Program) -> ModelLayers | None:
-    """Returns the layers of the trained model; None for several ranks, whose model can't run on a single rank."""
-    return model_layers(program.parts.task, program.model) if program.parts.world.is_single else None
+    return [FigureLogger(name, ADAPTERS[name](), settings, say) for name in ADAPTERS if name in task.loggers]
 
 
 def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcome) -> str | None:

@@ -12,6 +12,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from hotloop.core.callback import Callback, View
+from hotloop.core.records.training import EpochRecord
 from hotloop.core.reporter import Report
 from hotloop.data.batch_tree import batch_inputs
 from hotloop.data.feeds.feed import first_batch
@@ -37,24 +38,39 @@ class TensorBoard:
     def __init__(self, graph: Callable[[], tuple[nn.Module, Any]] | None, say: Callable[[str], None]) -> None:
         self._graph, self._say = graph, say
         self._writer: SummaryWriter | None = None
+        self._has_failed = False
 
     def __call__(self, view: View) -> None:
+        try:
+            self._handle(view)
+        except Exception as error:  # a full disk, or a TensorBoard that doesn't fit the other packages
+            if not self._has_failed:
+                self._has_failed = True
+                reason = f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:200]}"
+                self._say(f"tensorboard failed ({reason}); training goes on, and later figures are tried again")
+
+    def _handle(self, view: View) -> None:
         if view.event == "start":
-            self._open(view)
-        elif self._graph is not None and view.step:  # after the first step, which reports a failing model better
+            # Hides what a killed run wrote after its checkpoint; these steps are repeated.
+            self._open(view, view.step if view.history or view.step else None)
+        elif (
+            self._graph is not None and view.step and self._writer is not None
+        ):  # after the first step, which reports a failing model better
             self._write_graph(self._graph)
         if view.event == "epoch":
-            self._write(view)
+            is_late = self._writer is None  # the first attempt failed
+            if is_late:
+                self._open(view, 0)
+            for record in view.history if is_late else view.history[-1:]:
+                self._write(record)
         if view.event == "stop" and self._writer is not None:
             self._writer.close()
 
-    def _open(self, view: View) -> None:
+    def _open(self, view: View, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Hides what a killed run wrote after its checkpoint; these steps are repeated.
-        purge = view.step if view.history or view.step else None
-        self._writer = SummaryWriter(str(view.run / "tensorboard"), purge_step=purge)
-        if view.step:
+        self._writer = SummaryWriter(str(view.run / "tensorboard"), purge_step=purge_step)
+        if purge_step is not None:
             self._graph = None  # drawn when the run began
 
     def _write_graph(self, graph: Callable[[], tuple[nn.Module, Any]]) -> None:
@@ -70,9 +86,8 @@ class TensorBoard:
             self._say(f"TensorBoard gets no graph of this model, since it can't be traced ({type(error).__name__})")
         gc.collect()  # a traced model is a reference cycle
 
-    def _write(self, view: View) -> None:
+    def _write(self, record: EpochRecord) -> None:
         assert self._writer is not None
-        record = view.history[-1]
         for part, figures in (("train", record.train), ("validation", record.validation)):
             for name, value in figures.items():
                 self._writer.add_scalar(f"{name}/{part}", value, record.step)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.core.callback import Callback, has_user_callbacks
+from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import SILENT, Reporter
 from hotloop.lowering.program import Program
@@ -35,6 +37,7 @@ class RunContext:
         until: when the run stops, in seconds by `time.monotonic()`.
         done: steps of the run before this start.
         pause_after_epoch: stop cleanly at the end of this epoch, from 1.
+        plan_searches: results of races and proofs that chose the plan, in order; the search of a plan adds to the list.
         has_reports: draw the learning curves and write TensorBoard's files when training stops.
         program: a Program that is lowered already, in place of one by the plan.
         drive: trains by the training loop to its end, in place of the loop itself.
@@ -58,6 +61,7 @@ class RunContext:
     facts: TaskFacts | None = None
     pause_after_epoch: float = math.inf
     has_reports: bool = True
+    plan_searches: list[Verdict] = field(default_factory=list)
     program: Program | None = None
     drive: Callable[[Any], Any] | None = None
 
@@ -73,6 +77,11 @@ class RunContext:
     @property
     def has_user_callbacks(self) -> bool:
         return has_user_callbacks([*self.task.callbacks, *self.callbacks])
+
+    def store_plan_search(self, run: Path) -> None:
+        """Writes the last search that raced a plan as `<run>/plan_search.json`."""
+        if raced := [found for found in self.plan_searches if len(found.plans) > 1]:
+            write_atomic(run / "plan_search.json", raced[-1].model_dump_json(indent=2))
 
     def say(self, line: str) -> None:
         self.reporter.say(line)

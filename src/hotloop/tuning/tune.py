@@ -26,7 +26,7 @@ from hotloop.plan import Plan
 from hotloop.report.race import race_progress_bar
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.recall import cached_best_plan, facts_with_fingerprint
+from hotloop.tuning.auto.recall import cached_best_race, facts_with_fingerprint
 from hotloop.tuning.contenders import check_comparable
 from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
 from hotloop.tuning.rules import rank_plans
@@ -193,6 +193,7 @@ def cached_or_tuned_plan(
     say: Report = lambda line: None,
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
+    searches: list[Verdict] | None = None,
 ) -> tuple[Plan | None, str]:
     """Returns the cached plan of a Task, or the result of `tune_loaded`; and a line for the user.
 
@@ -200,17 +201,21 @@ def cached_or_tuned_plan(
 
     Args:
         until: when the training stops, by `time.monotonic()`; a search takes at most a third of the time.
+        searches: takes the result that the plan comes from.
     """
     loaded = replace(loaded, task=override_fields(loaded.task, overrides))
     facts = facts_with_fingerprint(loaded)
-    plan = cached_best_plan(loaded, wanted, say, facts)
-    if plan is not None:
+    searches = [] if searches is None else searches
+    if (stored := cached_best_race(loaded, wanted, say, facts)) is not None:
+        searches.append(stored.as_verdict(loaded.task.name, facts.steps))
+        plan = stored.timing.as_plan
         return plan, f"tune: {plan.brief()}, stored as the fastest that is proven equal"
     if loaded.record is not None and (before := _earlier_failed_search(facts, wanted)) is not None:
         return _plan_without_result(
             wanted, before.left_open, "an earlier search found nothing proven equal that is faster"
         )
     verdict = tune_loaded(loaded, wanted.plan, facts=facts, say=say, progress=progress, until=until)
+    searches.append(verdict)
     for note in verdict.notes:
         say(f"tune: {note}")
     best = verdict.plan(verdict.winner or verdict.baseline)

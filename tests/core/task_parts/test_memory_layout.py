@@ -87,7 +87,7 @@ def test_it_trains_as_a_plain_loop_does(name: str) -> None:
     assert all(torch.equal(value, found.buffers[key]) for key, value in model.named_buffers())
 
 
-@pytest.mark.few("expanded", "expanded number", "windows", "empty", "tied in part")
+@pytest.mark.few("windows", "tied in part")
 @pytest.mark.parametrize("name", TRAINED)
 def test_it_resumes_and_predicts(tmp_path: Path, name: str) -> None:
     def fitted(epochs: int, run: str, **options: Any) -> hotloop.Run:
@@ -103,6 +103,7 @@ def test_it_resumes_and_predicts(tmp_path: Path, name: str) -> None:
     assert (hotloop.predict(parts, X.numpy(), task=task) == output).all()
 
 
+@pytest.mark.few("windows", "tied in part")
 @pytest.mark.parametrize("name", ["expanded", "windows", "a view of another buffer", "tied in part"])
 def test_it_is_exported(tmp_path: Path, name: str) -> None:
     task = task_of(model=TRAINED[name], epochs=1)

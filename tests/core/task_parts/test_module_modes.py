@@ -67,6 +67,7 @@ FROZEN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few("a norm", "a part")
 @pytest.mark.parametrize("name", FROZEN)
 def test_modules_stay_in_the_mode_of_the_factory_and_the_run_resumes(tmp_path: Path, name: str) -> None:
     def make() -> hotloop.Task:
@@ -80,6 +81,7 @@ def test_modules_stay_in_the_mode_of_the_factory_and_the_run_resumes(tmp_path: P
     assert counts == {f"{place}.num_batches_tracked": count for place, count in expected[name].items()}
 
 
+@pytest.mark.few("{}", "{'accumulation': 2}")
 @pytest.mark.parametrize("axes", [{}, {"accumulation": 2}, {"compile": "step"}, {"compile": "forward"}], ids=str)
 def test_every_plan_keeps_a_frozen_norm_and_trains_as_the_plain_loop(axes: dict[str, Any]) -> None:
     def model() -> nn.Module:
@@ -157,6 +159,7 @@ SWITCHES: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
 }
 
 
+@pytest.mark.few("back and forth")
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_callback_may_put_single_modules_into_evaluation_mode_for_good(tmp_path: Path, name: str) -> None:
     change, batches = SWITCHES[name]

@@ -438,6 +438,7 @@ def evaluated(model: nn.Module, optimizer: Any) -> float:
     return loss
 
 
+@pytest.mark.more
 @pytest.mark.few("average in its place")
 @pytest.mark.parametrize("name", SWITCHING)
 def test_every_path_evaluates_the_weights_of_eval_and_training_goes_on_with_its_own(tmp_path: Path, name: str) -> None:

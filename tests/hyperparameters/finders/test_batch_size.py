@@ -6,7 +6,8 @@ import pytest
 
 from hotloop.core.records.study import BatchSizeTrial
 from hotloop.hyperparameters.finders import batch_size
-from hotloop.hyperparameters.finders.batch_size import find_batch_size, predict_memory
+from hotloop.hyperparameters.finders.batch_size import measure_batch_sizes, predict_memory
+from hotloop.hyperparameters.study_options import TaskSource
 
 
 def measured(sizes: dict[int, int]) -> list[BatchSizeTrial]:
@@ -45,7 +46,7 @@ class Processes:
 )
 def test_the_search_ends_at_a_limit(machine: Processes, largest: int, tried: list[int], limit: str) -> None:
     lines: list[str] = []
-    found = find_batch_size(machine, "task.py", {}, {}, "task", lines.append)
+    found = measure_batch_sizes(machine, TaskSource("task.py"), {}, {}, "task", lines.append)
     assert (found.largest, machine.tried) == (largest, tried)
     assert found.limit.startswith(limit)
     assert found.fastest == min(largest, 32)

@@ -186,6 +186,7 @@ def test_killed_and_gone_on_with_it_ends_bitwise_the_same(tmp_path: Path) -> Non
     assert disagreements(whole, run) == []
 
 
+@pytest.mark.more
 def test_the_trained_weights_are_in_the_torch_model(tmp_path: Path) -> None:
     run = hotloop.fit(family("cnn"), run=tmp_path / "run", device="cpu", plan="arrays", progress=False)
     assert "arrays" in (run.path / "plan.toml").read_text()

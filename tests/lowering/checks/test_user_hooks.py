@@ -204,6 +204,7 @@ def test_hotloops_own_hooks_of_fused_updates_are_none_of_the_users() -> None:
     advance(hotloop.lower(a_task(), Plan(compile="step", optimizer="fused")), 3)
 
 
+@pytest.mark.more
 def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run has steps enough, and a compilation takes nothing."""
     monkeypatch.setattr(rules, "MIN_COMPILED_STEPS", 1)
@@ -232,6 +233,7 @@ LATER: dict[str, Callable[[Program], Any]] = {
 }
 
 
+@pytest.mark.few("a gradient's-compile=step", "an update's-graphs=step")
 @pytest.mark.usefixtures("stand_in", "uncompiled")
 @pytest.mark.parametrize("plan", [Plan(compile="step"), GRAPHS], ids=Plan.brief)
 @pytest.mark.parametrize("name", LATER)

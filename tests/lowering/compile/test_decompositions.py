@@ -31,6 +31,7 @@ def test_samples_mixed_in_a_drawn_order_are_compiled() -> None:
     assert found.parity in ("fp32-equivalent", "bitwise"), found.reason
 
 
+@pytest.mark.more
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may do without")
 def test_that_takes_what_is_written_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decompositions, "_skip_permutation_checks", lambda graph: None)

@@ -99,6 +99,7 @@ def in_turn(optimizer: torch.optim.Optimizer, total: int) -> Any:
     return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[5])
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     "plan", [Plan(compile="step"), Plan(graphs="step"), Plan(graphs=2, residency="device")], ids=Plan.brief

@@ -153,6 +153,7 @@ def test_a_step_that_was_seen_to_stay_the_same_is_captured_once_from_then_on(cap
     assert len(captures) == 6 + 2  # what keeps nothing has nothing to go by
 
 
+@pytest.mark.more
 def test_after_a_change_of_its_file_it_is_captured_twice(captures: list[CapturedStep], tmp_path: Path) -> None:
     path = tmp_path / "network_of_a_file.py"
     path.write_text("import torch\n\n\nclass Network(torch.nn.Linear):\n    pass\n")
@@ -189,6 +190,7 @@ def test_one_that_was_seen_to_change_is_refused_each_time(
     assert len(captures) == 4 and not package_cache.package_folder().exists()
 
 
+@pytest.mark.more
 def test_where_nothing_can_be_kept_it_is_captured_twice(
     captures: list[CapturedStep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_result_is_that_of_seeding_both_generators_before_each_step(
     assert events(tmp_path / "run", "resume") == []
 
 
+@pytest.mark.few("python-20", "numpy-40")
 @pytest.mark.parametrize("until", [20, 40])
 @pytest.mark.parametrize("draw", ["python", "numpy"])
 def test_killed_before_or_after_the_first_draw_it_ends_the_same(tmp_path: Path, draw: str, until: int) -> None:

@@ -157,6 +157,7 @@ def test_the_first_module_is_named(place: str, tmp_path: Path) -> None:
     assert_kept(tmp_path, 3)
 
 
+@pytest.mark.more
 def test_under_a_compiled_plan_the_replay_is_eager_and_names_the_module(tmp_path: Path) -> None:
     spoil = Apply(lambda x: x / ok(x))
     task = a_task(data=marked(), shuffle=False, epochs=3, model=layers(nn.ReLU(), spoil))

@@ -199,6 +199,7 @@ STEPS: dict[str, Callable[[], Objective]] = {
 }
 
 
+@pytest.mark.few("attribute", "closure", "containers", "generators")
 @pytest.mark.parametrize("name", STEPS)
 def test_what_a_step_counts_goes_on_after_a_resume(tmp_path: Path, name: str) -> None:
     def make() -> hotloop.Task:
@@ -295,7 +296,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few("loss", "model")
+@pytest.mark.few("model")
 @pytest.mark.parametrize("name", PARTS)
 def test_counts_of_all_parts_of_a_task_go_on_after_a_resume(tmp_path: Path, name: str) -> None:
     assert difference_of_resumed(lambda: a_task(**PARTS[name](), epochs=4), tmp_path) == []
@@ -391,6 +392,7 @@ def test_an_iterator_is_one_line_before_training(tmp_path: Path, step: type) -> 
     assert line.startswith("step.numbers is an iterator (") and "a resumed run may differ" in line
 
 
+@pytest.mark.more
 def test_a_data_set_that_counts_in_workers_is_one_line_before_training(tmp_path: Path) -> None:
     task = a_task(data=CountingData(), epochs=1)
     run = fitted(task, tmp_path / "run", plan=Plan(workers=2))
@@ -407,6 +409,7 @@ class Plain(CountingData):
         return self.x[index], self.y[index]
 
 
+@pytest.mark.few("here-*")
 @pytest.mark.parametrize(
     "fields",
     [

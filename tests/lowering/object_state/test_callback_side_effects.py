@@ -70,7 +70,7 @@ def at_first() -> Any:
     put_back()
 
 
-@pytest.mark.few("number-compile=step", "tensor-compile=step", "attribute-compile=step", "attribute-graphs=step")
+@pytest.mark.few("tensor-compile=step", "attribute-graphs=step")
 @pytest.mark.parametrize("plan", [STEP, Plan(compile="forward"), Plan(graphs="step")], ids=Plan.brief)
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_a_callback_changes_is_seen_at_the_next_epoch_and_trained_eagerly(
@@ -150,6 +150,7 @@ def freezing(model: Normed) -> None:
     model.layer.bias.requires_grad_(False)
 
 
+@pytest.mark.more
 @pytest.mark.few("another_state-optimizer-compile=step")
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(

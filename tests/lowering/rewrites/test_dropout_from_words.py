@@ -107,6 +107,7 @@ def with_a_chance_of(share: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * torch.empty_like(x).bernoulli_(share)
 
 
+@pytest.mark.few("by_chances_of_their_own", "few")
 @pytest.mark.parametrize("draw", [few, by_chances_of_their_own, with_a_chance_of(0.0), with_a_chance_of(1.0)])
 def test_what_it_is_not_for_is_left_alone(draw: Callable[[Tensor], Tensor]) -> None:
     class Other(nn.Module):
@@ -237,6 +238,7 @@ def test_they_come_in_the_order_of_memory_whatever_the_shape() -> None:
 # ---------------------------------------------------------------- under a plan
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("uncompiled")
 def test_a_run_that_goes_on_draws_what_it_would_have_and_so_does_an_eager_one() -> None:
     program, resumed, eager = (lower(task(), NAMED) for _ in range(3))
@@ -253,6 +255,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_and_so_does_an_eager_one() 
     assert apart(ends[0], ends[1]) < 1e-6
 
 
+@pytest.mark.more
 @pytest.mark.few("{'compile': 'forward'}")
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("axes", [{}, {"layout": "channels_last"}, {"compile": "forward"}], ids=str)
@@ -260,7 +263,7 @@ def test_it_is_trusted_with_the_same_draws_for_everybody(axes: dict[str, Any]) -
     found = hotloop.check(images(), NAMED.with_axes(**axes))
     assert found.parity == "fp32-equivalent", found.reason
     assert "the baseline drew the plan's random numbers, which are cut out of random words" in found.reason
-    assert "what it draws has the baseline's rate and scale and is independent" in found.reason
+    assert "the plan's random numbers have the baseline's rate and scale, and are independent" in found.reason
 
 
 @pytest.mark.more

@@ -257,6 +257,7 @@ def test_it_resumes_bitwise(name: str, step: Any) -> None:
     assert_resumes(task(step, epochs=3, shuffle=True, **fields | CARRIED[name]))
 
 
+@pytest.mark.more
 def test_a_run_that_was_stopped_ends_as_one_that_never_was(tmp_path: Path) -> None:
     given = dict(epochs=4, validation=(REAL, NOISE, MIX), schedule=scheduled, average=0.9)
     whole = trained(task(**given), tmp_path / "whole")
@@ -381,6 +382,7 @@ def test_a_profile_has_each_optimizer() -> None:
     assert sum(use.steps for use in profile.optimizers) == pytest.approx(4)
 
 
+@pytest.mark.more
 def test_a_race_takes_it() -> None:
     verdict = hotloop.race(task(), ["baseline", Plan(optimizer="forloop")], time_limit="1s", prove=None, progress=False)
     assert all(plan.failure is None for plan in verdict.plans)

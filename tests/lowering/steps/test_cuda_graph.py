@@ -51,7 +51,7 @@ def replays(program: Program) -> list[int]:
     return program._step._recorder.replays  # type: ignore[attr-defined,no-any-return]
 
 
-@pytest.mark.few("mlp-*", "???-graphs=step", "residual-layout=*,optimizer=foreach")
+@pytest.mark.few("mlp-graphs=step", "mlp-residency=device*", "mlp-graphs=step,accumulation=3", "vae-graphs=step")
 @pytest.mark.parametrize(("name", "plan"), RUNS, ids=[f"{name}-{changed(plan)}" for name, plan in RUNS])
 def test_it_runs_as_the_baseline_does_and_its_state_round_trips(name: str, plan: Plan) -> None:
     program = hotloop.lower(family(name), plan)
@@ -154,6 +154,7 @@ def test_a_fused_update_takes_the_learning_rate_alone(name: str) -> None:
         hotloop.lower(family("mlp", optimizer=cycling, schedule=one_cycle), plan)
 
 
+@pytest.mark.more
 def test_so_many_steps_are_one_replay_only_where_so_many_are_asked_for() -> None:
     task = family("mlp", batch_size=4)  # 14 batches in an epoch
     program, plain = hotloop.lower(task, Plan(graphs=8, residency="device")), hotloop.lower(task)
@@ -168,6 +169,7 @@ def test_so_many_steps_are_one_replay_only_where_so_many_are_asked_for() -> None
     assert replays(program) == [1, 1, 1, 8, 1, 1, 8, *[1] * 6]
 
 
+@pytest.mark.more
 def test_a_loop_of_one_s_own_keeps_its_losses() -> None:
     """A replay writes its loss where the one before did; what was handed out stays."""
     program, plain = hotloop.lower(family("mlp"), TWO), hotloop.lower(family("mlp"))
@@ -205,11 +207,13 @@ def test_without_a_fault_nothing_is_seen() -> None:
     assert not seen()
 
 
+@pytest.mark.more
 def test_numbers_of_the_schedule_that_stay_as_recorded_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaGraphStep, "_set_cells", only_at_first(CudaGraphStep._set_cells))
     assert seen()
 
 
+@pytest.mark.more
 def test_numbers_of_the_first_step_for_all_of_a_replay_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = CudaGraphStep._set_cells
     monkeypatch.setattr(CudaGraphStep, "_set_cells", lambda self, rows: plain(self, [rows[0]] * len(rows)))
@@ -221,11 +225,13 @@ def test_a_batch_that_is_not_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen()
 
 
+@pytest.mark.more
 def test_rows_that_are_not_cut_anew_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph.StaticBatches, "split_rows", lambda self, columns, rows: self.batches)
     assert seen() and seen(Plan(graphs="step"))
 
 
+@pytest.mark.more
 def test_losses_that_are_added_up_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not seen_in("mlp")
     note = CudaGraphStep._note
@@ -244,6 +250,7 @@ def test_draws_that_are_the_same_at_each_step_are_seen(monkeypatch: pytest.Monke
     assert seen()
 
 
+@pytest.mark.more
 def test_state_that_is_not_moved_to_where_the_graph_works_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaGraphStep, "_is_bound", lambda self: bool(self.optimizer.state))
     assert seen()
@@ -326,6 +333,7 @@ def test_recurrent_layers_of_cudnn_are_refused_by_name_where_it_computes_them() 
         check_recurrent(model, cuda)
 
 
+@pytest.mark.more
 def test_a_compiler_that_takes_no_lists_of_parameters_gets_them_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     build = cuda_graph.build_program

@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few("*-graphs=step-step", "plain-*-step")
+@pytest.mark.few("plain-*", "ignored targets-*", "rows with gaps-*")
 @pytest.mark.parametrize("compiled", ["none", "step"])
 @pytest.mark.parametrize("plan", [Plan(graphs="step"), TWO], ids=changed)
 @pytest.mark.parametrize("case", CASES)

@@ -105,6 +105,7 @@ def test_whatever_ends_a_compilation_lets_go(monkeypatch: pytest.MonkeyPatch) ->
     assert not axis.keeps_freed_memory()
 
 
+@pytest.mark.more
 def test_a_run_goes_on_where_nobody_can_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +175,7 @@ def test_what_can_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         hotloop.lower(a_task(), KEEP)
 
 
+@pytest.mark.few("auto")
 @pytest.mark.parametrize("plan", [KEEP, "auto"])
 def test_a_training_keeps_it_and_gives_it_back(
     plan: Plan | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

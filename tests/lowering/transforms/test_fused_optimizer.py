@@ -206,6 +206,7 @@ class Turned(nn.Module):
         return (self.weight.t()[None] * x[:, :, None]).sum(1)
 
 
+@pytest.mark.more
 def test_gradients_out_of_a_compiled_program_are_laid_out_too() -> None:
     task = a_task(model=Turned, optimizer=OPTIMIZERS["Adam"])
     assert_as_plain(task, FUSED.with_axes(compile="forward"))

@@ -40,7 +40,7 @@ PLACED: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.few("a list", "all")
+@pytest.mark.few("a list")
 @pytest.mark.parametrize("name", PLACED)
 def test_it_comes_to_what_one_device_comes_to(name: str, machine: SecondDevice) -> None:
     found = {dtype: come_to(both(dtype), on(PLACED[name])) for dtype in DTYPES}

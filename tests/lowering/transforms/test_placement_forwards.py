@@ -147,6 +147,7 @@ def test_a_failed_call_leaves_nothing_behind(machine: SecondDevice) -> None:
     advance(program, 1)
 
 
+@pytest.mark.more
 def test_accumulated_pieces_are_placed_too(machine: SecondDevice) -> None:
     task = layered(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), lambda model, x: x + model.inner(x))
     plan = on({"inner": "far"}).with_axes(accumulation=2)

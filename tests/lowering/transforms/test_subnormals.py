@@ -76,6 +76,7 @@ def test_a_captured_step_keeps_none_and_an_eager_one_does(kind: str) -> None:
     assert bool((faded(program, key) != 0).all()) and bool((faded(program, key) < TINY).all())
 
 
+@pytest.mark.more
 def test_the_plan_is_still_trusted() -> None:
     task = fading("Adam")
     assert hotloop.check(task, Plan(compile="step")).parity in ("bitwise", "fp32-equivalent")

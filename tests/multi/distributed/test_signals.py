@@ -146,6 +146,7 @@ print(launch(2, lambda: None, print))
 """
 
 
+@pytest.mark.more
 def test_a_signal_after_all_ranks_have_returned_ends_the_launcher(tmp_path: Path, server: Server) -> None:
     """Ranks that have returned wait until the launcher has their results, and die of a signal there."""
     (tmp_path / "at_the_end.py").write_text(AT_THE_END)

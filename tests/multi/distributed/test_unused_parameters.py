@@ -102,6 +102,7 @@ def own_use_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ddp.DdpModel, "end_backward", ended)
 
 
+@pytest.mark.few("own_use_alone")
 @pytest.mark.parametrize("plant", [zeros_for_all, own_use_alone])
 def test_a_planted_fault_is_found(plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = trained(Plan())

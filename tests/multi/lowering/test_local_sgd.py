@@ -150,7 +150,7 @@ def compute(world: World) -> dict[str, Any]:
         "each step": each_step(world),
         "back": gone_back(SELDOM, replace(tokens_in_fp64(), batch_size=3)),
         "apart": apart(world),
-        "learnt": {plan.brief(): learnt(plan) for plan in (EACH_STEP, SELDOM)},
+        "learnt": learnt(SELDOM),
         "outer": outer_steps(world),
     }
 
@@ -198,8 +198,7 @@ def test_ranks_that_seldom_meet_learn_what_one_process_learns(seen: list[Any]) -
     first = hotloop.lower(line(), Plan())
     first.advance(1)
     before = first.read_sums()["loss"] / first.read_sums()["weight"]
-    for loss in seen[0]["learnt"].values():
-        assert loss < 1e-4 * before
+    assert seen[0]["learnt"] < 1e-4 * before
 
 
 def test_the_outer_step_is_torchs_nesterov_along_the_mean_way(seen: list[Any]) -> None:

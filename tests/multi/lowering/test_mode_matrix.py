@@ -199,6 +199,7 @@ def refused(case: Case) -> str:
 CASES = covering()
 
 
+@pytest.mark.few("data-*", "stages-*", "sharded-step-*", "towers-*")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if place % 6 == 0 else pytest.mark.more) for place, case in enumerate(CASES)],

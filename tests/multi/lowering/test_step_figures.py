@@ -40,6 +40,7 @@ def task(step: Any) -> hotloop.Task:
     )
 
 
+@pytest.mark.few("accumulation=2-*")
 @pytest.mark.parametrize(
     ("plan", "parts"),
     [

@@ -166,6 +166,7 @@ def adversarial(way: str, fused: bool) -> Callable[[], None]:
     return loop
 
 
+@pytest.mark.few("*-False")
 @pytest.mark.parametrize("fused", [False, True])  # which leaves the versions of what it updates as they were
 @pytest.mark.parametrize(
     ("way", "told"), [("once", 1), ("two backwards", 1), ("zeros", 1), ("detached", 0), ("added up", 0)]

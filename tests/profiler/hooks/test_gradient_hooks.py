@@ -71,6 +71,7 @@ def profile_with(model: nn.Module) -> Profile:
     return watched(loop, observers=lambda watch: make_observers(watch, None))
 
 
+@pytest.mark.few("function")
 @pytest.mark.parametrize("hook", [clipped, IN_A_LINE], ids=["function", "lambda"])
 def test_what_a_hook_does_is_its_own_lines(hook: Hook) -> None:
     where = f"{__file__.rpartition('/')[2]}:{hook.__code__.co_firstlineno + (hook is clipped)}"
@@ -93,6 +94,7 @@ def test_one_that_runs_once_a_gradient_is_there_is_named() -> None:
     assert any("a hook on each parameter's gradient: 24" in one.cause for one in diagnose(profile_with(model)).remedies)
 
 
+@pytest.mark.more
 def test_a_backward_of_ones_own_is_no_hook() -> None:
     profile = profile_with(network(Rounding))
     inside = [one for one in profile.operators if one.name == "aten::le"]

@@ -243,6 +243,7 @@ def test_hearing_all_backwards_is_seen(monkeypatch) -> None:
     assert "clean" in heard(plain, monkeypatch)
 
 
+@pytest.mark.more
 def test_hearing_none_but_those_that_are_watched_closely_is_seen(monkeypatch) -> None:
     monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)  # put back: the fault leaves an evaluation open
     monkeypatch.setattr(

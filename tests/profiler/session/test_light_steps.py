@@ -125,6 +125,7 @@ def test_a_clean_step_takes_its_own_time_alone(loop: Loop) -> None:
 PAUSE_MS = 100.0
 
 
+@pytest.mark.few("evaluation-5", "checkpoint-3")
 @pytest.mark.parametrize("every", [3, 5, 7])
 @pytest.mark.parametrize("what", ["evaluation", "checkpoint"])
 def test_a_pause_is_no_time_of_a_step_and_all_of_it_is_counted(

@@ -373,6 +373,7 @@ def training(watch: ProfilerSession) -> Iterator[str]:
         yield watch._sequence.step.kind if watch._sequence.step is not None else ""
 
 
+@pytest.mark.more
 @pytest.mark.few("settling")
 @pytest.mark.parametrize("prepared", ["traced", "settling", "warm-up"])
 def test_a_profiler_of_the_scripts_own_may_start_at_any_time(prepared: str) -> None:

@@ -67,6 +67,7 @@ def phases_of(profile: Profile, *names: str) -> set[Phase]:
     return {one.phase for one in profile.operators if one.name in names}
 
 
+@pytest.mark.few("LBFGS-dot", "own-sub_")
 @pytest.mark.parametrize(("kind", "updating"), [("Adam", "_fused_adam_"), ("LBFGS", "dot"), ("own", "sub_")])
 def test_what_a_closure_computes_is_no_update(kind: str, updating: str) -> None:
     profile = trained(kind)
@@ -188,6 +189,7 @@ def test_an_optimizer_of_ones_own_may_clear_gradients_first() -> None:
     assert phases_of(profile, "aten::sub_", "aten::sign") == {"update"}
 
 
+@pytest.mark.more
 def test_many_optimizers_cleared_by_one_line_are_no_line_search() -> None:
     heads, model = [nn.Linear(8, 8) for _ in range(8)], Recurrent()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01, fused=True) for one in (*heads, model)]

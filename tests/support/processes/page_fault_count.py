@@ -56,7 +56,7 @@ def faults() -> int:
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[7])
 
 
-def of_a_step(program: Program, steps: int = 5) -> float:
+def of_a_step(program: Program, steps: int = 3) -> float:
     """Of the middle one, after some in which the process grows; in a few more it may by a block that finds no room."""
     advance(program, 4)
     found = []
@@ -117,9 +117,9 @@ def main() -> None:
     found: dict[str, Any] = {
         "usual": of_a_step(usual),
         "kept": of_a_step(keeping),
-        "beside": of_a_step(usual),
-        "again": of_a_step(keeping),
     }
+    advance(usual, 2)
+    found["again"] = of_a_step(keeping)
     if sys.argv[1:]:
         print(json.dumps(found))
         return

@@ -1,6 +1,7 @@
 """A Task's file for studies: small, with parameters of each kind, and with trials that fail."""
 
 STUDIED = """
+import resource
 import torch
 from torch import nn
 import hotloop
@@ -11,10 +12,16 @@ def task(lr: float = 0.1, width: int = 4, mode: str = "plain") -> hotloop.Task:
     y = (x[:, 0] * x[:, 1] > 0).long()
     if mode == "raising":
         raise ValueError("no such mode")
+    if mode == "exit":
+        raise SystemExit(3)
     if mode == "memory":
-        raise MemoryError("out of memory")
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28,) * 2)
+        x = torch.zeros(2**30)
 
     def model():
+        if mode == "exit in the model":
+            raise SystemExit("no model")
         network = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 2))
         if mode == "nan":
             nn.init.constant_(network[0].weight, float("inf"))

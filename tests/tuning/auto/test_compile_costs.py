@@ -55,6 +55,7 @@ def found(monkeypatch) -> Callable[..., None]:
     return finding(monkeypatch)
 
 
+@pytest.mark.more
 def test_a_step_of_images_is_compiled_with_rewrites_too(long, pretended, found) -> None:
     found(compile__package=2.0, rewrites__all=1.5)
     program = lower_requested(images(), AS_USUAL)
@@ -191,6 +192,7 @@ def test_where_one_layout_cannot_be_compiled_there_are_two_of_the_other(long, pr
     assert list(dict.fromkeys(compiled)) == [REWRITTEN, Plan(compile="package")]
 
 
+@pytest.mark.more
 def test_a_layout_that_lost_is_not_compiled_again_in_the_next_run(long, pretended, found, monkeypatch) -> None:
     found(compile__package=0.8)
     monkeypatch.setattr(payoff.Payoff, "compilations", 1)

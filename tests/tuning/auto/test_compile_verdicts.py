@@ -93,16 +93,20 @@ FOUND: dict[str, tuple[dict[str, float], str, bool, str]] = {
 }
 
 
+@pytest.mark.few("faster and proven", "faster and broken", "slower than the eager plan")
 @pytest.mark.parametrize("name", FOUND)
 def test_a_compiled_step_stays_if_it_is_faster_and_proven(name: str, long, pretended, found) -> None:
     speeds, parity, stays, why = FOUND[name]
     found(parity, **speeds)
     said: list[str] = []
-    lower_requested(a_task(), AUTO, said.append)
+    searches: list[Verdict] = []
+    lower_requested(a_task(), AUTO, said.append, plan_searches=searches)
+    assert [timing.name for timing in searches[0].plans][1:] == ["optimizer=fused", "compile=package"]
     # A compiler writes the update its own way, so the eager plan's form of it isn't asked for.
     chosen = Plan(compile="package") if stays else Plan(optimizer="fused")
     assert Plan(compile="package") in pretended and pretended[-1] == chosen
     assert said[0].startswith("auto compiles: a step takes ")
+    assert searches[0].winner == chosen.brief()
     assert why in said[-2] and said[-1] == f"auto: {chosen.brief()}"
 
 
@@ -117,6 +121,7 @@ def test_what_pairs_do_not_show_is_told_with_its_interval() -> None:
     )
 
 
+@pytest.mark.few("slower")
 @pytest.mark.parametrize(("parity", "speed"), [("bitwise", 0.8), ("broken", 2.0)], ids=["slower", "broken"])
 def test_an_eager_plan_that_its_own_race_finds_slower_than_the_baseline_is_not_trained_with(
     parity: str, speed: float, long, pretended, found
@@ -134,6 +139,7 @@ def test_an_eager_plan_that_its_own_race_finds_slower_than_the_baseline_is_not_t
     assert verdicts[0].winner == "baseline" and verdicts[0].plan("optimizer=fused").behind
 
 
+@pytest.mark.more
 def test_an_eager_plan_with_what_the_user_set_stays_beside_a_baseline_without_it(long, pretended, found) -> None:
     found(threads__1=0.9)
     wanted = PlanRequest(Plan(device="cpu", threads=1), is_auto=True)
@@ -157,6 +163,7 @@ def test_a_compiled_step_that_fails_when_it_is_run_is_passed_over(long, pretende
     assert said[-2].startswith("auto leaves out compile=package: ") and "ZeroDivisionError" in said[-2]
 
 
+@pytest.mark.more
 def test_a_compiler_that_fails_is_passed_over(long, pretended, found, monkeypatch) -> None:
     found()
     plain = auto_search.lower
@@ -189,7 +196,7 @@ LASTING: dict[str, tuple[Exception, bool]] = {
 }
 
 
-@pytest.mark.few("of the plan", "of the room there is")
+@pytest.mark.few("of the plan")
 @pytest.mark.parametrize("name", LASTING)
 def test_a_failure_to_compile_that_may_pass_is_not_remembered(
     name: str, long, pretended, tmp_path, monkeypatch
@@ -213,6 +220,7 @@ def test_a_failure_to_compile_that_may_pass_is_not_remembered(
     assert failed == ([REWRITTEN.model_dump()] if lasting else []) and len(found) - len(failed) == 3
 
 
+@pytest.mark.more
 def test_what_was_raced_is_remembered_where_ctrl_c_ends_the_proof(long, pretended, found, monkeypatch) -> None:
     def stopped(task: Any, programs: Any) -> Any:
         raise KeyboardInterrupt
@@ -226,6 +234,7 @@ def test_what_was_raced_is_remembered_where_ctrl_c_ends_the_proof(long, pretende
     assert verdict.plan(REWRITTEN.brief()).verdict == "faster" and verdict.plan(REWRITTEN.brief()).parity is None
 
 
+@pytest.mark.more
 def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkeypatch) -> None:
     class Branching(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -255,6 +264,7 @@ def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkey
     ]
 
 
+@pytest.mark.more
 @pytest.mark.few("pays not")
 @pytest.mark.parametrize("gain", [0.0, 2.0], ids=["pays not", "pays"])
 def test_a_step_whose_update_can_t_be_captured_is_compiled_without_it_where_that_pays(
@@ -297,6 +307,7 @@ def test_without_memory_for_a_proof_nothing_is_compiled(long, pretended, monkeyp
     assert said[-2].startswith("auto goes on eagerly: nothing compiled could be proven, since a proof takes about")
 
 
+@pytest.mark.more
 def test_no_plan_is_left_out_for_one_that_is_not_proven(long, pretended, monkeypatch) -> None:
     """Nor is the eager plan found slower than the baseline for being slower than a compiled one."""
     monkeypatch.setattr(auto_search, "measure", Rounds(compile__package=1.3, rewrites__all=1.4, optimizer__fused=0.99))

@@ -50,6 +50,7 @@ def without_repeats(plans: list[Plan]) -> list[Plan]:
     return list(dict.fromkeys(plans))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("most", "expected"), [(1, [COMPILED[0], RECORDED[0]]), (2, [*COMPILED, RECORDED[0]])])
 def test_one_is_recorded_beside_as_many_as_may_be_compiled(
     most: int, expected: list[Plan], tried: list[Plan], found: Callable[..., None], monkeypatch: pytest.MonkeyPatch

@@ -235,6 +235,7 @@ def test_auto_is_told_of_what_was_found_before(monkeypatch: pytest.MonkeyPatch) 
     assert broken in told
 
 
+@pytest.mark.more
 def test_a_race_looks_at_the_model_once(built: list[int]) -> None:
     loaded = LoadedTask(a_task(), RECORD, {})
     race_loaded(loaded, RaceSpec(("baseline", "auto"), "baseline", ["cpu"], time_limit="0.1s"), prove=None)

@@ -122,6 +122,7 @@ def racing(monkeypatch) -> None:
     monkeypatch.setattr(auto_search, "estimate_proof_s", lambda step_s, *rest: 500 * step_s)
 
 
+@pytest.mark.few("700-True")
 @pytest.mark.parametrize(("before", "proven"), [(0, False), (700, True)])
 def test_a_proof_is_worth_as_much_to_runs_to_come(before: int, proven: bool, racing) -> None:
     """It takes 500 steps' time, and wins half of the 500 of this run."""
@@ -199,6 +200,7 @@ def test_runs_of_a_file_are_counted_whatever_their_length(file: Path, tmp_path: 
     assert steps_of(file) == 14
 
 
+@pytest.mark.more
 def test_runs_of_python_or_without_a_word_for_auto_are_not_counted(file: Path, tmp_path: Path) -> None:
     loaded = load_task(str(file))
     start_run(loaded, run=tmp_path / "run", plan="baseline", axes=CPU)
@@ -227,6 +229,7 @@ def test_a_run_that_ends_in_an_error_counts_too(file: Path, tmp_path: Path) -> N
     assert steps_of(file) >= 2  # what may be done is noted ahead, for a tenth of a second
 
 
+@pytest.mark.more
 def test_what_a_run_did_before_it_was_stopped_is_no_earlier_run(file: Path, tmp_path: Path, monkeypatch) -> None:
     heard, plain = list[int](), RaceHistory.expected_future_steps
 

@@ -112,6 +112,7 @@ def test_a_first_step_that_takes_long_is_part_of_the_start(clock: Clock, monkeyp
     assert base.startup_s == pytest.approx(5.01) and base.step_ms == pytest.approx(10)
 
 
+@pytest.mark.more
 def test_reading_data_counts_for_each_plan_that_needs_it(monkeypatch) -> None:
     """The data is read once; a plan that finds it there would have had to read it, too."""
 

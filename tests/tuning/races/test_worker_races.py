@@ -74,6 +74,7 @@ def test_a_step_takes_no_less_than_its_batch(brief: bool, monkeypatch: pytest.Mo
     assert not any("host waits for its data" in note for note in found.notes)
 
 
+@pytest.mark.more
 def test_the_state_is_as_it_was_after_listening_to_the_workers() -> None:
     task = loaded_task()
     program = lower(task, STREAMING["baseline"])
@@ -95,6 +96,7 @@ def test_who_loads_ahead() -> None:
 AXES = ((), (("workers", 3),), (("workers", 0),), (("residency", "host"),))
 
 
+@pytest.mark.more
 def test_batches_of_a_stream_are_timed_to_its_last_epoch_and_not_beyond() -> None:
     loader = DataLoader(SlowStream(), batch_size=12, num_workers=1)
     program = lower(a_task(data=loader, batch_size=None, epochs=2), Plan(device="cpu"))

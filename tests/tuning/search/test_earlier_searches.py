@@ -34,6 +34,7 @@ task = hotloop.Task(
 """
 
 
+@pytest.mark.few("0.5-False")
 @pytest.mark.parametrize(("speed", "rules"), [(0.5, False), (1.031, True)])
 def test_a_search_in_vain_is_not_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speed: float, rules: bool

@@ -55,7 +55,8 @@ class StoredRun:
     Attributes:
         record, plan, layers, evaluation: None where the file is missing or damaged.
         events: of the journal.
-        epochs: rows of metrics.jsonl; a repeated epoch counts as its last row.
+        epochs: rows of metrics.jsonl, with `train_accuracy` of a sample from progress.jsonl; a repeated epoch counts as
+            its last row.
         progress: rows of progress.jsonl without those that a resumed training repeated.
         system: rows of system.jsonl.
         status: the last state of the training process; empty without one.
@@ -88,6 +89,10 @@ class StoredRun:
             what = "is not a run" if os.path.exists(path) else "doesn't exist"  # False for a name that is too long
             raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
         damages: list[str] = []
+        files = [path / name for name in ("metrics.jsonl", "progress.jsonl", "system.jsonl")]
+        epochs = _latest(_lines(files[0], read_metrics, damages), "epoch")
+        progress, system = [_lines(file, _read_figures, damages) if has_curves else [] for file in files[1:]]
+        progress = without_repeated_steps(progress)
         return cls(
             path,
             _read_model(path / "run.json", RunRecord, damages, ignored="seal"),
@@ -95,9 +100,9 @@ class StoredRun:
             _read_model(path / "layers.json", ModelLayers, damages) if has_curves else None,
             _read_model(path / "evaluation" / "evaluation.json", Evaluation, damages) if has_curves else None,
             _lines(path / "journal.jsonl", read_events, damages),
-            _latest(_lines(path / "metrics.jsonl", read_metrics, damages), "epoch"),
-            without_repeated_steps(_lines(path / "progress.jsonl", _read_figures, damages)) if has_curves else [],
-            _lines(path / "system.jsonl", _read_figures, damages) if has_curves else [],
+            _with_sampled_accuracy(epochs, progress),
+            progress,
+            system,
             read_status(path),
             damages,
         )
@@ -174,10 +179,13 @@ class StoredRun:
 
     @property
     def step(self) -> int:
-        known = [
-            row["step"] for rows in (self.events, self.epochs, self.progress[-1:]) for row in rows if "step" in row
-        ]
-        return int(max([*known, self.status.get("step") or 0]))
+        rows = [*self.events, *self.epochs, *self.progress[-1:], self.status]
+        return int(max((row["step"] for row in rows if isinstance(row.get("step"), int | float)), default=0))
+
+    @property
+    def has_sampled_accuracy(self) -> bool:
+        """Whether the training accuracy is of a sample of the training data."""
+        return any(row.get("train_accuracy") is not None for row in self.progress)
 
     @cached_property
     def sessions(self) -> list[tuple[float, float]]:
@@ -238,7 +246,8 @@ def is_alive(status: dict[str, Any]) -> bool:
     if not status:
         return False
     if status.get("host") != socket.gethostname():
-        return time.time() - float(status.get("time") or 0) < _ALIVE_S
+        written = status.get("time")
+        return isinstance(written, int | float) and time.time() - written < _ALIVE_S
     try:
         process = psutil.Process(int(status["pid"]))
         is_same = abs(process.create_time() - float(status["process_created"])) < 1
@@ -251,7 +260,7 @@ def without_repeated_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns rows by increasing step: what a killed training did after its checkpoint is replaced by its repetition."""
     kept: list[dict[str, Any]] = []
     for row in reversed(rows):
-        if "step" in row and (not kept or row["step"] < kept[-1]["step"]):
+        if row.get("step") is not None and (not kept or row["step"] < kept[-1]["step"]):
             kept.append(row)
     return kept[::-1]
 
@@ -262,7 +271,7 @@ def read_status(path: Path) -> dict[str, Any]:
         found = json.loads(read_regular(path / "status.json") or b"{}")
     except (ValueError, RecursionError, HotloopError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return _with_finite_values(found) if isinstance(found, dict) else {}
 
 
 def _read_figures(path: Path) -> JournalRows:
@@ -278,7 +287,13 @@ def _lines(path: Path, read: Callable[[Path], JournalRows], damages: list[str]) 
 def _coerced(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a valid row with numbers where texts of numbers were accepted, and events with a time."""
     numbers = {key: float(v) for key, v in row.items() if isinstance(v, str) and key != "event" and _is_number(v)}
-    return ({"time": 0.0} if "event" in row else {}) | row | numbers
+    found = _with_finite_values(row | numbers)
+    has_time = found.get("time") is not None or not {"event", "time"} & found.keys()
+    return found if has_time else found | {"time": 0.0}
+
+
+def _with_finite_values(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
 
 
 def _is_number(text: str) -> bool:
@@ -290,6 +305,17 @@ def _is_number(text: str) -> bool:
 
 def _latest(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     return [row for _, row in sorted({row[key]: row for row in rows}.items())]
+
+
+def _with_sampled_accuracy(epochs: list[dict[str, Any]], progress: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    measured = {row.get("epoch"): row["train_accuracy"] for row in progress if row.get("train_accuracy") is not None}
+    first = ("epoch", "step", "train_loss")
+    return [
+        {key: row[key] for key in first if key in row} | {"train_accuracy": measured[row["epoch"]]} | row
+        if row["epoch"] in measured
+        else row
+        for row in epochs
+    ]
 
 
 def _read(read: Callable[[], Any], path: Path, damages: list[str]) -> Any:

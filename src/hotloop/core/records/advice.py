@@ -88,7 +88,9 @@ class HardwareAdvice(Record):
         subject: the Task's name, or the script.
         stage: 1 this machine; 2 one consumer GPU or a laptop with one; 3 a workstation or one cloud GPU; 4 several GPUs.
         reason: of the stage, a sentence.
-        pays_from: smallest batch from which a GPU is faster than this CPU; None for no batch, or without a CPU here.
+        pays_from: smallest batch from which a GPU is probably faster than this CPU, by the median of the speed-up; None for
+            no batch, or without a CPU here.
+        pays_surely_from: the same by the low end of the speed-up's 90 % interval.
         pays: a sentence about a GPU at this batch; empty where `pays_from` has no meaning.
         batch_size: rows of the batch that the stage holds for.
         steps, epochs: of the whole run at that batch size.
@@ -107,6 +109,7 @@ class HardwareAdvice(Record):
     stage: int
     reason: str
     pays_from: int | None = None
+    pays_surely_from: int | None = None
     pays: str = ""
     batch_size: int
     steps: int

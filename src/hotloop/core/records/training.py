@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,12 +16,16 @@ class Record(BaseModel):
 
     def _repr_html_(self) -> str | None:
         """Returns what a notebook shows; None for records without a view."""
+        import_module(_VIEWS_MODULE)
         view = next((HTML_VIEWS[kind] for kind in type(self).__mro__ if kind in HTML_VIEWS), None)
         return None if view is None else view(self)
 
 
 HTML_VIEWS: dict[type, Callable[[Any], str]] = {}
-"""Views of records in notebooks, by class; `hotloop.report.notebook` fills it."""
+"""Views of records in notebooks, by class."""
+
+_VIEWS_MODULE = "hotloop.report.notebook"
+"""Module that fills `HTML_VIEWS`: imported by name and at first use, as views draw with plotly and stand above records."""
 
 
 class EpochRecord(Record):

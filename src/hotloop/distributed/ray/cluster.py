@@ -17,13 +17,13 @@ _ANSWER_TIMEOUT_S = 10.0
 """Longest wait for a connection to the cluster."""
 
 
-def check_installed() -> None:
-    """Raises PlanError if Ray isn't installed."""
+def check_installed(given: str = "workforce=ray", other: str = "workforce=processes") -> None:
+    """Raises PlanError if Ray isn't installed; the message names the given setting and the other one."""
     if importlib.util.find_spec("ray") is None:
         raise PlanError(
-            "workforce=ray, and Ray isn't installed",
+            f"{given}, and Ray isn't installed",
             expected="its package",
-            fix="run: pip install 'hotloop[ray]', or use workforce=processes",
+            fix=f"run: pip install 'hotloop[ray]', or use {other}",
         )
 
 

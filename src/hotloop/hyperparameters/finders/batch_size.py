@@ -17,6 +17,7 @@ from hotloop.core.records.study import BatchSizeRange, BatchSizeTrial, Value
 from hotloop.core.reporter import Report
 from hotloop.errors import HotloopError, describe_error, is_out_of_memory
 from hotloop.hyperparameters.finders.finder_task import load_finder_task, rules_plan
+from hotloop.hyperparameters.study_options import TaskSource
 from hotloop.hyperparameters.trial_processes import TrialProcesses
 from hotloop.lowering.build import lower
 
@@ -27,11 +28,11 @@ _FITTED_SIZES = 3
 
 
 def measure_batch_size(
-    reference: str, values: Mapping[str, Value], axes: Mapping[str, Any], batch_size: int
-) -> dict[str, Any] | HotloopError:
-    """Returns figures of some steps, or the error; the work of a trial process."""
+    source: TaskSource, values: Mapping[str, Value], axes: Mapping[str, Any], batch_size: int
+) -> dict[str, Any]:
+    """Returns figures of some steps, or the line on a lack of memory; the work of a trial process."""
     try:
-        task, _ = load_finder_task(reference, values)
+        task, _ = load_finder_task(source, values)
         task = replace(task, batch_size=batch_size, callbacks=(), epochs=10**6, schedule=None)
         samples = task.roles.train
         count = len(samples) if hasattr(samples, "__len__") else None
@@ -48,8 +49,6 @@ def measure_batch_size(
                 if outcome.ended:
                     program.end_epoch(0.0)
         return {"samples_per_s": done / passed, "memory_bytes": _peak(device), "free_bytes": free, "samples": count}
-    except HotloopError as error:
-        return error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -62,9 +61,9 @@ def _peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def find_batch_size(
+def measure_batch_sizes(
     processes: TrialProcesses,
-    reference: str,
+    source: TaskSource,
     values: Mapping[str, Value],
     axes: Mapping[str, Any],
     name: str,
@@ -82,7 +81,7 @@ def find_batch_size(
         found = processes.run(
             "hotloop.hyperparameters.finders.batch_size:measure_batch_size",
             "batch-size.txt",
-            reference=reference,
+            source=source,
             values=values,
             axes=axes,
             batch_size=size,

@@ -16,9 +16,10 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from hotloop.core.records.study import LearningRateRange, Value
-from hotloop.errors import HotloopError, StudyError
+from hotloop.errors import StudyError
 from hotloop.hyperparameters.finders.finder_task import load_finder_task, rules_plan
 from hotloop.hyperparameters.space import TASK_FIELDS, as_text
+from hotloop.hyperparameters.study_options import TaskSource
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from hotloop.task import Task
@@ -46,15 +47,13 @@ _WINDOW = 0.1
 _NAMES = ("lr", "learning_rate")
 
 
-def find_learning_rate(
-    reference: str, values: Mapping[str, Value], axes: Mapping[str, Any]
-) -> LearningRateRange | HotloopError:
-    """Returns the range test of a Task, or the error; the work of a trial process."""
-    try:
-        task, arguments = load_finder_task(reference, values)
-        return range_test(task, rules_plan(task, axes), _command(reference, values, arguments))
-    except HotloopError as error:
-        return error
+def measure_learning_rates(
+    source: TaskSource, values: Mapping[str, Value], axes: Mapping[str, Any]
+) -> LearningRateRange:
+    """Returns the range test of a Task; the work of a trial process."""
+    task, arguments = load_finder_task(source, values)
+    command = _command(source.reference, values, arguments) if source.make_task is None else ""
+    return range_test(task, rules_plan(task, axes), command)
 
 
 def _command(reference: str, values: Mapping[str, Value], arguments: Sequence[str]) -> str:

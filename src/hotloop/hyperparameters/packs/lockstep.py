@@ -56,7 +56,7 @@ def _open_next(pack: Pack, trials: Sequence[Trial], index: int) -> None:
             trial.outcome = resume_run(context, trial.run)[1]
         else:
             trial.outcome = start_run(replace(context, checkpoint_every="auto"), trial.run)[1]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         trial.outcome = None
         if isinstance(error, PackError):
             trial.leaves = str(error)
@@ -92,7 +92,7 @@ def _train(pack: Pack, trials: Sequence[Trial]) -> None:
         began = time.perf_counter()
         try:
             pack.advance([slots[id(trial)] for trial in group], steps)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             for trial in live:
                 trial.failure = PackError(f"the packed step raised {describe_error(error)}")
@@ -109,7 +109,7 @@ def _guard(trial: Trial, work: Callable[[TrainingLoop], T]) -> T | None:
     assert trial.loop is not None
     try:
         return work(trial.loop)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         trial.failure = error
         return None
 

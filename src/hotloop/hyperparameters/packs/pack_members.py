@@ -21,6 +21,7 @@ from hotloop.hyperparameters.packs.model_stack import ModelStack
 from hotloop.hyperparameters.packs.packed_step import Pack, PackedStep
 from hotloop.hyperparameters.packs.shape_keys import same_loss
 from hotloop.hyperparameters.trial import load_trial, rules_plans
+from hotloop.hyperparameters.trial_server import seed_generators
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_programs
@@ -57,7 +58,7 @@ class Trial:
     proof: str = ""
     loop: TrainingLoop | None = None
     outcome: RunOutcome | None = None
-    failure: Exception | None = None
+    failure: Exception | SystemExit | None = None
     error: str = ""
     leaves: str = ""
 
@@ -65,6 +66,8 @@ class Trial:
 def load_context(
     folder: Path, study: StudyRecord, make_task: bytes | None, member: PackMember, pause_after: int | None
 ) -> RunContext:
+    """Loads a trial's Task, with the random numbers that the Task reads in a process of its own."""
+    seed_generators()
     loaded, overrides = load_trial(folder, study, make_task, member.repeat, member.params)
     context = RunContext(
         loaded,
@@ -144,7 +147,7 @@ def prove_pack(pack: Pack, tasks: Sequence[Task]) -> list[tuple[bool, str]]:
             restore(pack, before)
             if is_proven and (changed := _changed_neighbour(pack, slot)):
                 is_proven, reason = False, changed
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             is_proven, reason = False, f"the packed step raised {describe_error(error)}"
         restore(pack, before)
         found.append((is_proven, reason))

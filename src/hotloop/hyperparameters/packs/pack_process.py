@@ -6,18 +6,19 @@ import hashlib
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.records.study import PackMember, PackPlan, PackProof, StudyRecord, TrialProgress
-from hotloop.errors import describe_error
+from hotloop.errors import StudyError, describe_error
 from hotloop.hyperparameters.packs.lockstep import train_in_lockstep
 from hotloop.hyperparameters.packs.pack_members import Trial, build_pack, load_context, lower_member, prove_pack
 from hotloop.hyperparameters.packs.packed_step import Pack
 from hotloop.hyperparameters.packs.shape_keys import pack_shape, reason_against_pack
-from hotloop.hyperparameters.trial import error_line, trial_progress
+from hotloop.hyperparameters.trial import error_line, lock_run, trial_progress
 from hotloop.training.early_stopping import RunOutcome
 
 _SINGLE = "no other trial of the round has the same shape"
@@ -34,7 +35,7 @@ def plan_packs(
         try:
             task = load_context(Path(folder), study, make_task, member, None).task
             reason, shape = reason_against_pack(task), pack_shape(task)
-        except Exception as error:  # the run alone reports the error
+        except (Exception, SystemExit) as error:  # the run alone reports the error
             traceback.print_exc()
             reason, shape = error_line(error), ""
         if reason:
@@ -57,17 +58,34 @@ def train_pack(
     members: Sequence[PackMember],
     runs: Sequence[str],
     pause_after: int | None,
-) -> list[TrialProgress]:
-    """Trains the runs of a pack up to an epoch, and returns the state of each.
+) -> list[TrialProgress] | StudyError:
+    """Trains the runs of a pack up to an epoch, and returns the state of each, or an error of the study.
 
     Args:
         runs: the folder of each run.
         pause_after: the epoch after which to stop; None for the end of training.
     """
-    began, root = time.monotonic(), Path(folder)
+    with ExitStack() as locks:
+        try:
+            for member, run in zip(members, runs, strict=True):
+                locks.enter_context(lock_run(Path(folder), member.number, member.repeat, Path(run)))
+        except StudyError as error:
+            return error
+        paths = dict(zip(map(_key, members), map(Path, runs), strict=True))
+        return _train_pack(Path(folder), study, make_task, members, paths, pause_after)
+
+
+def _train_pack(
+    root: Path,
+    study: StudyRecord,
+    make_task: bytes | None,
+    members: Sequence[PackMember],
+    paths: Mapping[tuple[int, int], Path],
+    pause_after: int | None,
+) -> list[TrialProgress]:
+    began = time.monotonic()
     file = _proof_path(root, members)
     known = PackProof.model_validate_json(file.read_bytes()) if file.is_file() else None
-    paths = dict(zip(map(_key, members), map(Path, runs), strict=True))
     alone = [] if known is None else list(known.alone)
     left = {_key(member) for member, _ in alone}
     trials = []
@@ -77,7 +95,7 @@ def train_pack(
         try:
             context = load_context(root, study, make_task, member, pause_after)
             trials.append(Trial(member, paths[_key(member)], context, lower_member(study, context)))
-        except Exception as error:  # the run alone reports the error
+        except (Exception, SystemExit) as error:  # the run alone reports the error
             traceback.print_exc()
             alone.append((member, error_line(error)))
     pack, trials, refused = _proven_pack(trials, known)

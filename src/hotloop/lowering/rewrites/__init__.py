@@ -9,7 +9,6 @@ from torch.fx import GraphModule
 from hotloop.errors import PlanError
 from hotloop.lowering.rewrites.conv_as_gemm import MAX_WEIGHTS, convolution_as_product
 from hotloop.lowering.rewrites.conv_in_pool import (
-    MAX_FAST_TERMS,
     MAX_TERMS,
     convolution_in_pooling,
     convolution_in_small_pooling,
@@ -54,19 +53,15 @@ By name they apply everywhere. Rewrites that lost more often than they won are m
 """
 
 EXPECTED_PATTERNS = {
-    "pool_first": "a ReLU whose result is max pooled and nothing else",
-    "conv_in_pool": "a 2d convolution of the data itself whose result is max pooled, in windows as for pool_as_max, and nothing "
-    f"else, with at most {MAX_TERMS} weights of a filter times numbers of a window",
-    "conv_as_gemm": f"a 2d convolution of the data itself, with at most {MAX_WEIGHTS} weights in a filter",
-    "pool_as_max": f"a 2d max pooling in windows of at most {MOST_IN_WINDOW} numbers that touch, don't overlap, and take in the whole image",
-    "mm_by_onednn": "a product of two matrices in fp32 that takes 2 MFLOP or more",
+    "pool_first": "a ReLU whose only use is a max pooling",
+    "conv_in_pool": "a 2d convolution of the input data whose only use is a max pooling as for pool_as_max, with at most "
+    f"{MAX_TERMS} weights of a filter times window elements",
+    "conv_as_gemm": f"a 2d convolution of the input data with at most {MAX_WEIGHTS} weights in a filter",
+    "pool_as_max": f"a 2d max pooling whose windows have at most {MOST_IN_WINDOW} elements and cover the image without overlap",
+    "mm_by_onednn": "a product of two fp32 matrices of at least 2 MFLOP",
     "mm_as_sum": f"a product of two matrices of at most {MOST_OF_SUM:,} multiplications",
-    "mm_in_parts": "a product of two matrices whose result is small, each number of it a sum of very many terms",
-    "draw_by_words": f"a dropout, or another draw of zeros and ones with one chance, of {MIN_NUMBERS} numbers or more",
-}
-_LIKELY_PATTERNS = {
-    "conv_in_pool": f", here {MAX_FAST_TERMS} (name conv_in_pool to have it of more)",
-    "mm_by_onednn": ", on a processor for which MKL is slow, but for narrow results of a transposed matrix (name mm_by_onednn to have it anyway)",
+    "mm_in_parts": "a product of two matrices with a small result and very long sums",
+    "draw_by_words": f"a dropout, or another draw of zeros and ones with one probability, of at least {MIN_NUMBERS} elements",
 }
 
 
@@ -85,10 +80,10 @@ def apply_rewrite(graph: GraphModule, which: str, but: Collection[str] = (), dev
     chosen = (REWRITE_FUNCTIONS if device == "cpu" else GPU_REWRITES) if is_all else {which: REWRITES[which]}
     counts = {name: apply(graph) for name, apply in chosen.items() if name not in but}
     if not any(counts.values()):
-        patterns = [EXPECTED_PATTERNS[name] + (_LIKELY_PATTERNS.get(name, "") if is_all else "") for name in chosen]
+        expected = f"an operation that {', '.join(chosen)} replace where the rewrite is likely to be faster"
         raise PlanError(
-            f"rewrites={which} finds nothing in this step that it applies to",
-            expected="; or ".join(patterns),
+            f"rewrites={which} changes nothing in this step",
+            expected=expected if is_all else EXPECTED_PATTERNS[which],
             fix="choose rewrites=none",
         )
     graph.recompile()

@@ -200,7 +200,7 @@ def _try_split(parts: LoweringContext, found: SplittableLayers) -> None:
             raise PlanError(
                 f"the model has another result with {names} split: the gradient of {name!r} differs by "
                 f"{difference:.2g}",
-                expected="the same result but for rounding",
+                expected="the same result except for rounding",
                 fix="use parallel=data",
             )
 

@@ -105,8 +105,8 @@ def _limit_sentences(step: ProfiledStep) -> list[str]:
     if not least or least > step.ms:
         return []
     return [
-        f"This machine's measured limits allow {format_milliseconds(least)} for its arithmetic and memory traffic: "
-        f"the step reaches {percent(step.share(least))} of them."
+        f"At this machine's measured limits, the step's arithmetic and memory traffic take {format_milliseconds(least)}: "
+        f"{percent(step.share(least))} of the step's time."
     ]
 
 

@@ -21,6 +21,9 @@ from hotloop.core.records.step_costs import OperatorCost
 from hotloop.profiler.step_costs.cpu_probe_operators import PRODUCT_PROBES, TRAFFIC_PROBES, Probe
 from hotloop.profiler.step_costs.operator_recorder import StepRecorder
 
+METHOD = 1
+"""Version of the probes; stored rates of another version are measured anew."""
+
 WINDOW_S, LEAST_WINDOWS = 0.0004, 2
 LEAST_S = 1e-6  # of an operator in the backward pass, from which the engine's time is subtracted
 _FAULT_BYTES, _COLD_BYTES, _PART_BYTES = 2**27, 2**28, 2**19

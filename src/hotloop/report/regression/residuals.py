@@ -64,5 +64,5 @@ def residuals_figure(evaluation: Evaluation) -> go.Figure:
     return figure.update_layout(height=_ROW_HEIGHT_PX * len(targets) + 100, width=1000, showlegend=False, bargap=0)
 
 
-def write_residuals(evaluation: Evaluation, path: Path) -> None:
-    write_page(path, f"Residuals: {evaluation.run}", residuals_figure(evaluation))
+def write_residuals(evaluation: Evaluation, path: Path, shared_script: Path | None = None) -> None:
+    write_page(path, f"Residuals: {evaluation.run}", residuals_figure(evaluation), shared_script=shared_script)

@@ -27,6 +27,9 @@ class Adapter(Protocol):
     def open(self, run: Path, settings: Mapping[str, Any], known_id: str) -> str:
         """Opens the record `known_id` again, or a new record for an empty id; returns the id."""
 
+    def last_step(self) -> int | None:
+        """Returns the last step in the open record; -1 for an empty record, None if the library can't tell."""
+
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
     def close(self, reason: str) -> None:
@@ -39,6 +42,12 @@ class CsvLog:
     def open(self, run: Path, settings: Mapping[str, Any], known_id: str) -> str:
         self._path = run / "figures.csv"
         return self._path.name
+
+    def last_step(self) -> int | None:
+        if not self._path.is_file():
+            return -1
+        with self._path.open(newline="") as file:
+            return max((int(row["step"]) for row in csv.DictReader(file) if _is_of_epoch(row["figure"])), default=-1)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         with self._path.open("a", newline="") as file:
@@ -71,6 +80,11 @@ class MlflowRun:
             self._client.log_param(self._id, key, str(value)[:500])
         return self._id
 
+    def last_step(self) -> int | None:
+        names = filter(_is_of_epoch, self._client.get_run(self._id).data.metrics)
+        points = [point for name in names for point in self._client.get_metric_history(self._id, name)]
+        return max((int(point.step) for point in points), default=-1)
+
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
@@ -83,7 +97,7 @@ class MlflowRun:
 
 
 class WandbRun:
-    """A run of Weights & Biases; with WANDB_MODE=offline a resumed run is a second folder of the same id."""
+    """A run of Weights & Biases; with WANDB_MODE=offline a resumed run is a second, complete folder of the same id."""
 
     def open(self, run: Path, settings: Mapping[str, Any], known_id: str) -> str:
         import wandb
@@ -98,6 +112,10 @@ class WandbRun:
             reinit="create_new",
         )
         return str(self._run.id)
+
+    def last_step(self) -> int | None:
+        # A kill loses the figures that wandb had in memory, so the second offline folder gets all epochs.
+        return -1 if self._run.offline else None
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
@@ -118,6 +136,11 @@ class TrackioRun:
             project=project, name=name, config=dict(settings), resume="allow", embed=False, auto_log_gpu=False
         )
         return name
+
+    def last_step(self) -> int | None:
+        # A killed training loses the figures that Trackio's thread had not written. Trackio 0.43 has no public function.
+        step = getattr(self._run, "_next_step", None)
+        return None if step is None else int(step) - 1
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
@@ -151,6 +174,10 @@ def _is_installed(name: str) -> bool:
     """Returns whether there is such a package; a folder `wandb` or `mlflow` with records is none."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
+
+
+def _is_of_epoch(figure: str) -> bool:
+    return not figure.startswith("test_")
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, float]:

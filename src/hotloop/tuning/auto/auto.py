@@ -166,6 +166,7 @@ def _lower_faster(
     memory.reset_step_count()
     search = AutoSearch(context, race.eager, race.last, memory, compiling.compile_limit_s)
     verdict = search.run(_order_by_layout(race.ways, payoff.made), compiling.compilations, instead)
+    context.plan_searches.extend([verdict] if verdict is not None else [])
     return _lower_winner(context, [*race.ways, *instead, search.fallback_plan], verdict, memory)
 
 

@@ -57,10 +57,18 @@ def cached_best_plan(
     loaded: LoadedTask, wanted: PlanRequest, say: Report, facts: TaskFacts | None = None
 ) -> Plan | None:
     """Returns the fastest proven plan for this Task, machine and versions, with the axes that are set."""
+    found = cached_best_race(loaded, wanted, say, facts)
+    return None if found is None else found.timing.as_plan
+
+
+def cached_best_race(
+    loaded: LoadedTask, wanted: PlanRequest, say: Report, facts: TaskFacts | None = None
+) -> CachedRace | None:
+    """Returns the result of `cached_best_plan`."""
     if loaded.record is None:  # without its source a Task has no unique fingerprint
         return None
     facts = facts or facts_with_fingerprint(loaded)
-    return _fastest_plan(_matching_races(wanted, _race_key(wanted, facts), say), wanted, facts)
+    return _fastest_race(_matching_races(wanted, _race_key(wanted, facts), say), wanted, facts)
 
 
 RaceKey = tuple[str, str, dict[str, str], str]
@@ -102,11 +110,17 @@ def _load_history(
     return kept, replace(memory, unprofitable=unprofitable_plans(kept, facts.steps, allowed, to_come))
 
 
+def _fastest_race(
+    kept: list[CachedRace], wanted: PlanRequest, facts: TaskFacts, memory: RaceHistory = EMPTY_HISTORY
+) -> CachedRace | None:
+    to_come = 0 if facts.steps is None else memory.expected_future_steps(facts.steps)
+    return best_race(kept, facts.steps, accepted_parities(wanted.plan), to_come)
+
+
 def _fastest_plan(
     kept: list[CachedRace], wanted: PlanRequest, facts: TaskFacts, memory: RaceHistory = EMPTY_HISTORY
 ) -> Plan | None:
-    to_come = 0 if facts.steps is None else memory.expected_future_steps(facts.steps)
-    found = best_race(kept, facts.steps, accepted_parities(wanted.plan), to_come)
+    found = _fastest_race(kept, wanted, facts, memory)
     return None if found is None else found.timing.as_plan
 
 
@@ -160,14 +174,16 @@ def lower_cached_or_auto(context: RunContext) -> Program:
     assert context.facts is not None
     facts = remaining_facts(context.done, context.facts)
     kept, memory = _load_history(context.source, wanted, facts, context.say, context.done)
-    plan = _fastest_plan(kept, wanted, facts, memory)
-    if plan is not None:
+    stored = _fastest_race(kept, wanted, facts, memory)
+    if stored is not None:
+        plan = stored.timing.as_plan
         try:
             program = lower(context.task, plan, context.say, context.reporter.bar)
         except (PlanError, MemoryExhausted) as error:
             context.say(f"auto leaves out the stored plan {plan.brief()}: {error.given}")
         else:
             context.say(f"auto: {plan.brief()}, stored as the fastest that is proven equal")
+            context.plan_searches.append(stored.as_verdict(context.task.name, facts.steps))
             if plan != _fastest_plan(kept, wanted, facts):  # compiled again, which later runs profit from
                 memory.reset_step_count()
             return program

@@ -155,8 +155,10 @@ class Budget:
             return (
                 f"{costs}; the length of the run is unknown, and a plan {_GREAT_SPEEDUP:g} times as fast would halve it"
             )
-        saves = f"{self.saves_s(_GREAT_SPEEDUP):.0f} s of the {self.run_s:.0f} s that this run takes"
-        return f"{costs}; a plan {_GREAT_SPEEDUP:g} times as fast, more than most searches find, would save {saves}"
+        return (
+            f"{costs}; this run takes {self.run_s:.0f} s, and a plan {_GREAT_SPEEDUP:g} times as fast, which few searches find, "
+            f"would save {self.saves_s(_GREAT_SPEEDUP):.0f} s"
+        )
 
     @property
     def is_too_small(self) -> bool:

@@ -51,6 +51,21 @@ class CachedRace(Record):
         """Whether the compiled files still exist."""
         return bool(self.compiled) and all(map(os.path.isfile, self.compiled))
 
+    def as_verdict(self, task: str, steps: int | None) -> Verdict:
+        """Returns the result as a race of two plans, which the plan wins."""
+        return Verdict(
+            task=task,
+            fingerprint=self.key["task"],
+            plans=[self.baseline, self.timing],
+            baseline=self.baseline.name,
+            winner=self.timing.name,
+            steps=steps,
+            notes=["a stored result of an earlier search: this run raced and proved nothing"],
+            machine=self.key["machine"],
+            versions={name: str(version) for name, version in self.key["versions"].items() if version is not None},
+            seconds=0.0,
+        )
+
     def saves_s(self, steps: int | None, step_ms: float) -> float:
         """Returns the seconds that the plan saves, startup included, in a run of `steps` steps; in a step if None.
 

@@ -345,7 +345,7 @@ class PlanSearch:
         failed = self.failed.keys() - {self.base.brief()}  # a plan that the user sets reports its failure each time
         for name in named.keys() & failed:
             self.notes.append(
-                f"{name} was not tried: it failed before ({self.failed[name]}); hotloop race tries it again"
+                f"{name} was not tried, since this plan failed in an earlier search ({self.failed[name]}); hotloop race runs the plan again"
             )
         return {name: plan for name, plan in named.items() if name not in failed}
 

@@ -1,6 +1,6 @@
 """Makes the meta kernel of `torch.nn.functional.grouped_mm` accept any dtype, with the strides of the CPU's kernel.
 
-The kernel multiplies fp32 as well as bf16. Its meta kernel accepts bf16 alone, and returns other strides (torch 2.13).
+The kernel multiplies fp32 as well as bf16. Its meta kernel refuses fp32, and returns other strides (torch 2.13, 2.14).
 Upstream: pytorch/pytorch#172440 (alignment). Test without the patch: `test_torch_s_meta_kernel_refuses_fp32`.
 """
 

@@ -1,0 +1,117 @@
+"""All exchanges of one script's process, their windows, and the facts for the summary."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hotloop.exchanges.exchange_cache import read_exchanges, script_key, write_exchanges
+from hotloop.exchanges.loader_exchange import LoaderExchange
+from hotloop.exchanges.optimizer_exchange import OptimizerExchange
+from hotloop.exchanges.part import Part
+from hotloop.exchanges.step_windows import StepWindows
+from hotloop.profiler.base.transparency import hide_from_compiler
+from hotloop.scripts.child import write_result
+
+_WRITE_INTERVAL_S = 30.0
+"""Seconds between two writes of the facts, for scripts that are killed."""
+
+
+class ExchangeSession:
+    """Installs the exchanges after torch's import, in the thread that will train.
+
+    Args:
+        settings: as for `wait_for_torch`.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._out, self._exact, self._dry_run = settings["out"], settings["exact"], settings["dry_run"]
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._parts: list[Part] = []
+        self._key = script_key(settings["script"])
+        self._earlier, self._notes = read_exchanges(self._key)
+        self._is_over = False
+        self._written_at = time.monotonic()
+        self._windows = StepWindows(self._can_begin_windows, self._report_slower, dry_run=self._dry_run)
+        self._exchanges = [
+            OptimizerExchange(self._make_part, self._is_mine, self._is_enabled),
+            LoaderExchange(self._make_part, self._is_mine, self._is_enabled),
+        ]
+
+    def install(self) -> None:
+        for exchange in self._exchanges:
+            exchange.install()
+        register_optimizer_step_post_hook(hide_from_compiler(self._update_ended))
+        os.register_at_fork(after_in_child=self._abandon)
+        atexit.register(self._end)
+        self._write()
+
+    def _make_part(self, kind: str, name: str, exchanges: Sequence[str]) -> Part:
+        earlier = self._earlier.get(f"{kind}: {name}")
+        part = Part(kind, name, exchanges, exact=self._exact, changed=self._windows.restart, earlier=earlier)
+        self._parts.append(part)
+        return part
+
+    def _is_mine(self) -> bool:
+        return not self._is_over and threading.get_ident() == self._thread
+
+    def _is_enabled(self) -> bool:
+        return self._windows.enabled
+
+    def _abandon(self) -> None:
+        """In a forked process: all calls are the script's own."""
+        self._is_over = True
+
+    def _update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if not self._is_mine():
+            return
+        try:
+            self._windows.update_ended(optimizer)
+            if time.monotonic() - self._written_at > _WRITE_INTERVAL_S:
+                self._write()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._is_over = True
+        self._notes.append(f"all exchanges ended by an internal error of hotloop: {type(error).__name__}: {error}")
+
+    def _can_begin_windows(self) -> bool:
+        return any(part.stage == "use" for part in self._parts)
+
+    def _report_slower(self, line: str) -> None:
+        for part in self._parts:
+            if part.stage == "use":
+                part.take_back(line)
+
+    def _end(self) -> None:
+        """Writes the facts for the summary, and the faster exchanges for later runs."""
+        if os.getpid() != self._process:
+            return
+        found = {part.title: (part.exchange, part.ratio) for part in self._parts if part.stage == "use" and part.ratio}
+        slower = {part.title for part in self._parts if part.stage == "off"}
+        stored = {title: known for title, known in self._earlier.items() if title not in slower} | found
+        if stored.keys() != self._earlier.keys():
+            self._notes += write_exchanges(self._key, stored)
+        self._write()
+
+    def _write(self) -> None:
+        if os.getpid() != self._process:
+            return
+        self._written_at = time.monotonic()
+        used = not self._dry_run and not self._is_over
+        facts = {
+            "steps": self._windows.steps,
+            "parts": [part.as_record(used=used) for part in self._parts],
+            "ratio": self._windows.ratio_record(),
+            "notes": self._notes + [note for part in self._parts for note in part.notes],
+        }
+        with suppress(OSError):
+            write_result(self._out, facts)

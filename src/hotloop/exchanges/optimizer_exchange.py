@@ -1,0 +1,213 @@
+"""The optimizer exchange: torch's fused or foreach kernel in place of an update tensor by tensor.
+
+The exchange is made in torch's functional form of the update, one call for each parameter group. The optimizer object, its
+flags, its state and `state_dict()` stay the script's own, and other code that wraps `step` runs as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from hotloop.core.patches import Patches
+from hotloop.exchanges.part import Part
+from hotloop.exchanges.update_proof import Tensors, compare_update
+from hotloop.lowering.transforms.optimizer import is_gapless
+from hotloop.profiler.base.transparency import hide_from_warnings
+from hotloop.scripts.traceback_frames import strip_own_frames
+
+_LIST_COUNTS = {"sgd": 3, "adam": 6, "adagrad": 4}
+"""Torch's functional updates with a fused kernel on the CPU, and the number of their tensor lists (torch 2.13)."""
+
+_FLAGS = {"fused": {"fused": True, "foreach": False}, "foreach": {"fused": False, "foreach": True}}
+
+_UNFIT_SETTINGS = ("capturable", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
+
+_DTYPES = (torch.float32, torch.float64)
+
+_MAX_PARTS = 64
+
+MakePart = Callable[[str, str, Sequence[str]], Part]
+
+
+class _Group:
+    """The part of one parameter group, found by its first parameter."""
+
+    def __init__(self, first: Tensor, part: Part, settings: tuple[Any, ...]) -> None:
+        self.first, self.part, self.settings = weakref.ref(first), part, settings
+
+
+class OptimizerExchange:
+    """Replaces torch's functional updates by functions that choose between original and exchange.
+
+    Args:
+        make_part: creates a part of kind, name and exchanges.
+        is_mine: whether calls of this process and thread are exchanged.
+        is_enabled: whether used exchanges are on.
+    """
+
+    def __init__(self, make_part: MakePart, is_mine: Callable[[], bool], is_enabled: Callable[[], bool]) -> None:
+        self._make_part, self._is_mine, self._is_enabled = make_part, is_mine, is_enabled
+        self._groups: dict[tuple[str, int, int], _Group] = {}
+        self._patches = Patches()
+        self._made = 0
+
+    def install(self) -> None:
+        for name, lists in _LIST_COUNTS.items():
+            module = sys.modules[f"torch.optim.{name}"]
+            self._patches.patch(module, name, self._exchanging(name, lists))
+
+    def remove(self) -> None:
+        self._patches.undo()
+
+    @hide_from_warnings
+    def _exchanging(self, name: str, lists: int) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            compiling = torch.compiler.is_compiling
+
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if compiling() or len(args) != lists or not self._is_mine():
+                    return original(*args, **kwargs)
+                try:
+                    return self._update(name, original, args, kwargs)
+                except BaseException as error:
+                    error.__traceback__ = strip_own_frames(error)
+                    raise
+
+            return call
+
+        return make
+
+    def _update(self, name: str, original: Callable[..., None], lists: Sequence[Tensors], kwargs: dict) -> None:
+        if not lists[0]:
+            return original(*lists, **kwargs)
+        try:
+            part = self._fit_part(name, lists, kwargs)
+        except Exception:  # such as an object in the place of a tensor
+            part = None
+        if part is None:
+            return original(*lists, **kwargs)
+        flags = _FLAGS[part.exchange]
+        return part.call(
+            functools.partial(original, *lists, **kwargs),
+            lambda: _run_exchange(original, lists, {**kwargs, **flags}, kwargs, part),
+            lambda: (None, compare_update(original, lists, kwargs, flags)),
+            enabled=self._is_enabled(),
+        )
+
+    def _fit_part(self, name: str, lists: Sequence[Tensors], kwargs: dict) -> Part | None:
+        """Returns the part of a call; None if the call is not exchanged."""
+        part = self._part(name, lists[0], kwargs)
+        if part is None or part.stage == "off":
+            return None
+        if unfit := why_unfit(lists, kwargs):
+            part.reason = part.reason if part.proven else unfit
+            return None
+        return part
+
+    def _part(self, name: str, parameters: Tensors, kwargs: Mapping[str, Any]) -> Part | None:
+        """Returns the part of a parameter group; None if there are too many."""
+        first = parameters[0]
+        assert first is not None
+        key = (name, id(first), len(parameters))
+        settings = tuple((field, _setting_key(value)) for field, value in kwargs.items())
+        group = self._groups.get(key)
+        if group is None or group.first() is not first:
+            if self._made >= _MAX_PARTS:
+                return None
+            self._made += 1
+            kind = "AdamW" if kwargs.get("decoupled_weight_decay") else _CLASS_NAMES[name]
+            numbers = sum(value.numel() for value in parameters if value is not None)
+            shown = f"{kind}, {numbers:,} numbers in {len(parameters)} tensor{'s' * (len(parameters) > 1)}"
+            group = _Group(first, self._make_part("optimizer", shown, list(_FLAGS)), settings)
+            self._groups = {one: known for one, known in self._groups.items() if known.first() is not None}
+            self._groups[key] = group
+        elif group.settings != settings:
+            group.settings = settings
+            group.part.restart(list(_FLAGS))
+        return group.part
+
+
+def _setting_key(value: Any) -> Any:
+    """Returns what a proof depends on: of a number only whether it is zero, since schedules change numbers at each step."""
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return value == 0
+    return value if isinstance(value, bool | None) else type(value)
+
+
+_CLASS_NAMES = {"sgd": "SGD", "adam": "Adam", "adagrad": "Adagrad"}
+
+
+def _run_exchange(
+    original: Callable[..., None], lists: Sequence[Tensors], exchanged: dict, kwargs: dict, part: Part
+) -> None:
+    """Runs the exchange; if it fails before a change of any tensor, runs the original and refuses the exchange."""
+    versions = _versions(lists)
+    try:
+        original(*lists, **exchanged)
+    except Exception as error:
+        if _versions(lists) != versions:
+            raise
+        part.take_back(f"it raised {type(error).__name__}: {error}")
+        original(*lists, **kwargs)
+
+
+def _versions(lists: Sequence[Tensors]) -> list[int]:
+    return [-1 if value is None else value._version for tensors in lists for value in tensors]
+
+
+def why_unfit(lists: Sequence[Tensors], settings: Mapping[str, Any]) -> str:
+    """Returns why a call can't be exchanged; empty if it can."""
+    for flag in ("foreach", "fused"):
+        if settings.get(flag) is not None:
+            return f"the script sets {flag}={settings[flag]}"
+    for name in _UNFIT_SETTINGS:
+        value = settings.get(name)
+        if value is not None and value is not False:
+            return f"torch's fused kernels don't support {name}"
+    if any(isinstance(value, Tensor) for value in settings.values()):
+        return "a setting is a tensor"
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch.is_grad_enabled():
+        return "a torch mode is active"
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "several ranks make the same update, and each of them would choose by its own race"
+    count = len(lists[0])
+    columns = [tensors for tensors in lists if tensors]
+    if any(len(tensors) != count for tensors in columns):
+        return "some parameters lack a state"
+    for tensors in columns[2:]:
+        absent = sum(value is None for value in tensors)
+        if absent not in (0, count):
+            return "some parameters get their first gradient later than others"
+    return next(filter(None, map(_why_unfit_row, zip(*columns, strict=True))), "")
+
+
+def _why_unfit_row(row: Sequence[Tensor | None]) -> str:
+    """Checks one parameter with its gradient and states; fused kernels iterate over memory."""
+    parameter = row[0]
+    if parameter is None or type(parameter) not in (Tensor, nn.Parameter) or parameter.layout != torch.strided:
+        return "a parameter is no plain tensor"
+    if parameter.device.type != "cpu":
+        return f"the parameters are on {parameter.device.type}"
+    if parameter.dtype not in _DTYPES:
+        return f"the parameters are {str(parameter.dtype).removeprefix('torch.')}"
+    if not (parameter.is_contiguous() or is_gapless(parameter)):
+        return "a parameter's memory has gaps"
+    for value in row[1:]:
+        if value is None:
+            continue
+        if type(value) is not Tensor or value.layout != torch.strided or value.device != parameter.device:
+            return "a gradient or state is no plain tensor on the parameter's device"
+        if value.ndim == 0 and parameter.ndim:  # the number of steps
+            if value.dtype not in _DTYPES:
+                return "the number of steps is no floating-point tensor"
+        elif value.dtype != parameter.dtype or value.stride() != parameter.stride() or value.shape != parameter.shape:
+            return "a gradient or state has another type or memory layout than its parameter"
+    return ""

@@ -1,0 +1,195 @@
+"""A part of the script that hotloop can exchange: compared first, then raced, then used or left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from hotloop.exchanges.call_race import CallRace
+from hotloop.tuning.races.statistics import Ratio, verdict_of
+
+Stage = Literal["proof", "race", "use", "off"]
+
+_PROOFS = 3
+"""Number of calls at which original and exchange are compared before a race."""
+
+_EXACT_PROOFS, _EXACT_NUMBERS = 64, 2**14
+"""With `--exact`: most compared calls, and numbers after which fewer calls are enough."""
+
+RECHECK_CALLS = 1000
+"""Calls of a used exchange between two comparisons; a comparison takes as long as about five calls."""
+
+
+@dataclass(frozen=True)
+class CallComparison:
+    """A call of the original compared with the same call of the exchange.
+
+    Attributes:
+        is_bitwise: whether all results have the same bits.
+        numbers: how many numbers were compared; 0 if the call couldn't be compared.
+        wrong: what differs beyond the noise floor; empty if nothing does.
+    """
+
+    is_bitwise: bool
+    numbers: int
+    wrong: str = ""
+
+
+class Part:
+    """One part and its exchanges, which are tried one after the other until one is proven and faster.
+
+    Args:
+        kind: as in `ExchangedPart`.
+        name: the part in the script's words.
+        exchanges: names of the exchanges, the most promising first.
+        exact: whether only bitwise exchanges are allowed.
+        changed: is called after each change of the stage.
+        earlier: the exchange's name and its ratio, if an earlier run of the script proved it faster.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        exchanges: Sequence[str],
+        *,
+        exact: bool,
+        changed: Callable[[], None],
+        earlier: tuple[str, Ratio] | None = None,
+    ) -> None:
+        self.kind, self.name, self.exact = kind, name, exact
+        self._earlier = earlier
+        if earlier is not None and earlier[0] in exchanges:
+            exchanges = [earlier[0], *(one for one in exchanges if one != earlier[0])]
+        self.stage: Stage = "proof"
+        self.exchange = exchanges[0]
+        self.reason = ""
+        self.notes: list[str] = []
+        self._waiting = list(exchanges[1:])
+        self._changed = changed
+        self._reset()
+
+    def _reset(self) -> None:
+        self.proven, self.numbers, self.is_bitwise = 0, 0, True
+        self.race, self.ratio = CallRace(), None
+        self._calls = 0
+
+    @property
+    def title(self) -> str:
+        """Kind and name."""
+        return f"{self.kind}: {self.name}"
+
+    def restart(self, exchanges: Sequence[str]) -> None:
+        """Begins anew, since the part has changed."""
+        self.stage, self.exchange, self._waiting, self.reason = "proof", exchanges[0], list(exchanges[1:]), ""
+        self._reset()
+
+    def call(
+        self,
+        original: Callable[[], Any],
+        exchanged: Callable[[], Any],
+        compare: Callable[[], tuple[Any, CallComparison]],
+        *,
+        enabled: bool,
+    ) -> Any:
+        """Calls one of both forms and returns its result.
+
+        Args:
+            original, exchanged: the two forms.
+            compare: calls both and returns the original's result with the comparison.
+            enabled: whether a used exchange is on; False in windows without exchanges.
+        """
+        if self.stage == "proof":
+            return self._compare(compare)
+        if self.stage == "race":
+            form = exchanged if self.race.exchanges_next else original
+            began = time.perf_counter()
+            result = form()
+            if self.stage == "race" and self.race.add(time.perf_counter() - began):
+                self._decide()
+            return result
+        if self.stage == "off" or not enabled:
+            return original()
+        self._calls += 1
+        if self._calls % RECHECK_CALLS == 0:
+            return self._compare(compare)
+        return exchanged()
+
+    def take_back(self, reason: str) -> None:
+        """Ends the use of an exchange, with a line for the summary."""
+        self.notes.append(f"{self.title}: the exchange {self.exchange} was taken back: {reason}")
+        self.refuse(reason)
+
+    def refuse(self, reason: str) -> None:
+        """Leaves the part as it is."""
+        self.stage, self.reason = "off", reason
+        self._changed()
+
+    def as_record(self, *, used: bool) -> dict[str, Any]:
+        """Returns the fields of `ExchangedPart`."""
+        proof = "" if not self.proven else "bitwise" if self.is_bitwise else "fp32-equivalent"
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "exchange": self.exchange,
+            "used": used and self.stage == "use",
+            "proof": proof,
+            "proven": self.proven,
+            "ratio": None if self.ratio is None else asdict(self.ratio),
+            "reason": self.reason or ("" if self.stage == "use" else "the script ended before a decision"),
+        }
+
+    def _compare(self, compare: Callable[[], tuple[Any, CallComparison]]) -> Any:
+        result, comparison = compare()
+        wrong = comparison.wrong
+        if self.exact and not comparison.is_bitwise and not wrong:
+            wrong = "its results are not bitwise equal"
+        if wrong and self.stage == "use":
+            self.take_back(wrong)
+        elif wrong:
+            self._try_next(wrong)
+        elif comparison.numbers:
+            self.proven += 1
+            self.numbers += comparison.numbers
+            self.is_bitwise = self.is_bitwise and comparison.is_bitwise
+            if self.stage == "proof" and self._is_proven():
+                self._begin_race()
+        return result
+
+    def _is_proven(self) -> bool:
+        if not self.exact:
+            return self.proven >= _PROOFS
+        return self.proven >= _EXACT_PROOFS or (self.proven >= _PROOFS and self.numbers >= _EXACT_NUMBERS)
+
+    def _begin_race(self) -> None:
+        if self._earlier is not None and self._earlier[0] == self.exchange:
+            self.ratio = self._earlier[1]
+            self._use()
+        else:
+            self.stage = "race"
+
+    def _use(self) -> None:
+        self.stage, self.reason = "use", ""
+        self._changed()
+
+    def _decide(self) -> None:
+        self.ratio = self.race.ratio()
+        if verdict_of(self.ratio) == "faster":
+            self._use()
+        else:
+            self._try_next(f"it is not faster: {_describe(self.ratio)}")
+
+    def _try_next(self, reason: str) -> None:
+        self.reason = reason
+        if not self._waiting:
+            self.refuse(reason)
+            return
+        self.exchange = self._waiting.pop(0)
+        self.stage = "proof"
+        self._reset()
+
+
+def _describe(ratio: Ratio) -> str:
+    return f"{ratio.median:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -1,0 +1,189 @@
+"""The samples of a data set in memory, recorded from the batches that the script itself loads.
+
+A sample is used from memory after the script has read it twice with the same bits. Reading it may neither draw random numbers
+nor change the data set, and later changes of the data set must be visible in its summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import psutil
+import torch
+from torch import Tensor
+
+from hotloop.core.random.rng import generator_states
+from hotloop.data.batch_tree import map_tensors, tree_tensors
+from hotloop.data.dataset_changes import dataset_summary, names_in_sample_code, reachable_values, unchecked_part
+from hotloop.errors import describe_error
+
+_MAX_MEMORY_SHARE = 0.25
+"""Largest share of the free memory for the table."""
+
+_MAX_SAMPLES = 2**24
+
+_SIDE_EFFECTS = frozenset(
+    (
+        *("print", "write", "writelines", "input", "system", "Popen", "info", "warning", "warn"),
+        *("time", "time_ns", "perf_counter", "monotonic", "sleep", "now", "today"),
+        *("urandom", "uuid4", "environ", "getenv", "getpid"),
+    )
+)
+"""Names of functions in a data set's code that may do more than return a sample."""
+
+
+class TableRefusal(Exception):
+    """The samples can't be taken from memory for `reason`; `batch` is the script's own batch."""
+
+    def __init__(self, reason: str, batch: Any) -> None:
+        super().__init__(reason)
+        self.reason, self.batch = reason, batch
+
+
+class SampleTable:
+    """Rows of all samples read so far, as tensors like a collated batch."""
+
+    def __init__(self) -> None:
+        self._is_checked = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all samples."""
+        self._columns: Any = None
+        self._reads = bytearray()
+        self._summary: tuple[Any, ...] = ()
+        self._tensors: list[ref[Tensor]] = []
+
+    def is_complete(self, rows: Sequence[int]) -> bool:
+        """Whether each of these samples was read twice."""
+        reads = self._reads
+        return bool(reads) and all(type(row) is int and 0 <= row < len(reads) and reads[row] > 1 for row in rows)
+
+    def has_changed(self, dataset: Any) -> bool:
+        """Whether the data set differs from its state at the recorded reads."""
+        is_replaced = any(tensor() is None for tensor in self._tensors)  # another tensor may have the same id
+        return is_replaced or dataset_summary(dataset) != self._summary
+
+    def cut(self, rows: Sequence[int]) -> Any:
+        """Returns a new batch of these samples."""
+        index = torch.tensor(rows)
+        return map_tensors(lambda column: column.index_select(0, index), self._columns)
+
+    def record(self, dataset: Any, rows: Sequence[int], original: Callable[[], Any]) -> Any:
+        """Returns the script's own batch and records its samples.
+
+        Raises:
+            TableRefusal: the samples can't be taken from memory.
+        """
+        before, states = (), dict[str, Any]()
+        try:
+            why = self._begin(dataset)
+            before, states = dataset_summary(dataset), generator_states()
+        except Exception as error:
+            why = f"its objects can't be followed: {describe_error(error)}"
+        batch = original()
+        try:
+            why = why or self._end(dataset, rows, batch, before, states)
+        except Exception as error:
+            why = f"its samples can't be stored: {describe_error(error)}"
+        if why:
+            self.clear()
+            raise TableRefusal(why, batch)
+        return batch
+
+    def _begin(self, dataset: Any) -> str:
+        """Prepares a record; returns why the data set is unfit, else ""."""
+        if not self._is_checked:
+            self._is_checked = True
+            if why := _why_unfit(dataset):
+                return why
+        if self._reads and self.has_changed(dataset):
+            self.clear()
+        return ""
+
+    def _end(self, dataset: Any, rows: Sequence[int], batch: Any, before: tuple, states: dict[str, Any]) -> str:
+        """Stores a batch; returns why its samples are unfit, else ""."""
+        if generator_states() != states:
+            return "its samples draw random numbers"
+        if dataset_summary(dataset) != before:
+            return "reading a sample changes the data set"
+        if not self._reads:
+            self._summary = before
+            self._tensors = [ref(value) for value in reachable_values(dataset) if isinstance(value, Tensor)]
+        return self._store(len(dataset), rows, batch)
+
+    def _store(self, count: int, rows: Sequence[int], batch: Any) -> str:
+        """Stores the rows of a batch; returns why they can't be used, else ""."""
+        if any(type(row) is not int for row in rows) or len(set(rows)) != len(rows):
+            return "the sampler yields no plain row numbers"
+        if why := _not_rows(batch, len(rows)):
+            return why
+        if self._columns is None and (why := self._allocate(count, batch)):
+            return why
+        if not all(0 <= row < len(self._reads) for row in rows):
+            return "the sampler yields no plain row numbers"
+        columns, values = list(tree_tensors(self._columns)), list(tree_tensors(batch))
+        form = [(value.dtype, value.shape[1:]) for value in values]
+        if [(column.dtype, column.shape[1:]) for column in columns] != form:
+            return "its samples have several shapes or types"
+        known = [place for place, row in enumerate(rows) if self._reads[row]]
+        index, again = torch.tensor(rows), torch.tensor(known, dtype=torch.int64)
+        for column, value in zip(columns, values, strict=True):
+            if known and not _has_same_bits(column[index[again]], value[again]):
+                return "a sample differs when it is read again"
+            column[index] = value
+        for row in rows:
+            self._reads[row] = min(2, self._reads[row] + 1)
+        return ""
+
+    def _allocate(self, count: int, batch: Any) -> str:
+        needed = sum(value.nbytes / len(value) for value in tree_tensors(batch)) * count
+        if needed > psutil.virtual_memory().available * _MAX_MEMORY_SHARE:
+            return f"its samples take {needed / 1e6:,.0f} MB, more than a quarter of the free memory"
+        self._columns = map_tensors(lambda value: value.new_empty((count, *value.shape[1:])), batch)
+        self._reads = bytearray(count)
+        return ""
+
+
+def _why_unfit(dataset: Any) -> str:
+    try:
+        count = len(dataset)
+    except (TypeError, NotImplementedError):
+        return "it has no length"
+    if not 0 < count <= _MAX_SAMPLES:
+        return f"it has {count:,} samples"
+    if found := sorted(_SIDE_EFFECTS.intersection(names_in_sample_code(dataset))):
+        return f"its code uses {found[0]}, so it may do more than return a sample"
+    if part := unchecked_part(dataset):
+        return f"it refers to {part}, whose changes can't be noticed at each batch"
+    return ""
+
+
+def _not_rows(batch: Any, count: int) -> str:
+    """Returns why a batch isn't made of plain tensors with a row for each sample, else ""."""
+    leaves = list(_leaves(batch))
+    if not leaves:
+        return "its batches have no tensor"
+    for leaf in leaves:
+        if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.device.type != "cpu" or leaf.requires_grad:
+            return "its batches have values that are no plain tensors on the CPU"
+        if leaf.ndim == 0 or len(leaf) != count:
+            return "its batches have no row for each sample"
+    return ""
+
+
+def _leaves(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _leaves(item)
+    elif type(tree) in (tuple, list) or hasattr(tree, "_fields"):
+        for item in tree:
+            yield from _leaves(item)
+    else:
+        yield tree
+
+
+def _has_same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))

@@ -1,0 +1,133 @@
+"""Proof of an optimizer exchange: one real update in place, by the exchange, and in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from hotloop.errors import describe_error
+from hotloop.exchanges.part import CallComparison
+from hotloop.parity.comparison import difference_norm
+from hotloop.parity.verdict import TYPICAL_LIMIT
+
+Tensors = list[Tensor | None]
+"""Parameters, gradients or one kind of state, in the same order."""
+
+_COPIES = 6
+"""Memory of a proof in multiples of the tensors: two fp32 copies, a float64 copy and temporary results."""
+
+
+def compare_update(
+    update: Callable[..., None],
+    lists: Sequence[Tensors],
+    settings: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    exchanged: Callable[..., None] | None = None,
+) -> CallComparison:
+    """Runs an update on the script's own tensors, and the exchange on copies.
+
+    The exchange is wrong if the error of a tensor against float64 exceeds `TYPICAL_LIMIT` times the noise floor. The
+    floor is the largest of: the error of the script's own update, its error with inputs nudged by one rounding, and
+    half a unit in the last place of the result.
+
+    Args:
+        update: torch's functional form of the optimizer, such as `torch.optim.adam.adam`.
+        lists: its tensor arguments; changed in place, as by `update(*lists, **settings)`.
+        settings: its other arguments.
+        flags: changes of the settings that make the exchange.
+        exchanged: the function of the exchange; None for `update`.
+    """
+    try:
+        if _bytes(lists) * _COPIES > psutil.virtual_memory().available:
+            raise MemoryError("its proof needs more memory than is free")
+        own, nudged, wide = _copies(lists, Tensor.clone), _copies(lists, _nudge), _copies(lists, _widen)
+    except Exception as error:
+        update(*lists, **settings)
+        return CallComparison(False, 0, f"it can't be proven: {error}")
+    update(*lists, **settings)
+    try:
+        (exchanged or update)(*own, **{**settings, **flags})
+        return _judge(update, settings, lists, own, nudged, wide)
+    except Exception as error:
+        return CallComparison(False, 0, f"it raised {describe_error(error)}")
+
+
+def _judge(
+    update: Callable[..., None], settings: Mapping[str, Any], lists: Sequence[Tensors], *copies: list[Tensors]
+) -> CallComparison:
+    """Compares the script's update with the exchange's; the last two copies are still before the update."""
+    own, nudged, wide = copies
+    if _are_bitwise_equal(lists, own):
+        return CallComparison(True, _numbers(lists))
+    plain = {**settings, **{name: False for name in ("foreach", "fused") if name in settings}}
+    update(*nudged, **plain)
+    update(*wide, **plain)
+    if not all(bool(value.isfinite().all()) for tensors in wide for value in tensors if value is not None):
+        return CallComparison(False, 0)
+    ratio = max((_error_ratio(*row) for row in _rows(lists, own, nudged, wide)), default=0.0)
+    wrong = "" if ratio <= TYPICAL_LIMIT else f"its error is {ratio:.3g} times the noise floor of the script's update"
+    return CallComparison(False, _numbers(lists), wrong)
+
+
+def _copies(lists: Sequence[Tensors], copy: Callable[[Tensor], Tensor]) -> list[Tensors]:
+    return [[None if value is None else copy(value.detach()) for value in tensors] for tensors in lists]
+
+
+def _nudge(value: Tensor) -> Tensor:
+    """Returns a copy whose numbers are alternately one rounding larger and smaller; counts stay the same."""
+    copy = value.clone()
+    if copy.ndim:
+        signs = torch.ones(copy.numel(), dtype=copy.dtype)
+        signs[1::2] = -1
+        copy.mul_(1 + torch.finfo(copy.dtype).eps * signs.view(copy.shape))
+    return copy
+
+
+def _widen(value: Tensor) -> Tensor:
+    return value.to(torch.float64, copy=True)
+
+
+def _bytes(lists: Sequence[Tensors]) -> int:
+    return sum(value.nbytes for tensors in lists for value in tensors if value is not None)
+
+
+def _numbers(lists: Sequence[Tensors]) -> int:
+    return sum(value.numel() for value in lists[0] if value is not None)
+
+
+def _rows(*variants: Sequence[Tensors]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields the tensors of one place in all variants; a tensor that a variant lacks is an error of infinity."""
+    for columns in zip(*variants, strict=True):
+        for row in zip(*columns, strict=True):
+            if any(value is not None for value in row):
+                yield tuple(torch.tensor(torch.inf) if value is None else value.detach() for value in row)
+
+
+def _error_ratio(value: Tensor, exchanged: Tensor, nudged: Tensor, true: Tensor) -> float:
+    if exchanged.shape != true.shape or value.shape != true.shape:
+        return torch.inf
+    unit = torch.finfo(value.dtype).eps / 2
+    floor = max(difference_norm(value, true), difference_norm(nudged, true), unit * float(true.norm()))
+    error = difference_norm(exchanged, true)
+    if not error <= torch.finfo(torch.float64).max:
+        return torch.inf
+    return error / floor if floor else (torch.inf if error else 0.0)
+
+
+def _are_bitwise_equal(some: Sequence[Tensors], others: Sequence[Tensors]) -> bool:
+    pairs = ((a, b) for one, other in zip(some, others, strict=True) for a, b in zip(one, other, strict=True))
+    return all((a is None and b is None) or _has_same_bits(a, b) for a, b in pairs)
+
+
+def _has_same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_raw_bytes(a), _raw_bytes(b))
+
+
+def _raw_bytes(value: Tensor) -> Tensor:
+    return value.detach().contiguous().flatten().view(torch.uint8)

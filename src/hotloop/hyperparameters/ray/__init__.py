@@ -1,0 +1,1 @@
+"""Trials of a study as tasks of a Ray cluster."""

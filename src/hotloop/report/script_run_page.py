@@ -1,0 +1,54 @@
+"""The lines about a script's run with exchanges."""
+
+from __future__ import annotations
+
+from hotloop.core.records.race import ExchangedPart, ScriptRun, SpeedRatio
+
+
+def script_run_page(run: ScriptRun) -> str:
+    """Returns the summary that `hotloop run` prints: gain, exchanges with their proofs, and what stays as it is."""
+    used = [part for part in run.parts if part.used]
+    others = [part for part in run.parts if not part.used]
+    lines = [f"hotloop: {_headline(run, used)}"]
+    lines += [f"  exchanged {_title(part)}: {part.exchange}, {_figures(part)}" for part in used]
+    lines += [f"  {_label(run, part)} {_title(part)}: {_unused(part)}" for part in others]
+    lines += [f"  {note}" for note in run.notes]
+    return "\n".join(lines)
+
+
+def _headline(run: ScriptRun, used: list[ExchangedPart]) -> str:
+    if run.dry_run:
+        return f"a dry run, {_gain(run.ratio)}" if run.ratio else "a dry run"
+    if not used:
+        return "nothing was exchanged, and the script ran as under python"
+    return (
+        _gain(run.ratio) if run.ratio else "the gain of a whole step is unknown: too few steps followed the exchanges"
+    )
+
+
+def _gain(ratio: SpeedRatio) -> str:
+    return f"a step is {_times(ratio)} with the exchanges, in {ratio.pairs} pairs of windows"
+
+
+def _times(ratio: SpeedRatio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.median:.2f} times as fast"
+    return f"{ratio.median:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _title(part: ExchangedPart) -> str:
+    return f"{part.kind}: {part.name}"
+
+
+def _figures(part: ExchangedPart) -> str:
+    proof = "bitwise equal" if part.proof == "bitwise" else "equal within rounding"
+    speed = f"{_times(part.ratio)}, " if part.ratio else ""
+    return f"{speed}{proof} in {part.proven} compared calls"
+
+
+def _label(run: ScriptRun, part: ExchangedPart) -> str:
+    return "would be exchanged" if run.dry_run and not part.reason else "not exchanged"
+
+
+def _unused(part: ExchangedPart) -> str:
+    return part.reason or f"{part.exchange}, {_figures(part)}"

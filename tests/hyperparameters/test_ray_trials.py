@@ -1,0 +1,58 @@
+"""Trials on a Ray cluster give the same study, also when Ray's workers are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import hotloop
+from hotloop.errors import StudyError
+from hotloop.hyperparameters.ray.ray_trials import run_trial
+from tests.hyperparameters.test_trial_rounds import ARGUMENTS, HALVING, SPACE, check_same, start
+from tests.support.tasks.studied_task import STUDIED
+
+pytest.importorskip("ray")
+
+
+def test_a_machine_without_the_folder_is_one_line(tmp_path: Path) -> None:
+    error = run_trial("", "", {"folder": "studies/first"}, str(tmp_path), "studies/first/logs", [])
+    assert isinstance(error, StudyError)
+    assert f"has no folder {tmp_path / 'studies/first'}; expected a study on a file system that all" in str(error)
+
+
+def ray_workers(pid: int) -> list[psutil.Process]:
+    """The Ray workers that run a trial, of the cluster that a study has started."""
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+        return [one for one in below if "run_trial" in " ".join(one.cmdline())]
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.mark.more
+def test_trials_on_ray_give_the_same_study_after_kills(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(STUDIED)
+    whole = hotloop.study(tmp_path / "task.py", SPACE, folder=tmp_path / "whole", **HALVING)
+    fresh = ["task.py", *ARGUMENTS, "--trials", "6", "--round", "3", "--prune", "halving", "--study", "ray"]
+    command = start(tmp_path, *fresh, "--jobs-on", "ray")
+    kills = 0
+    while kills < 2 and command.poll() is None:
+        if workers := ray_workers(command.pid):
+            os.kill(workers[0].pid, signal.SIGKILL)
+            kills += 1
+            time.sleep(1)
+        time.sleep(0.05)
+    assert kills == 2
+    while not ray_workers(command.pid) and command.poll() is None:
+        time.sleep(0.05)
+    command.kill()
+    command.wait()
+    command = start(tmp_path, "--resume", "ray", "--jobs-on", "ray", "--jobs", "3")
+    lines = command.communicate()[1]
+    assert command.returncode == 0, lines
+    check_same(whole, hotloop.study(tmp_path / "task.py", resume=tmp_path / "ray", progress=False))

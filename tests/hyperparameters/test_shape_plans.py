@@ -1,0 +1,71 @@
+"""Plans of a study: found once for each shape of network, and compiled once for trials that differ in numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import hotloop
+from hotloop.core.files import user_folders
+from hotloop.hyperparameters.shape_plans import shape_key
+from hotloop.plan import Plan
+from hotloop.task import Task
+from hotloop.training.run import Run
+from tests.support.tasks.studied_task import STUDIED
+
+SPACE = {"width": [4, 8], "lr": [0.01, 0.03, 0.1], "epochs": 1}
+
+
+def task(**arguments) -> Task:
+    names: dict = {}
+    exec(STUDIED, names)
+    return names["task"](**arguments)
+
+
+def test_a_shape_is_that_of_trials_that_differ_in_numbers() -> None:
+    first = shape_key(task(lr=0.1), Plan())
+    assert shape_key(task(lr=0.01), Plan()) == first
+    assert shape_key(task(lr=0.1, width=8), Plan()) != first
+    assert shape_key(task(lr=0.1), Plan(threads=1)) != first
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the user's caches, in trial processes as well."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert user_folders.cache_folder() == tmp_path / "cache" / "hotloop"
+    return tmp_path / "cache" / "hotloop"
+
+
+@pytest.mark.more
+def test_six_trials_of_two_shapes_make_two_searches(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "task.py").write_text(STUDIED)
+    study = hotloop.study(
+        tmp_path / "task.py", SPACE, folder=tmp_path / "s", sampler="grid", plan="auto", jobs=2, progress=False
+    )
+    assert [one.state for one in study.trials] == ["complete"] * 6
+    logs = "".join(path.read_text() for path in (tmp_path / "s/logs").glob("0*.txt"))
+    assert logs.count("finding the plan for") == 2
+    assert len(list((tmp_path / "s/plans").glob("*.toml"))) == 2
+    plans = {one.number: Run.open(one.runs[0]).plan for one in study.trials}
+    for width in (4, 8):
+        assert len({plans[one.number].brief() for one in study.trials if one.params["width"] == width}) == 1
+    assert not study.result.exact
+    assert study.result.inexact[0].startswith("--plan auto chooses plans by measured times")
+
+
+@pytest.mark.more
+def test_two_shapes_are_compiled_twice_for_six_trials(tmp_path: Path, cache: Path) -> None:
+    """A compiled step takes the learning rate as an input, so another rate needs no compilation."""
+    (tmp_path / "task.py").write_text(STUDIED)
+    study = hotloop.study(
+        tmp_path / "task.py",
+        SPACE,
+        folder=tmp_path / "s",
+        sampler="grid",
+        plan=Plan(compile="package"),
+        progress=False,
+    )
+    assert [(one.state, one.error) for one in study.trials] == [("complete", "")] * 6
+    assert len(list(cache.rglob("*.pt2"))) == 2
