@@ -120,10 +120,9 @@ def _order(splits: Any) -> Any:
 
 def _same_data(one: Program, other: Program) -> bool:
     """Returns whether two trials of one seed train on the same batches."""
-    tables = [program.parts.splits.train for program in (one, other)]
-    if not all(isinstance(table, Table) for table in tables) or vars(one.parts.splits.order) != vars(
-        other.parts.splits.order
-    ):
+    splits = [program.parts.splits for program in (one, other)]
+    tables = [split.train for split in splits if isinstance(split.train, Table)]
+    if len(tables) < len(splits) or vars(_order(splits[0])) != vars(_order(splits[1])):
         return False
     columns = [list(tree_tensors(table.columns)) for table in tables]
     return len(columns[0]) == len(columns[1]) and all(
