@@ -103,6 +103,7 @@ class StudyOptions:
         samplers.check_name("--sampler", self.settings["sampler"], samplers.SAMPLERS)
         samplers.check_name("--prune", self.settings["pruner"], samplers.PRUNERS)
         samplers.check_name("--jobs-on", self.jobs_on, JOBS_ON)
+        self._check_pack(self.pack_size or 0)
         if self.jobs_on == RAY:
             check_installed("--jobs-on ray", "--jobs-on processes")
         check_constraints(self.constraints or ())
@@ -115,7 +116,6 @@ class StudyOptions:
         if self.time_limit is not None:
             parse_seconds(self.time_limit, "time-limit")
         PlanRequest.from_value(self.plan, self.axes)
-        self._check_pack(self.pack_size or 0)
 
     def _check_pack(self, size: int) -> None:
         """Raises StudyError if packs of a size exclude another option."""

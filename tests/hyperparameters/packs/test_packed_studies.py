@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from pathlib import Path
 
@@ -11,13 +10,16 @@ import pytest
 import hotloop
 from hotloop.errors import StudyError
 from hotloop.hyperparameters.study import Study
+from hotloop.hyperparameters.study_folder import StudyFolder
 from hotloop.hyperparameters.study_options import StudyOptions
 from hotloop.training.run import Run
 from tests.hyperparameters.test_trial_rounds import check_same, kill, start
 from tests.support.tasks.studied_task import STUDIED
 
 SPACE = {"lr": "1e-2..1:log", "width": [4, 6]}
-ARGUMENTS = ["-p", "lr=1e-2..1:log", "-p", "width=4,6", "--trials", "5", "--round", "5", "--prune", "halving"]
+LONG = {"lr": "1e-2..1:log", "epochs": 60}
+LONG_ARGUMENTS = ["-p", "lr=1e-2..1:log", "-p", "epochs=60", "--trials", "3", "--round", "3"]
+ONE_ROUND = dict(trials=3, round_size=3, progress=False)
 SETTINGS = dict(trials=5, round_size=5, pruner="halving", progress=False)
 
 
@@ -52,21 +54,40 @@ def test_packed_trials_are_the_trials_alone_up_to_rounding(folder: Path, packed:
     assert packed.result.exact
 
 
+def epochs_done(path: Path) -> int:
+    return sum(len(metrics.read_text().splitlines()) for metrics in path.glob("trials/*/metrics.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Study:
+    return hotloop.study(folder / "task.py", LONG, folder=folder / "whole", pack="auto", **ONE_ROUND)
+
+
 @pytest.mark.slow
-def test_kills_change_no_bit_of_a_packed_study(folder: Path, packed: Study, tmp_path: Path) -> None:
-    path, draws = tmp_path / "killed", random.Random(3)
-    command = start(folder, "task.py", *ARGUMENTS, "--pack", "auto", "--study", str(path))
-    while not list(path.glob("trials/*/journal.jsonl")):
-        assert command.poll() is None, command.communicate()[1]
-        time.sleep(0.01)
-    killed = []
-    for victim in ("trial", "command"):
-        time.sleep(draws.uniform(0.0, 0.3))
-        killed += [victim] * kill(command, victim)
-        if victim == "command":
-            command.wait()
-    assert killed == ["trial", "command"]
-    check_same(packed, hotloop.study(folder / "task.py", resume=path, progress=False))
+def test_the_same_packed_study_gives_the_same_bits(folder: Path, whole: Study) -> None:
+    assert len([one for one in whole.trials if one.packed]) == 3
+    check_same(
+        whole, hotloop.study(folder / "task.py", LONG, folder=folder / "again", pack="auto", jobs=2, **ONE_ROUND)
+    )
+
+
+@pytest.mark.slow
+def test_kills_change_no_bit_of_a_packed_study(folder: Path, whole: Study, tmp_path: Path) -> None:
+    """Each kill hits a pack that trains, after an epoch since the last kill."""
+    path, victims, begun = tmp_path / "killed", ["trial", "trial", "command"], []
+    command = start(folder, "task.py", *LONG_ARGUMENTS, "--pack", "auto", "--study", str(path))
+    for victim in victims:
+        begun.append(epochs_done(path))
+        while epochs_done(path) <= begun[-1]:
+            assert command.poll() is None, command.communicate()[1]
+            time.sleep(0.01)
+        assert kill(command, victim)
+    command.wait()
+    assert epochs_done(path) < sum(len(one.curve) for one in whole.trials)
+    check_same(whole, hotloop.study(folder / "task.py", resume=path, pack=8, progress=False))
+    starts = [row["event"] for row in Run.open(whole.trials[0].runs[0]).journal() if row["event"] == "packed"]
+    again = [row["event"] for row in Run.open(path / "trials/0000").journal() if row["event"] == "packed"]
+    assert (len(starts), len(again)) == (1, 1 + len(victims))
 
 
 @pytest.mark.slow
@@ -77,6 +98,19 @@ def test_failed_trials_leave_their_pack(folder: Path) -> None:
     assert states == {("nan", "failed"), ("plain", "complete"), ("raising", "failed")}
     assert all(len(one.packed) == 2 for one in study.trials if one.params["mode"] == "plain")
     assert all(one.alone and one.error for one in study.trials if one.params["mode"] != "plain")
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_with_its_own_packs_alone(folder: Path, packed: Study) -> None:
+    with pytest.raises(StudyError, match="--pack 4, and the study has 8.*leave the option out"):
+        hotloop.study(folder / "task.py", resume=packed.path, pack=4, progress=False)
+    with pytest.raises(StudyError, match="--jobs-on ray for a study with --pack 8.*--jobs-on processes"):
+        StudyOptions(jobs_on="ray").check_same(StudyFolder.open(packed.path).record, packed.path)
+
+
+def test_packs_on_ray_are_an_error() -> None:
+    with pytest.raises(StudyError, match="--jobs-on ray for a study with --pack auto.*--jobs-on processes"):
+        StudyOptions(pack="auto", jobs_on="ray").check()
 
 
 @pytest.mark.parametrize("pack", [1, "many", "-2"])
