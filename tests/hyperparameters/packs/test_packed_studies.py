@@ -92,12 +92,15 @@ def test_kills_change_no_bit_of_a_packed_study(folder: Path, whole: Study, tmp_p
 
 @pytest.mark.slow
 def test_failed_trials_leave_their_pack(folder: Path) -> None:
-    space = {"mode": ["nan", "plain", "raising"], "lr": [0.01, 0.02], "epochs": 2}
+    errors = {"nan": "holds NaN", "raising": "no such mode", "exit in the model": "exit('no model')"}
+    space = {"mode": ["plain", *errors], "lr": [0.01, 0.02], "epochs": 2}
     study = hotloop.study(folder / "task.py", space, folder=folder / "failed", sampler="grid", pack=4, progress=False)
-    states = {(one.params["mode"], one.state) for one in study.trials}
-    assert states == {("nan", "failed"), ("plain", "complete"), ("raising", "failed")}
-    assert all(len(one.packed) == 2 for one in study.trials if one.params["mode"] == "plain")
-    assert all(one.alone and one.error for one in study.trials if one.params["mode"] != "plain")
+    modes = {mode: [one for one in study.trials if one.params["mode"] == mode] for mode in space["mode"]}
+    assert all(one.state == "complete" and len(one.curve) == 2 for one in modes["plain"])
+    assert all({one.number for one in modes["plain"]} <= set(one.packed) for one in modes["plain"])
+    for mode, error in errors.items():
+        assert all(one.state == "failed" and error in one.error for one in modes[mode])
+    assert all(one.alone for mode in ("raising", "exit in the model") for one in modes[mode])
 
 
 @pytest.mark.slow
