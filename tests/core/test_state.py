@@ -17,7 +17,7 @@ import hotloop
 from hotloop.core.state import State, differing_paths, tree_leaves
 from hotloop.errors import CheckpointError
 from hotloop.training.checkpoint import Checkpoint, CheckpointFolder, has_only_finite_parameters
-from hotloop.training.loop import _TrainingLoop
+from hotloop.training.loop import TrainingLoop
 from tests.support.programs import a_task, assert_resumes, labelled, state_after
 
 # ---------------------------------------------------------------- what counts as a difference
@@ -381,8 +381,8 @@ def test_a_training_lends_its_state_to_the_file(tmp_path: Path, monkeypatch: pyt
         return written(self, checkpoint)
 
     loops: list[Any] = []
-    made = _TrainingLoop.begin
-    monkeypatch.setattr(_TrainingLoop, "begin", lambda self, resume: (loops.append(self), made(self, resume))[1])
+    made = TrainingLoop.begin
+    monkeypatch.setattr(TrainingLoop, "begin", lambda self, resume: (loops.append(self), made(self, resume))[1])
     monkeypatch.setattr(CheckpointFolder, "save", save)
     hotloop.fit(
         a_task(model=network, optimizer=optim.Adam, epochs=1), run=tmp_path / "run", plan="baseline", progress=False

@@ -115,6 +115,7 @@ ORDER = (
     "hyperparameters/ray/*",
     "hyperparameters/*",
     "hyperparameters/finders/*",
+    "hyperparameters/packs/*",
     "view",
     "asynchronous",
     "parallel",

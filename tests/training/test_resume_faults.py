@@ -14,7 +14,7 @@ from hotloop.core.random.rng import RandomStreams
 from hotloop.core.state import State
 from hotloop.data.order import Order
 from hotloop.lowering.program import Program
-from hotloop.training.loop import _TrainingLoop
+from hotloop.training.loop import TrainingLoop
 from hotloop.training.run import Run
 from tests.support.killed_training import EPOCHS, KILLED_AT, train
 from tests.support.processes.resumed_training import disagreements
@@ -145,7 +145,7 @@ def test_another_order_is_noticed(whole: Path, copy: Path, monkeypatch: pytest.M
 def test_a_forgotten_history_or_best_epoch_is_noticed(
     tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_back = _TrainingLoop._restore_checkpoint
+    go_back = TrainingLoop._restore_checkpoint
 
     def forgetful(self: Any) -> None:
         go_back(self)
@@ -154,6 +154,6 @@ def test_a_forgotten_history_or_best_epoch_is_noticed(
     first_is_best = replace(task(EPOCHS), goal="max")  # of a loss that falls
     train(tmp_path / "whole", first_is_best)
     train(tmp_path / "run", first_is_best, until=KILLED_AT)
-    monkeypatch.setattr(_TrainingLoop, "_restore_checkpoint", forgetful)
+    monkeypatch.setattr(TrainingLoop, "_restore_checkpoint", forgetful)
     train(tmp_path / "run", first_is_best)
     assert is_noticed(tmp_path / "whole", tmp_path / "run")

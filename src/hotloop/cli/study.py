@@ -74,6 +74,13 @@ def study(
             show_default="the rules' plan",
         ),
     ] = None,
+    pack: Annotated[
+        str | None,
+        typer.Option(
+            help="none, auto or a number: so many trials of one shape train together in one program.",
+            show_default="none",
+        ),
+    ] = None,
     settings: SetOption = None,
     device: DeviceOption = None,
     folder: Annotated[
@@ -134,7 +141,7 @@ def study(
     from hotloop.report.study import study_lines, study_table
 
     options = studies.StudyOptions(
-        trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on
+        trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on, pack
     )
     given = {**(read_space(space) if space else {}), **parse_options(param or [])}
     with stdout_for(as_json):

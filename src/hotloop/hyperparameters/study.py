@@ -283,6 +283,7 @@ def study(
     time_limit: str | None = None,
     plan: Plan | str | Path | None = None,
     device: str | None = None,
+    pack: str | int | None = None,
     progress: bool = True,
 ) -> Study:
     """Searches the hyper-parameters with the best monitored figure; the same seed gives the same trials and winner.
@@ -308,6 +309,8 @@ def study(
         time_limit: a time such as `1h`, after which no further round begins.
         plan: as in `fit`; `auto` finds the fastest proven plan once for each shape of network. Default: the rules' plan.
         device: overrides the plan's.
+        pack: `auto` or a number from 2: so many trials of one shape train together in one program, each proven to
+            compute what the trial computes alone; default `none`.
         progress: print a line for each trial, and the table.
 
     Raises:
@@ -321,7 +324,7 @@ def study(
 
     options = StudyOptions(
         trials, sampler, pruner, round_size, jobs, seed, repeats, constraints, time_limit, plan,
-        {} if device is None else {"device": device}, jobs_on,
+        {} if device is None else {"device": device}, jobs_on, pack,
     )  # fmt: skip
     source = TaskSource.from_value(make_task)
     if resume is not None:

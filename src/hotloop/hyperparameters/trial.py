@@ -177,20 +177,44 @@ def train(
         run: the run's folder.
         pause_after: the epoch after which to stop; None for the end of training.
     """
-    began, error, outcome, inexact = time.monotonic(), "", None, list[str]()
+    began, error, outcome = time.monotonic(), "", None
     path = Path(run)
-    lock = FileLock(Path(folder) / "records" / f"{number:04d}-{repeat + 1}.lock")
+    try:
+        lock = lock_run(Path(folder), number, repeat, path)
+    except StudyError as failure:
+        return failure
+    with lock:
+        try:
+            outcome = _train(Path(folder), study, make_task, repeat, params, path, pause_after)
+        except (Exception, SystemExit) as failure:
+            traceback.print_exc()
+            error = error_line(failure)
+    return trial_progress(study, number, repeat, path, outcome, error, time.monotonic() - began)
+
+
+def lock_run(folder: Path, number: int, repeat: int, run: Path) -> FileLock:
+    """Returns the lock of a run of a trial, acquired for this process.
+
+    Raises:
+        StudyError: another process trains the run.
+    """
+    lock = FileLock(folder / "records" / f"{number:04d}-{repeat + 1}.lock")
     Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire(timeout=_LOCK_S)  # a process of a killed study may train the trial for some seconds
     except Timeout:
-        return StudyError(f"{path} is being trained by another process", fix="stop that process, or wait for it")
-    try:
-        outcome = _train(Path(folder), study, make_task, repeat, params, path, pause_after)
-    except (Exception, SystemExit) as failure:
-        traceback.print_exc()
-        error = _error_line(failure)
+        raise StudyError(
+            f"{run} is being trained by another process", fix="stop that process, or wait for it"
+        ) from None
+    return lock
+
+
+def trial_progress(
+    study: StudyRecord, number: int, repeat: int, path: Path, outcome: RunOutcome | None, error: str, seconds: float
+) -> TrialProgress:
+    """Returns the state of a run of a trial from its folder and the end of its training."""
     rows: list[dict[str, Any]] = []
+    inexact = list[str]()
     if is_run(path):
         handle = Run.open(path)
         rows, inexact = handle.epochs, handle.record.facts.inexact
@@ -209,13 +233,13 @@ def train(
         final=None if outcome is None else outcome.final,
         error=error,
         inexact=[*inexact, *version_changes(study.versions)],
-        seconds=time.monotonic() - began,
+        seconds=seconds,
         step_ms=1e3 * handle.record.facts.batch_size / speed if speed else None,
         memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
     )
 
 
-def _error_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     if isinstance(error, HotloopError):
         return str(error)
     if isinstance(error, SystemExit):
@@ -288,9 +312,9 @@ def _plans(folder: Path, study: StudyRecord, context: RunContext, base: Plan) ->
     if study.plan == AUTO:
         from hotloop.hyperparameters.shape_plans import plan_of_shape
 
-        return [plan_of_shape(folder / "plans", context.source, base), *_rules(context.task, base)]
-    return _rules(context.task, base)
+        return [plan_of_shape(folder / "plans", context.source, base), *rules_plans(context.task, base)]
+    return rules_plans(context.task, base)
 
 
-def _rules(task: Task, base: Plan) -> list[Plan]:
+def rules_plans(task: Task, base: Plan) -> list[Plan]:
     return [choice.plan for choice in list_options(task, base).choices if choice.plan.compile == base.compile]

@@ -66,7 +66,7 @@ def _run_job(number: int, server: int) -> None:
         file.flush()
         job: dict[str, Any] = pickle.load(file)
         _redirect_output(job.pop("log"))
-        _seed_generators()
+        seed_generators()
         sys.path[:] = job.pop("path")
         _send(file, _result(job))
     sys.exit(0)
@@ -99,7 +99,7 @@ def _redirect_output(log: str) -> None:
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
 
 
-def _seed_generators() -> None:
+def seed_generators() -> None:
     """Seeds what a Task's file may read without a seed of its own, so that each trial has the same data."""
     import numpy as np
     import torch

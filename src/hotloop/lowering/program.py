@@ -135,10 +135,8 @@ class Program:
             if self._mode.enter_with(self.parts.plan.parallel):
                 self._step.schedule_recheck()
         epoch, first = self.position.epoch, self.position.batch
-        number = start = self.position.step
-        self._mode.set()
-        self._step.begin_span()
-        samples = 0
+        number, samples = (start := self.position.step), 0
+        self.begin_span()
         try:
             with self.around():
                 for done, size in self._step.run(self._batches.take(self.feed, self.position, steps), start):
@@ -161,9 +159,7 @@ class Program:
         The batch is moved to the device; the caller applies `prepare` and `augment`, and calls `end_epoch`. The step
         has random streams of its own, so the caller's generators keep their state.
         """
-        self._attributes.begin()
-        self._mode.set()
-        self._step.begin_span()
+        self.begin_span()
         with preserve_generators(*self.devices), self.around():
             batch = to_device(batch, self.device)
             if self.checks.is_needed:
@@ -171,6 +167,11 @@ class Program:
             loss = self._step(batch, count_rows(batch).number, self.position.step)
         self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)
         return loss
+
+    def begin_span(self) -> None:
+        self._attributes.begin()
+        self._mode.set()
+        self._step.begin_span()
 
     @contextmanager
     def around(self) -> Iterator[None]:

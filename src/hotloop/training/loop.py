@@ -40,6 +40,7 @@ def train_loop(
     pause_after_epoch: float = math.inf,
     callbacks: Sequence[Callback] = (),
     say: Callable[[str], None] = lambda line: None,
+    drive: Callable[[TrainingLoop], RunOutcome] | None = None,
 ) -> RunOutcome:
     """Trains to the end of the Task's epochs or to a stop; either way the run can be resumed.
 
@@ -49,6 +50,7 @@ def train_loop(
         resume: continue from the newest valid checkpoint.
         stop_after_s: stop cleanly after this number of seconds.
         pause_after_epoch: stop cleanly at the end of this epoch, from 1; the Task's `epochs` and schedule stay.
+        drive: trains by the loop to its end, in place of the loop itself.
 
     Raises:
         NonFiniteError, MemoryExhausted, DiskError, TaskError: training can't continue; the last valid checkpoint stays.
@@ -57,17 +59,17 @@ def train_loop(
     interrupts = StopSignals(stop_after_s)  # the time limit includes the preparation of data
     program = relower()
     with preserve_generators(*program.devices), translate_worker_death():
-        loop = _TrainingLoop(program, run, relower, interrupts, callbacks, say, pause_after_epoch)
+        loop = TrainingLoop(program, run, relower, interrupts, callbacks, say, pause_after_epoch)
         try:
             with loop.interrupts.listen():
                 loop.begin(resume)
-                return loop.end(loop.train())
+                return loop.end(loop.train()) if drive is None else drive(loop)
         finally:
             loop.program.close()
 
 
 @dataclass
-class _TrainingLoop:
+class TrainingLoop:
     program: Program
     run: Run
     relower: Callable[[], Program]
@@ -138,26 +140,26 @@ class _TrainingLoop:
 
     def train(self) -> str:
         """Runs spans until a stop; returns its reason."""
-        while True:
-            at_epoch_start = self.program.position.batch == 0
-            if at_epoch_start and self.program.position.epoch >= self.task.epochs:
-                return FINISHED
-            if at_epoch_start and (verdict := self.stopping.verdict(self.history)):
-                return verdict
-            reason, steps, is_checkpoint_due = self._next_span()
-            if reason:
-                return reason
-            if is_checkpoint_due and self.program.position != self._saved:
-                self._save()
-            self._run_span(steps)
+        reason, steps = self.next_span()
+        while reason is None:
+            self.run_span(steps)
+            reason, steps = self.next_span()
+        return reason
 
-    def _next_span(self) -> tuple[str | None, int, bool]:
-        """Returns why to stop, the steps of the next span, and whether a checkpoint is due: the same on all ranks."""
+    def next_span(self) -> tuple[str | None, int]:
+        """Saves if a checkpoint is due; returns why to stop and the steps of the next span, the same on all ranks."""
+        position = self.program.position
+        if position.batch == 0 and position.epoch >= self.task.epochs:
+            return FINISHED, 0
+        if position.batch == 0 and (verdict := self.stopping.verdict(self.history)):
+            return verdict, 0
         heard, first = REASONS.index(self.interrupts.reason(self._reserve_s)), self.world.is_rank_zero
-        step = self.program.position.step
-        is_due = first and step > 0 and self.cadence.is_due(step)
+        is_due = first and position.step > 0 and self.cadence.is_due(position.step)
         heard, steps, due = self.world.all_reduce_max([heard, self.pacer.steps() if first else 0, int(is_due)])
-        return REASONS[heard], steps, bool(due)
+        if due and not REASONS[heard] and position != self._saved:
+            self._save()
+        left = self.cadence.steps_left(position.step)
+        return REASONS[heard], steps if left is None else min(steps, left)
 
     @RANK_PROGRESS.within("end")
     def end(self, reason: str) -> RunOutcome:
@@ -181,12 +183,11 @@ class _TrainingLoop:
             self._call_callbacks("final", final=final)
         return RunOutcome(reason, not interrupted, self.history, final)
 
-    def _run_span(self, steps: int) -> None:
+    def run_span(self, steps: int, spent_s: float = 0.0) -> None:
+        """Trains for up to `steps` steps of the epoch, which have taken `spent_s` seconds already."""
         before = self.program.position
-        if (left := self.cadence.steps_left(before.step)) is not None:
-            steps = min(steps, left)
         self.run.mark(before.step + steps)
-        started = time.perf_counter()
+        started = time.perf_counter() - spent_s
         try:
             outcome = self.program.advance(steps)
             sums = self.program.read_sums()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import time
@@ -13,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from hotloop.core.callback import Callback
 from hotloop.core.files.trust import require_trust
@@ -28,8 +25,6 @@ from hotloop.core.number_formats import other_settings
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.training import RunRecord
 from hotloop.core.reporter import Report
-from hotloop.data.batch_tree import batch_inputs
-from hotloop.data.feeds.feed import first_batch
 from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import local_rank_count
 from hotloop.distributed.process_group import RankSession
@@ -96,6 +91,8 @@ def start_run(context: RunContext, run: Path | None = None, began: float | None 
 
 def _lower(context: RunContext) -> tuple[Program, list[str]]:
     """Returns the Program, and the lines that were reported on the choice of its plan."""
+    if context.program is not None:
+        return context.program, []
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -307,6 +304,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
             pause_after_epoch=context.pause_after_epoch,
             callbacks=[*_callbacks(context, program), *writers] if writers else (),
             say=say,
+            drive=context.drive,
         )
     if plan.parallel == "none" and outcome.history and (line := _compare_with_prediction(context, plan, outcome)):
         say(line)
@@ -338,26 +336,10 @@ def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | No
 
 
 def _callbacks(context: RunContext, program: Program) -> list[Callback]:
-    reports = [draw_curves, *_tensorboard_callbacks(context.task, program, context.say)] if context.has_reports else []
+    reports = (
+        [draw_curves, *tensorboard.callbacks_for(context.task, program, context.say)] if context.has_reports else []
+    )
     return [*context.task.callbacks, *reports, *context.callbacks]
-
-
-def _tensorboard_callbacks(task: Task, program: Program, say: Report) -> list[Callback]:
-    """Returns a writer for TensorBoard if it is installed; models that take a batch's inputs get a graph.
-
-    The graph is of a copy, since a user's callback may use the model that the factory returned last. With several ranks
-    the graph is of a new model, since the trained model can't run on a single rank.
-    """
-    if not tensorboard.is_installed():
-        return []
-
-    def graph() -> tuple[nn.Module, Any]:
-        alone = program.parts.world.is_single
-        return copy.deepcopy(program.model).cpu() if alone else task.build_model(), batch_inputs(
-            first_batch(task.roles)
-        )
-
-    return [tensorboard.TensorBoard(graph if task.loss is not None else None, say)]
 
 
 def _new_folder(run: Path | None, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 import warnings
@@ -10,8 +11,13 @@ from contextlib import redirect_stdout
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from hotloop.core.callback import View
+from hotloop.core.callback import Callback, View
 from hotloop.core.records.training import EpochRecord
+from hotloop.core.reporter import Report
+from hotloop.data.batch_tree import batch_inputs
+from hotloop.data.feeds.feed import first_batch
+from hotloop.lowering.program import Program
+from hotloop.task import Task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,3 +94,21 @@ class TensorBoard:
         self._writer.add_scalar("learning_rate", record.learning_rate, record.step)
         self._writer.add_scalar("samples_per_s", record.samples_per_s, record.step)
         self._writer.flush()
+
+
+def callbacks_for(task: Task, program: Program, say: Report) -> list[Callback]:
+    """Returns a writer for TensorBoard if it is installed; models that take a batch's inputs get a graph.
+
+    The graph is of a copy, since a user's callback may use the model that the factory returned last. With several ranks
+    the graph is of a new model, since the trained model can't run on a single rank.
+    """
+    if not is_installed():
+        return []
+
+    def graph() -> tuple[nn.Module, Any]:
+        alone = program.parts.world.is_single
+        return copy.deepcopy(program.model).cpu() if alone else task.build_model(), batch_inputs(
+            first_batch(task.roles)
+        )
+
+    return [TensorBoard(graph if task.loss is not None else None, say)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import SILENT, Reporter
+from hotloop.lowering.program import Program
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
@@ -38,6 +39,8 @@ class RunContext:
         pause_after_epoch: stop cleanly at the end of this epoch, from 1.
         plan_searches: results of races and proofs that chose the plan, in order; the search of a plan adds to the list.
         has_reports: draw the learning curves and write TensorBoard's files when training stops.
+        program: a Program that is lowered already, in place of one by the plan.
+        drive: trains by the training loop to its end, in place of the loop itself.
         facts: of the Task with its fingerprint, for all steps of the run; None where not computed yet.
     """
 
@@ -59,6 +62,8 @@ class RunContext:
     pause_after_epoch: float = math.inf
     has_reports: bool = True
     plan_searches: list[Verdict] = field(default_factory=list)
+    program: Program | None = None
+    drive: Callable[[Any], Any] | None = None
 
     @property
     def source(self) -> LoadedTask:

@@ -1,0 +1,1 @@
+"""Packed trials: trials of one shape that train together in one program."""
