@@ -170,7 +170,7 @@ def test_keras_goes_where_the_plan_says(name: str, keras: Any, monkeypatch: pyte
     expected = state_after(a_task(model=keras_models(keras)[name]), 3)
     monkeypatch.setattr("keras.src.backend.torch.core.DEFAULT_DEVICE", "cuda")
     if not torch.cuda.is_available():
-        with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+        with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
             keras.ops.ones(1)
     assert differing_paths(state_after(a_task(model=keras_models(keras)[name]), 3), expected) == []
 

@@ -219,7 +219,9 @@ def communication_s(
 def memory_of(costs: StepCosts, split: Split, width: float) -> int:
     """Returns the peak bytes of tensors on each chip; activations have `width` times their bytes in the record."""
     fixed: float = costs.parameter_bytes + costs.gradient_bytes + costs.optimizer_bytes
-    activations: float = max(costs.activation_peak_bytes, costs.peak_bytes - fixed - costs.buffer_bytes - costs.input_bytes)
+    activations: float = max(
+        costs.activation_peak_bytes, costs.peak_bytes - fixed - costs.buffer_bytes - costs.input_bytes
+    )
     fixed += (1 - width) * costs.parameter_bytes  # weights cast to the precision of products
     own = split.tensor * split.stages
     state = fixed / own / (split.data if split.is_sharded else 1)

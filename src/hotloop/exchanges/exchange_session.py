@@ -40,7 +40,7 @@ class ExchangeSession:
         self._is_over = False
         self._written_at = time.monotonic()
         self._windows = StepWindows(self._can_begin_windows, self._report_slower, dry_run=self._dry_run)
-        self._exchanges = [
+        self._exchanges: list[OptimizerExchange | LoaderExchange] = [
             OptimizerExchange(self._make_part, self._is_mine, self._is_enabled),
             LoaderExchange(self._make_part, self._is_mine, self._is_enabled),
         ]
@@ -95,7 +95,11 @@ class ExchangeSession:
         """Writes the facts for the summary, and the faster exchanges for later runs."""
         if os.getpid() != self._process:
             return
-        found = {part.title: (part.exchange, part.ratio) for part in self._parts if part.stage == "use" and part.ratio}
+        found = {
+            part.title: (part.exchange, ratio)
+            for part in self._parts
+            if part.stage == "use" and (ratio := part.ratio) is not None
+        }
         slower = {part.title for part in self._parts if part.stage == "off"}
         stored = {title: known for title, known in self._earlier.items() if title not in slower} | found
         if stored.keys() != self._earlier.keys():

@@ -87,14 +87,17 @@ class LoaderExchange:
             return original()
         if known is None or form == _NO_EXCHANGE:
             return original()
-        part, table = known.part, known.table
+        part, table, source = known.part, known.table, known.dataset()
+        assert source is not None
         if form == _RECORDED and table is not None:
             try:
-                return table.record(known.dataset(), rows, original)
+                return table.record(source, rows, original)
             except TableRefusal as refusal:
                 part.refuse(refusal.reason)
                 return refusal.batch
-        cut = functools.partial(*((_cut, known.dataset().tensors) if table is None else (table.cut,)), rows)
+        cut: Callable[[], Any] = (
+            functools.partial(_cut, source.tensors, rows) if table is None else functools.partial(table.cut, rows)
+        )
         return part.call(
             original,
             lambda: _cut_or_load(cut, original, part),
@@ -125,6 +128,7 @@ _NO_EXCHANGE, _RECORDED, _FROM_TENSORS = "no exchange", "recorded", "cut"
 def _choose_form(known: _LoadedDataset, rows: list[int]) -> str:
     """Returns what to do with a fetch: load as the script does, record the samples as well, or exchange."""
     part, table, dataset = known.part, known.table, known.dataset()
+    assert dataset is not None
     if table is None:
         unfit = _why_unfit(dataset.tensors, rows)
         part.reason = part.reason or unfit

@@ -73,7 +73,8 @@ class Part:
 
     def _reset(self) -> None:
         self.proven, self.numbers, self.is_bitwise = 0, 0, True
-        self.race, self.ratio = CallRace(), None
+        self.race = CallRace()
+        self.ratio: Ratio | None = None
         self._calls = 0
 
     @property
@@ -175,11 +176,11 @@ class Part:
         self._changed()
 
     def _decide(self) -> None:
-        self.ratio = self.race.ratio()
-        if verdict_of(self.ratio) == "faster":
+        self.ratio = ratio = self.race.ratio()
+        if verdict_of(ratio) == "faster":
             self._use()
         else:
-            self._try_next(f"it is not faster: {_describe(self.ratio)}")
+            self._try_next(f"it is not faster: {_describe(ratio)}")
 
     def _try_next(self, reason: str) -> None:
         self.reason = reason
