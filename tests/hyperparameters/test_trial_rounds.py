@@ -74,7 +74,8 @@ def kill(command: subprocess.Popen, victim: str) -> bool:
     while command.poll() is None:
         try:
             servers = psutil.Process(command.pid).children()
-            trials = [child for server in servers for child in server.children()]
+            children = [child for server in servers for child in server.children()]
+            trials = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
         except psutil.NoSuchProcess:
             continue
         found = {"command": [command.pid] * bool(trials), "server": [one.pid for one in servers]}.get(victim)

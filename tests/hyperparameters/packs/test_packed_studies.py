@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from hotloop.hyperparameters.study_folder import StudyFolder
 from hotloop.hyperparameters.study_options import StudyOptions
 from hotloop.training.run import Run
 from tests.hyperparameters.test_trial_rounds import check_same, kill, start
+from tests.support.processes.resumed_training import disagreements, last_checkpoint
 from tests.support.tasks.studied_task import STUDIED
 
 SPACE = {"lr": "1e-2..1:log", "width": [4, 6]}
@@ -54,6 +59,10 @@ def test_packed_trials_are_the_trials_alone_up_to_rounding(folder: Path, packed:
     assert packed.result.exact
 
 
+def events(run: str | Path) -> list[str]:
+    return [row["event"] for row in Run.open(run).journal()]
+
+
 def epochs_done(path: Path) -> int:
     return sum(len(metrics.read_text().splitlines()) for metrics in path.glob("trials/*/metrics.jsonl"))
 
@@ -85,9 +94,49 @@ def test_kills_change_no_bit_of_a_packed_study(folder: Path, whole: Study, tmp_p
     command.wait()
     assert epochs_done(path) < sum(len(one.curve) for one in whole.trials)
     check_same(whole, hotloop.study(folder / "task.py", resume=path, pack=8, progress=False))
-    starts = [row["event"] for row in Run.open(whole.trials[0].runs[0]).journal() if row["event"] == "packed"]
-    again = [row["event"] for row in Run.open(path / "trials/0000").journal() if row["event"] == "packed"]
-    assert (len(starts), len(again)) == (1, 1 + len(victims))
+    assert events(whole.trials[0].runs[0]).count("packed") == 1
+    assert events(path / "trials/0000").count("packed") == 1 + len(victims)
+
+
+TRAIN_PACK = """
+import itertools, os, signal, sys
+from pathlib import Path
+from hotloop.core.records.study import PackPlan
+from hotloop.hyperparameters.packs.pack_process import train_pack
+from hotloop.hyperparameters.packs.packed_step import Pack
+from hotloop.hyperparameters.study_folder import StudyFolder
+from hotloop.training.cadence import CheckpointCadence
+
+path, last, steps, advance = Path(sys.argv[1]), int(sys.argv[2]), itertools.cycle([7, 11, 13]), Pack.advance
+
+def advance_or_die(self, active, count):
+    if self.programs[active[0]].position.step >= last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    advance(self, active, count)
+
+CheckpointCadence.parse = classmethod(lambda cls, text: cls(steps=next(steps)))
+Pack.advance = advance_or_die
+record = StudyFolder.open(path).record
+(pack,) = PackPlan.model_validate_json((path / "packs/round-0000.json").read_bytes()).packs
+train_pack(str(path), record, None, pack, [str(path / f"trials/{one.number:04d}") for one in pack], None)
+"""
+
+
+@pytest.mark.slow
+def test_trials_go_on_from_checkpoints_of_different_steps(whole: Study, tmp_path: Path) -> None:
+    """A kill leaves each trial with a checkpoint of its own step; those with fewer steps train first."""
+    for name in ("study.json", "source", "packs/round-0000.json"):
+        copy = shutil.copytree if (whole.path / name).is_dir() else shutil.copy
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        copy(whole.path / name, tmp_path / name)
+    runs = [Path(one.runs[0]) for one in whole.trials]
+    for last, code in ((25, -signal.SIGKILL), (90, -signal.SIGKILL), (10**6, 0)):
+        ended = subprocess.run([sys.executable, "-c", TRAIN_PACK, str(tmp_path), str(last)], capture_output=True)
+        assert ended.returncode == code, ended.stderr.decode()
+        if code:
+            steps = {last_checkpoint(Run.open(tmp_path / "trials" / run.name)).state.position.step for run in runs}
+            assert len(steps) == 3
+    assert [disagreements(tmp_path / "trials" / run.name, run) for run in runs] == [[]] * 3
 
 
 @pytest.mark.slow
@@ -105,7 +154,7 @@ def test_failed_trials_leave_their_pack(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_study_goes_on_with_its_own_packs_alone(folder: Path, packed: Study) -> None:
-    with pytest.raises(StudyError, match=r"--pack 4, and the study has 8.*leave the option out"):
+    with pytest.raises(StudyError, match=r"--pack 4, and the study has 8.*Leave the option out"):
         hotloop.study(folder / "task.py", resume=packed.path, pack=4, progress=False)
     with pytest.raises(StudyError, match=r"--jobs-on ray for a study with --pack 8.*--jobs-on processes"):
         StudyOptions(jobs_on="ray").check_same(StudyFolder.open(packed.path).record, packed.path)
