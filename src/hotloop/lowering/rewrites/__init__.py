@@ -84,7 +84,7 @@ def apply_rewrite(graph: GraphModule, which: str, but: Collection[str] = (), dev
         raise PlanError(
             f"rewrites={which} changes nothing in this step",
             expected=expected if is_all else EXPECTED_PATTERNS[which],
-            fix="choose rewrites=none",
+            fix=f"choose rewrites=none{', or name a rewrite, which then applies wherever it can' if is_all else ''}",
         )
     graph.recompile()
     return counts
