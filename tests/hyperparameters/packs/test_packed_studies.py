@@ -154,7 +154,7 @@ def test_failed_trials_leave_their_pack(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_study_goes_on_with_its_own_packs_alone(folder: Path, packed: Study) -> None:
-    with pytest.raises(StudyError, match=r"--pack 4, and the study has 8.*Leave the option out"):
+    with pytest.raises(StudyError, match=r"pack=4, and the study has 8.*Leave the option out"):
         hotloop.study(folder / "task.py", resume=packed.path, pack=4, progress=False)
     with pytest.raises(StudyError, match=r"--jobs-on ray for a study with --pack 8.*--jobs-on processes"):
         StudyOptions(jobs_on="ray").check_same(StudyFolder.open(packed.path).record, packed.path)
