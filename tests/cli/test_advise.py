@@ -162,6 +162,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.more
 def test_a_race_measures_the_prediction_of_each_plan_that_was_predicted(task: Path, hotloop: Hotloop) -> None:
     hotloop("advise", task, *CHIPS)
     task.with_name("foreach.toml").write_text('optimizer = "foreach"\n')

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hotloop
-import hotloop.training.start
+import hotloop.training.tensorboard
 
 accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard (the dev extra)"
@@ -94,7 +94,7 @@ def test_a_copy_of_the_model_that_was_drawn_is_gone(
         return found
 
     deepcopy = copy.deepcopy
-    monkeypatch.setattr(hotloop.training.start, "copy", SimpleNamespace(deepcopy=copied))
+    monkeypatch.setattr(hotloop.training.tensorboard, "copy", SimpleNamespace(deepcopy=copied))
 
     def look(view: hotloop.View) -> None:
         if view.event == "epoch":

@@ -87,7 +87,7 @@ def test_no_violation(page: Page, addresses: dict[str, str], name: str, scheme: 
     page.colours(scheme)
     page.open(addresses[name])
     if name == "live":
-        page.until("document.querySelectorAll('#runs tr').length === 2 && document.querySelector('[data-figure]')")
+        page.until("document.querySelectorAll('#runs tr').length === 2 && !!document.querySelector('.main-svg')")
     page.value("document.querySelectorAll('details').forEach(e => e.open = true)")
     page.draw_all()
     assert violations(page) == []

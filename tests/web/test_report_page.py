@@ -189,6 +189,7 @@ def test_a_study(page: Page, tmp_path: Path) -> None:
     result, study = example_study()
     write_study(tmp_path / "study.html", result, study)
     page.errors.clear()
+    page.requests.clear()
     page.open((tmp_path / "study.html").as_uri())
     page.draw_all()
     captions = page.value("[...document.querySelectorAll('figcaption')].map(e => e.textContent)")

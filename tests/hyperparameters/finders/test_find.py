@@ -35,7 +35,7 @@ LIMITED = (
 
     class Large(nn.Module):
         def forward(self, x):
-            return x + x.new_zeros(len(x), 2**22)[:, :1]
+            return x + x.new_zeros(len(x), 2**16 if len(x) < 32 else 2**26)[:, :1]
 
     def model():""",
     )
@@ -43,13 +43,13 @@ LIMITED = (
     .replace("network[0]", "network[1]")
     .replace("torch.randn(60, 4", "torch.randn(2000, 4")
 )
-"""16 MB for each sample, of 1.3 GB."""
+"""Batches of 32 need 8 GB, which smaller batches don't show, of 1.3 GB."""
 
 
 @pytest.mark.slow
 def test_a_lack_of_memory_ends_the_search_alone() -> None:
     found = hotloop.find_batch_size(make_task(LIMITED), progress=False)
-    assert found.largest in (16, 32, 64)
+    assert found.largest == 16
     assert "memory" in found.limit
     assert [bool(one.error) for one in found.sizes] == [False] * (len(found.sizes) - 1) + [True]
 

@@ -80,6 +80,7 @@ def test_the_same_packed_study_gives_the_same_bits(folder: Path, whole: Study) -
     )
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_kills_change_no_bit_of_a_packed_study(folder: Path, whole: Study, tmp_path: Path) -> None:
     """Each kill hits a pack that trains, after an epoch since the last kill."""
@@ -122,6 +123,7 @@ train_pack(str(path), record, None, pack, [str(path / f"trials/{one.number:04d}"
 """
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_trials_go_on_from_checkpoints_of_different_steps(whole: Study, tmp_path: Path) -> None:
     """A kill leaves each trial with a checkpoint of its own step; those with fewer steps train first."""
@@ -139,6 +141,7 @@ def test_trials_go_on_from_checkpoints_of_different_steps(whole: Study, tmp_path
     assert [disagreements(tmp_path / "trials" / run.name, run) for run in runs] == [[]] * 3
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_failed_trials_leave_their_pack(folder: Path) -> None:
     errors = {"nan": "holds NaN", "raising": "no such mode", "exit in the model": "exit('no model')"}

@@ -133,7 +133,7 @@ def test_in_evaluation_nothing_is_drawn_and_a_generator_of_ones_own_is_asked_its
 def test_pieces_of_a_batch_draw_as_before() -> None:
     with pytest.raises(PlanError, match="each piece draws its own"):
         lower(task(), NAMED.with_axes(accumulation=2))
-    with pytest.raises(PlanError, match="finds nothing"):
+    with pytest.raises(PlanError, match="changes nothing"):
         lower(task(), Plan(compile="step", rewrites="all", accumulation=2))
 
 

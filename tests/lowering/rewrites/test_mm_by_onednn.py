@@ -103,7 +103,7 @@ def test_a_product_that_is_off_is_seen_and_one_that_is_not_is_trusted(monkeypatc
 def test_where_there_is_none_to_win_by_that_is_said(model: Callable[[], nn.Module]) -> None:
     x, y = task().data
     data = (x.to(next(model().parameters()).dtype), y)
-    with pytest.raises(PlanError, match="a product of two matrices in fp32 that takes 2 MFLOP or more"):
+    with pytest.raises(PlanError, match="a product of two fp32 matrices of at least 2 MFLOP"):
         lower(task(model, data=data), NAMED)
 
 

@@ -108,7 +108,8 @@ def measure_batch_sizes(
         elif samples is not None and 2 * size > samples:
             limit = f"the data has {samples:,} samples"
         elif following is not None and following > found["free_bytes"]:
-            limit = f"{2 * size} would need {following / 1e9:.2g} GB of {found['free_bytes'] / 1e9:.2g} GB, predicted"
+            free_gb = found["free_bytes"] / 1e9
+            limit = f"a batch of {2 * size} would need {following / 1e9:.2g} GB of memory, predicted; {free_gb:.2g} GB are free"
         size *= 2
     fitting = [one for one in sizes if not one.error]
     return BatchSizeRange(
