@@ -1,6 +1,6 @@
 """How many trials an hour does `hotloop study` train, and is its best value as good as that of Optuna with a plain loop?
 
-    python -m bench.study --record                       about 8 minutes of a quiet machine with two cores
+    python -m bench.study --record                       about half an hour of a quiet machine with two cores
     python -m bench.study --trials 2 --pairs 1 --pair-trials 2 --samples 2000
 
 First a study of Fashion-MNIST with its winner. Then, for each network, `hotloop study` and `bench/study_loop.py` in turn,
@@ -50,6 +50,7 @@ def main() -> int:
     figures["minutes"] = round((time.monotonic() - began) / 60, 1)
     if options.record:
         command = f"python -m bench.study --trials {options.trials} --pairs {options.pairs} --pair-trials {options.pair_trials}"
+        command += "" if options.samples is None else f" --samples {options.samples}"
         print(write_claim("study", command, None, figures))
     return 0
 
