@@ -70,7 +70,7 @@ demo: $(RUN_STAMP) ## train a small network on Fashion-MNIST, then look at its m
 
 # Two at a time, each with one thread of its own: two threads on a core that is in use wait for each other. Who comes
 # to the end of his half first takes over tests of the other's.
-test: $(DEV_STAMP) ## run the tests, in about ten minutes on two idle cores
+test: $(DEV_STAMP) ## run the tests, in about a quarter of an hour on two idle cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: $(BENCH_STAMP) ## hotloop beside what you would pick instead, half an hour; ARGS="--help" says what else

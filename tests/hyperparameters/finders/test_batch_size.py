@@ -39,7 +39,7 @@ class Processes:
 @pytest.mark.parametrize(
     ("machine", "largest", "tried", "limit"),
     [
-        (Processes(), 64, [8, 16, 32, 64], "128 would need"),
+        (Processes(), 64, [8, 16, 32, 64], "a batch of 128 would need"),
         (Processes(killed_at=32), 16, [8, 16, 32], "the system killed the process"),
         (Processes(samples=20), 16, [8, 16], "the data has 20 samples"),
     ],
