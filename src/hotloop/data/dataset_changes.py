@@ -95,17 +95,18 @@ def names_in_sample_code(dataset: Any) -> set[str]:
             if not isinstance(function, FunctionType) or _is_library_object(function) or id(function) in done:
                 continue
             done.add(id(function))
-            found = set(_names_in_code(function.__code__))
+            found = set(names_in_code(function.__code__))
             names |= found
             waiting += [getattr(owner, name, None) or function.__globals__.get(name) for name in found]
     return names
 
 
-def _names_in_code(code: CodeType) -> Iterator[str]:
+def names_in_code(code: CodeType) -> Iterator[str]:
+    """Yields the global names and attributes that the code, and functions within, read."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from _names_in_code(const)
+            yield from names_in_code(const)
 
 
 def _object_summary(value: Any) -> tuple[Any, ...]:

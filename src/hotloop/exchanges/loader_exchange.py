@@ -146,7 +146,7 @@ def _choose_form(known: _LoadedDataset, rows: list[int]) -> str:
 def _describe(dataset: Any) -> str:
     try:
         return f"{type(dataset).__name__}, {len(dataset):,} samples"
-    except Exception:
+    except Exception:  # the script's own `__len__` may raise anything; the name only describes
         return type(dataset).__name__
 
 

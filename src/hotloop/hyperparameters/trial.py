@@ -256,14 +256,7 @@ def _train(
     path: Path,
     pause_after: int | None,
 ) -> RunOutcome:
-    loaded, overrides = load_trial(folder, study, make_task, repeat, params)
-    context = RunContext(
-        loaded,
-        overrides=overrides,
-        reporter=Reporter(lambda line: print(line, flush=True)),
-        pause_after_epoch=math.inf if pause_after is None else pause_after,
-        has_reports=False,
-    )
+    context = trial_context(folder, study, make_task, repeat, params, pause_after)
     if is_run(path):
         return resume_run(context, path)[1]
     axes = {"threads": 1, **study.axes}
@@ -280,6 +273,25 @@ def _train(
                 raise
             print(f"{plan.brief()}: {error.given}", flush=True)
     raise AssertionError("the rules always name the baseline")
+
+
+def trial_context(
+    folder: Path,
+    study: StudyRecord,
+    make_task: bytes | None,
+    repeat: int,
+    params: Mapping[str, Value],
+    pause_after: int | None,
+) -> RunContext:
+    """Returns the context of a trial's run, without a plan."""
+    loaded, overrides = load_trial(folder, study, make_task, repeat, params)
+    return RunContext(
+        loaded,
+        overrides=overrides,
+        reporter=Reporter(lambda line: print(line, flush=True)),
+        pause_after_epoch=math.inf if pause_after is None else pause_after,
+        has_reports=False,
+    )
 
 
 def load_trial(

@@ -100,7 +100,7 @@ def _train(pack: Pack, trials: Sequence[Trial]) -> None:
         spent_s = time.perf_counter() - began
         pacer.record_span(steps, spent_s)
         for trial in group:
-            _guard(trial, lambda loop: loop.run_span(steps, spent_s / len(group)))  # noqa: B023
+            _guard(trial, lambda loop: loop.run_span(steps, spent_s / len(group)))  # noqa: B023  # called before the next iteration
         live = [trial for trial in live if trial.failure is None]
 
 

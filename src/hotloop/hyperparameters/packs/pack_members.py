@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 
 from hotloop.core.plan_request import AUTO, BASELINE, PlanRequest
 from hotloop.core.records.study import PackMember, StudyRecord
-from hotloop.core.reporter import Reporter
 from hotloop.core.state import differing_paths
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.data.sources import Table
@@ -20,7 +18,7 @@ from hotloop.errors import DataError, describe_error
 from hotloop.hyperparameters.packs.model_stack import ModelStack
 from hotloop.hyperparameters.packs.packed_step import Pack, PackedStep
 from hotloop.hyperparameters.packs.shape_keys import same_loss
-from hotloop.hyperparameters.trial import load_trial, rules_plans
+from hotloop.hyperparameters.trial import rules_plans, trial_context
 from hotloop.hyperparameters.trial_server import seed_generators
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
@@ -68,14 +66,7 @@ def load_context(
 ) -> RunContext:
     """Loads a trial's Task, with the random numbers that the Task reads in a process of its own."""
     seed_generators()
-    loaded, overrides = load_trial(folder, study, make_task, member.repeat, member.params)
-    context = RunContext(
-        loaded,
-        overrides=overrides,
-        reporter=Reporter(lambda line: print(line, flush=True)),
-        pause_after_epoch=math.inf if pause_after is None else pause_after,
-        has_reports=False,
-    )
+    context = trial_context(folder, study, make_task, member.repeat, member.params, pause_after)
     return context.with_overrides()
 
 

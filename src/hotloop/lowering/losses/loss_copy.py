@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from hotloop.core.files.source_files import is_installed
+from hotloop.data.dataset_changes import names_in_code
 from hotloop.errors import describe_error
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
@@ -64,16 +65,9 @@ def _copy_function(function: FunctionType, known: dict[int, Any]) -> FunctionTyp
         except ValueError:  # a variable without a value yet
             continue
         own.cell_contents = _copy_value(content, known, name)
-    for name in set(_global_names(function.__code__)) & namespace.keys():
+    for name in set(names_in_code(function.__code__)) & namespace.keys():
         namespace[name] = _copy_value(namespace[name], known, name)
     return made
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for item in code.co_consts:
-        if isinstance(item, CodeType):
-            yield from _global_names(item)
 
 
 def _is_library_function(function: FunctionType) -> bool:
