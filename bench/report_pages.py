@@ -9,13 +9,14 @@ report       bytes of the report of a run of 5,000 epochs, seconds to write the 
 live         seconds between the end of an epoch and the page's new number, while a real training goes on
 monitor      time of `fit` with the files for reports over the time without them, in interleaved pairs
 accuracy     the same for the accuracy on training data alone
-watch        time of the epochs of `hotloop train --watch`, whose page is read, over the time without --watch, in pairs
+watch        time of the epochs of `hotloop train --watch` while the page is read, over the time while the page's process is stopped
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import scipy.stats
 import torch
 from torch import nn
@@ -182,26 +184,37 @@ def measure_in_process(folder: Path, pairs: int, epochs: int, patched: str) -> d
     return _ratio(found[1:])
 
 
-def measure_watch(folder: Path, pairs: int, epochs: int) -> dict[str, Any]:
-    """Returns the ratio of times of epochs, without each training's first, with a page that is read and without one."""
+def measure_watch(folder: Path, blocks: int, block_s: float) -> dict[str, Any]:
+    """Returns the ratio of times of epochs while the page's process works, over those while the process is stopped.
 
-    def epochs_s(name: str, is_watched: bool) -> float:
-        arguments = ("--watch",) if is_watched else ()
-        with training(folder / name, *arguments, epochs=epochs, samples=32_768, pause_s=0.0) as (process, address):
-            if address:
-                reader = threading.Thread(target=_read_events, args=(address,), daemon=True)
-                reader.start()
-            assert process.wait(600) == 0, (folder / name / "said").read_text()
-        rows = StoredRun.read(folder / name / "run").epochs
-        return sum(row["seconds"] for row in rows[1:])
-
-    found = []
-    for number in range(pairs):
-        order = (True, False) if number % 2 else (False, True)
-        times = {is_watched: epochs_s(f"watch-{number}-{is_watched}", is_watched) for is_watched in order}
-        found.append((times[True], times[False]))
-        print(f"watch {number + 1}/{pairs}: {times[True] / times[False]:.4f}", file=sys.stderr, flush=True)
-    return _ratio(found)
+    One training alternates between blocks with the page, which is read, and blocks in which SIGSTOP stops the page's process.
+    """
+    changes: list[float] = []
+    with training(folder / "watch", "--watch", epochs=100_000, samples=8192, pause_s=0.0) as (process, address):
+        threading.Thread(target=_read_events, args=(address,), daemon=True).start()
+        time.sleep(block_s)
+        page = psutil.Process(process.pid).children()[0]
+        began_cpu_s = sum(page.cpu_times()[:2])
+        for number in range(2 * blocks):
+            (page.suspend if number % 2 else page.resume)()
+            changes.append(time.time())
+            time.sleep(block_s)
+        page.resume()
+        changes.append(time.time())
+        page_cpu_s = sum(page.cpu_times()[:2]) - began_cpu_s
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    ends = [float(line.split()[1]) for line in (folder / "watch/ends").read_text().splitlines()]
+    epochs = [
+        [end - start for start, end in itertools.pairwise(ends) if began < start and end < ended]
+        for began, ended in itertools.pairwise(changes)
+    ]
+    means = [statistics.mean(seconds) for seconds in epochs]
+    share = page_cpu_s / (blocks * block_s)
+    return _ratio(list(zip(means[::2], means[1::2], strict=True))) | {
+        "page_cpu_share": round(share, 4),
+        "block_s": block_s,
+    }
 
 
 def _read_events(address: str) -> None:
@@ -228,8 +241,12 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=5000, help="epochs of the long run")
     parser.add_argument("--repetitions", type=int, default=10, help="of writing and opening the report")
     parser.add_argument("--live-epochs", type=int, default=60, help="epochs whose delay is measured")
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--pair-epochs", type=int, default=30, help="epochs of each training of a pair")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--pair-epochs", type=int, default=10, help="epochs of each training of a pair")
+    parser.add_argument(
+        "--blocks", type=int, default=60, help="of a training with a page, and as many with the page stopped"
+    )
+    parser.add_argument("--block-s", type=float, default=2.0)
     parser.add_argument("--record", action="store_true", help="write a claim")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
@@ -241,7 +258,7 @@ def main() -> int:
             page.open("about:blank")
         for name, patched in (("monitor", "__call__"), ("accuracy", "_measure_epoch")):
             figures[name] = measure_in_process(folder, options.pairs, options.pair_epochs, patched)
-        figures["watch"] = measure_watch(folder, options.pairs, options.pair_epochs)
+        figures["watch"] = measure_watch(folder, options.blocks, options.block_s)
     figures["load_average"] = [round(load, 2) for load in os.getloadavg()]
     print(json.dumps(figures, indent=2))
     if options.record:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,15 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = json.loads((run.path / "loggers.json").read_text())["wandb"]
     assert stored["step"] == run.epochs[-1]["step"]
     assert len(list(run.path.glob(f"wandb/offline-run-*-{stored['id']}"))) == 1
+    time.sleep(1.1)  # wandb's folders are named by the second
     train(tmp_path / "run", "wandb", epochs=4, resume=True)
     assert len(list(run.path.glob(f"wandb/offline-run-*-{stored['id']}"))) == 2
+
+    monkeypatch.chdir(tmp_path)  # the working folder of wandb's service stays another one
+    other = train(Path("other"), "wandb")
+    stored = json.loads((other.path / "loggers.json").read_text())["wandb"]
+    assert stored["step"] == other.epochs[-1]["step"]
+    assert len(list((tmp_path / "other").glob("wandb/offline-run-*/run-*.wandb"))) == 1
 
 
 def test_trackio_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,9 +67,14 @@ def assert_same(found: list[tuple[int, float]], expected: list[tuple[int, float]
 
 @pytest.fixture
 def surroundings(tmp_path: Path) -> dict[str, str]:
-    """Local stores of all libraries in the test's folder."""
+    """Local stores of all libraries in the test's folder.
+
+    Without WANDB_SERVICE, the address of the service that an earlier test of this process has started: each training
+    starts a service of its own, as from a shell.
+    """
     (tmp_path / "task.py").write_text(TASK)
-    return os.environ | {
+    given = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    return given | {
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "WANDB_MODE": "offline",

@@ -108,7 +108,7 @@ class WandbRun:
             id=known_id or None,
             resume="allow",
             config=dict(settings),
-            dir=str(run),
+            dir=str(run.resolve()),  # a service that an earlier process of wandb started has another working folder
             reinit="create_new",
         )
         return str(self._run.id)
