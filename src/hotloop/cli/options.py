@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import inspect
 import json
 import math
@@ -154,6 +155,7 @@ def run_app(app: typer.Typer) -> None:
     ended = code if isinstance(code, int) else 0
     if ended == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a held key would interrupt Python's exit
+    gc.freeze()  # Python's exit would search all objects for garbage, which takes 0.3 s
     sys.exit(ended)
 
 
