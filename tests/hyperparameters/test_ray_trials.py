@@ -35,6 +35,29 @@ def ray_workers(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.more
+def test_a_machine_of_a_cluster_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines of one core each, simulated by Ray on this machine; one of them ends while both train."""
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "task.py").write_text(STUDIED)
+    whole = hotloop.study(tmp_path / "task.py", SPACE, folder=tmp_path / "whole", **HALVING)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        machine = cluster.add_node(num_cpus=1)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        fresh = ["task.py", *ARGUMENTS, "--trials", "6", "--round", "3", "--prune", "halving", "--study", "ray"]
+        command = start(tmp_path, *fresh, "--jobs-on", "ray")
+        while len(ray_workers(os.getpid())) < 2 and command.poll() is None:  # a core runs one trial
+            time.sleep(0.05)
+        cluster.remove_node(machine, allow_graceful=False)
+        lines = command.communicate()[1]
+        assert command.returncode == 0, lines
+    finally:
+        cluster.shutdown()
+    check_same(whole, hotloop.study(tmp_path / "task.py", resume=tmp_path / "ray", progress=False))
+
+
+@pytest.mark.more
 def test_trials_on_ray_give_the_same_study_after_kills(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(STUDIED)
     whole = hotloop.study(tmp_path / "task.py", SPACE, folder=tmp_path / "whole", **HALVING)
