@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,11 +28,12 @@ def test_a_machine_without_the_folder_is_one_line(tmp_path: Path) -> None:
 
 def ray_workers(pid: int) -> list[psutil.Process]:
     """The Ray workers that run a trial, of the cluster that a study has started."""
-    try:
-        below = psutil.Process(pid).children(recursive=True)
-        return [one for one in below if "run_trial" in " ".join(one.cmdline())]
-    except psutil.NoSuchProcess:
-        return []
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                found += [one] * ("run_trial" in " ".join(one.cmdline()))
+    return found
 
 
 @pytest.mark.more
@@ -49,6 +51,7 @@ def test_a_machine_of_a_cluster_may_end(tmp_path: Path, monkeypatch: pytest.Monk
         command = start(tmp_path, *fresh, "--jobs-on", "ray")
         while len(ray_workers(os.getpid())) < 2 and command.poll() is None:  # a core runs one trial
             time.sleep(0.05)
+        assert command.poll() is None, command.communicate()[1]
         cluster.remove_node(machine, allow_graceful=False)
         lines = command.communicate()[1]
         assert command.returncode == 0, lines
@@ -70,7 +73,7 @@ def test_trials_on_ray_give_the_same_study_after_kills(tmp_path: Path) -> None:
             kills += 1
             time.sleep(1)
         time.sleep(0.05)
-    assert kills == 2
+    assert kills == 2, command.communicate()[1]
     while not ray_workers(command.pid) and command.poll() is None:
         time.sleep(0.05)
     command.kill()

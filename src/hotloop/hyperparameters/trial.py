@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from inspect import Parameter
 from pathlib import Path
@@ -58,6 +59,7 @@ from hotloop.tuning.run_context import RunContext
 _LOCK_S = 60.0
 
 
+@cache
 def study_versions() -> dict[str, str]:
     """Returns what the bits of a study's result depend on."""
     processor = read_processor()

@@ -4,8 +4,10 @@ So each trial starts in the same state whatever ran before, and running out of m
 computes nothing itself: a process that has run an autograd pass can't fork a process that runs one.
 
 The first job loads the Task. Meanwhile the server imports what later jobs need, and then the installed packages and the
-built-in data that the Task has loaded, so that all jobs share them. For each job, the study sends one end of a socket. The forked process writes its process id, reads the job, and writes
-the result; an end without a result means that the process was killed.
+built-in data that the Task has loaded, so that all jobs share them.
+
+For each job, the study sends one end of a socket. The forked process writes its process id, reads the job, and writes the
+result; an end without a result means that the process was killed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from hotloop.core.files.source_files import installed_versions
 from hotloop.core.processes.parent_death import end_with_parent
 from hotloop.errors import HotloopError, TaskError, describe_error
 from hotloop.hyperparameters.trial_processes import PREPARE
@@ -34,7 +37,7 @@ MODULES_OF_TRIALS = ("torch._dynamo",)
 def serve(number: int) -> None:
     """Forks a process for each job until the other end of the socket `number` is closed; then ends all processes."""
     end_with_parent(os.getppid(), signal.SIGKILL)
-    import hotloop.hyperparameters.trial  # noqa: F401 - slow, so once here
+    from hotloop.hyperparameters.trial import study_versions  # slow, so once here
 
     _freeze_objects()
     children: set[int] = set()
@@ -54,6 +57,7 @@ def serve(number: int) -> None:
             children.add(child)
             os.close(files[0])
             _import_modules(MODULES_OF_TRIALS)
+            study_versions(), installed_versions(["torch"])  # reading them takes 50 ms, and they are cached
             _freeze_objects()
     for child in children:
         if not _has_ended(child):
