@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import subprocess
 import sys
@@ -116,6 +117,23 @@ def test_changed_files_are_read_again(images: Path) -> None:
     name = "train-labels-idx1-ubyte.gz"
     (images / name).write_bytes((images / "t10k-labels-idx1-ubyte.gz").read_bytes())
     assert not builtin.fashion_mnist(images, validation=20).train[1].equal(before)
+
+
+@pytest.mark.slow
+def test_a_server_reads_built_in_data_once_for_all_jobs(tmp_path: Path, images: Path) -> None:
+    expected = builtin.fashion_mnist(images, validation=20)
+    path = images / "train-images-idx3-ubyte.gz"
+    state = path.stat()
+    with TrialProcesses(tmp_path / "logs") as processes:
+        processes.prepare([], [builtin.reads[-1]])
+        processes.run(THREADS, "0.txt")  # afterwards the data has been read
+        path.write_bytes(bytes(state.st_size))
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+        for number in range(2):
+            found = processes.run(
+                "hotloop.data.builtin:fashion_mnist", f"{number}.txt", folder=str(images), validation=20
+            )
+            assert found.train[0].equal(expected.train[0])
 
 
 THREADED = """
