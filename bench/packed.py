@@ -1,6 +1,7 @@
 """Does packing make a study faster? Trials an hour of the same study, packed and unpacked, in interleaved pairs.
 
-    OMP_NUM_THREADS=1 python -m bench.packed --trials 8 --epochs 3 --pairs 6 --record
+    OMP_NUM_THREADS=1 python -m bench.packed --search    finds the fastest plans, which are cached: two to four minutes
+    OMP_NUM_THREADS=1 python -m bench.packed --record    about five minutes of a quiet machine with two cores
 
 Each pair runs the study packed, unpacked under the rules' plan, and unpacked under its fastest plan, in an order that
 changes from pair to pair. A study of `--plan auto`, which isn't timed, finds the fastest plan once. The time is that of the
@@ -31,6 +32,8 @@ from hotloop.tuning.races.statistics import ratio_of
 GOALS = {"W4": 2.0, "W1": 1.2}
 """Trials an hour, packed over unpacked under the fastest plan, on two cores."""
 
+SAMPLES = {"W4": 30_000, "W1": 6_000}
+
 FORMS = ("packed", "rules", "fastest")
 
 
@@ -52,7 +55,7 @@ def task(name: str = "W4", lr: float = 0.01, samples: int = 60_000, epochs: int 
 
 def run_study(name: str, options: argparse.Namespace, folder: Path, *arguments: str) -> float:
     """Runs a study in a new folder and returns its seconds."""
-    fixed = {"name": name, "samples": options.samples, "epochs": options.epochs}
+    fixed = {"name": name, "samples": options.samples or SAMPLES.get(name, 6_000), "epochs": options.epochs}
     params = [part for key, value in fixed.items() for part in ("-p", f"{key}={value}")]
     command = [sys.executable, "-m", "hotloop", "study", "bench.packed:task", "-p", "lr=1e-4..1e-1:log", *params]
     command += ["--trials", str(options.trials), "--round", str(options.trials), "--sampler", "random"]
@@ -61,10 +64,16 @@ def run_study(name: str, options: argparse.Namespace, folder: Path, *arguments: 
     return time.perf_counter() - began
 
 
-def compare(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Returns the seconds of each form's studies, trials an hour, and the ratios with their intervals."""
+def find_plan(name: str, options: argparse.Namespace, folder: Path) -> Path:
+    """Returns the file of the fastest proven plan; a later study has the plan from the user's cache."""
     run_study(name, options, folder / "search", "--plan", "auto")
     (plan,) = (folder / "search/plans").glob("*.toml")
+    return plan
+
+
+def compare(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Returns the seconds of each form's studies, trials an hour, and the ratios with their intervals."""
+    plan = find_plan(name, options, folder)
     settings = {"packed": ("--pack", str(options.trials)), "rules": (), "fastest": ("--plan", str(plan))}
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     for pair in range(options.pairs):
@@ -95,15 +104,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", default=list(GOALS))
     parser.add_argument("--trials", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=60_000)
-    parser.add_argument("--pairs", type=int, default=8, help="8 pairs give an interval of 99 %%")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--samples", type=int, help="default " + str(SAMPLES))
+    parser.add_argument("--pairs", type=int, default=3, help="8 pairs give an interval of 99 %%")
+    parser.add_argument("--search", action="store_true", help="find the fastest plans alone")
     parser.add_argument("--record", action="store_true", help="write a claim")
     options = parser.parse_args()
     found = {}
     for name in options.workloads:
         with tempfile.TemporaryDirectory(prefix="packed-") as folder:
-            found[name] = compare(name, options, Path(folder))
+            if options.search:
+                print(name, find_plan(name, options, Path(folder)).read_text(), flush=True)
+            else:
+                found[name] = compare(name, options, Path(folder))
+    if options.search:
+        return 0
     settings = {key: getattr(options, key) for key in ("trials", "epochs", "samples", "pairs")}
     figures = {**settings, "load_average": os.getloadavg(), "workloads": found}
     print(json.dumps(figures, indent=2))

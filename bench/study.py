@@ -1,6 +1,6 @@
 """How many trials an hour does `hotloop study` train, and is its best value as good as that of Optuna with a plain loop?
 
-    python -m bench.study --record                       about half an hour of a quiet machine with two cores
+    python -m bench.study --record                       about five minutes of a quiet machine with two cores
     python -m bench.study --trials 2 --pairs 1 --pair-trials 2 --samples 2000
 
 First a study of Fashion-MNIST with its winner. Then, for each network, `hotloop study` and `bench/study_loop.py` in turn,
@@ -24,15 +24,15 @@ from bench.claim import ROOT, write_claim
 
 TASK = ROOT / "bench" / "study_task.py"
 SPACE = ("lr=1e-3..1:log", "width=64,128", "dropout=0.0..0.5")
-SAMPLES = {"mlp": 55_000, "cnn": 10_000}
+SAMPLES = {"mlp": 55_000, "cnn": 8_000}
 EPOCHS = 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=40, help="of the study of Fashion-MNIST")
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--pair-trials", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--pair-trials", type=int, default=16)
     parser.add_argument("--networks", nargs="+", choices=sorted(SAMPLES), default=list(SAMPLES))
     parser.add_argument("--samples", type=int, help="training samples; default " + str(SAMPLES))
     parser.add_argument("--jobs", type=int, default=2)

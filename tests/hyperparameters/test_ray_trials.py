@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,11 +28,36 @@ def test_a_machine_without_the_folder_is_one_line(tmp_path: Path) -> None:
 
 def ray_workers(pid: int) -> list[psutil.Process]:
     """The Ray workers that run a trial, of the cluster that a study has started."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                found += [one] * ("run_trial" in " ".join(one.cmdline()))
+    return found
+
+
+@pytest.mark.more
+def test_a_machine_of_a_cluster_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines of one core each, simulated by Ray on this machine; one of them ends while both train."""
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "task.py").write_text(STUDIED)
+    whole = hotloop.study(tmp_path / "task.py", SPACE, folder=tmp_path / "whole", **HALVING)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        below = psutil.Process(pid).children(recursive=True)
-        return [one for one in below if "run_trial" in " ".join(one.cmdline())]
-    except psutil.NoSuchProcess:
-        return []
+        machine = cluster.add_node(num_cpus=1)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        fresh = ["task.py", *ARGUMENTS, "--trials", "6", "--round", "3", "--prune", "halving", "--study", "ray"]
+        command = start(tmp_path, *fresh, "--jobs-on", "ray")
+        while len(ray_workers(os.getpid())) < 2 and command.poll() is None:  # a core runs one trial
+            time.sleep(0.05)
+        assert command.poll() is None, command.communicate()[1]
+        cluster.remove_node(machine, allow_graceful=False)
+        lines = command.communicate()[1]
+        assert command.returncode == 0, lines
+    finally:
+        cluster.shutdown()
+    check_same(whole, hotloop.study(tmp_path / "task.py", resume=tmp_path / "ray", progress=False))
 
 
 @pytest.mark.more
@@ -47,7 +73,7 @@ def test_trials_on_ray_give_the_same_study_after_kills(tmp_path: Path) -> None:
             kills += 1
             time.sleep(1)
         time.sleep(0.05)
-    assert kills == 2
+    assert kills == 2, command.communicate()[1]
     while not ray_workers(command.pid) and command.poll() is None:
         time.sleep(0.05)
     command.kill()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -176,6 +177,32 @@ def test_a_failure_changes_no_comparison_before_it(
         run(new_folder(tmp_path / "ended", study))
     run(StudyFolder.open(tmp_path / "ended"))
     assert (stored_rows(tmp_path / "ended") == first) == (fault is None)
+
+
+def journal_mode(path: Path) -> str:
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute("PRAGMA journal_mode").fetchone()[0]
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_a_study_at_its_end_is_one_file(tmp_path: Path, has_reader: bool) -> None:
+    """A reader such as Optuna's dashboard may delay this, and is no error."""
+    folder = new_folder(tmp_path / "s", settings())
+    folder.lock()
+    assert run(folder) == FINISHED
+    assert journal_mode(tmp_path / "s/study.db") == "wal"
+    reader = sqlite3.connect(tmp_path / "s/study.db")
+    if has_reader:
+        reader.execute("begin")
+        reader.execute("select * from trials").fetchone()
+    folder.unlock()
+    reader.close()
+    assert journal_mode(tmp_path / "s/study.db") == ("wal" if has_reader else "delete")
+    assert sorted(path.name for path in (tmp_path / "s").glob("study.db*")) == ["study.db"]
+    assert len(StudyFolder.open(tmp_path / "s").optuna.trials) == TRIALS
 
 
 def test_the_time_limit_ends_the_study_after_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,21 @@ def test_several_jobs_change_nothing(folder: Path, whole: Study) -> None:
     assert whole.result.exact
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(("pruner", "repeats"), [("hyperband", 3), ("median", 1)])
+def test_pruners_and_repeats_give_the_same_with_any_number_of_jobs(
+    folder: Path, tmp_path: Path, pruner: str, repeats: int
+) -> None:
+    settings = dict(trials=12, round_size=6, pruner=pruner, repeats=repeats, progress=False)
+    one, several = (
+        hotloop.study(folder / "task.py", SPACE, folder=tmp_path / str(jobs), jobs=jobs, **settings) for jobs in (1, 3)
+    )
+    check_same(one, several)
+    assert {trial.state for trial in one.trials} == {"complete", "pruned"}
+    assert all(len(trial.runs) == repeats for trial in one.trials)
+    assert (one.best.spread is not None) == (repeats > 1)
+
+
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "hotloop", "study", *arguments], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

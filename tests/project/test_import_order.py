@@ -146,6 +146,7 @@ TORCH_FREE = (
     "advisor/",
     "training/cadence",
     "report/",
+    "hyperparameters/study",  # its processes import torch at the same time
     "cli/",
 )
 

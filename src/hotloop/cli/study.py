@@ -136,22 +136,24 @@ def study(
         _find(find, task, param or [], axes, as_json)
         return
 
-    from hotloop.hyperparameters import study as studies
     from hotloop.hyperparameters.space import parse_options, read_space
-    from hotloop.report.study import study_lines, study_table
+    from hotloop.hyperparameters.trial_processes import TrialProcesses
 
-    options = studies.StudyOptions(
-        trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on, pack
-    )
     given = {**(read_space(space) if space else {}), **parse_options(param or [])}
-    with stdout_for(as_json):
+    with stdout_for(as_json), TrialProcesses() as processes:  # the processes import torch while this one imports Optuna
+        from hotloop.hyperparameters import study as studies
+        from hotloop.report.study import study_lines, study_table
+
+        options = studies.StudyOptions(
+            trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on, pack
+        )
         if resume is not None and continued is not None:
-            result = studies.continue_trial(resume, continued, None, say, trust=trust)
+            result = studies.continue_trial(resume, continued, None, processes, say, trust=trust)
         elif resume is not None:
-            result = studies.resume_study(resume, given, options, None, say, trust=trust)
+            result = studies.resume_study(resume, given, options, None, processes, say, trust=trust)
         else:
             assert task is not None
-            result = studies.start_study(studies.TaskSource.from_value(task), given, options, folder, say)
+            result = studies.start_study(studies.TaskSource.from_value(task), given, options, folder, processes, say)
     print_result(as_json, result.model_dump(), lambda: study_table(result))
     for line in [] if as_json else study_lines(result):
         say(line)

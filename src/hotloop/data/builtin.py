@@ -8,7 +8,8 @@ same samples on every machine and with every version of every library.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -46,7 +47,7 @@ class IdxSet:
     system: Path
     package: str
     urls: tuple[str, ...]
-    sha256: dict[str, str]
+    sha256: dict[str, str] = field(hash=False)
     pixel_sum: int
     classes: tuple[str, ...]
 
@@ -227,7 +228,41 @@ def _find_file(folder: Path, name: str) -> Path:
     return packed if packed.is_file() else folder / name.removesuffix(".gz")
 
 
+@dataclass(frozen=True)
+class BuiltinRead:
+    """A data set as it was read; `files` has path, size and time of change of each file."""
+
+    spec: IdxSet
+    folder: Path
+    validation: int
+    seed: int
+    files: tuple[tuple[Path, int, int], ...]
+
+
+reads: list[BuiltinRead] = []
+"""The data sets that this process has read."""
+
+_preloaded: dict[BuiltinRead, Bundle] = {}
+"""Data sets for the first such call in each forked process, whose changes to the arrays are its own."""
+
+
+def preload(known: Iterable[BuiltinRead]) -> None:
+    """Reads data sets for the processes that this process forks; these share the memory."""
+    for read in known:
+        if read not in _preloaded:
+            _preloaded[read] = _read_files(read.spec, read.folder, read.validation, read.seed)
+
+
 def _read_bundle(spec: IdxSet, folder: Path, validation: int, seed: int) -> Bundle:
+    paths = [_find_file(folder, name).absolute() for name in spec.sha256]
+    states = [(path, path.stat()) for path in paths]
+    files = tuple((path, state.st_size, state.st_mtime_ns) for path, state in states)
+    read = BuiltinRead(spec, folder.absolute(), validation, seed, files)
+    reads.append(read)
+    return _preloaded.pop(read, None) or _read_files(spec, folder, validation, seed)
+
+
+def _read_files(spec: IdxSet, folder: Path, validation: int, seed: int) -> Bundle:
     images, labels, test_images, test_labels = (_find_file(folder, name) for name in spec.sha256)
     x, y = _read_pair(spec, images, labels)
     _check_request(validation, seed, len(y))

@@ -7,13 +7,14 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from optuna.trial import Trial
+from typing import TYPE_CHECKING, Any
 
 from hotloop.core.files.atomic_files import read_regular
 from hotloop.core.records.study import ParameterRecord, Value
 from hotloop.errors import StudyError, did_you_mean, shorten, type_name
+
+if TYPE_CHECKING:  # Optuna takes a second to import, which the processes of trials do without
+    from optuna.trial import Trial
 
 Space = dict[str, ParameterRecord]
 

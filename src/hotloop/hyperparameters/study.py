@@ -6,9 +6,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.source_files import split_reference
@@ -19,31 +21,37 @@ from hotloop.core.reporter import Report
 from hotloop.core.terminal import Terminal
 from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters import samplers
-from hotloop.hyperparameters.ray.ray_trials import RayTrials
 from hotloop.hyperparameters.results import CHANGES, link_winner, study_result
 from hotloop.hyperparameters.space import Space, check_names, check_same_space, largest, parse_space
 from hotloop.hyperparameters.study_folder import StudyFolder, unused_folder
 from hotloop.hyperparameters.study_options import PLAN_FILE, RAY, StudyOptions, TaskSource
-from hotloop.hyperparameters.trial import study_versions, version_changes
 from hotloop.hyperparameters.trial_processes import TrialProcesses, Workers
 from hotloop.hyperparameters.trial_rounds import FINISHED, Rounds
 from hotloop.plan import Plan
 from hotloop.report.study import study_lines, study_table, write_study
-from hotloop.training.run import Run
+
+if TYPE_CHECKING:
+    from hotloop.training.run import Run
 
 _TRIALS = "trials"
 
 _ATTEMPTS = 3
 """Times that the Task is loaded, if the system kills its process."""
 
+_LATE_MODULES = ("optuna.storages._rdb.models", "alembic.command", "sklearn.ensemble")
+"""What Optuna imports late, for its storage and for the importance of parameters."""
+
 DEFAULT_TRIALS = 20
 
 
-def start_study(source: TaskSource, space: Space, options: StudyOptions, path: Path | None, say: Report) -> StudyResult:
+def start_study(
+    source: TaskSource, space: Space, options: StudyOptions, path: Path | None, processes: TrialProcesses, say: Report
+) -> StudyResult:
     """Runs a new study.
 
     Args:
         path: a new folder; None for `studies/<name>-<date>-<time>`.
+        processes: a context that is open.
 
     Raises:
         StudyError: the space, an option or the folder can't be used.
@@ -54,32 +62,33 @@ def start_study(source: TaskSource, space: Space, options: StudyOptions, path: P
     if path is not None:
         StudyFolder.check_new(path)
     path = path or unused_folder(Path(split_reference(source.reference)[0]).stem)
-    is_new = not path.exists()
-    with TrialProcesses(path / "logs") as processes:
-        try:
-            folder = _create(source, space, options, path, processes)
-        except BaseException:
-            if is_new:
-                shutil.rmtree(path, ignore_errors=True)
-            raise
-        return _run(folder, processes, source.make_task, options, until, say)
+    is_new, processes.log = not path.exists(), path / "logs"
+    try:
+        folder = _create(source, space, options, path, processes)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return _run(folder, processes, source.make_task, options, until, [], say)
 
 
 def _create(
     source: TaskSource, space: Space, options: StudyOptions, path: Path, processes: TrialProcesses
 ) -> StudyFolder:
-    found = processes.run(
-        "hotloop.hyperparameters.trial:describe",
-        "task.txt",
-        attempts=_ATTEMPTS,
-        reference=source.reference,
-        make_task=source.make_task,
-        space=space,
-    )
+    with _late_imports():
+        found = processes.run(
+            "hotloop.hyperparameters.trial:describe",
+            "task.txt",
+            attempts=_ATTEMPTS,
+            reference=source.reference,
+            make_task=source.make_task,
+            space=space,
+        )
     if isinstance(found, HotloopError):
         raise found
     if found is None:
         raise StudyError("the process that loads the Task was killed", expected="enough memory for the Task's data")
+    processes.prepare(found.modules, found.reads)
     space = check_names(space, found.arguments, found.kinds)
     epochs = largest(space, "epochs", found.epochs)
     record = StudyRecord(
@@ -98,7 +107,7 @@ def _create(
         rungs=samplers.rungs(options.settings["pruner"], epochs),
         task_epochs=found.epochs,
         task_seed=found.seed,
-        versions=study_versions(),
+        versions=found.versions,
     )
     samplers.check_settings(record)
     if record.plan == PLAN_FILE:
@@ -109,13 +118,21 @@ def _create(
 
 
 def resume_study(
-    path: Path, space: Space, options: StudyOptions, make_task: bytes | None, say: Report, *, trust: bool = False
+    path: Path,
+    space: Space,
+    options: StudyOptions,
+    make_task: bytes | None,
+    processes: TrialProcesses,
+    say: Report,
+    *,
+    trust: bool = False,
 ) -> StudyResult:
     """Goes on with a study where it was stopped or killed; `options` change the number of trials, jobs and the time.
 
     Args:
         space: the study's space, or an empty space.
         make_task: the function of a study from Python.
+        processes: a context that is open.
         trust: execute the source in the folder, also of a study that somebody else started.
 
     Raises:
@@ -126,24 +143,26 @@ def resume_study(
     options.check_same(folder.record, path)
     if space:
         check_same_space(space, folder.record.space)
-    with TrialProcesses(path / "logs") as processes:
-        return _run(folder, processes, make_task, options, options.until, say)
+    processes.log = path / "logs"
+    with _late_imports():
+        changes = _version_changes(folder, processes)
+    return _run(folder, processes, make_task, options, options.until, changes, say)
 
 
 def continue_trial(
-    path: Path, number: int, make_task: bytes | None, say: Report, *, trust: bool = False
+    path: Path, number: int, make_task: bytes | None, processes: TrialProcesses, say: Report, *, trust: bool = False
 ) -> StudyResult:
     """Trains a pruned trial of a study to its end, exactly as if it had not been pruned."""
     folder = _open(path, make_task, say, trust)
-    with samplers.silence_optuna(), TrialProcesses(path / "logs") as processes:
+    processes.log = path / "logs"
+    with samplers.silence_optuna(), _locked(folder):
         result = study_result(folder, FINISHED)
         if not 0 <= number < len(result.trials):
             raise StudyError(f"--continue {number}", expected=f"a trial from 0 to {len(result.trials) - 1}")
         if (state := result.trials[number].state) != "pruned":
             raise StudyError(f"trial {number} is {state}", expected="a pruned trial")
-        with _locked(folder):
-            Rounds(folder, processes, make_task, 1, say).train_to_end(number)
-            return _report(folder, FINISHED)
+        Rounds(folder, processes, make_task, 1, say).train_to_end(number)
+        return _report(folder, FINISHED)
 
 
 def _open(path: Path, make_task: bytes | None, say: Report, trust: bool) -> StudyFolder:
@@ -172,11 +191,18 @@ def _run(
     make_task: bytes | None,
     options: StudyOptions,
     until: float,
+    changes: list[str],
     say: Report,
 ) -> StudyResult:
+    """Runs rounds to the end, and reports.
+
+    Args:
+        until: when no further round begins, in seconds by `time.monotonic()`.
+        changes: lines on versions that aren't the study's.
+    """
     with _locked(folder), samplers.silence_optuna():
         study = folder.optuna
-        if changes := version_changes(folder.record.versions):
+        if changes:
             study.set_user_attr(CHANGES, list(dict.fromkeys([*study.user_attrs.get(CHANGES, []), *changes])))
         trials = options.trials or study.user_attrs.get(_TRIALS, DEFAULT_TRIALS)
         if (limit := samplers.trial_limit(folder.record)) is not None and trials > limit:
@@ -197,11 +223,32 @@ def _run(
 
 
 @contextmanager
+def _late_imports() -> Iterator[None]:
+    """Imports what Optuna imports late, while the block waits for a process."""
+    with ThreadPoolExecutor(1) as pool:
+        imports = pool.map(import_module, _LATE_MODULES)
+        yield
+        list(imports)
+
+
+def _version_changes(folder: StudyFolder, processes: TrialProcesses) -> list[str]:
+    """Returns a line for each version that isn't the study's; a process of trials knows torch's."""
+    found = processes.run(
+        "hotloop.hyperparameters.trial:version_changes", "task.txt", attempts=_ATTEMPTS, then=folder.record.versions
+    )
+    if isinstance(found, HotloopError):
+        raise found
+    return found or []
+
+
+@contextmanager
 def _workers(folder: StudyFolder, processes: TrialProcesses, options: StudyOptions) -> Iterator[tuple[Workers, int]]:
     """Yields what runs the trials, and how many at the same time."""
     if options.jobs_on != RAY:
         yield processes, options.jobs or 1
         return
+    from hotloop.hyperparameters.ray.ray_trials import RayTrials
+
     has_gpu = str(folder.record.axes.get("device", "cpu")).startswith("cuda")
     with RayTrials(processes.log, options.jobs, has_gpu) as workers:
         yield workers, options.jobs or workers.cores
@@ -251,6 +298,8 @@ class Study:
         Raises:
             StudyError: no trial is complete.
         """
+        from hotloop.training.run import Run  # imports torch
+
         if self.best is None:
             raise StudyError(f"no trial of {self.path} is complete", expected="one at least")
         handle = Run.open(Path(self.best.runs[0]))
@@ -262,7 +311,9 @@ class Study:
     def continue_trial(self, number: int) -> Study:
         """Trains a pruned trial to its end, exactly as if it had not been pruned; returns the study with the result."""
         make_task = None if self._make_task is None else TaskSource.from_value(self._make_task).make_task
-        return Study(continue_trial(self.path, number, make_task, lambda line: None), self._make_task)
+        with TrialProcesses() as processes:
+            result = continue_trial(self.path, number, make_task, processes, lambda line: None)
+        return Study(result, self._make_task)
 
 
 def study(
@@ -327,11 +378,13 @@ def study(
         {} if device is None else {"device": device}, jobs_on, pack,
     )  # fmt: skip
     source = TaskSource.from_value(make_task)
-    if resume is not None:
-        result = resume_study(Path(resume), parse_space(space or {}), options, source.make_task, say)
-    else:
-        place = None if folder is None else Path(folder)
-        result = start_study(source, parse_space(space or {}), options, place, say)
+    given, place = parse_space(space or {}), None if folder is None else Path(folder)
+    options.check()
+    with TrialProcesses() as processes:
+        if resume is not None:
+            result = resume_study(Path(resume), given, options, source.make_task, processes, say)
+        else:
+            result = start_study(source, given, options, place, processes, say)
     console.print(study_table(result))
     for line in study_lines(result):
         say(line)

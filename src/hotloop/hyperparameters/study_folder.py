@@ -17,10 +17,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import optuna
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
 from hotloop.core.files.atomic_files import read_regular, translate_write_errors, write_atomic
 from hotloop.core.files.journal import read_step
@@ -90,6 +93,11 @@ class StudyFolder:
                 raise StudyError(f"{self.path} is in use by another process", fix="wait for it, or stop it") from None
 
     def unlock(self) -> None:
+        if self._optuna is not None:
+            engine = _engine(self._optuna)
+            _set_journal(engine, "delete")  # one file, which can be read on a read-only disk
+            engine.dispose()
+            self._optuna = None
         self._lock.release()
 
     @property
@@ -103,6 +111,9 @@ class StudyFolder:
                 sampler=optuna.samplers.RandomSampler(seed=0),
                 load_if_exists=True,
             )
+            if _set_journal(engine := _engine(self._optuna), "wal"):
+                event.listen(engine, "connect", _reduce_syncs)
+                engine.dispose()
         return self._optuna
 
     def run_path(self, number: int, repeat: int = 0) -> Path:
@@ -140,6 +151,27 @@ class StudyFolder:
         new.unlink(missing_ok=True)
         new.symlink_to(os.path.relpath(run, self.path))
         new.replace(link)
+
+
+def _engine(study: optuna.Study) -> Any:
+    return study._storage._backend.engine  # type: ignore[attr-defined]
+
+
+def _set_journal(engine: Any, mode: str) -> bool:
+    """Sets SQLite's journal, and returns whether the file has it.
+
+    With `wal` and fewer syncs a trial is stored in 6 ms instead of 90. A power cut can undo the last trials, which the
+    study computes again from their records.
+    """
+    try:
+        with engine.connect() as connection:
+            return bool(connection.exec_driver_sql(f"PRAGMA journal_mode={mode}").scalar() == mode)
+    except OperationalError:  # a dashboard reads the file, or the file system has no shared memory
+        return False
+
+
+def _reduce_syncs(connection: Any, record: object) -> None:
+    connection.execute("PRAGMA synchronous=normal")
 
 
 def unused_folder(name: str) -> Path:

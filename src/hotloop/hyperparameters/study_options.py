@@ -13,11 +13,10 @@ from typing import Any
 from hotloop.core.files.source_files import file_of_reference, split_reference
 from hotloop.core.format import parse_seconds
 from hotloop.core.plan_request import ARRAYS, AUTO, BASELINE, PlanRequest
-from hotloop.core.records.study import StudyRecord
+from hotloop.core.records.study import RULES_PLAN, StudyRecord
 from hotloop.distributed.ray.cluster import check_installed
 from hotloop.errors import StudyError, type_name
 from hotloop.hyperparameters import samplers
-from hotloop.hyperparameters.trial import RULES
 from hotloop.hyperparameters.trial_values import check_constraints
 from hotloop.plan import Plan
 
@@ -159,7 +158,7 @@ class StudyOptions:
     def plan_name(self) -> str:
         """The plan as in StudyRecord."""
         if self.plan is None:
-            return RULES
+            return RULES_PLAN
         return str(self.plan) if self.plan in (AUTO, BASELINE, ARRAYS) else PLAN_FILE
 
     def check_same(self, study: StudyRecord, path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import resource
 import sys
+import sysconfig
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from inspect import Parameter
 from pathlib import Path
@@ -19,10 +21,11 @@ from filelock import FileLock, Timeout
 
 from hotloop.core.hardware.machine import read_processor
 from hotloop.core.hardware.versions import result_versions
-from hotloop.core.plan_request import PlanRequest
-from hotloop.core.records.study import ParameterRecord, StudyRecord, TrialProgress, Value
+from hotloop.core.plan_request import AUTO, PlanRequest
+from hotloop.core.records.study import RULES_PLAN, ParameterRecord, StudyRecord, TrialProgress, Value
 from hotloop.core.records.training import SourceRecord
 from hotloop.core.reporter import Reporter
+from hotloop.data import builtin
 from hotloop.errors import (
     DeviceError,
     HotloopError,
@@ -53,11 +56,10 @@ from hotloop.training.start import resume_run, start_run
 from hotloop.tuning.auto.auto import list_options
 from hotloop.tuning.run_context import RunContext
 
-RULES, AUTO = "rules", "auto"
-
 _LOCK_S = 60.0
 
 
+@cache
 def study_versions() -> dict[str, str]:
     """Returns what the bits of a study's result depend on."""
     processor = read_processor()
@@ -82,6 +84,8 @@ class Description:
         arguments: the parameters of `task(...)`.
         kinds: `int` for parameters and fields that take whole numbers.
         files: content of the source files by path; empty for a function of Python.
+        modules: installed modules that the Task has imported; `reads`: built-in data sets that it has read.
+        versions: what the bits of the study's result depend on.
     """
 
     arguments: list[str]
@@ -93,6 +97,9 @@ class Description:
     seed: int
     source: SourceRecord | None
     files: dict[str, bytes]
+    modules: list[str]
+    reads: list[builtin.BuiltinRead]
+    versions: dict[str, str]
 
 
 def describe(reference: str, make_task: bytes | None, space: Space) -> Description:
@@ -106,6 +113,7 @@ def describe(reference: str, make_task: bytes | None, space: Space) -> Descripti
         StudyError: an argument of `task(...)` doesn't take the values of the space.
         TaskError: the Task can't be loaded.
     """
+    known = set(sys.modules)
     function = None if make_task is None else cloudpickle.loads(make_task)
     parameters = task_parameters(reference) if function is None else named_parameters(function)
     values = first_values(space)
@@ -133,7 +141,21 @@ def describe(reference: str, make_task: bytes | None, space: Space) -> Descripti
         seed=task.seed,
         source=loaded.record,
         files=loaded.files,
+        modules=installed_modules(known),
+        reads=builtin.reads,
+        versions=study_versions(),
     )
+
+
+def installed_modules(known: Collection[str]) -> list[str]:
+    """Returns the imported modules of installed packages without those that are known, in the order of their import."""
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders.append(str(Path(__file__).parents[1]))
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name not in known and (getattr(module, "__file__", None) or "").startswith(tuple(folders))
+    ]
 
 
 def _is_int(parameter: Parameter) -> bool:
@@ -261,7 +283,7 @@ def _train(
         return resume_run(context, path)[1]
     axes = {"threads": 1, **study.axes}
     context = replace(context, checkpoint_every="auto")
-    if study.plan not in (RULES, AUTO):
+    if study.plan not in (RULES_PLAN, AUTO):
         named = folder / study.plan if study.plan.endswith(".toml") else study.plan
         return start_run(replace(context, plan=named, axes=axes), path)[1]
     plans = _plans(folder, study, context, PlanRequest.from_value(AUTO, axes).plan)

@@ -3,8 +3,11 @@
 So each trial starts in the same state whatever ran before, and running out of memory ends one trial alone. The server
 computes nothing itself: a process that has run an autograd pass can't fork a process that runs one.
 
-For each job, the study sends one end of a socket. The forked process writes its process id, reads the job, and writes
-the result; an end without a result means that the process was killed.
+The first job loads the Task. Meanwhile the server imports what later jobs need, and then the installed packages and the
+built-in data that the Task has loaded, so that all jobs share them.
+
+For each job, the study sends one end of a socket. The forked process writes its process id, reads the job, and writes the
+result; an end without a result means that the process was killed.
 """
 
 from __future__ import annotations
@@ -17,29 +20,35 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from hotloop.core.files.source_files import installed_versions
 from hotloop.core.processes.parent_death import end_with_parent
 from hotloop.errors import HotloopError, TaskError, describe_error
+from hotloop.hyperparameters.trial_processes import PREPARE
+
+MODULES_OF_TRIALS = ("torch._dynamo",)
+"""What training imports late: torch imports its compiler for the first optimizer, which takes seconds."""
 
 
 def serve(number: int) -> None:
     """Forks a process for each job until the other end of the socket `number` is closed; then ends all processes."""
     end_with_parent(os.getppid(), signal.SIGKILL)
-    import torch._dynamo  # noqa: F401 - torch imports it for the first optimizer, which takes seconds
+    from hotloop.hyperparameters.trial import study_versions  # slow, so once here
 
-    import hotloop.hyperparameters.trial  # noqa: F401 - slow, so once here
-
-    gc.collect()
-    gc.freeze()  # a collection in a forked process would copy the pages
+    _freeze_objects()
     children: set[int] = set()
     with socket.socket(fileno=number) as connection:
         while True:
             message, files, _, _ = socket.recv_fds(connection, 1, 1)
             if not message:
                 break
+            if message == PREPARE:
+                _prepare(files[0])
+                continue
             children -= {child for child in children if _has_ended(child)}
             server = os.getpid()
             if (child := os.fork()) == 0:
@@ -47,10 +56,48 @@ def serve(number: int) -> None:
                 _run_job(files[0], server)
             children.add(child)
             os.close(files[0])
+            _import_modules(MODULES_OF_TRIALS)
+            study_versions(), installed_versions(["torch"])  # reading them takes 50 ms, and they are cached
+            _freeze_objects()
     for child in children:
         if not _has_ended(child):
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
+    os._exit(0)  # Python's own exit takes a moment
+
+
+def _freeze_objects() -> None:
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy the pages
+
+
+def _prepare(number: int) -> None:
+    """Imports packages of the Task, and reads its built-in data.
+
+    If the packages start threads, which a forked process would lack, this server ends; the next one does without.
+    """
+    from hotloop.data import builtin
+
+    with socket.socket(fileno=number) as connection, connection.makefile("rb") as file:
+        sys.path[:], names, reads = pickle.load(file)
+    _import_modules(names)
+    with suppress(HotloopError):  # the jobs report it
+        builtin.preload(reads)
+    _freeze_objects()
+    if thread_count() > 1:
+        sys.exit("a package of the Task starts threads")
+
+
+def _import_modules(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in sys.modules:
+            with suppress(Exception, SystemExit):  # a job that needs the module reports why it can't be imported
+                import_module(name)
+
+
+def thread_count() -> int:
+    """Returns the threads of this process; 1 where the system doesn't say."""
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 
 
 def _has_ended(child: int) -> bool:

@@ -131,10 +131,15 @@ def _installed_version(package: str) -> str | None:
     if package in sys.stdlib_module_names:
         return None
     try:
-        return metadata.version(package)
+        return _metadata_version(package)
     except metadata.PackageNotFoundError:  # installed under another name
         version = getattr(sys.modules.get(package), "__version__", None)
         return version if isinstance(version, str) else None
+
+
+@cache
+def _metadata_version(package: str) -> str:
+    return metadata.version(package)  # takes 10 ms
 
 
 def module_name(path: Path) -> str:

@@ -11,6 +11,9 @@ from hotloop.core.records.training import Record, SourceRecord
 Value = bool | int | float | str | None
 """A value of a hyper-parameter."""
 
+RULES_PLAN = "rules"
+"""The plan of a study without `--plan`."""
+
 
 class ParameterRecord(Record):
     """A hyper-parameter of a space: a range, a choice of values, or a fixed value.
