@@ -17,7 +17,7 @@ from hotloop.core.feasibility.forecast import PlanForecast
 from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import result_versions
-from hotloop.core.plan_request import PlanRequest, plan_origin
+from hotloop.core.plan_request import LIVE, PlanRequest, plan_origin, replayed_run
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord
 from hotloop.core.reporter import Report
@@ -85,12 +85,16 @@ def fit(
     if not isinstance(task, Task):
         raise TaskError(f"fit got {type_name(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
+    if (replay := replayed_run(plan, axes)) is not None:
+        plan = None
     ranked = plan_to_launch(plan, axes, path if resume else None)
     display = _ArgumentDisplay(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
     context = RunContext(
         LoadedTask(task, None, {}),
         plan=plan,
         axes=axes,
+        is_live=plan == LIVE,
+        replay=replay,
         stop_after=stop_after,
         checkpoint_every=None if resume else checkpoint_every,
         rank_timeout=rank_timeout,

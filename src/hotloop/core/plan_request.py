@@ -11,9 +11,33 @@ from typing import Any
 from hotloop.errors import PlanError, shorten, type_name
 from hotloop.plan import Plan, axes_dropped_with
 
-AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
+AUTO, LIVE, BASELINE, ARRAYS = "auto", "live", "baseline", "arrays"
 
 EXPECTED_PLAN = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
+
+_REPLAY = "replay:"
+
+
+def replayed_run(given: Any, axes: Mapping[str, Any] | None = None) -> Path | None:
+    """Returns the run of a plan `replay:RUN`, whose plans another run uses at the same steps; None for other plans.
+
+    Raises:
+        PlanError: the folder has no run, or single axes are set as well.
+    """
+    if not isinstance(given, str) or not given.startswith(_REPLAY):
+        return None
+    path = Path(given.removeprefix(_REPLAY))
+    if not (path / "run.json").is_file():
+        raise PlanError(
+            f"no run at {shorten(str(path))}", expected=f"{_REPLAY} and a run's folder", fix="check the path"
+        )
+    if axes:
+        raise PlanError(
+            f"{_REPLAY}{path} together with {', '.join(axes)}",
+            expected="the plans of that run as they are",
+            fix="leave out the single axes",
+        )
+    return path
 
 
 _AXES_BESIDE_AUTO = {"device", "workers"}
@@ -49,7 +73,7 @@ class PlanRequest:
         overrides = {axis: _parse_axis_value(axis, value) for axis, value in (axes or {}).items()}
         if isinstance(given, Plan):
             plan = given
-        elif given in (None, AUTO, BASELINE):
+        elif given in (None, AUTO, LIVE, BASELINE):
             plan = Plan()
         elif given == ARRAYS:
             plan = Plan(engine="arrays")
@@ -63,7 +87,7 @@ class PlanRequest:
             )
         dropped = axes_dropped_with(plan.parallel, overrides.get("parallel", plan.parallel))
         own = {axis: getattr(plan, axis) for axis in plan.model_fields_set if axis not in dropped}
-        return cls(Plan(**(own | overrides)), given == AUTO)
+        return cls(Plan(**(own | overrides)), given in (AUTO, LIVE))
 
     @classmethod
     def with_auto_default(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
