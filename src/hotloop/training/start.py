@@ -44,10 +44,10 @@ from hotloop.task_file import LoadedTask, files_of, load_from_run
 from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
-from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
-from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.live.live_training import live_drive
 from hotloop.training.live.replay import check_same_task, with_replayed_plan
+from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
+from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
 from hotloop.training.monitor import monitor_of
 from hotloop.training.resume import check_files, check_overrides, describe_files

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from hotloop.core.records.plan_switch import PlanHistory, PlanSwitch
 from hotloop.errors import RunError

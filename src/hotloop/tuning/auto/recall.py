@@ -220,7 +220,6 @@ def _lower_live(context: RunContext, facts: TaskFacts, memory: RaceHistory) -> P
     """Lowers the plan that needs no compiling, and adds the plans to compile to the context's candidates."""
     quiet = replace(context, wanted=replace(context.wanted, is_explicit=False))
     program = lower_requested(quiet, memory)
-    plans = compiled_candidates(context, program.parts.plan, memory)
-    context.candidates.extend(plan for plan in plans if plan.compile == "package")
+    context.candidates.extend(compiled_candidates(context, program.parts.plan, memory))
     context.say(f"auto: {program.parts.plan.brief()}, from the first step on")
     return program

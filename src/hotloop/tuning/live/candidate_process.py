@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,9 +99,9 @@ def _prepare(task: Task, plan: Plan, payoff: LivePayoff, threads: int) -> dict[s
     """Compiles and proves a plan in the child; see `CandidateProcess`."""
     os.nice(_NICE)
     torch.set_num_threads(threads)  # the package is for this number; a new thread has torch's default
-    import torch._inductor.config
+    from torch._inductor import config  # imports torch's compiler, which takes seconds
 
-    torch._inductor.config.compile_threads = 1  # a fork can't start pools of processes
+    config.compile_threads = 1  # a fork can't start pools of processes
     payoff = payoff.estimated(task)
     estimate: dict[str, Any] = {"gain": payoff.gain}
     if not payoff.is_worthwhile:

@@ -1,0 +1,99 @@
+"""Runs that switch between eager plans of different last bits: the child proves at once, and windows are of few steps.
+
+python -m tests.support.live_runs RUN EPOCHS [PLAN]     a real process for SIGKILL; goes on where there is a run
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hotloop
+from hotloop.core.records.race import Parity
+from hotloop.core.state import differing_paths
+from hotloop.plan import Plan
+from hotloop.training.cadence import SpanPacer
+from hotloop.training.live import live_search
+from hotloop.training.run import Run
+from hotloop.tuning.auto import recall
+from hotloop.tuning.live import window_race
+from hotloop.tuning.live.candidate_process import PreparedPlan
+from hotloop.tuning.live.payoff import LivePayoff
+from tests.support.tasks.full_state_task import task
+
+OTHERS = ("forloop", "foreach")
+"""Implementations of the update that round unlike the fused one."""
+
+
+class ProvenAtOnce:
+    """In place of a child process."""
+
+    def __init__(self, task: Any, plan: Plan, *arguments: Any) -> None:
+        self.plan, self.spare_time, self._polls = plan, self, 0
+
+    def poll(self) -> PreparedPlan | None:
+        self._polls += 1
+        proof = Parity(plan=self.plan.brief(), parity="bitwise", reason="", states=1)
+        return PreparedPlan(self.plan, proof, "", 0.1) if self._polls > 2 else None
+
+    def record(self, steps: int, seconds: float) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def patch_search(setattr_: Callable[[Any, str, Any], None], *, child: type | None = ProvenAtOnce) -> None:
+    """Makes a search of plans that differ in the implementation of the update.
+
+    Args:
+        setattr_: `monkeypatch.setattr`, or `setattr` in a process of its own.
+        child: in place of the real child process; None for the real one.
+    """
+
+    def candidates(context: Any, eager: Plan, memory: Any) -> list[Plan]:
+        return [eager.with_axes(optimizer=name) for name in OTHERS if name != eager.optimizer]
+
+    setattr_(recall, "compiled_candidates", candidates)
+    if child is not None:
+        setattr_(live_search, "CandidateProcess", child)
+    setattr_(window_race, "WINDOW_S", 0.0)
+    setattr_(window_race, "_MIN_STEPS", 1)
+    setattr_(live_search, "_FIRST_S", 0.0)
+    setattr_(live_search, "_FIRST_SPANS", 1)
+    setattr_(LivePayoff, "is_worthwhile", property(lambda self: True))
+    setattr_(SpanPacer, "steps", lambda self: 1)
+
+
+def switches(path: Path) -> list[tuple[int, str, bool]]:
+    """Step, optimizer and `window` of each switch in the journal."""
+    rows = [row for row in Run.open(path).journal() if row["event"] == "plan_switch"]
+    return [(row["step"], row["plan"]["optimizer"], row["window"]) for row in rows]
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Where the last checkpoints, the best weights and the figures of two runs differ, to the last bit."""
+    runs = [Run.open(path) for path in (first, second)]
+    (one, _), (other, _) = [run.checkpoints.newest(lambda line: None) for run in runs]  # type: ignore[misc]
+    found = list(differing_paths(one.state, other.state))
+    figures = [
+        [{key: value for key, value in row.items() if "second" not in key and "per_s" not in key} for row in run.epochs]
+        for run in runs
+    ]
+    found += ["metrics"] * (figures[0] != figures[1])
+    return found + ["final"] * (runs[0].final != runs[1].final)
+
+
+def main() -> None:
+    path, epochs = Path(sys.argv[1]), int(sys.argv[2])
+    patch_search(setattr)
+    plan = sys.argv[3] if len(sys.argv) > 3 else "live"
+    resumed = (path / "run.json").is_file()
+    options: dict[str, Any] = {"resume": True} if resumed else {"plan": plan}
+    hotloop.fit(task(epochs), run=path, progress=False, checkpoint_every="7", **options)
+
+
+if __name__ == "__main__":
+    main()
