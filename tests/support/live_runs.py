@@ -1,4 +1,4 @@
-"""Runs that switch between eager plans of different last bits: the child proves at once, and windows are of few steps.
+"""Runs that switch between eager plans of different bits: the child proves at once, and windows are of few steps.
 
 python -m tests.support.live_runs RUN EPOCHS [PLAN]     a real process for SIGKILL; goes on where there is a run
 """
@@ -23,8 +23,8 @@ from hotloop.tuning.live.candidate_process import PreparedPlan
 from hotloop.tuning.live.payoff import LivePayoff
 from tests.support.tasks.full_state_task import task
 
-OTHERS = ("forloop", "foreach")
-"""Implementations of the update that round unlike the fused one."""
+OTHERS: tuple[dict[str, str], ...] = ({"precision": "bf16"}, {"optimizer": "forloop"})
+"""Changes to the first plan that change bits; those of the first show in each step, and no real search makes them."""
 
 
 class ProvenAtOnce:
@@ -46,7 +46,7 @@ class ProvenAtOnce:
 
 
 def patch_search(setattr_: Callable[[Any, str, Any], None], *, child: type | None = ProvenAtOnce) -> None:
-    """Makes a search of plans that differ in the implementation of the update.
+    """Makes a search of `OTHERS`, each of which wins its race.
 
     Args:
         setattr_: `monkeypatch.setattr`, or `setattr` in a process of its own.
@@ -54,13 +54,15 @@ def patch_search(setattr_: Callable[[Any, str, Any], None], *, child: type | Non
     """
 
     def candidates(context: Any, eager: Plan, memory: Any) -> list[Plan]:
-        return [eager.with_axes(optimizer=name) for name in OTHERS if name != eager.optimizer]
+        return [eager.with_axes(**axes) for axes in OTHERS]
 
     setattr_(recall, "compiled_candidates", candidates)
     if child is not None:
         setattr_(live_search, "CandidateProcess", child)
     setattr_(window_race, "WINDOW_S", 0.0)
     setattr_(window_race, "_MIN_STEPS", 1)
+    setattr_(window_race, "_MAX_PAIRS", 3)
+    setattr_(window_race.WindowRace, "winner", property(lambda self: self.rival))
     setattr_(live_search, "_FIRST_S", 0.0)
     setattr_(live_search, "_FIRST_SPANS", 1)
     setattr_(LivePayoff, "is_worthwhile", property(lambda self: True))
@@ -68,9 +70,9 @@ def patch_search(setattr_: Callable[[Any, str, Any], None], *, child: type | Non
 
 
 def switches(path: Path) -> list[tuple[int, str, bool]]:
-    """Step, optimizer and `window` of each switch in the journal."""
+    """Step, plan in brief and `window` of each switch in the journal."""
     rows = [row for row in Run.open(path).journal() if row["event"] == "plan_switch"]
-    return [(row["step"], row["plan"]["optimizer"], row["window"]) for row in rows]
+    return [(row["step"], Plan(**row["plan"]).brief(), row["window"]) for row in rows]
 
 
 def differences(first: Path, second: Path) -> list[str]:

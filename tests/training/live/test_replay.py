@@ -84,7 +84,7 @@ def test_a_run_that_is_resumed_with_another_plan_is_repeated_too(tmp_path: Path)
         killer.read_only = True  # type: ignore[attr-defined]
         trained(tmp_path / "run", callbacks=[killer])
     hotloop.fit(task(EPOCHS), run=tmp_path / "run", resume=True, progress=False, plan=Plan(optimizer="forloop"))
-    assert switches(tmp_path / "run")[-1] == (28, "forloop", False)
+    assert switches(tmp_path / "run")[-1] == (28, "optimizer=forloop", False)
     replayed(tmp_path / "again", tmp_path / "run")
     assert differences(tmp_path / "run", tmp_path / "again") == []
 
@@ -92,7 +92,7 @@ def test_a_run_that_is_resumed_with_another_plan_is_repeated_too(tmp_path: Path)
 @pytest.mark.usefixtures("searching")
 def test_the_end_says_how_to_repeat_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hotloop.fit(task(EPOCHS), run=tmp_path / "run", plan="live")
-    assert f"plan='replay:{tmp_path / 'run'}'" in capsys.readouterr().out.replace("\n", "")
+    assert f"plan='replay:{tmp_path / 'run'}'" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_another_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_user_who_may_hold_the_model_gets_no_live_search(
     tmp_path: Path, searching: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hotloop.fit(task(2), run=tmp_path / "run", plan="live", callbacks=[lambda view: None])
-    assert "searches before the first step: a callback may use the model" in capsys.readouterr().out.replace("\n", " ")
+    assert "searches before the first step: a callback may use the model" in capsys.readouterr().err.replace("\n", " ")
     assert switches(tmp_path / "run") == []
 
 
