@@ -9,6 +9,7 @@ from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
+from hotloop.training.live.replay import runnable_plan
 from hotloop.training.loop import TrainingLoop
 from hotloop.training.monitor import RunMonitor
 
@@ -78,7 +79,7 @@ class PlanSwitcher:
         if plan not in self._programs:
             state = self.loop.program.state()
             try:
-                self._programs[plan] = lower(self._task, plan, self._say)
+                self._programs[plan] = lower(self._task, runnable_plan(plan), self._say)
             finally:
                 self.loop.program.restore(state)  # building a second model may call functions of the Task
         return self._programs[plan]

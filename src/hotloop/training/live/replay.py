@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from hotloop.core.hardware import machine
 from hotloop.core.hardware.versions import result_versions
 from hotloop.core.records.plan_switch import PlanHistory
 from hotloop.core.records.training import RunRecord
 from hotloop.errors import RunError
+from hotloop.plan import Plan
 from hotloop.training.run import Run
 from hotloop.tuning.run_context import RunContext
 
@@ -21,7 +23,13 @@ def with_replayed_plan(context: RunContext) -> RunContext:
     """
     if context.replay is None:
         return context
-    return replace(context, plan=replayed_history(context.replay).at(0).plan, axes={}, is_live=False)
+    plan = runnable_plan(replayed_history(context.replay).at(0).plan)
+    return replace(context, plan=plan, axes={}, is_live=False)
+
+
+def runnable_plan(plan: Plan) -> Plan:
+    """Returns a plan without an allocator that this machine doesn't have; the results have the same bits."""
+    return plan if machine.active_allocator() is not None else plan.with_axes(allocator="default")
 
 
 def replayed_history(path: Path) -> PlanHistory:
@@ -45,10 +53,14 @@ def replayed_history(path: Path) -> PlanHistory:
     return history
 
 
-def check_same_task(record: RunRecord, path: Path | None) -> None:
-    """Raises RunError if a new run's Task, data, order or seed aren't those of the run to repeat."""
+def check_same_task(record: RunRecord, path: Path | None) -> list[str]:
+    """Returns a line if other versions or settings of torch may change the last bits of the repeated run `path`.
+
+    Raises:
+        RunError: the new run's Task, data, order or seed aren't those of the run to repeat.
+    """
     if path is None:
-        return
+        return []
     other = Run.open(path).record
     facts, then = record.facts, other.facts
     checks = {
@@ -63,19 +75,13 @@ def check_same_task(record: RunRecord, path: Path | None) -> None:
             expected="the same Task, data, seed and number of epochs",
             fix="use the command that the run printed at its end",
         )
-
-
-def describe_differences(record: RunRecord, path: Path) -> list[str]:
-    """Returns a line if other versions or settings of torch may change the last bits of the repeated run."""
-    other = Run.open(path).record
-    versions = [
+    changed = [
         f"{name} {other.versions[name]} then, {now} now"
         for name, now in result_versions().items()
         if other.versions.get(name, now) != now
     ]
-    if record.switches != other.switches:
-        versions.append("other float32 settings of torch then")
-    return [f"{', '.join(versions)}: the result may differ in its last bits"] if versions else []
+    changed += ["torch had other float32 settings"] * (record.switches != other.switches)
+    return [f"{', '.join(changed)}: the result may differ in its last bits"] if changed else []
 
 
 def _parameters(record: RunRecord) -> dict[str, object]:
