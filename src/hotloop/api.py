@@ -65,7 +65,8 @@ def fit(
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
         resume: continue the run in that folder from its last checkpoint.
         plan: a `Plan`, a TOML file, `baseline` (eager), `arrays`, or `auto` (the default): the result of `tune` for a
-            Task in a file, else the choice of the rules. A resumed run keeps its own plan by default. Several ranks
+            Task in a file, else the choice of the rules. `live` searches while the run trains, and `replay:RUN` repeats
+            such a run bit by bit. A resumed run keeps its own plan by default. Several ranks
             start
                 as forks
             of this process, see docs/how-to/ranks.md.

@@ -56,7 +56,7 @@ def train(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="Plan of the training: auto, baseline (eager), arrays or a TOML file.",
+            help="Plan of the training: auto, live, baseline (eager), arrays, a TOML file, or replay:RUN.",
             show_default="auto, with --set the baseline, or the run's own",
         ),
     ] = None,
@@ -129,12 +129,15 @@ def train(
     (none)       stored result, else rules  only a stored plan  no                a stored plan
     --plan auto  stored result, else rules  if compiling saves  only then:        a stored or a
                  or a compiled plan         twice its cost      races and proves  compiled plan
+    --plan live  stored result, else rules  beside the          no: in the run's  a stored or a
+                 and compiled plans later   training            own steps         compiled plan
     --tune       stored result, else the    if the search       yes, unless a     a stored plan,
                  winner of a search         expects a gain      result is stored  the winner
 
     A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
     these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:
     hotloop check proves it. A search without a winner leaves the baseline, or the rules if too little was measured.
+    --plan replay:RUN repeats a run of --plan live, bit by bit.
     With --set alone a run uses the baseline with these axes. hotloop plan shows the choice.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.

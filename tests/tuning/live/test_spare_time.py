@@ -40,17 +40,16 @@ def test_the_steps_lose_no_more_than_their_share(beside: float) -> None:
     assert machine.child_s > 0
 
 
-def test_a_child_that_costs_little_is_never_paused() -> None:
+def test_a_child_that_costs_little_is_paused_for_measurements_alone() -> None:
     machine = Machine(1.1)
     machine.train(1000)
-    assert machine.child_s == pytest.approx(machine.seconds)
+    assert machine.child_s > 0.9 * machine.seconds
 
 
 def test_a_child_goes_on_after_the_load_of_the_machine_has_changed() -> None:
     machine = Machine(1.5)
     machine.train(200)
+    before = machine.child_s / machine.seconds
     machine.alone_s *= 3  # another program on the same machine
-    machine.train(300)
-    before = machine.child_s
-    machine.train(500)
-    assert machine.child_s > before
+    machine.train(1000)
+    assert machine.child_s / machine.seconds > 0.8 * before

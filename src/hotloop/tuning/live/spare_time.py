@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,8 +16,9 @@ _RESUME_SHARE = 0.8
 _SLACK_S = 0.3
 """Seconds of loss that never pause the child."""
 
-_SPANS = 8
-"""Spans without the child that give the seconds of a step anew, after a change of the machine's load."""
+_PERIOD, _ALONE_SPANS = 10, 5
+"""Spans beside the child before one without it, and the last spans without it that give the seconds of a step: the
+machine's load may change."""
 
 
 @dataclass
@@ -34,7 +36,8 @@ class SpareTime:
     lost_s: float = 0.0
     passed_s: float = 0.0
     is_paused: bool = False
-    _alone: list[float] = field(default_factory=list)
+    _spans: int = 0
+    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=_ALONE_SPANS))
 
     def record(self, steps: int, seconds: float) -> None:
         """Records a span of the training, and pauses the child or lets it go on."""
@@ -43,15 +46,14 @@ class SpareTime:
         self.passed_s += seconds
         if self.is_paused:
             self._alone.append(seconds / steps)
-            if len(self._alone) >= _SPANS:
-                self.step_s, self._alone = statistics.median(self._alone), []
+            self.step_s = statistics.median(self._alone)
         else:
-            self.lost_s += seconds - steps * self.step_s
-        self.lost_s = max(0.0, self.lost_s)
+            self._spans += 1
+            self.lost_s = max(0.0, self.lost_s + seconds - steps * self.step_s)
         allowed_s = MAX_LOSS * self.passed_s
-        if not self.is_paused and self.lost_s > allowed_s + _SLACK_S:
+        if self.is_paused and self.lost_s <= _RESUME_SHARE * allowed_s + _SLACK_S:
+            self.is_paused, self._spans = False, 0
+            self.proceed()
+        elif not self.is_paused and (self._spans >= _PERIOD or self.lost_s > allowed_s + _SLACK_S):
             self.is_paused = True
             self.pause()
-        elif self.is_paused and self.lost_s < _RESUME_SHARE * allowed_s + _SLACK_S:
-            self.is_paused, self._alone = False, []
-            self.proceed()
