@@ -45,7 +45,7 @@ from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
 from hotloop.training.live.live_training import live_drive
-from hotloop.training.live.replay import check_same_task, with_replayed_plan
+from hotloop.training.live.replay import check_same_task, with_replayed_plan, without_live_request
 from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
 from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
@@ -153,6 +153,7 @@ def check_options(task: Task, stop_after: str | None, checkpoint_every: str) -> 
 
 def resume_run(context: RunContext, path: Path) -> tuple[Run, RunOutcome]:
     """Continues a run where it was stopped or killed, under the plan of the context if there is one."""
+    context = without_live_request(context, path)
     plan, axes = context.plan, context.axes
     own = Run.open(path).plan if plan is None else None
     wanted = PlanRequest.from_value(plan if own is None else _feasible_own_plan(own, axes), axes)
@@ -311,7 +312,12 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
             say=say,
             drive=context.drive or live_drive(context, handle, plan),
         )
-    if plan.parallel == "none" and outcome.history and (line := _compare_with_prediction(context, plan, outcome)):
+    if (
+        plan.parallel == "none"
+        and handle.plan == plan
+        and outcome.history
+        and (line := _compare_with_prediction(context, plan, outcome))
+    ):
         say(line)
     return outcome
 

@@ -27,6 +27,13 @@ def with_replayed_plan(context: RunContext) -> RunContext:
     return replace(context, plan=plan, axes={}, is_live=False)
 
 
+def without_live_request(context: RunContext, path: Path) -> RunContext:
+    """Returns the context of a resumed run without `--plan live` if the run has this plan already."""
+    if not context.is_live or context.axes or not PlanHistory.from_journal(Run.open(path).journal()):
+        return context
+    return replace(context, plan=None, is_live=False)
+
+
 def runnable_plan(plan: Plan) -> Plan:
     """Returns a plan without an allocator that this machine doesn't have; the results have the same bits."""
     return plan if machine.active_allocator() is not None else plan.with_axes(allocator="default")

@@ -203,6 +203,8 @@ def _lower_stored(context: RunContext, stored: CachedRace) -> Program | None:
 def why_not_live(context: RunContext, facts: TaskFacts) -> str:
     """Returns why a run can't search while it trains; empty if it can."""
     plan = resolve_device(context.wanted.plan)
+    if context.is_resumed:
+        return "the run has begun with one plan"
     if not hasattr(os, "fork"):
         return "this system can't fork the process that compiles"
     if plan.device != "cpu":
