@@ -123,7 +123,7 @@ def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSe
         switches=read_switches(),
         versions=result_versions(),
     )
-    for line in check_same_task(record, context.replay):
+    for line in check_same_task(record, context.replay, has_schedule=task.schedule is not None):
         context.say(line)
     made = (path, record, program.parts.plan)
     ranks.begin(str(path.absolute()))  # before the run exists, so that ranks that are started again find the run

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotloop.core.format import format_milliseconds
 from hotloop.errors import describe_error
@@ -17,14 +17,18 @@ from hotloop.task import Task
 from hotloop.training.live.plan_switcher import PlanSwitcher
 from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
 from hotloop.tuning.live.payoff import LATER_GAIN, LivePayoff
+from hotloop.tuning.live.stored_speed import ProvenPlan
 from hotloop.tuning.live.window_race import WindowRace
-from hotloop.tuning.races.statistics import Ratio
+from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio
 
 EVENT = "plan_candidate"
 """The journal's event of a candidate that isn't used, or that won."""
 
 _FIRST_S, _FIRST_SPANS = 0.5, 4
 """Least seconds and spans of training before the first candidate: they give the seconds of a step."""
+
+_BASELINE_RACE_S = 20.0
+"""Least seconds that are left in a run for the race with the baseline, which takes a few."""
 
 _RECENT_SPANS = 30
 """Spans whose median is the step's present time."""
@@ -45,6 +49,8 @@ class SearchSettings:
         eager: the plan that needs no compiling.
         accepted: classes of a proof that are enough.
         normed: whether the step normalises over the batch.
+        baseline: races last, so that the speed over it can be stored; None if nothing is stored.
+        store: stores the race of the plan in use with the baseline; returns a note on failure.
         why_no_memory: returns why there is no memory for a further Program like this and a proof; empty if there is.
     """
 
@@ -53,6 +59,8 @@ class SearchSettings:
     accepted: tuple[str, ...]
     normed: bool
     why_no_memory: Callable[[Program], str]
+    baseline: Plan | None = None
+    store: Callable[[WindowRace, ProvenPlan], list[str]] = lambda race, proven: []
 
 
 class LiveSearch:
@@ -80,8 +88,10 @@ class LiveSearch:
         self._steps_left = steps_left
         self._child: CandidateProcess | None = None
         self._race: WindowRace | None = None
+        self._is_stored = False
         self._watch: _Watch | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT_SPANS)
+        self._proven: dict[Plan, ProvenPlan] = {}
         self._trained_s, self._spans = 0.0, 0
 
     def before_span(self, steps: int) -> int:
@@ -149,6 +159,15 @@ class LiveSearch:
                 self._waiting.pop(0)
                 self._start_child(plan, payoff, step_s)
                 return
+        self._race_baseline(step_s)
+
+    def _race_baseline(self, step_s: float) -> None:
+        """Begins the race that later runs profit from, once, if the rest of the run is long enough."""
+        plan, baseline = self._switcher.plan, self._settings.baseline
+        if baseline is None or plan not in self._proven or self._steps_left(step_s) * step_s < _BASELINE_RACE_S:
+            return
+        self._settings = replace(self._settings, baseline=None)
+        self._begin_race(WindowRace(plan, baseline, least_pairs=MIN_PAIRS), is_stored=True)
 
     def _stop_search(self, why: str) -> None:
         self._say(f"auto tries no further plan: {why}")
@@ -172,15 +191,21 @@ class LiveSearch:
             self._say(
                 f"auto: {found.plan.brief()} was compiled and proven in {found.seconds:.0f} s, and races in real steps"
             )
-            self._begin_race(WindowRace(self._switcher.plan, found.plan))
+            assert found.parity is not None
+            if self._begin_race(WindowRace(self._switcher.plan, found.plan)):
+                load_s = self._switcher.prepare(found.plan).compile_s
+                self._proven[found.plan] = ProvenPlan(found.parity, found.compile_s, load_s, time.monotonic())
 
-    def _begin_race(self, race: WindowRace) -> None:
+    def _begin_race(self, race: WindowRace, *, is_stored: bool = False) -> bool:
+        """Begins a race unless the rival can't be lowered; returns whether it begins."""
         try:
             self._switcher.prepare(race.rival)
-            self._race = race
         except Exception as error:  # the plan is left out, and training goes on
             self._leave_out(race.rival, describe_error(error))
             self._watch = None
+            return False
+        self._race, self._is_stored = race, is_stored
+        return True
 
     def _finish_race(self, race: WindowRace) -> None:
         self._race = None
@@ -193,8 +218,12 @@ class LiveSearch:
         fields = {"step": self._switcher.loop.program.position.step, "plan": race.rival.brief(), "reason": speed}
         self._switcher.loop.run.log(EVENT, **fields, used=winner == race.rival)
         self._say(f"auto: {speed}; the training goes on with {winner.brief()}")
-        self._watch = _Watch(winner, loser, race.step_s(winner), self._watch)
+        if not self._is_stored or winner == race.rival:
+            self._watch = _Watch(winner, loser, race.step_s(winner), self._watch)
         self._switcher.drop(loser)
+        if self._is_stored and winner == race.plan:
+            for note in self._settings.store(race, self._proven[winner]):
+                self._say(note)
 
     def _leave_out(self, plan: Plan, why: str) -> None:
         step = self._switcher.loop.program.position.step

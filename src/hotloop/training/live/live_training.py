@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hotloop.core.records.plan_switch import PlanHistory, PlanSwitch
@@ -20,6 +20,7 @@ from hotloop.training.live.plan_switcher import PlanSwitcher
 from hotloop.training.live.replay import replayed_history
 from hotloop.training.loop import TrainingLoop
 from hotloop.training.run import FollowerRun, Run
+from hotloop.tuning.live.stored_speed import store_speed
 from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.payoff import accepted_parities
 from hotloop.tuning.search.program_pool import max_programs_in_memory
@@ -82,7 +83,14 @@ def _settings(context: RunContext, handle: Run, eager: Plan, candidates: list[Pl
             return "there is no memory for a second program beside the training"
         return missing_memory([program])
 
-    return SearchSettings(tuple(candidates), eager, accepted_parities(eager), facts.normed, why_no_memory)
+    settings = SearchSettings(tuple(candidates), eager, accepted_parities(eager), facts.normed, why_no_memory)
+    known = context.facts  # with the fingerprint that stored results have; None for a Task from Python
+    if known is None or context.source.record is None:
+        return settings
+    baseline = Plan(device=eager.device, workers=eager.workers)
+    return replace(
+        settings, baseline=baseline, store=lambda race, proven: store_speed(context.task.name, known, race, proven)
+    )
 
 
 @dataclass

@@ -60,8 +60,11 @@ def replayed_history(path: Path) -> PlanHistory:
     return history
 
 
-def check_same_task(record: RunRecord, path: Path | None) -> list[str]:
+def check_same_task(record: RunRecord, path: Path | None, *, has_schedule: bool) -> list[str]:
     """Returns a line if other versions or settings of torch may change the last bits of the repeated run `path`.
+
+    Args:
+        has_schedule: whether the learning rate depends on the number of steps.
 
     Raises:
         RunError: the new run's Task, data, order or seed aren't those of the run to repeat.
@@ -74,7 +77,7 @@ def check_same_task(record: RunRecord, path: Path | None) -> list[str]:
         "Task": ((facts.fingerprint, _parameters(record)), (then.fingerprint, _parameters(other))),
         "data": ((facts.samples, record.reader), (then.samples, other.reader)),
         "order of the data or seed": ((facts.order, _seed(record)), (then.order, _seed(other))),
-        "number of steps": (facts.steps, then.steps),
+        "number of steps": (facts.steps, then.steps) if has_schedule else (0, 0),
     }
     if differing := [name for name, (now, before) in checks.items() if now != before]:
         raise RunError(

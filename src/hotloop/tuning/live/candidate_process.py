@@ -38,6 +38,7 @@ class PreparedPlan:
         parity: None if there was no proof.
         why_not: why the plan can't be used; empty if it is compiled and proven.
         seconds: from the child's start.
+        compile_s: of them, in the compiler.
         gain: estimated speedup; None if it isn't estimated.
         pays: False if the child found that the plan can't win back its cost.
     """
@@ -46,6 +47,7 @@ class PreparedPlan:
     parity: Parity | None
     why_not: str
     seconds: float
+    compile_s: float = 0.0
     gain: float | None = None
     pays: bool = True
 
@@ -83,12 +85,12 @@ class CandidateProcess:
         return self._read(found, seconds)
 
     def _read(self, found: dict[str, Any], seconds: float) -> PreparedPlan:
-        gain = found.get("gain")
+        gain, compile_s = found.get("gain"), float(found.get("compile_s", 0.0))
         if (why := found.get("failure")) is not None:
-            return PreparedPlan(self.plan, None, str(why), seconds, gain, bool(found.get("pays", True)))
+            return PreparedPlan(self.plan, None, str(why), seconds, compile_s, gain, bool(found.get("pays", True)))
         parity = Parity.model_validate(found["parity"])
         why_not = "" if parity.parity in self._accepted else f"it's {parity.parity}: {parity.reason}"
-        return PreparedPlan(self.plan, parity, why_not, seconds, gain)
+        return PreparedPlan(self.plan, parity, why_not, seconds, compile_s, gain)
 
     def end(self) -> None:
         """Ends the child and its compilers."""
@@ -114,4 +116,4 @@ def _prepare(task: Task, plan: Plan, payoff: LivePayoff, threads: int) -> dict[s
     if missing := [line for line in lines if line.startswith(NOT_CACHED)]:
         return estimate | {"failure": missing[0]}
     (parity,) = prove_programs(task, [program])
-    return estimate | {"parity": parity.model_dump(mode="json")}
+    return estimate | {"parity": parity.model_dump(mode="json"), "compile_s": program.compile_s}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 
 from hotloop.plan import Plan
@@ -15,7 +16,7 @@ WARM_UP_STEPS = 2
 
 _MAX_PAIRS = 20
 
-_FAR, _FAR_PAIRS = 1.25, 3
+_FAR, FAR_PAIRS = 1.25, 3
 """A ratio beyond which few pairs suffice, if all of them show it; a wrong decision is corrected by the next race."""
 
 
@@ -26,10 +27,12 @@ class WindowRace:
     Attributes:
         plan: in use before the race.
         rival: the other plan.
+        least_pairs: pairs before the race ends, even if they are far apart.
     """
 
     plan: Plan
     rival: Plan
+    least_pairs: int = FAR_PAIRS
     _step_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     _windows: int = 0
     _seconds: float = 0.0
@@ -78,7 +81,7 @@ class WindowRace:
             return True
         pairs = zip(self._step_s[False], self._step_s[True], strict=False)
         ratios = [own / rival for own, rival in pairs]
-        if ratio.pairs >= _FAR_PAIRS and (min(ratios) > _FAR or max(ratios) < 1 / _FAR):
+        if ratio.pairs >= self.least_pairs and (min(ratios) > _FAR or max(ratios) < 1 / _FAR):
             return True
         return ratio.pairs >= MIN_PAIRS and verdict_of(ratio) != "no difference"
 
@@ -93,5 +96,8 @@ class WindowRace:
 
     def step_s(self, plan: Plan) -> float:
         """Returns the median seconds of a step of either plan."""
-        times = sorted(self._step_s[plan == self.rival])
-        return times[len(times) // 2]
+        return statistics.median(self.times(plan))
+
+    def times(self, plan: Plan) -> list[float]:
+        """Returns the seconds of a step of either plan in each pair."""
+        return self._step_s[plan == self.rival]
