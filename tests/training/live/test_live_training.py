@@ -14,6 +14,7 @@ from torch import nn
 import hotloop
 from hotloop.core.callback import View
 from hotloop.core.records.training import EpochRecord
+from hotloop.errors import RunError
 from hotloop.lowering.build import lower
 from hotloop.lowering.evaluation import evaluate
 from hotloop.plan import Plan
@@ -115,3 +116,28 @@ def test_without_live_there_is_no_switch(tmp_path: Path) -> None:
     for name, plan in (("default", None), ("auto", "auto")):
         fit(tmp_path / name, plan=plan)
         assert switches(tmp_path / name) == []
+
+
+def test_a_replay_that_was_killed_while_it_copied_the_plans_is_not_resumed(tmp_path: Path) -> None:
+    fit(tmp_path / "run", plan="live")
+    fit(tmp_path / "again", plan=f"replay:{tmp_path / 'run'}")
+    journal = tmp_path / "again" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:2]))
+    for checkpoint in (tmp_path / "again" / "checkpoints").glob("step-*"):
+        checkpoint.unlink()
+    with pytest.raises(RunError, match="start the run again"):
+        hotloop.fit(task(6), run=tmp_path / "again", resume=True, progress=False)
+
+
+def test_a_run_that_was_killed_before_its_start_searches_after_the_resume(tmp_path: Path) -> None:
+    fit(tmp_path / "run", plan="live", stop_after="0.001s")
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    place = next(number for number, line in enumerate(lines) if '"start"' in line)
+    assert [json.loads(line)["event"] for line in lines[:place]] == ["plan_search", "plan_switch"]
+    journal.write_text("".join(lines[:place]))
+    for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        checkpoint.unlink()
+    hotloop.fit(task(6), run=tmp_path / "run", resume=True, progress=False)
+    assert len(switches(tmp_path / "run")) > 3

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hotloop.core.records.plan_switch import PlanHistory, PlanSwitch
+from hotloop.core.records.plan_switch import PlanHistory
 from hotloop.errors import RunError
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import missing_memory
@@ -16,7 +16,7 @@ from hotloop.plan import Plan
 from hotloop.training.early_stopping import RunOutcome
 from hotloop.training.live.live_search import EVENT as CANDIDATE
 from hotloop.training.live.live_search import LiveSearch, SearchSettings
-from hotloop.training.live.plan_switcher import PlanSwitcher
+from hotloop.training.live.plan_switcher import PlanSwitcher, record_switch
 from hotloop.training.live.replay import replayed_history
 from hotloop.training.loop import TrainingLoop
 from hotloop.training.run import FollowerRun, Run
@@ -45,11 +45,23 @@ def live_drive(context: RunContext, handle: Run, plan: Plan) -> Drive | None:
     events = handle.journal()
     history = PlanHistory.from_journal(events)
     if not history and context.replay is not None:
-        return LiveTraining(context, plan, history, replayed_history(context.replay).without_search())
+        for switch in replayed_history(context.replay).without_search():
+            record_switch(handle, history, switch)
+        return LiveTraining(context, plan, history)
     if not history and context.candidates:
+        plans = [one.model_dump(mode="json") for one in context.candidates]
+        handle.log(SEARCH, eager=plan.model_dump(mode="json"), candidates=plans)
+        first = history.next_switch(0, plan, "the plan that needs no compiling", is_searching=True)
+        record_switch(handle, history, first)  # before the event `start`: after a kill from here on the search goes on
         return LiveTraining(context, plan, history, settings=_settings(context, handle, plan, context.candidates))
     if not history:
         return None
+    if not history.at(0).is_searching and not any(event["event"] == "start" for event in events):
+        raise RunError(
+            f"{handle.path} was ended while it copied the plans of the run to repeat",
+            expected="all of them",
+            fix="remove the folder, and start the run again",
+        )
     if context.plan is not None or context.axes:
         return LiveTraining(context, plan, history, is_replaced=True)
     if not history.last.is_searching or (found := _stored_search(events)) is None:
@@ -100,7 +112,6 @@ class LiveTraining:
     Attributes:
         plan: of the loop's first Program.
         history: of the run's journal.
-        replayed: the switches of the run to repeat, for a new run.
         settings: of the search that follows the journal; None without a search.
         tried: brief names of plans that the search has tried.
         is_replaced: whether the user resumed the run with another plan.
@@ -109,14 +120,14 @@ class LiveTraining:
     context: RunContext
     plan: Plan
     history: PlanHistory
-    replayed: tuple[PlanSwitch, ...] | list[PlanSwitch] = ()
     settings: SearchSettings | None = None
     tried: tuple[str, ...] = ()
     is_replaced: bool = False
 
     def __call__(self, loop: TrainingLoop) -> RunOutcome:
         switcher = PlanSwitcher(loop, self.context.task, self.plan, self.history, self.context.say)
-        self._begin(switcher)
+        if self.is_replaced:
+            switcher.write(self.plan, "the run was resumed with this plan", is_searching=False)
         search = None if self.settings is None else self._make_search(switcher, self.settings)
         try:
             reason = self._train(switcher, search)
@@ -128,16 +139,6 @@ class LiveTraining:
         if len(self.history.switches) > 1:
             self.context.say(f"to repeat this run bit by bit: {_replay_command(self.context, loop.run)}")
         return outcome
-
-    def _begin(self, switcher: PlanSwitcher) -> None:
-        if self.replayed:
-            switcher.write_all(list(self.replayed))
-        elif not self.history and self.settings is not None:
-            plans = [plan.model_dump(mode="json") for plan in self.settings.candidates]
-            switcher.loop.run.log(SEARCH, eager=self.plan.model_dump(mode="json"), candidates=plans)
-            switcher.write(self.plan, "the plan that needs no compiling")
-        elif self.is_replaced:
-            switcher.write(self.plan, "the run was resumed with this plan", is_searching=False)
 
     def _make_search(self, switcher: PlanSwitcher, settings: SearchSettings) -> LiveSearch:
         loop, context = switcher.loop, self.context

@@ -12,6 +12,13 @@ from hotloop.task import Task
 from hotloop.training.live.replay import runnable_plan
 from hotloop.training.loop import TrainingLoop
 from hotloop.training.monitor import RunMonitor
+from hotloop.training.run import Run
+
+
+def record_switch(run: Run, history: PlanHistory, switch: PlanSwitch) -> None:
+    """Writes a switch to the run's journal, durably, and then to the history."""
+    run.log(EVENT, **switch.fields())
+    history.add(switch)
 
 
 class PlanSwitcher:
@@ -33,18 +40,9 @@ class PlanSwitcher:
         """Records in the journal that the next steps have this plan."""
         step = self.loop.program.position.step
         switch = self.history.next_switch(step, plan, reason, is_window=is_window, is_searching=is_searching)
-        self._append(switch)
+        record_switch(self.loop.run, self.history, switch)
         if not is_window:
             self.loop.run.keep(plan=plan)
-
-    def write_all(self, switches: list[PlanSwitch]) -> None:
-        """Records the plans of a run that is repeated."""
-        for switch in switches:
-            self._append(switch)
-
-    def _append(self, switch: PlanSwitch) -> None:
-        self.loop.run.log(EVENT, **switch.fields())
-        self.history.add(switch)
 
     def switch(self, plan: Plan, reason: str, *, is_window: bool = False) -> None:
         """Records a plan in the journal, and makes the next steps with it."""
@@ -56,7 +54,10 @@ class PlanSwitcher:
     def follow(self) -> int | None:
         """Makes the next steps with the journal's plan; returns the steps until the journal's next switch, if any."""
         step = self.loop.program.position.step
-        self.enter(self.history.at(step).plan)
+        switch = self.history.at(step)
+        self.enter(switch.plan)
+        if not switch.is_window:
+            self.loop.run.keep(plan=switch.plan)
         following = self.history.next_step(step)
         return None if following is None else following - step
 
