@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hotloop.plan import Plan
 from hotloop.training.run import Run
 from tests.support.killed_training import Killed, at_step, kill
 from tests.support.live_runs import differences, patch_search, switches
-from tests.support.tasks.full_state_task import task
+from tests.support.tasks.full_state_task import STEPS_PER_EPOCH, task
 
 EPOCHS = 6
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,30 +146,29 @@ def test_a_user_who_may_hold_the_model_gets_no_live_search(
     assert switches(tmp_path / "run") == []
 
 
-def _wait_for_start(journal: Path, starts: int, process: subprocess.Popen[bytes]) -> None:
-    """Waits until the run was started or resumed so many times."""
-    until = time.monotonic() + 120
+def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a process may have done so many steps of a run."""
+    until = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < until:
-        if (
-            journal.exists()
-            and sum(journal.read_bytes().count(b'"%s"' % kind) for kind in (b"start", b"resume")) >= starts
-        ):
-            return
-        time.sleep(0.01)
+        with suppress(OSError, ValueError):
+            if int((run / "reached").read_bytes()) >= step:
+                return
+        time.sleep(0.002)
 
 
 def _killed_and_resumed(folder: Path, rng: random.Random, kills: int) -> None:
-    """Real processes, killed at random times until they end; the last one ends by itself."""
+    """Real processes, killed at random steps and moments; the last one ends by itself."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "tests.support.live_runs", str(folder / "run"), str(EPOCHS)]
-    root = Path(__file__).parents[3]
-    for number in range(kills + 1):
+    root, steps = Path(__file__).parents[3], EPOCHS * STEPS_PER_EPOCH
+    killed_at = sorted(rng.randrange(1, steps) for _ in range(kills))
+    for step in [*killed_at, None]:
         process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.DEVNULL)
-        if number < kills:
-            _wait_for_start(folder / "run" / "journal.jsonl", number + 1, process)
-            time.sleep(rng.uniform(0.0, 0.7))
+        if step is not None:
+            _wait_for_step(folder / "run", step, process)
+            time.sleep(rng.uniform(0.0, 0.02))
             process.send_signal(signal.SIGKILL)
-        process.wait(120)
+        process.wait(300)
     assert process.returncode == 0
 
 

@@ -243,7 +243,7 @@ class _Watch:
     def __init__(self, plan: Plan, rival: Plan, step_s: float, before: _Watch | None) -> None:
         self._plan, self._rival, self._step_s = plan, rival, step_s
         is_again = before is not None and {before._plan, before._rival} == {plan, rival}
-        self._rest_s = _REST_FACTOR * before._rest_s if is_again and before is not None else _MIN_REST_S
+        self._rest_s: float = _REST_FACTOR * before._rest_s if is_again and before is not None else _MIN_REST_S
         self._since = time.monotonic()
 
     def race_again(self, step_s: float, spans: int) -> WindowRace | None:
