@@ -20,7 +20,7 @@ from hotloop.training.run import Run
 from hotloop.tuning.auto import recall
 from hotloop.tuning.live import window_race
 from hotloop.tuning.live.candidate_process import PreparedPlan
-from hotloop.tuning.live.payoff import LivePayoff
+from hotloop.tuning.live.live_payoff import LivePayoff
 from tests.support.tasks.full_state_task import task
 
 OTHERS: tuple[dict[str, str], ...] = ({"precision": "bf16"}, {"optimizer": "forloop"})

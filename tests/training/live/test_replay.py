@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop.core.records.plan_switch import EVENT
+from hotloop.core.files.plan_history import EVENT
 from hotloop.errors import PlanError, RunError
 from hotloop.plan import Plan
 from hotloop.training.run import Run

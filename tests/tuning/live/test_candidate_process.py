@@ -20,7 +20,7 @@ from hotloop.lowering.compile import package_cache
 from hotloop.plan import Plan
 from hotloop.tuning.live import candidate_process
 from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
-from hotloop.tuning.live.payoff import LivePayoff
+from hotloop.tuning.live.live_payoff import LivePayoff
 from tests.support.planted_step_faults import loss_scaled
 from tests.support.programs import a_task
 

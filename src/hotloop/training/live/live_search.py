@@ -16,7 +16,7 @@ from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.training.live.plan_switcher import PlanSwitcher
 from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
-from hotloop.tuning.live.payoff import LATER_GAIN, LivePayoff
+from hotloop.tuning.live.live_payoff import LATER_GAIN, LivePayoff
 from hotloop.tuning.live.stored_speed import ProvenPlan
 from hotloop.tuning.live.window_race import WindowRace
 from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hotloop.core.records.plan_switch import EVENT, PlanHistory, PlanSwitch
+from hotloop.core.files.plan_history import EVENT, PlanHistory, PlanSwitch
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan

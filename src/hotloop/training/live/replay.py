@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from hotloop.core.files.plan_history import PlanHistory
 from hotloop.core.hardware import machine
 from hotloop.core.hardware.versions import result_versions
-from hotloop.core.records.plan_switch import PlanHistory
 from hotloop.core.records.training import RunRecord
 from hotloop.errors import RunError
 from hotloop.plan import Plan

@@ -17,7 +17,7 @@ from hotloop.lowering.compile.package_cache import NOT_CACHED
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.tuning.live.payoff import LivePayoff
+from hotloop.tuning.live.live_payoff import LivePayoff
 from hotloop.tuning.live.spare_time import SpareTime
 
 _NICE = 10

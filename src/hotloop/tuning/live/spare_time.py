@@ -1,4 +1,4 @@
-"""Limits what a child process takes from the steps of a training beside it."""
+"""Limits what a child process takes from the steps of the training."""
 
 from __future__ import annotations
 

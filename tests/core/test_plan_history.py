@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.plan_switch import EVENT, PlanHistory, PlanSwitch
+from hotloop.core.files.plan_history import EVENT, PlanHistory, PlanSwitch
 from hotloop.errors import RunError
 from hotloop.plan import Plan
 
