@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def begun(plan: Plan = FUSED, payoff: LivePayoff = PAYOFF) -> CandidateProcess:
-    return CandidateProcess(a_task(epochs=4), plan, TRUSTED_CLASSES, payoff, 1e-3)
+    return CandidateProcess(a_task(epochs=4), [plan], TRUSTED_CLASSES, payoff, 1e-3)
 
 
 def result(child: CandidateProcess, seconds: float = 300.0) -> PreparedPlan:
@@ -153,3 +154,10 @@ def test_a_wrong_package_is_refused_and_a_right_one_is_used(monkeypatch: pytest.
         found = result(begun(Plan(compile="package")), 600.0)
         assert found.parity is not None and found.why_not.startswith("it's broken")
     assert result(begun(Plan(compile="package")), 600.0).why_not == ""
+
+
+def test_pooling_favours_the_usual_layout() -> None:
+    plans = [Plan(layout="channels_last"), Plan(), FUSED]
+    assert PAYOFF.first_of(plans) == 0
+    assert replace(PAYOFF, has_pooling=True).first_of(plans) == 1
+    assert replace(PAYOFF, has_pooling=True).first_of(plans[:1]) == 0

@@ -27,8 +27,8 @@ EVENT = "plan_candidate"
 _FIRST_S, _FIRST_SPANS = 0.5, 4
 """Least seconds and spans of training before the first candidate: they give the seconds of a step."""
 
-_BASELINE_RACE_S = 20.0
-"""Least seconds that are left in a run for the race with the baseline, which takes a few."""
+_LAST_S, _LAST_RACE_S = 5.0, 20.0
+"""Least seconds that are left in a run for a child, and for a race of a plan that has raced before or with the baseline."""
 
 _RECENT_SPANS = 30
 """Spans whose median is the step's present time."""
@@ -96,6 +96,9 @@ class LiveSearch:
 
     def before_span(self, steps: int) -> int:
         """Chooses the plan of the next span, and returns its steps, at most `steps`."""
+        if self._child is not None and self._left_s < _LAST_S:
+            self.close()
+            self._stop_search("the run ends soon")
         if self._child is not None and (found := self._child.poll()) is not None:
             self._child = None
             self._finish_child(found)
@@ -124,6 +127,12 @@ class LiveSearch:
         else:
             self._recent.append(seconds / steps)
 
+    @property
+    def _left_s(self) -> float:
+        """Seconds until the end of the run, by the last spans without a child or a race."""
+        step_s = statistics.median(self._recent)
+        return self._steps_left(step_s) * step_s
+
     def close(self) -> None:
         """Ends the child."""
         if self._child is not None:
@@ -134,7 +143,8 @@ class LiveSearch:
         if self._trained_s < _FIRST_S or self._spans < _FIRST_SPANS or not self._recent:
             return
         step_s = statistics.median(self._recent)
-        if self._watch is not None and (race := self._watch.race_again(step_s, len(self._recent))):
+        is_long = self._left_s > _LAST_RACE_S
+        if is_long and self._watch is not None and (race := self._watch.race_again(step_s, len(self._recent))):
             self._say(
                 f"auto: a step takes {format_milliseconds(1e3 * step_s)} now, more than in the race of its plan, so "
                 f"{race.rival.brief()} races again"
@@ -156,15 +166,15 @@ class LiveSearch:
             elif why := self._settings.why_no_memory(self._switcher.loop.program):
                 self._stop_search(why)
             else:
-                self._waiting.pop(0)
-                self._start_child(plan, payoff, step_s)
+                self._start_child(payoff, step_s)
                 return
-        self._race_baseline(step_s)
+        if is_long:
+            self._race_baseline()
 
-    def _race_baseline(self, step_s: float) -> None:
-        """Begins the race that later runs profit from, once, if the rest of the run is long enough."""
+    def _race_baseline(self) -> None:
+        """Begins the race that later runs profit from, once."""
         plan, baseline = self._switcher.plan, self._settings.baseline
-        if baseline is None or plan not in self._proven or self._steps_left(step_s) * step_s < _BASELINE_RACE_S:
+        if baseline is None or plan not in self._proven:
             return
         self._settings = replace(self._settings, baseline=None)
         self._begin_race(WindowRace(plan, baseline, least_pairs=MIN_PAIRS), is_stored=True)
@@ -173,16 +183,18 @@ class LiveSearch:
         self._say(f"auto tries no further plan: {why}")
         self._waiting.clear()
 
-    def _start_child(self, plan: Plan, payoff: LivePayoff, step_s: float) -> None:
+    def _start_child(self, payoff: LivePayoff, step_s: float) -> None:
+        plans = list(self._waiting)
         try:
-            self._child = CandidateProcess(self._task, plan, self._settings.accepted, payoff, step_s)
+            self._child = CandidateProcess(self._task, plans, self._settings.accepted, payoff, step_s)
         except OSError as error:  # the system allows no further process
             self._stop_search(f"a child process can't be started: {describe_error(error)}")
             return
-        self._say(f"auto compiles {plan.brief()} beside the training")
+        self._say(f"auto compiles {plans[0].brief() if payoff.gain else 'a plan'} beside the training")
 
     def _finish_child(self, found: PreparedPlan) -> None:
         self._recent.clear()
+        self._waiting.remove(found.plan)
         if not found.pays:
             self._stop_search(found.why_not)
         elif found.why_not:
@@ -193,6 +205,8 @@ class LiveSearch:
             )
             assert found.parity is not None
             if self._begin_race(WindowRace(self._switcher.plan, found.plan)):
+                alike = {one for one in self._waiting if one.compile != "none" and one.layout == found.plan.layout}
+                self._waiting = [one for one in self._waiting if one not in alike]
                 load_s = self._switcher.prepare(found.plan).compile_s
                 self._proven[found.plan] = ProvenPlan(found.parity, found.compile_s, load_s, time.monotonic())
 

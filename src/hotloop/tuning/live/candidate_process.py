@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +57,19 @@ class CandidateProcess:
     """One child, beside the training.
 
     Args:
+        plans: best first; the child takes the first, or the first that a profile of the step favours.
         accepted: classes of a proof that are enough.
-        payoff: what the plan may save.
+        payoff: what a plan may save.
         step_s: seconds of a training step without the child.
     """
 
-    def __init__(self, task: Task, plan: Plan, accepted: tuple[str, ...], payoff: LivePayoff, step_s: float) -> None:
-        self.plan, self._accepted, self._began = plan, accepted, time.monotonic()
+    def __init__(
+        self, task: Task, plans: Sequence[Plan], accepted: tuple[str, ...], payoff: LivePayoff, step_s: float
+    ) -> None:
+        self._plans, self._accepted, self._began = plans, accepted, time.monotonic()
         self.limit_s = max(_MIN_LIMIT_S, _LIMIT_FACTOR * payoff.prepare_s)
         threads = torch.get_num_threads()
-        self._process = CompileProcess(lambda: _prepare(task, plan, payoff, threads))
+        self._process = CompileProcess(lambda: _prepare(task, plans, payoff, threads))
         self.spare_time = SpareTime(step_s, self._process.pause, self._process.proceed)
 
     @property
@@ -85,27 +89,32 @@ class CandidateProcess:
         return self._read(found, seconds)
 
     def _read(self, found: dict[str, Any], seconds: float) -> PreparedPlan:
-        gain, compile_s = found.get("gain"), float(found.get("compile_s", 0.0))
+        gain, compile_s, plan = (
+            found.get("gain"),
+            float(found.get("compile_s", 0.0)),
+            self._plans[found.get("place", 0)],
+        )
         if (why := found.get("failure")) is not None:
-            return PreparedPlan(self.plan, None, str(why), seconds, compile_s, gain, bool(found.get("pays", True)))
+            return PreparedPlan(plan, None, str(why), seconds, compile_s, gain, bool(found.get("pays", True)))
         parity = Parity.model_validate(found["parity"])
         why_not = "" if parity.parity in self._accepted else f"it's {parity.parity}: {parity.reason}"
-        return PreparedPlan(self.plan, parity, why_not, seconds, compile_s, gain)
+        return PreparedPlan(plan, parity, why_not, seconds, compile_s, gain)
 
     def end(self) -> None:
         """Ends the child and its compilers."""
         self._process.end()
 
 
-def _prepare(task: Task, plan: Plan, payoff: LivePayoff, threads: int) -> dict[str, Any]:
-    """Compiles and proves a plan in the child; see `CandidateProcess`."""
+def _prepare(task: Task, plans: Sequence[Plan], payoff: LivePayoff, threads: int) -> dict[str, Any]:
+    """Compiles and proves one of the plans in the child; see `CandidateProcess`."""
     os.nice(_NICE)
     torch.set_num_threads(threads)  # the package is for this number; a new thread has torch's default
     from torch._inductor import config  # imports torch's compiler, which takes seconds
 
     config.compile_threads = 1  # a fork can't start pools of processes
     payoff = payoff.estimated(task)
-    estimate: dict[str, Any] = {"gain": payoff.gain}
+    place = payoff.first_of(plans)
+    plan, estimate = plans[place], dict[str, Any](gain=payoff.gain, place=place)
     if not payoff.is_worthwhile:
         return estimate | {"failure": str(payoff), "pays": False}
     lines: list[str] = []

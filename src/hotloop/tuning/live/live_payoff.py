@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hotloop.core.random.rng import preserve_generators
 from hotloop.lowering.build import lower
-from hotloop.plan import Plan
+from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
 from hotloop.tuning.live.spare_time import MAX_LOSS
 from hotloop.tuning.search.budget import estimate_proof_s
@@ -38,6 +39,7 @@ class LivePayoff:
         has_rewrites: whether the candidate has rewrites.
         gain: expected speedup; None before an estimate.
         operations: of a step; None if unknown.
+        has_pooling: whether the step has pooling that rewrites support.
     """
 
     eager: Plan
@@ -47,6 +49,7 @@ class LivePayoff:
     has_rewrites: bool
     gain: float | None = None
     operations: int | None = 0
+    has_pooling: bool = False
 
     @property
     def prepare_s(self) -> float:
@@ -78,7 +81,14 @@ class LivePayoff:
         own_s = self.step_s if made is None or made.step_s is None else min(self.step_s, made.step_s)
         saved_s = own_s * (1 - 1 / gain)  # loading a batch takes as long as before
         whole = self.step_s / max(self.step_s - saved_s, 1e-9)
-        return replace(self, gain=whole, operations=None if made is None else made.operations)
+        if made is None:
+            return replace(self, gain=whole, operations=None)
+        return replace(self, gain=whole, operations=made.operations, has_pooling=made.has_pooling)
+
+    def first_of(self, plans: Sequence[Plan]) -> int:
+        """Returns the place of the plan to try first: rewrites of pooling need the usual layout."""
+        usual = [place for place, plan in enumerate(plans) if plan.layout == BASELINE.layout]
+        return usual[0] if usual and self.has_pooling else 0
 
     def __str__(self) -> str:
         return f"it should save {self.saves_s:,.0f} s of the {self.steps:,} steps left, and costs about {self.costs_s:.0f} s"
