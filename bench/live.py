@@ -42,8 +42,8 @@ FIXED = {
     "W1": (f"{_WHOLE},rewrites=all", f"{_WHOLE},rewrites=all,layout=channels_last", _WHOLE),
     "W2": (f"{_WHOLE},rewrites=all", f"{_WHOLE},rewrites=all,layout=channels_last", _WHOLE),
     "W3": (f"{_WHOLE},rewrites=all", f"{_WHOLE},rewrites=all,layout=channels_last", _WHOLE),
-    "W4": (f"{_WHOLE},rewrites=all", _WHOLE),
-    "W5": (f"{_WHOLE},rewrites=all", _WHOLE),
+    "W4": (f"{_WHOLE},rewrites=mm_by_onednn", _WHOLE),
+    "W5": (f"{_WHOLE},rewrites=mm_by_onednn", _WHOLE),
 }
 """Plans that a user would choose from by hand, beside the baseline and the default."""
 

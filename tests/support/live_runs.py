@@ -65,6 +65,8 @@ def patch_search(setattr_: Callable[[Any, str, Any], None], *, child: type | Non
     setattr_(window_race.WindowRace, "winner", property(lambda self: self.rival))
     setattr_(live_search, "_FIRST_S", 0.0)
     setattr_(live_search, "_FIRST_SPANS", 1)
+    setattr_(live_search, "_LAST_S", 0.0)
+    setattr_(live_search, "_LAST_RACE_S", 0.0)
     setattr_(LivePayoff, "is_worthwhile", property(lambda self: True))
     setattr_(SpanPacer, "steps", lambda self: 1)
 
