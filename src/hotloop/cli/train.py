@@ -161,12 +161,13 @@ def train(
             split_reference(task)[0]
         )  # reports a wrong path before the import of torch, which takes seconds
 
-    from hotloop.core.plan_request import LIVE, PlanRequest, plan_origin, replayed_run
+    from hotloop.core.plan_request import PlanRequest, plan_origin, replayed_run, split_live
 
     if (replay := replayed_run(plan, axes)) is not None:
         if resume is not None:
             raise typer.BadParameter("--plan replay:RUN is for a new run; a resumed run follows its own journal")
         plan = None
+    plan, is_live = split_live(plan)
     wanted = PlanRequest.from_value(plan, axes)  # reports a wrong plan before the import of torch
     if is_data_parallel_default(ranks, wanted.plan) and (
         resume is None or plan is not None or _has_single_process_plan(resume)
@@ -198,7 +199,7 @@ def train(
     context = RunContext(
         plan=plan,
         axes=axes,
-        is_live=plan == LIVE,
+        is_live=is_live,
         replay=replay,
         overrides=overrides,
         stop_after=stop_after,
@@ -227,7 +228,9 @@ def train(
             display.close()
     if isinstance(handle, FollowerRun):
         return  # rank 0 prints the result
-    origin = "" if resume is not None or replay is not None else " (--tune)" if tune else plan_origin(plan, axes)
+    origin = (
+        "" if resume is not None or replay is not None or is_live else " (--tune)" if tune else plan_origin(plan, axes)
+    )
     for line in summary(handle.path, handle.plan.brief() + origin, ended.final):
         display.say(line)
     if as_json:

@@ -18,6 +18,11 @@ EXPECTED_PLAN = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
 _REPLAY = "replay:"
 
 
+def split_live(given: Any) -> tuple[Any, bool]:
+    """Returns the plan of a training, with `auto` in place of `live`, and whether it was `live`."""
+    return (AUTO, True) if given == LIVE else (given, False)
+
+
 def replayed_run(given: Any, axes: Mapping[str, Any] | None = None) -> Path | None:
     """Returns the run of a plan `replay:RUN`, whose plans another run uses at the same steps; None for other plans.
 
@@ -73,7 +78,7 @@ class PlanRequest:
         overrides = {axis: _parse_axis_value(axis, value) for axis, value in (axes or {}).items()}
         if isinstance(given, Plan):
             plan = given
-        elif given in (None, AUTO, LIVE, BASELINE):
+        elif given in (None, AUTO, BASELINE):
             plan = Plan()
         elif given == ARRAYS:
             plan = Plan(engine="arrays")
@@ -87,7 +92,7 @@ class PlanRequest:
             )
         dropped = axes_dropped_with(plan.parallel, overrides.get("parallel", plan.parallel))
         own = {axis: getattr(plan, axis) for axis in plan.model_fields_set if axis not in dropped}
-        return cls(Plan(**(own | overrides)), given in (AUTO, LIVE))
+        return cls(Plan(**(own | overrides)), given == AUTO)
 
     @classmethod
     def with_auto_default(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
