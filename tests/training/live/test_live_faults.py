@@ -101,7 +101,9 @@ hotloop.fit(task(10_000), run=sys.argv[1], plan="live", progress=False)
 
 
 @pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.more)]
+)
 def test_the_child_ends_with_the_training(tmp_path: Path, number: signal.Signals, paused: bool) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     file = tmp_path / "pid"
