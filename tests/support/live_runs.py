@@ -30,6 +30,8 @@ OTHERS: tuple[dict[str, str], ...] = ({"precision": "bf16"}, {"optimizer": "forl
 class ProvenAtOnce:
     """In place of a child process."""
 
+    lost_s = 0.0
+
     def __init__(self, task: Any, plans: list[Plan], *arguments: Any) -> None:
         self.plan, self.spare_time, self._polls = plans[0], self, 0
 

@@ -100,8 +100,8 @@ class LiveSearch:
             self.close()
             self._stop_search("the run ends soon")
         if self._child is not None and (found := self._child.poll()) is not None:
-            self._child = None
-            self._finish_child(found)
+            lost_s, self._child = self._child.spare_time.lost_s, None
+            self._finish_child(found, lost_s)
         if self._race is not None and self._race.is_over:
             self._finish_race(self._race)
         if self._race is None and self._child is None:
@@ -192,7 +192,7 @@ class LiveSearch:
             return
         self._say(f"auto compiles {plans[0].brief() if payoff.gain else 'a plan'} beside the training")
 
-    def _finish_child(self, found: PreparedPlan) -> None:
+    def _finish_child(self, found: PreparedPlan, lost_s: float) -> None:
         self._recent.clear()
         self._waiting.remove(found.plan)
         if not found.pays:
@@ -201,7 +201,8 @@ class LiveSearch:
             self._leave_out(found.plan, found.why_not)
         else:
             self._say(
-                f"auto: {found.plan.brief()} was compiled and proven in {found.seconds:.0f} s, and races in real steps"
+                f"auto: {found.plan.brief()} was compiled and proven in {found.seconds:.0f} s, which took {lost_s:.1f} s "
+                "from the training, and races in real steps"
             )
             assert found.parity is not None
             if self._begin_race(WindowRace(self._switcher.plan, found.plan)):
