@@ -81,7 +81,7 @@ def whole_runs(
             known = [row for row in journal.of(**key) if row["lane"].partition(", ")[0] == lane.name]
             if any(row["failure"] or row["lane"] == last for row in known):
                 continue
-            for name, marked in _states(lane, folder, partial(_run, script, folder, limit_s)):
+            for name, marked in _states(lane, folder, partial(run_once, script, folder, limit_s)):
                 journal.add({**key, "lane": name}, epochs=epochs, **asdict(marked))
                 tell(f"{workload.name} {name}: {marked.failure or f'{marked.total_s:.1f} s'}")
 
@@ -107,7 +107,8 @@ def _states(lane: Lane, folder: Path, run: Callable[[], Marked]) -> Iterator[tup
             return
 
 
-def _run(script: Sequence[str], folder: Path, limit_s: float) -> Marked:
+def run_once(script: Sequence[str], folder: Path, limit_s: float) -> Marked:
+    """Runs a peer's script to its end, with the cache in `folder`."""
     environment, found_as = begun(folder)
     peer = Peer(script, environment, in_turns=False)
     try:

@@ -17,7 +17,7 @@ from hotloop.core.feasibility.forecast import PlanForecast
 from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import result_versions
-from hotloop.core.plan_request import PlanRequest, plan_origin
+from hotloop.core.plan_request import PlanRequest, plan_origin, replayed_run, split_live
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord
 from hotloop.core.reporter import Report
@@ -65,7 +65,8 @@ def fit(
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
         resume: continue the run in that folder from its last checkpoint.
         plan: a `Plan`, a TOML file, `baseline` (eager), `arrays`, or `auto` (the default): the result of `tune` for a
-            Task in a file, else the choice of the rules. A resumed run keeps its own plan by default. Several ranks
+            Task in a file, else the choice of the rules. `live` searches while the run trains, and `replay:RUN` repeats
+            such a run bit by bit. A resumed run keeps its own plan by default. Several ranks
             start
                 as forks
             of this process, see docs/how-to/ranks.md.
@@ -85,12 +86,17 @@ def fit(
     if not isinstance(task, Task):
         raise TaskError(f"fit got {type_name(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
+    if (replay := replayed_run(plan, axes)) is not None:
+        plan = None
+    plan, is_live = split_live(plan)
     ranked = plan_to_launch(plan, axes, path if resume else None)
     display = _ArgumentDisplay(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
     context = RunContext(
         LoadedTask(task, None, {}),
         plan=plan,
         axes=axes,
+        is_live=is_live,
+        replay=replay,
         stop_after=stop_after,
         checkpoint_every=None if resume else checkpoint_every,
         rank_timeout=rank_timeout,
@@ -105,7 +111,7 @@ def fit(
             handle, ended = resume_run(context, path) if resume and path else start_run(context, path)
         finally:
             display.close()
-        brief = handle.plan.brief() + ("" if resume else plan_origin(plan, axes))
+        brief = handle.plan.brief() + ("" if resume or replay or is_live else plan_origin(plan, axes))
         for line in [] if isinstance(handle, FollowerRun) else training_summary(handle.path, brief, ended.final):
             display.say(line)
         return handle

@@ -379,3 +379,32 @@ def test_plan_takes_the_parameters_of_a_task(tmp_path: Path, hotloop: Hotloop) -
     Path("task.py").write_text(SMALL + body)
     assert hotloop("plan", "task.py", *CPU, "--json").document["plan"]["optimizer"] == "fused"
     assert hotloop("plan", "task.py", *CPU, "-p", "adam=false", "--json").document["plan"]["optimizer"] == "default"
+
+
+# --- live and replay
+
+REFUSED_REPLAYS = {
+    "no run": (("--plan", "replay:nowhere"), "no run at 'nowhere'"),
+    "an axis": (("--plan", "replay:plain", "--set", "threads=1"), "replay:plain together with threads"),
+    "one plan": (("--plan", "replay:plain"), "plain used one plan throughout"),
+}
+
+
+def test_a_replay_that_is_not_possible_is_one_line(hotloop: Hotloop, task: Path) -> None:
+    assert hotloop("train", "task.py", *CPU, "--run", "plain").code == 0
+    for arguments, expected in REFUSED_REPLAYS.values():
+        done = hotloop("train", "task.py", "--run", "other", *arguments)
+        assert done.code == 1 and expected in done.err and "Traceback" not in done.err
+    done = hotloop("train", "--resume", "plain", "--plan", "replay:plain")
+    assert done.code == 2 and "follows its own journal" in done.err.replace("\n", " ")
+
+
+def test_other_commands_refuse_live(hotloop: Hotloop, task: Path) -> None:
+    for arguments in (("check", "task.py", "--plan", "live"), ("race", "task.py", "--plans", "baseline,live")):
+        done = hotloop(*arguments)
+        assert done.code == 1 and "no plan at 'live'" in done.err
+
+
+def test_a_short_live_run_says_why_it_tries_no_plan(hotloop: Hotloop, task: Path) -> None:
+    done = hotloop("train", "task.py", *CPU, "--plan", "live", "--run", "run")
+    assert done.code == 0 and "from the first step on" in done.err

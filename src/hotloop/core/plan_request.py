@@ -11,9 +11,38 @@ from typing import Any
 from hotloop.errors import PlanError, shorten, type_name
 from hotloop.plan import Plan, axes_dropped_with
 
-AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
+AUTO, LIVE, BASELINE, ARRAYS = "auto", "live", "baseline", "arrays"
 
 EXPECTED_PLAN = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
+
+_REPLAY = "replay:"
+
+
+def split_live(given: Any) -> tuple[Any, bool]:
+    """Returns the plan of a training, with `auto` in place of `live`, and whether it was `live`."""
+    return (AUTO, True) if given == LIVE else (given, False)
+
+
+def replayed_run(given: Any, axes: Mapping[str, Any] | None = None) -> Path | None:
+    """Returns the run of a plan `replay:RUN`, whose plans another run uses at the same steps; None for other plans.
+
+    Raises:
+        PlanError: the folder has no run, or single axes are set as well.
+    """
+    if not isinstance(given, str) or not given.startswith(_REPLAY):
+        return None
+    path = Path(given.removeprefix(_REPLAY))
+    if not (path / "run.json").is_file():
+        raise PlanError(
+            f"no run at {shorten(str(path))}", expected=f"{_REPLAY} and a run's folder", fix="check the path"
+        )
+    if axes:
+        raise PlanError(
+            f"{_REPLAY}{path} together with {', '.join(axes)}",
+            expected="the plans of that run as they are",
+            fix="leave out the single axes",
+        )
+    return path
 
 
 _AXES_BESIDE_AUTO = {"device", "workers"}

@@ -23,15 +23,22 @@ _ASSUMED_WRITE_BYTES_PER_S = 300e6
 
 @dataclass
 class SpanPacer:
-    """Chooses a span's steps from the measured seconds of a step; `step_s` is None before the first span."""
+    """Chooses a span's steps from the measured seconds of a step.
+
+    Attributes:
+        step_s: seconds of a step, smoothed; None before the first span.
+        last_s: seconds of the last span.
+    """
 
     step_s: float | None = None
     span_s: float = _SPAN_S
+    last_s: float = 0.0
 
     def steps(self) -> int:
         return 1 if self.step_s is None else max(1, int(self.span_s / max(self.step_s, 1e-7)))
 
     def record_span(self, steps: int, elapsed_s: float) -> None:
+        self.last_s = elapsed_s
         if steps:
             now = elapsed_s / steps
             self.step_s = now if self.step_s is None else 0.7 * self.step_s + 0.3 * now

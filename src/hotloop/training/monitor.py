@@ -67,6 +67,12 @@ class RunMonitor:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def follow(self, program: Program) -> None:
+        """Measures on another Program of the same training from now on."""
+        self._gradient_norm = gradient_norm_of(program)
+        if self._training_accuracy is not None:
+            self._training_accuracy = training_accuracy_of(program)
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Ends the thread with the context."""

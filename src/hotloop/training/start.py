@@ -44,6 +44,8 @@ from hotloop.task_file import LoadedTask, files_of, load_from_run
 from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
+from hotloop.training.live.live_training import live_drive
+from hotloop.training.live.replay import check_same_task, with_replayed_plan, without_live_request
 from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
 from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
@@ -63,6 +65,7 @@ def start_run(context: RunContext, run: Path | None = None, began: float | None 
         began: when `stop_after` begins to count, in seconds by `time.monotonic()`; default now.
     """
     began = time.monotonic() if began is None else began
+    context = with_replayed_plan(context)
     wanted, every = PlanRequest.with_auto_default(context.plan, context.axes), context.checkpoint_every or "auto"
     context, plan = replace(context, wanted=wanted, checkpoint_every=every), wanted.plan
     with join_ranks(plan, context.say, plan.ranks, context.rank_timeout) as ranks:
@@ -120,6 +123,8 @@ def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSe
         switches=read_switches(),
         versions=result_versions(),
     )
+    for line in check_same_task(record, context.replay, has_schedule=task.schedule is not None):
+        context.say(line)
     made = (path, record, program.parts.plan)
     ranks.begin(str(path.absolute()))  # before the run exists, so that ranks that are started again find the run
     with close_on_error(program):
@@ -148,6 +153,7 @@ def check_options(task: Task, stop_after: str | None, checkpoint_every: str) -> 
 
 def resume_run(context: RunContext, path: Path) -> tuple[Run, RunOutcome]:
     """Continues a run where it was stopped or killed, under the plan of the context if there is one."""
+    context = without_live_request(context, path)
     plan, axes = context.plan, context.axes
     own = Run.open(path).plan if plan is None else None
     wanted = PlanRequest.from_value(plan if own is None else _feasible_own_plan(own, axes), axes)
@@ -304,9 +310,14 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
             pause_after_epoch=context.pause_after_epoch,
             callbacks=[*_callbacks(context, program), *writers] if writers else (),
             say=say,
-            drive=context.drive,
+            drive=context.drive or live_drive(context, handle, plan),
         )
-    if plan.parallel == "none" and outcome.history and (line := _compare_with_prediction(context, plan, outcome)):
+    if (
+        plan.parallel == "none"
+        and handle.plan == plan
+        and outcome.history
+        and (line := _compare_with_prediction(context, plan, outcome))
+    ):
         say(line)
     return outcome
 

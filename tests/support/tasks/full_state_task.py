@@ -80,7 +80,7 @@ class CentredLoss(nn.Module):
             _mark(Path(self.marks), "steps" if training else "evaluation")
             _wait(Path(self.marks))
         if training:
-            self.centre.lerp_(output.detach().mean(0), 0.1)
+            self.centre.lerp_(output.detach().mean(0).float(), 0.1)
         return nn.functional.cross_entropy(output - self.centre, target)
 
 

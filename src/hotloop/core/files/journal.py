@@ -35,6 +35,16 @@ class StepEvent(JournalEvent):
     step: Count
 
 
+class PlanSwitchEvent(StepEvent):
+    """Another plan from a step on."""
+
+    number: Count
+    plan: dict[str, Any]
+    reason: str
+    window: bool
+    searching: bool
+
+
 class FinalEvent(JournalEvent):
     """The figures of the selected weights after training."""
 
@@ -54,7 +64,8 @@ class MetricsRow(BaseModel):
 
 
 EVENT_TYPES: dict[str, type[BaseModel]] = dict.fromkeys(("start", "resume", "stop", "checkpoint"), StepEvent) | {
-    "final": FinalEvent
+    "final": FinalEvent,
+    "plan_switch": PlanSwitchEvent,
 }
 
 

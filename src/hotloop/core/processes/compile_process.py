@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import signal
 import sys
@@ -66,14 +67,29 @@ class CompileProcess:
                 text += part
         return {"failure": f"compiling and measuring did not finish within {seconds:.0f} s"}
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the result is there, or the child has ended."""
+        return bool(select.select([self._reading], [], [], 0)[0])
+
+    def pause(self) -> None:
+        """Stops the child and its compilers until `proceed`."""
+        self._signal(signal.SIGSTOP)
+
+    def proceed(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(OSError):
+            os.killpg(self.pid, number)
+
     def end(self) -> None:
         """Kills the child and its compilers if they still run."""
         if self._ended:
             return
         self._ended = True
         os.close(self._reading)
-        with suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 

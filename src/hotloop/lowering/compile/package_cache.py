@@ -32,6 +32,9 @@ from hotloop.lowering.context import LoweringContext
 _MAX_PACKAGES = 64
 """Maximum number of packages, and of records of steps; the least recently used are deleted."""
 
+NOT_CACHED = "the package isn't cached for later runs"
+"""Begin of the line about a package that can't be stored."""
+
 
 def load_or_build_package(
     captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Report
@@ -51,7 +54,7 @@ def load_or_build_package(
     try:
         write_atomic(path, content)
     except HotloopError as error:
-        say(f"the package isn't cached for later runs: {error.given}")
+        say(f"{NOT_CACHED}: {error.given}")
         with TemporaryDirectory() as folder:
             path = Path(folder) / path.name
             path.write_bytes(content)

@@ -72,6 +72,14 @@ def lower_requested(context: RunContext, memory: RaceHistory = EMPTY_HISTORY) ->
     return program
 
 
+def compiled_candidates(context: RunContext, eager: Plan, memory: RaceHistory) -> list[Plan]:
+    """Returns the compiled forms of an eager plan that `auto` may try and that a package stores, best first."""
+    considered = list_options(context.task, context.wanted.plan, context.done, context.facts)
+    choices = _without_rejected(considered.choices, memory, lambda line: None)
+    ways, _ = _plans_to_compile(choices, eager, considered.facts, context.wanted, memory, context.say)
+    return [] if _why_not_raced(considered.facts, eager) else [way for way in ways if way.compile == "package"]
+
+
 def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Report) -> list[RankedPlan]:
     """Returns the choices that no earlier race excludes; the baseline stays."""
     against = {choice.plan: memory.why_refused(choice.plan) for choice in choices[:-1]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 
 from hotloop.core.feasibility.forecast import PlanForecast
@@ -20,7 +21,7 @@ from hotloop.lowering.program import Program
 from hotloop.lowering.task_facts import task_facts
 from hotloop.plan import BASELINE, Plan
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.auto import EMPTY_HISTORY, forecast, lower_requested, remaining_facts
+from hotloop.tuning.auto.auto import EMPTY_HISTORY, compiled_candidates, forecast, lower_requested, remaining_facts
 from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.payoff import RaceHistory, accepted_parities
 from hotloop.tuning.search.race_cache import (
@@ -175,16 +176,52 @@ def lower_cached_or_auto(context: RunContext) -> Program:
     facts = remaining_facts(context.done, context.facts)
     kept, memory = _load_history(context.source, wanted, facts, context.say, context.done)
     stored = _fastest_race(kept, wanted, facts, memory)
-    if stored is not None:
-        plan = stored.timing.as_plan
-        try:
-            program = lower(context.task, plan, context.say, context.reporter.bar)
-        except (PlanError, MemoryExhausted) as error:
-            context.say(f"auto leaves out the stored plan {plan.brief()}: {error.given}")
-        else:
-            context.say(f"auto: {plan.brief()}, stored as the fastest that is proven equal")
-            context.plan_searches.append(stored.as_verdict(context.task.name, facts.steps))
-            if plan != _fastest_plan(kept, wanted, facts):  # compiled again, which later runs profit from
-                memory.reset_step_count()
-            return program
+    if stored is not None and (program := _lower_stored(context, stored)) is not None:
+        context.plan_searches.append(stored.as_verdict(context.task.name, facts.steps))
+        if stored.timing.as_plan != _fastest_plan(kept, wanted, facts):  # compiled again, which later runs profit from
+            memory.reset_step_count()
+        return program
+    if context.is_live and not (why := why_not_live(context, facts)):
+        return _lower_live(context, facts, memory)
+    if context.is_live:
+        context.say(f"auto searches before the first step: {why}")
     return lower_requested(context, memory)
+
+
+def _lower_stored(context: RunContext, stored: CachedRace) -> Program | None:
+    """Lowers the plan of a stored result; reports why the plan can't be lowered, and returns None."""
+    plan = stored.timing.as_plan
+    try:
+        program = lower(context.task, plan, context.say, context.reporter.bar)
+    except (PlanError, MemoryExhausted) as error:
+        context.say(f"auto leaves out the stored plan {plan.brief()}: {error.given}")
+        return None
+    context.say(f"auto: {plan.brief()}, stored as the fastest that is proven equal")
+    return program
+
+
+def why_not_live(context: RunContext, facts: TaskFacts) -> str:
+    """Returns why a run can't search while it trains; empty if it can."""
+    plan = resolve_device(context.wanted.plan)
+    if context.is_resumed:
+        return "the run has begun with one plan"
+    if not hasattr(os, "fork"):
+        return "this system can't fork the process that compiles"
+    if plan.device != "cpu":
+        return f"a fork can't use {plan.device}"
+    if plan.ranked or plan.parallel != "none":
+        return "several processes train together"
+    if context.has_user_callbacks:
+        return "a callback may use the model, and a search makes others"
+    if not facts.exact or facts.steps is None:
+        return facts.inexact[0] if facts.inexact else "its data has an order of its own"
+    return ""
+
+
+def _lower_live(context: RunContext, facts: TaskFacts, memory: RaceHistory) -> Program:
+    """Lowers the plan that needs no compiling, and adds the plans to compile to the context's candidates."""
+    quiet = replace(context, wanted=replace(context.wanted, is_explicit=False))
+    program = lower_requested(quiet, memory)
+    context.candidates.extend(compiled_candidates(context, program.parts.plan, memory))
+    context.say(f"auto: {program.parts.plan.brief()}, from the first step on")
+    return program

@@ -1,0 +1,103 @@
+"""Two proven plans take turns in a training's own steps, until it is known which is faster."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from hotloop.plan import Plan
+from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio, ratio_of, verdict_of
+
+WINDOW_S, _MIN_STEPS = 0.15, 2
+"""Least seconds and steps of a window that count."""
+
+WARM_UP_STEPS = 2
+"""First steps of a window, which don't count: caches are filled with the other plan's numbers."""
+
+_MAX_PAIRS = 20
+
+_FAR, FAR_PAIRS = 1.25, 3
+"""A ratio beyond which few pairs suffice, if all of them show it; a wrong decision is corrected by the next race."""
+
+
+@dataclass
+class WindowRace:
+    """Pairs of windows in the order A B, B A, A B: a change of the machine's load reaches both plans alike.
+
+    Attributes:
+        plan: in use before the race.
+        rival: the other plan.
+        least_pairs: pairs before the race ends, even if they are far apart.
+    """
+
+    plan: Plan
+    rival: Plan
+    least_pairs: int = FAR_PAIRS
+    _step_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    _windows: int = 0
+    _seconds: float = 0.0
+    _steps: int = 0
+    _warm_up_steps: int = 0
+
+    @property
+    def has_rivals_turn(self) -> bool:
+        return self._windows % 4 in (1, 2)
+
+    @property
+    def next_plan(self) -> Plan:
+        return self.rival if self.has_rivals_turn else self.plan
+
+    def most_steps(self, steps: int) -> int:
+        """Returns the steps of the next span, at most `steps`."""
+        warming = WARM_UP_STEPS - self._warm_up_steps
+        return min(steps, warming) if warming > 0 else steps
+
+    def record(self, steps: int, seconds: float) -> None:
+        """Records a span of the plan whose turn it is."""
+        if self._warm_up_steps < WARM_UP_STEPS:
+            self._warm_up_steps += steps
+            return
+        self._steps += steps
+        self._seconds += seconds
+        if self._seconds >= WINDOW_S and self._steps >= _MIN_STEPS:
+            self._step_s[self.has_rivals_turn].append(self._seconds / self._steps)
+            turn, self._windows = self.has_rivals_turn, self._windows + 1
+            self._seconds, self._steps = 0.0, 0
+            if self.has_rivals_turn != turn:
+                self._warm_up_steps = 0
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """How many times as fast the rival is; None before the first pair."""
+        pairs = min(map(len, self._step_s.values()))
+        return ratio_of(self._step_s[False], self._step_s[True], confidence=0.95) if pairs else None
+
+    @property
+    def is_over(self) -> bool:
+        ratio = self.ratio
+        if ratio is None or self._windows % 2:
+            return False
+        if ratio.pairs >= _MAX_PAIRS:
+            return True
+        pairs = zip(self._step_s[False], self._step_s[True], strict=False)
+        ratios = [own / rival for own, rival in pairs]
+        if ratio.pairs >= self.least_pairs and (min(ratios) > _FAR or max(ratios) < 1 / _FAR):
+            return True
+        return ratio.pairs >= MIN_PAIRS and verdict_of(ratio) != "no difference"
+
+    @property
+    def winner(self) -> Plan:
+        """The rival if it is surely faster; else the plan that was in use."""
+        ratio = self.ratio
+        if ratio is None:
+            return self.plan
+        has_won = ratio.median > _FAR if ratio.low is None else verdict_of(ratio) == "faster"
+        return self.rival if has_won else self.plan
+
+    def step_s(self, plan: Plan) -> float:
+        """Returns the median seconds of a step of either plan."""
+        return statistics.median(self.times(plan))
+
+    def times(self, plan: Plan) -> list[float]:
+        """Returns the seconds of a step of either plan in each pair."""
+        return self._step_s[plan == self.rival]

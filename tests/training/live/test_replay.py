@@ -1,0 +1,188 @@
+"""A run whose plan changes while it trains: repeated by its journal, stopped and continued, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hotloop
+from hotloop.core.files.plan_history import EVENT
+from hotloop.errors import PlanError, RunError
+from hotloop.plan import Plan
+from hotloop.training.run import Run
+from tests.support.killed_training import Killed, at_step, kill
+from tests.support.live_runs import differences, patch_search, switches
+from tests.support.tasks.full_state_task import STEPS_PER_EPOCH, task
+
+EPOCHS = 6
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def searching(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_search(monkeypatch.setattr)
+
+
+def trained(path: Path, plan: Any = "live", **options: Any) -> Run:
+    return hotloop.fit(task(EPOCHS), run=path, progress=False, checkpoint_every="7", plan=plan, **options)
+
+
+def replayed(path: Path, of: Path) -> Run:
+    return trained(path, plan=f"replay:{of}")
+
+
+@pytest.mark.usefixtures("searching")
+def test_a_run_that_switched_is_repeated_bit_by_bit(tmp_path: Path) -> None:
+    trained(tmp_path / "run")
+    made = switches(tmp_path / "run")
+    assert len(made) > 6 and len({name for _, name, _ in made}) == 3 and any(window for *_, window in made)
+    replayed(tmp_path / "again", tmp_path / "run")
+    assert differences(tmp_path / "run", tmp_path / "again") == []
+    assert switches(tmp_path / "again") == made
+    assert Run.open(tmp_path / "again").plan == Run.open(tmp_path / "run").plan != Plan()
+    trained(tmp_path / "plain", plan=None)
+    assert differences(tmp_path / "run", tmp_path / "plain") != [], "the switches change no bit: the test shows nothing"
+
+
+@pytest.mark.usefixtures("searching")
+def test_a_missed_switch_would_be_seen(tmp_path: Path) -> None:
+    trained(tmp_path / "run")
+    journal = tmp_path / "run" / "journal.jsonl"
+    rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    changed = [row | {"step": row["step"] + 1} if row["event"] == EVENT and row["number"] == 2 else row for row in rows]
+    journal.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    replayed(tmp_path / "again", tmp_path / "run")
+    assert differences(tmp_path / "run", tmp_path / "again") != []
+
+
+@pytest.mark.usefixtures("searching")
+@pytest.mark.parametrize(
+    "step", [3, 13, 27, *(pytest.param(step, marks=pytest.mark.more) for step in (11, 12, 20, 33, 41))]
+)
+def test_a_killed_run_equals_its_own_replay(tmp_path: Path, step: int) -> None:
+    with pytest.raises(Killed):
+        killer = at_step(step, kill)
+        killer.read_only = True  # type: ignore[attr-defined]
+        trained(tmp_path / "run", callbacks=[killer])
+    before = switches(tmp_path / "run")
+    hotloop.fit(task(EPOCHS), run=tmp_path / "run", resume=True, progress=False)
+    assert switches(tmp_path / "run")[: len(before)] == before
+    replayed(tmp_path / "again", tmp_path / "run")
+    assert differences(tmp_path / "run", tmp_path / "again") == []
+
+
+@pytest.mark.usefixtures("searching")
+def test_a_run_that_is_resumed_with_another_plan_is_repeated_too(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        killer = at_step(30, kill)
+        killer.read_only = True  # type: ignore[attr-defined]
+        trained(tmp_path / "run", callbacks=[killer])
+    hotloop.fit(task(EPOCHS), run=tmp_path / "run", resume=True, progress=False, plan=Plan(optimizer="forloop"))
+    assert switches(tmp_path / "run")[-1] == (28, "optimizer=forloop", False)
+    replayed(tmp_path / "again", tmp_path / "run")
+    assert differences(tmp_path / "run", tmp_path / "again") == []
+
+
+@pytest.mark.usefixtures("searching")
+def test_the_end_says_how_to_repeat_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hotloop.fit(task(EPOCHS), run=tmp_path / "run", plan="live")
+    assert f"plan='replay:{tmp_path / 'run'}'" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_another_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch_search(patch.setattr)
+        trained(tmp_path / "run")
+    plan = f"replay:{tmp_path / 'run'}"
+    for changes, what in (({"batch_size": 8}, "Task"), ({"seed": 9}, "seed"), ({"epochs": 3}, "number of steps")):
+        other = hotloop.task.override_fields(task(EPOCHS), changes)
+        with pytest.raises(RunError, match=what):
+            hotloop.fit(other, run=tmp_path / "other", plan=plan, progress=False)
+        assert not (tmp_path / "other").exists()
+
+
+def test_a_run_that_can_not_be_repeated_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path / "plain", plan=None)
+    with pytest.raises(RunError, match="one plan throughout"):
+        replayed(tmp_path / "again", tmp_path / "plain")
+    with pytest.raises(PlanError, match="no run at"):
+        replayed(tmp_path / "again", tmp_path / "nowhere")
+    with pytest.raises(PlanError, match="Leave out the single axes"):
+        trained(tmp_path / "again", plan=f"replay:{tmp_path / 'plain'}", device="cpu")
+    (tmp_path / "plain" / "journal.jsonl").unlink()
+    with pytest.raises(RunError, match="has no journal"):
+        replayed(tmp_path / "again", tmp_path / "plain")
+
+
+@pytest.mark.usefixtures("searching")
+@pytest.mark.parametrize("damage", ["line", "removed"])
+def test_a_damaged_journal_is_refused(tmp_path: Path, damage: str) -> None:
+    trained(tmp_path / "run")
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    place = [number for number, line in enumerate(lines) if json.loads(line)["event"] == EVENT][1]
+    lines[place : place + 1] = ['{"event": "plan_switch", "step": -1}\n'] if damage == "line" else []
+    journal.write_text("".join(lines))
+    with pytest.raises(RunError, match="damaged"):
+        replayed(tmp_path / "again", tmp_path / "run")
+    if damage == "removed":
+        with pytest.raises(RunError, match="is missing"):
+            hotloop.fit(task(EPOCHS + 1), run=tmp_path / "run", resume=True, progress=False)
+
+
+def test_a_user_who_may_hold_the_model_gets_no_live_search(
+    tmp_path: Path, searching: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hotloop.fit(task(2), run=tmp_path / "run", plan="live", callbacks=[lambda view: None])
+    assert "searches before the first step: a callback may use the model" in capsys.readouterr().err.replace("\n", " ")
+    assert switches(tmp_path / "run") == []
+
+
+def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a process may have done so many steps of a run."""
+    until = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < until:
+        with suppress(OSError, ValueError):
+            if int((run / "reached").read_bytes()) >= step:
+                return
+        time.sleep(0.002)
+
+
+def _killed_and_resumed(folder: Path, rng: random.Random, kills: int) -> None:
+    """Real processes, killed at random steps and moments; the last one ends by itself."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.support.live_runs", str(folder / "run"), str(EPOCHS)]
+    root, steps = Path(__file__).parents[3], EPOCHS * STEPS_PER_EPOCH
+    killed_at = sorted(rng.randrange(1, steps) for _ in range(kills))
+    for step in [*killed_at, None]:
+        process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.DEVNULL)
+        if step is not None:
+            _wait_for_step(folder / "run", step, process)
+            time.sleep(rng.uniform(0.0, 0.02))
+            process.send_signal(signal.SIGKILL)
+        process.wait(300)
+    assert process.returncode == 0
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_killed_at_random_times_equals_its_own_replay(tmp_path: Path, seed: int) -> None:
+    _killed_and_resumed(tmp_path, random.Random(seed), kills=3)
+    replayed(tmp_path / "again", tmp_path / "run")
+    assert differences(tmp_path / "run", tmp_path / "again") == []
+
+
+def test_a_run_killed_once_equals_its_own_replay(tmp_path: Path) -> None:
+    _killed_and_resumed(tmp_path, random.Random(99), kills=1)
+    replayed(tmp_path / "again", tmp_path / "run")
+    assert differences(tmp_path / "run", tmp_path / "again") == []

@@ -1,0 +1,163 @@
+"""The child that compiles and proves a plan: what it returns, and each way in which it may fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hotloop.core.hardware import machine
+from hotloop.core.records.race import TRUSTED_CLASSES
+from hotloop.errors import DiskError, PlanError
+from hotloop.lowering.build import lower
+from hotloop.lowering.compile import package_cache
+from hotloop.plan import Plan
+from hotloop.tuning.live import candidate_process
+from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
+from hotloop.tuning.live.live_payoff import LivePayoff
+from tests.support.planted_step_faults import loss_scaled
+from tests.support.programs import a_task
+
+FUSED = Plan(optimizer="fused")
+PAYOFF = LivePayoff(Plan(), 10**9, 1e-3, normed=False, has_rewrites=False, gain=2.0)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def begun(plan: Plan = FUSED, payoff: LivePayoff = PAYOFF) -> CandidateProcess:
+    return CandidateProcess(a_task(epochs=4), [plan], TRUSTED_CLASSES, payoff, 1e-3)
+
+
+def result(child: CandidateProcess, seconds: float = 300.0) -> PreparedPlan:
+    until = time.monotonic() + seconds
+    while (found := child.poll()) is None:
+        assert time.monotonic() < until, "the child doesn't end"
+        time.sleep(0.02)
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def act(monkeypatch: pytest.MonkeyPatch, work: Callable[..., Any]) -> None:
+    monkeypatch.setattr(candidate_process, "_prepare", work)
+
+
+def test_an_equal_plan_is_proven() -> None:
+    found = result(begun())
+    assert found.why_not == "" and found.parity is not None and found.parity.parity in TRUSTED_CLASSES
+
+
+def test_a_wrong_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(task: Any, plan: Plan, *arguments: Any) -> Any:
+        program = lower(task, plan, *arguments)
+        loss_scaled(program)
+        return program
+
+    monkeypatch.setattr(candidate_process, "lower", faulty)
+    found = result(begun())
+    assert found.parity is not None and found.parity.parity == "broken" and found.why_not.startswith("it's broken")
+
+
+def test_a_plan_of_fewer_bits_is_refused_unless_it_was_asked_for() -> None:
+    found = result(begun(Plan(precision="bf16")))
+    assert found.why_not.startswith("it's reduced-precision") or found.why_not.startswith("it's broken")
+
+
+def test_a_child_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    act(monkeypatch, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+    assert "died" in result(begun()).why_not
+
+
+def test_an_error_of_the_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> Any:
+        raise PlanError("no such step", expected="another", fix="none")
+
+    monkeypatch.setattr(candidate_process, "lower", fails)
+    assert "no such step" in result(begun()).why_not
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, paused: bool) -> None:
+    act(monkeypatch, lambda *arguments: time.sleep(1000))
+    child = begun()
+    if paused:
+        child.spare_time.pause()
+    assert child.poll() is None
+    child.limit_s = 0.0
+    assert "did not end within" in result(child).why_not
+    assert has_ended(child.pid)
+
+
+def test_a_paused_child_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def work(*arguments: Any) -> dict[str, Any]:
+        until = time.monotonic() + 60
+        while not (tmp_path / "go").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return {"failure": "for the test"}
+
+    act(monkeypatch, work)
+    child = begun()
+    child.spare_time.pause()
+    (tmp_path / "go").touch()
+    time.sleep(0.3)
+    assert child.poll() is None
+    child.spare_time.proceed()
+    assert result(child).why_not == "for the test"
+
+
+def test_a_candidate_that_can_not_pay_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    payoff = LivePayoff(Plan(), 100, 1e-3, normed=False, has_rewrites=False)
+    monkeypatch.setattr(candidate_process, "lower", lambda *arguments: pytest.fail("compiled"))
+    found = result(begun(payoff=payoff))
+    assert not found.pays and "should save 0 s" in found.why_not
+
+
+@pytest.mark.more
+def test_a_package_that_can_not_be_stored_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise DiskError("no space left on device", expected="free space", fix="free some")
+
+    monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(package_cache, "write_atomic", full)
+    found = result(begun(Plan(compile="package")), 600.0)
+    assert "isn't cached for later runs: no space left" in found.why_not
+
+
+@pytest.mark.more
+def test_a_wrong_package_is_refused_and_a_right_one_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load = package_cache._load_package
+
+    def wrong(path: Path) -> Any:
+        run = load(path)
+
+        def changed(flat: list[Any]) -> Any:
+            before = flat[0].clone()
+            outputs = run(flat)
+            flat[0].add_(flat[0] - before, alpha=1e-3)  # an update that is a thousandth too long
+            return outputs
+
+        return changed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(package_cache, "_load_package", wrong)
+        found = result(begun(Plan(compile="package")), 600.0)
+        assert found.parity is not None and found.why_not.startswith("it's broken")
+    assert result(begun(Plan(compile="package")), 600.0).why_not == ""
+
+
+def test_pooling_favours_the_usual_layout() -> None:
+    plans = [Plan(layout="channels_last"), Plan(), FUSED]
+    assert PAYOFF.first_of(plans) == 0
+    assert replace(PAYOFF, has_pooling=True).first_of(plans) == 1
+    assert replace(PAYOFF, has_pooling=True).first_of(plans[:1]) == 0
