@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.exchanges import module_exchange, module_limits
+from hotloop.exchanges import module_exchange, module_limits, module_site
 from hotloop.exchanges.loader_exchange import LoaderExchange
 from hotloop.exchanges.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
@@ -74,6 +74,7 @@ class ExchangedModules(Exchanged):
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExchangedModules]:
     """Compiles at once, and reads none of the tests' files."""
     monkeypatch.setattr(module_exchange, "_MIN_TRAINED_S", 0.0)
+    monkeypatch.setattr(module_site, "_MIN_GAIN", 0.0)
     monkeypatch.setattr(module_limits, "_script_files", lambda: iter(()))
     exchanged = ExchangedModules()
     exchanged.exchange.install()

@@ -251,7 +251,7 @@ class ModuleSite:
                 self.leave(NO_COMPILER)
                 return
             self._compiled = _torch_compile(
-                call.module._call_impl, backend=self._backend, fullgraph=True, dynamic=False
+                _inlined(call.module), backend=self._backend, fullgraph=True, dynamic=False
             )
         compiled = self._compiled
         if self._is_in_place:
