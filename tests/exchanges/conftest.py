@@ -75,6 +75,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExchangedModules]:
     """Compiles at once, and reads none of the tests' files."""
     monkeypatch.setattr(module_exchange, "_MIN_TRAINED_S", 0.0)
     monkeypatch.setattr(module_site, "_MIN_GAIN", 0.0)
+    monkeypatch.setattr(module_site, "_IN_PLACE_S", -float("inf"))
     monkeypatch.setattr(module_limits, "_script_files", lambda: iter(()))
     exchanged = ExchangedModules()
     exchanged.exchange.install()

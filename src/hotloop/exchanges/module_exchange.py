@@ -33,6 +33,8 @@ _MIN_TRAINED_S = 10.0
 
 _MAX_PARTS = 8
 
+_COMPILES = "the script uses torch.compile itself"
+
 _NOT_EXACT = "a compiled module is equal within rounding, and --exact allows bitwise exchanges only"
 
 
@@ -57,7 +59,7 @@ class ModuleExchange:
         self._make_part, self._is_mine, self._is_enabled, self._exact = make_part, is_mine, is_enabled, exact
         self._sites: dict[int, ModuleSite] = {}
         self._calls, self._compilations = Patches(), Patches()
-        self._is_watching = self._is_inside = False
+        self._is_watching = self._is_inside = self._has_compiled = False
         self._began_s: float | None = None
         self._step_s: float | None = None
         self._steps = 0
@@ -123,9 +125,9 @@ class ModuleExchange:
         def make(original: Any) -> Any:
             @functools.wraps(original)
             def compile(*args: Any, **kwargs: Any) -> Any:
+                self._has_compiled = True
                 for site in self._sites.values():
-                    site.leave("the script uses torch.compile itself")
-                self._is_watching = False
+                    site.leave(_COMPILES)
                 return original(*args, **kwargs)
 
             return compile
@@ -146,7 +148,9 @@ class ModuleExchange:
         part = self._make_part("module", f"{type(module).__name__}, {numbers:,} parameters", [_COMPILED])
         site = ModuleSite(module, part, self._is_mine, self._is_enabled, self._may_begin)
         self._sites[id(module)] = site
-        if unfit := _NOT_EXACT if self._exact else why_unfit_module(module):
+        unfit = _NOT_EXACT if self._exact else _COMPILES if self._has_compiled else why_unfit_module(module)
+        part.reason = "the script ended before compiling was likely to pay"
+        if unfit:
             part.refuse(unfit)
 
     def _may_begin(self, site: ModuleSite) -> bool:

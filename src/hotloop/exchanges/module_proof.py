@@ -218,5 +218,7 @@ def _measure(call: RecordedCall, compiled: Callable[..., Any]) -> dict[str, Any]
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's kind and the first line of its text."""
+    """Returns an error's kind and the first line of its text; of a compiler's error the cause."""
+    while (inside := getattr(error, "inner_exception", None)) is not None:
+        error = inside
     return describe_error(error).splitlines()[0][:200]

@@ -41,6 +41,10 @@ _TRIES = 5
 
 _MIN_GAIN = 1.02
 
+_IN_PLACE_S = 5.0
+"""About the seconds for which compiling in place stops the script: once the calls so far would have saved as much, a
+run of unknown length likely saves more."""
+
 _torch_compile = torch.compile
 """torch's own function: the exchange notices the script's calls of `torch.compile`."""
 
@@ -102,6 +106,7 @@ class ModuleSite:
         self._signature: Any = None
         self._errors = ModuleErrors()
         self._calls = self._tries = self.calls_in_step = 0
+        self._saved_s = 0.0
         self._is_in_place = self.exchanges_step = self._is_counted = False
         self._handles = RemovableHandle.next_id
 
@@ -185,7 +190,7 @@ class ModuleSite:
         self.calls_in_step += 1
         if self._phase == "record" and self._may_begin(self):
             return self._recorded
-        if self._phase == "ready":
+        if self._phase == "ready" and (self.part.was_faster or self._calls * self._saved_s >= _IN_PLACE_S):
             self._compile(module, args, kwargs)
             return plain
         if not self._is_in_place:
@@ -250,9 +255,7 @@ class ModuleSite:
             if find_compiler() is None:
                 self.leave(NO_COMPILER)
                 return
-            self._compiled = _torch_compile(
-                _inlined(call.module), backend=self._backend, fullgraph=True, dynamic=False
-            )
+            self._compiled = _torch_compile(_inlined(call.module), backend=self._backend, fullgraph=True, dynamic=False)
         compiled = self._compiled
         if self._is_in_place:
             self.process = CompileProcess(lambda: prove(call, compiled, threads))
@@ -277,12 +280,13 @@ class ModuleSite:
         part.numbers += found["numbers"]
         part.is_bitwise = part.is_bitwise and found["is_bitwise"]
         if not self._is_in_place:
-            self._phase = "ready"
+            self._phase, self._saved_s = "ready", found["own_s"] * (1 - 1 / found["ratio"])
             if found["ratio"] < _MIN_GAIN:
                 self.leave(f"it is not faster: {found['ratio']:.2f} times as fast in passes beside the script")
         elif part.stage == "proof" and (wrong := self._errors.verdict()):
             self.leave(wrong)
         elif part.stage == "proof" and self._errors.is_enough:
+            part.reason = ""
             part.begin_race()
 
     def _compile(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
