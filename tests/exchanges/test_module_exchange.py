@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,8 @@ from hotloop.exchanges import part as part_module
 from hotloop.exchanges.module_proof import compare_results
 from hotloop.exchanges.module_verdict import ModuleErrors
 from hotloop.lowering.rewrites import REWRITE_FUNCTIONS
+
+SCRIPT = Path(__file__).parents[1] / "support/scripts/exchangeable_network.py"
 
 READY, PROVEN = 16, 40
 """Steps after which a module is compiled in place, and proven three times."""
@@ -376,15 +383,19 @@ def _results(**changes: Tensor) -> dict[str, Tensor]:
 def test_errors_are_counted_in_multiples_of_the_noise_floor() -> None:
     wide = {name: value.double() for name, value in _results().items()}
     near = _results(**{"gradient of weight": torch.ones(3) * (1 + 1e-5)})
-    found = compare_results(_results(), near, _results(), wide)
+    found = compare_results(_results(), near, [_results()], wide)
     assert found["errors"]["output 0"] == 0 and found["errors"]["gradient of weight"] > 100
-    assert not found["is_bitwise"] and compare_results(_results(), _results(), _results(), wide)["is_bitwise"]
+    assert not found["is_bitwise"] and compare_results(_results(), _results(), [], wide)["is_bitwise"]
+    far = _results(**{"gradient of weight": torch.ones(3) * (1 + 1e-5)})
+    assert compare_results(_results(), near, [far], wide)["errors"]["gradient of weight"] == pytest.approx(1)
+    other_draws = {**far, "output 0": torch.ones(4) * 1.1}  # no harmless change
+    assert compare_results(_results(), near, [other_draws], wide)["errors"]["gradient of weight"] > 100
     lost = {name: value for name, value in _results().items() if name == "output 0"}
-    assert compare_results(_results(), lost, _results(), wide)["errors"] == {"gradient of weight": float("inf")}
+    assert compare_results(_results(), lost, [], wide)["errors"] == {"gradient of weight": float("inf")}
     other = {**wide, "output 0": wide["output 0"] * 2}
-    assert "differs altogether" in compare_results(_results(), _results(), _results(), other)["failure"]
+    assert "differs altogether" in compare_results(_results(), _results(), [], other)["failure"]
     overflow = {**wide, "output 0": wide["output 0"] * float("inf")}
-    assert compare_results(_results(), _results(), _results(), overflow)["numbers"] == 0
+    assert compare_results(_results(), _results(), [], overflow)["numbers"] == 0
 
 
 def test_the_limits_are_those_of_check() -> None:
@@ -393,3 +404,33 @@ def test_the_limits_are_those_of_check() -> None:
     assert errors.add({"a": 1.0}) == "" and errors.is_enough
     assert "typical error of its a is 5" in errors.add({"a": 5.0}) + errors.add({"a": 6.0})
     assert "the error of its a is 33" in ModuleErrors().add({"a": 33.0})
+
+
+def test_a_fork_that_hangs_is_ended(modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_site, "compile_and_prove", lambda *call: time.sleep(1000))
+    model, plain = network(), network()
+    losses = train(model, 16, lambda: modules.exchange.step_ended(modules.exchange._steps + 1))
+    (site,) = modules.exchange._sites.values()
+    assert site.process is not None
+    monkeypatch.setattr(module_site.time, "monotonic", lambda: float("inf"))
+    losses += train(model, 1)
+    assert site.process is None and "did not finish" in modules.part.reason
+    assert losses == train(plain, 16) + train(plain, 1)
+
+
+@pytest.mark.more
+def test_a_script_s_output_exit_code_and_files_are_those_of_python(tmp_path: Path) -> None:
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    options = ["run", str(SCRIPT), "--record", "record.json", "--"]
+    ends = [
+        subprocess.run([sys.executable, *command, f], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        for f, command in {"plain.pt": [str(SCRIPT)], "hosted.pt": ["-m", "hotloop", *options]}.items()
+    ]
+    assert (ends[0].returncode, ends[0].stdout) == (3, ends[1].stdout) and ends[1].returncode == 3
+    record = json.loads((tmp_path / "record.json").read_text())
+    (part,) = (part for part in record["parts"] if part["kind"] == "module")
+    assert part["proven"] >= 3, part
+    plain, hosted = (torch.load(tmp_path / name, weights_only=False) for name in ("plain.pt", "hosted.pt"))
+    assert_same_state(hosted["model"], plain["model"], bitwise=False)
+    assert type(hosted["model"]) is nn.Sequential and hosted["model"]._compiled_call_impl is None
+    assert torch.load(tmp_path / "hosted.pt", weights_only=False)["state"].keys() == plain["state"].keys()

@@ -6,6 +6,7 @@ The module object, its class, hooks, parameters and `state_dict()` stay the scri
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -38,6 +39,9 @@ _CHECKED_CALLS = 4
 
 _TRIES = 5
 """Calls that can't be compared, such as after an overflow, before the module stays as it is."""
+
+_MOST_PROCESS_S = 600.0
+"""Seconds after which a fork that compiles or proves is ended."""
 
 _MIN_GAIN = 1.02
 
@@ -106,7 +110,7 @@ class ModuleSite:
         self._signature: Any = None
         self._errors = ModuleErrors()
         self._calls = self._tries = self.calls_in_step = 0
-        self._saved_s = 0.0
+        self._saved_s = self._process_until = 0.0
         self._is_in_place = self.exchanges_step = self._is_counted = False
         self._handles = RemovableHandle.next_id
 
@@ -174,8 +178,11 @@ class ModuleSite:
         self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any]:
         """Returns the form of a call."""
-        if self.process is not None and (found := self.process.poll()) is not None:
-            self._process_ended(found)
+        if self.process is not None:
+            if (found := self.process.poll()) is not None:
+                self._process_ended(found)
+            elif time.monotonic() > self._process_until:
+                self.leave(f"compiling and comparing did not finish within {_MOST_PROCESS_S:.0f} s")
         self._check_hooks(module)
         if self.part.stage == "off" or not is_plain_training_call(module) or has_differentiated_input(args, kwargs):
             return plain
@@ -185,7 +192,6 @@ class ModuleSite:
             return plain
         self._calls += 1
         if signature != self._signature:
-            self._is_counted = self._is_counted and self.part.stage != "race"
             return plain
         self.calls_in_step += 1
         if self._phase == "record" and self._may_begin(self):
@@ -250,7 +256,7 @@ class ModuleSite:
             self.leave(first_line(error))
 
     def _begin_process(self, call: RecordedCall) -> None:
-        threads = torch.get_num_threads()
+        threads, self._process_until = torch.get_num_threads(), time.monotonic() + _MOST_PROCESS_S
         if self._compiled is None:
             if find_compiler() is None:
                 self.leave(NO_COMPILER)
@@ -281,7 +287,7 @@ class ModuleSite:
         part.is_bitwise = part.is_bitwise and found["is_bitwise"]
         if not self._is_in_place:
             self._phase, self._saved_s = "ready", found["own_s"] * (1 - 1 / found["ratio"])
-            if found["ratio"] < _MIN_GAIN:
+            if found["ratio"] < _MIN_GAIN and not part.was_faster:
                 self.leave(f"it is not faster: {found['ratio']:.2f} times as fast in passes beside the script")
         elif part.stage == "proof" and (wrong := self._errors.verdict()):
             self.leave(wrong)
