@@ -225,6 +225,13 @@ def test_a_module_that_could_lose_something_stays(modules, case: str) -> None:
     assert case == "compiled" or model._compiled_call_impl is None
 
 
+def test_reduced_precision_stays(modules) -> None:
+    model = network()
+    with torch.autocast("cpu", torch.bfloat16):
+        train(model, 4, modules.step_ended)
+    assert modules.part.stage == "off" and "autocast" in modules.part.reason
+
+
 def test_exact_leaves_modules(modules) -> None:
     modules.exchange._exact = True
     train(network(), READY, modules.step_ended)

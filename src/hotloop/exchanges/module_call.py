@@ -75,7 +75,6 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (
         tree,
         tuple(map(_leaf_signature, leaves)),
-        torch.is_autocast_enabled("cpu"),
         torch.get_num_threads(),
     )
 

@@ -66,6 +66,7 @@ def is_plain_training_call(module: nn.Module) -> bool:
     return (
         module.training
         and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and not torch._C._get_tracing_state()
@@ -87,6 +88,8 @@ def _why_unfit_process() -> str:
         return "several ranks share the training, and each of them would choose by its own race"
     if torch.are_deterministic_algorithms_enabled():
         return "the script demands deterministic algorithms"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast computes in reduced precision, and a proof needs float32"
     return ""
 
 

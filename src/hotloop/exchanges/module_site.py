@@ -247,8 +247,10 @@ class ModuleSite:
 
     def _fork(self, call: RecordedCall) -> None:
         try:
-            reason = call.unfit or why_short_of_memory(call.module)
-            if reason:
+            short = why_short_of_memory(call.module)
+            if short and self.part.stage == "use":
+                return  # a later call is compared
+            if reason := call.unfit or short:
                 self.leave(reason)
             elif self.part.stage != "off" and self._may_begin(self) and call.has_its_parameters:
                 self._begin_process(call)
@@ -310,7 +312,8 @@ class ModuleSite:
             torch.set_rng_state(call.random)
             with torch.no_grad():
                 for name, value in module.named_buffers():
-                    value.copy_(call.buffers[name])
+                    if not torch.equal(value, call.buffers[name]):  # a change would void an earlier call's backward
+                        value.copy_(call.buffers[name])
         self._backend.is_sealed = self._is_in_place = True
         self._phase = "compile"
 
