@@ -85,7 +85,7 @@ def backward(model: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tensor,
     return output.detach(), inputs.grad
 
 
-def train_pass(model: nn.Module, inputs: Tensor) -> Tensor:
+def train_pass(model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     torch.manual_seed(3)
     output = model(inputs)
     output.square().mean().backward()
@@ -107,11 +107,11 @@ def test_results_gradients_and_buffers_are_those_of_the_eager_module(network: st
     torch.manual_seed(0)
     plain, given = make(), inputs()
     model = copy.deepcopy(plain)
-    model.compile(backend=dynamo_backend.hotloop, fullgraph=True)
+    compiled = torch.compile(model, backend=dynamo_backend.hotloop, fullgraph=True, dynamic=False)
     for _ in range(2):
-        torch.testing.assert_close(train_pass(model, given), train_pass(plain, given), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(train_pass(compiled, given), train_pass(plain, given), rtol=1e-4, atol=1e-5)
     assert_equal(model, plain)
-    output, gradient = backward(model, given)
+    output, gradient = backward(compiled, given)
     expected, expected_gradient = backward(plain, given)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-6)
@@ -128,7 +128,7 @@ def test_the_rewrites_of_hotloop_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo_backend, "rewrite_joint_graph", noticed)
     torch.compiler.reset()
     with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
-        torch.compile(_pooled_convolution(), backend=dynamo_backend.hotloop)(_images()).sum().backward()
+        torch.compile(_pooled_convolution(), backend=dynamo_backend.hotloop, dynamic=False)(_images()).sum().backward()
     assert counts[0]["conv_in_pool"] == 1
 
 
@@ -148,8 +148,7 @@ def test_a_wrong_rewrite_changes_the_result(monkeypatch: pytest.MonkeyPatch) -> 
     plain, given = _dense(), _images()
     model = copy.deepcopy(plain)
     with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
-        model.compile(backend=dynamo_backend.hotloop)
-        train_pass(model, given)
+        train_pass(torch.compile(model, backend=dynamo_backend.hotloop, dynamic=False), given)
     train_pass(plain, given)
     with pytest.raises(AssertionError):
         assert_equal(model, plain)
