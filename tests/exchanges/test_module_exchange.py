@@ -274,6 +274,7 @@ def test_a_second_differentiation_in_a_package_is_noticed(modules) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_caches")
+@pytest.mark.few("1.001")
 @pytest.mark.parametrize("factor", [1.001, -1.0])
 def test_a_wrong_gradient_is_refused(modules, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Planted in a rewrite: the last product of the graph, which is a gradient, gets a factor."""
@@ -433,7 +434,8 @@ def test_a_script_s_output_exit_code_and_files_are_those_of_python(tmp_path: Pat
         subprocess.run([sys.executable, *command, f], cwd=tmp_path, env=environment, capture_output=True, text=True)
         for f, command in {"plain.pt": [str(SCRIPT)], "hosted.pt": ["-m", "hotloop", *options]}.items()
     ]
-    assert (ends[0].returncode, ends[0].stdout) == (3, ends[1].stdout) and ends[1].returncode == 3
+    assert ends[0].stdout == ends[1].stdout
+    assert [end.returncode for end in ends] == [3, 3]
     record = json.loads((tmp_path / "record.json").read_text())
     (part,) = (part for part in record["parts"] if part["kind"] == "module")
     assert part["proven"] >= 3, part

@@ -27,6 +27,6 @@ for step in range(60):
             time.sleep(0.05)
     if step % 20 == 0:
         print(f"step {step}: loss {loss.item():.4f}", torch.rand(()).item())
-print(type(model).__name__, list(vars(model)) == list(vars(copy.deepcopy(model))) or "with a trace")
+print(type(model).__name__, sorted(vars(copy.deepcopy(model))))
 torch.save({"model": model, "state": model.state_dict()}, sys.argv[1])
 sys.exit(3)
