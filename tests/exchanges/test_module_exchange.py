@@ -235,7 +235,7 @@ def test_reduced_precision_stays(modules) -> None:
 def test_exact_leaves_modules(modules) -> None:
     modules.exchange._exact = True
     train(network(), READY, modules.step_ended)
-    assert modules.part.stage == "off" and "--exact" in modules.part.reason
+    assert modules.part.stage == "off" and "bitwise exchanges only" in modules.part.reason
 
 
 def test_a_script_that_compiles_keeps_its_own_way(modules) -> None:

@@ -51,7 +51,7 @@ class RecordedCall:
         if torch.is_grad_enabled():
             self.unfit = self.unfit or f"the script differentiates it twice, and {TWICE}"
         if not self._is_over and not self.gradients:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(then))  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(then))
         if not self._is_over:
             self.gradients[place] = gradient.detach().clone()
 

@@ -35,7 +35,7 @@ _MAX_PARTS = 8
 
 _COMPILES = "the script uses torch.compile itself"
 
-_NOT_EXACT = "a compiled module is equal within rounding, and --exact allows bitwise exchanges only"
+_NOT_EXACT = "a compiled module is equal within rounding, and this run allows bitwise exchanges only"
 
 
 class ModuleExchange:
