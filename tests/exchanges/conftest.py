@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hotloop.exchanges import module_exchange, module_limits, module_site
 from hotloop.exchanges.loader_exchange import LoaderExchange
-from hotloop.exchanges.module_exchange import ModuleExchange
+from hotloop.exchanges.modules import module_exchange, module_limits, module_site
+from hotloop.exchanges.modules.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
 

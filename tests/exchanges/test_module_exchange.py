@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.exchanges import module_exchange, module_limits, module_site
 from hotloop.exchanges import part as part_module
-from hotloop.exchanges.module_proof import compare_results
-from hotloop.exchanges.module_verdict import ModuleErrors
+from hotloop.exchanges.modules import module_exchange, module_limits, module_site
+from hotloop.exchanges.modules.module_proof import compare_results
+from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.lowering.rewrites import REWRITE_FUNCTIONS
 
 SCRIPT = Path(__file__).parents[1] / "support/scripts/exchangeable_network.py"

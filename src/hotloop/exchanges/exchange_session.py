@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hotloop.exchanges.exchange_cache import read_exchanges, script_key, write_exchanges
 from hotloop.exchanges.loader_exchange import LoaderExchange
-from hotloop.exchanges.module_exchange import ModuleExchange
+from hotloop.exchanges.modules.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.step_windows import StepWindows

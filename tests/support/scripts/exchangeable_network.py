@@ -8,8 +8,8 @@ import time
 import torch
 from torch import nn
 
-from hotloop.exchanges import module_exchange, module_site
-from hotloop.exchanges.module_site import ModuleSite
+from hotloop.exchanges.modules import module_exchange, module_site
+from hotloop.exchanges.modules.module_site import ModuleSite
 
 module_exchange._MIN_TRAINED_S, module_site._MIN_GAIN, module_site._IN_PLACE_S = 0.0, 0.0, -1e9
 

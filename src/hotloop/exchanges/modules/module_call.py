@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hotloop.exchanges.module_limits import TWICE, why_unfit_leaves
+from hotloop.exchanges.modules.module_limits import TWICE, why_unfit_leaves
 from hotloop.profiler.base.transparency import hide_from_compiler
 
 

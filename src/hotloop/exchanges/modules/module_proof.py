@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hotloop.errors import describe_error
-from hotloop.exchanges.module_call import RecordedCall
+from hotloop.exchanges.modules.module_call import RecordedCall
 from hotloop.parity.comparison import FLOAT32_UNIT, difference_norm
 
 Results = dict[str, Tensor]

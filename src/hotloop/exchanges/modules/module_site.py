@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from hotloop.core.hardware.machine import find_compiler
 from hotloop.core.processes.compile_process import CompileProcess
 from hotloop.core.reporter import silence_loggers
-from hotloop.exchanges.module_call import RecordedCall, call_signature, has_differentiated_input
-from hotloop.exchanges.module_limits import is_plain_training_call, why_hooked, why_short_of_memory
-from hotloop.exchanges.module_proof import compile_and_prove, first_line, prove
-from hotloop.exchanges.module_verdict import ModuleErrors
+from hotloop.exchanges.modules.module_call import RecordedCall, call_signature, has_differentiated_input
+from hotloop.exchanges.modules.module_limits import is_plain_training_call, why_hooked, why_short_of_memory
+from hotloop.exchanges.modules.module_proof import compile_and_prove, first_line, prove
+from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
 from hotloop.lowering.compile.dynamo_backend import NO_COMPILER, OPTIONS, compile_rewritten
 from hotloop.profiler.base.transparency import hide_from_compiler

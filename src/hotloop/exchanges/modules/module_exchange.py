@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hotloop.core.patches import Patches
-from hotloop.exchanges.module_limits import why_unfit_module
-from hotloop.exchanges.module_site import ModuleSite
+from hotloop.exchanges.modules.module_limits import why_unfit_module
+from hotloop.exchanges.modules.module_site import ModuleSite
 from hotloop.exchanges.part import Part
 from hotloop.profiler.base.tensor_facts import has_gradient
 from hotloop.profiler.base.transparency import hide_from_compiler, hide_from_warnings

@@ -136,7 +136,7 @@ def _why_differentiated_twice() -> str:
 def _script_files() -> Iterator[Path]:
     """Yields the source files of imported modules that are neither Python's nor installed."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    own = str(Path(__file__).parents[1])
+    own = str(Path(__file__).parents[2])
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py") and not file.startswith((*installed, own)):
