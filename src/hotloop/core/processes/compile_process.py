@@ -33,6 +33,8 @@ class CompileProcess:
         pid: the child's process id.
     """
 
+    _text = b""
+
     def __init__(self, work: Work) -> None:
         reading, writing = os.pipe()
         parent = os.getpid()
@@ -44,7 +46,6 @@ class CompileProcess:
         with suppress(OSError):
             os.setpgid(self.pid, self.pid)  # the child calls setpgid too: either process may be first
         self._reading, self._ended = reading, False
-        self._text = b""
 
     def __enter__(self) -> CompileProcess:
         return self
