@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from hotloop.exchanges.loader_exchange import LoaderExchange
+from hotloop.exchanges.modules import module_exchange, module_limits, module_site
+from hotloop.exchanges.modules.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
 
@@ -48,3 +51,35 @@ def optimizers() -> Iterator[Exchanged]:
 @pytest.fixture
 def loaders() -> Iterator[Exchanged]:
     yield from _installed(LoaderExchange)
+
+
+class ExchangedModules(Exchanged):
+    """The parts of an installed module exchange, which is told of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchange = ModuleExchange(self.make_part, lambda: True, lambda: self.enabled)
+        self.steps = 0
+
+    def step_ended(self) -> None:
+        """Ends a step, and waits for a fork that compiles or proves."""
+        self.steps += 1
+        self.exchange.step_ended(self.steps)
+        for site in self.exchange._sites.values():
+            while site.process is not None and site.process.poll() is None:
+                time.sleep(0.01)
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExchangedModules]:
+    """Compiles at once, and reads none of the tests' files."""
+    monkeypatch.setattr(module_exchange, "_MIN_TRAINED_S", 0.0)
+    monkeypatch.setattr(module_site, "_MIN_GAIN", 0.0)
+    monkeypatch.setattr(module_site, "_IN_PLACE_S", -float("inf"))
+    monkeypatch.setattr(module_limits, "_script_files", lambda: iter(()))
+    exchanged = ExchangedModules()
+    exchanged.exchange.install()
+    try:
+        yield exchanged
+    finally:
+        exchanged.exchange.remove()

@@ -23,7 +23,7 @@ from hotloop.parity.proof import prove_programs
 from hotloop.parity.references import (
     Float64Reference,
     ReferenceRun,
-    _SequentialSums,
+    SequentialSums,
     baseline_references,
     reduced_precision_references,
 )
@@ -84,7 +84,7 @@ def test_sums_that_a_compiler_writes_in_a_row_are_no_fault() -> None:
 @pytest.mark.parametrize(("shape", "dims"), [((999, 3), [0]), ((3, 999), [-1]), ((7, 2, 150), [0, 2]), ((9000,), [0])])
 def test_in_a_row_means_one_after_the_other(shape: tuple[int, ...], dims: list[int]) -> None:
     values = torch.rand(shape, generator=torch.Generator().manual_seed(1))
-    with _SequentialSums():
+    with SequentialSums():
         one, kept, mean = values.sum(dims), values.sum(dims, keepdim=True), values.mean(dims)
     rows = values.movedim(dims, list(range(len(dims)))).flatten(0, len(dims) - 1).numpy()
     parts = [np.add.accumulate(rows[at : at + 4096], axis=0)[-1] for at in range(0, len(rows), 4096)]
@@ -113,7 +113,7 @@ def test_cross_entropy_is_summed_in_a_row_too(places: tuple[int, ...], reduction
         given = None if weight is None else weight.to(scores.dtype)
         return F.cross_entropy(scores, target, given, ignore_index=7, reduction=reduction)
 
-    with _SequentialSums():
+    with SequentialSums():
         found = loss(scores)
     torch.testing.assert_close(found, loss(scores), rtol=1e-5, atol=0)
     if reduction == "sum" and not weighted:

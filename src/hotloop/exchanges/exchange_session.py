@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hotloop.exchanges.exchange_cache import read_exchanges, script_key, write_exchanges
 from hotloop.exchanges.loader_exchange import LoaderExchange
+from hotloop.exchanges.modules.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.step_windows import StepWindows
@@ -40,7 +41,9 @@ class ExchangeSession:
         self._is_over = False
         self._written_at = time.monotonic()
         self._windows = StepWindows(self._can_begin_windows, self._report_slower, dry_run=self._dry_run)
-        self._exchanges: list[OptimizerExchange | LoaderExchange] = [
+        self._modules = ModuleExchange(self._make_part, self._is_mine, self._is_enabled, exact=self._exact)
+        self._exchanges: list[OptimizerExchange | LoaderExchange | ModuleExchange] = [
+            self._modules,
             OptimizerExchange(self._make_part, self._is_mine, self._is_enabled),
             LoaderExchange(self._make_part, self._is_mine, self._is_enabled),
         ]
@@ -74,6 +77,7 @@ class ExchangeSession:
             return
         try:
             self._windows.update_ended(optimizer)
+            self._modules.step_ended(self._windows.steps)
             if time.monotonic() - self._written_at > _WRITE_INTERVAL_S:
                 self._write()
         except Exception as error:
@@ -95,6 +99,7 @@ class ExchangeSession:
         """Writes the facts for the summary, and the faster exchanges for later runs."""
         if os.getpid() != self._process:
             return
+        self._modules.end()
         found = {
             part.title: (part.exchange, ratio)
             for part in self._parts

@@ -78,6 +78,11 @@ class Part:
         self._calls = 0
 
     @property
+    def was_faster(self) -> bool:
+        """Whether an earlier run of the script proved the exchange faster."""
+        return self._earlier is not None and self._earlier[0] == self.exchange
+
+    @property
     def title(self) -> str:
         """Kind and name."""
         return f"{self.kind}: {self.name}"
@@ -109,7 +114,7 @@ class Part:
             began = time.perf_counter()
             result = form()
             if self.stage == "race" and self.race.add(time.perf_counter() - began):
-                self._decide()
+                self.decide()
             return result
         if self.stage == "off" or not enabled:
             return original()
@@ -156,7 +161,7 @@ class Part:
             self.numbers += comparison.numbers
             self.is_bitwise = self.is_bitwise and comparison.is_bitwise
             if self.stage == "proof" and self._is_proven():
-                self._begin_race()
+                self.begin_race()
         return result
 
     def _is_proven(self) -> bool:
@@ -164,8 +169,9 @@ class Part:
             return self.proven >= _PROOFS
         return self.proven >= _EXACT_PROOFS or (self.proven >= _PROOFS and self.numbers >= _EXACT_NUMBERS)
 
-    def _begin_race(self) -> None:
-        if self._earlier is not None and self._earlier[0] == self.exchange:
+    def begin_race(self) -> None:
+        """Ends the proof; an exchange that an earlier run proved faster is used at once."""
+        if self._earlier is not None and self.was_faster:
             self.ratio = self._earlier[1]
             self._use()
         else:
@@ -175,7 +181,8 @@ class Part:
         self.stage, self.reason = "use", ""
         self._changed()
 
-    def _decide(self) -> None:
+    def decide(self) -> None:
+        """Uses the exchange if the race shows that the exchange is faster."""
         self.ratio = ratio = self.race.ratio()
         if verdict_of(ratio) == "faster":
             self._use()

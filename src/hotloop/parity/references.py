@@ -104,7 +104,7 @@ def baseline_references(task: Task, device: str, *, few: bool) -> list[Reference
     if few:
         return runs
     if device == "cpu":
-        runs.append(ReferenceRun("in a row", program, around=_SequentialSums))
+        runs.append(ReferenceRun("in a row", program, around=SequentialSums))
         if torch.get_num_threads() > 1:
             runs.append(ReferenceRun("one thread", program, around=_with_one_thread))
     elif device.startswith("cuda"):
@@ -218,7 +218,7 @@ def _without_onednn() -> Iterator[None]:
             yield
 
 
-class _SequentialSums(TorchDispatchMode):
+class SequentialSums(TorchDispatchMode):
     """Adds up sums one number after the other, as compiled code does; torch's pairwise sums round less."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

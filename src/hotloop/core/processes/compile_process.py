@@ -34,6 +34,8 @@ class CompileProcess:
         pid: the child's process id.
     """
 
+    _text = b""
+
     def __init__(self, work: Work) -> None:
         reading, writing = os.pipe()
         parent = os.getpid()
@@ -56,16 +58,22 @@ class CompileProcess:
 
     def result(self, seconds: float) -> dict[str, Any]:
         """Returns the result of `work`; `{"failure": why}` after an error, a death or more than `seconds`."""
-        until, text = time.monotonic() + seconds, b""
+        found = self._read(time.monotonic() + seconds)
+        return found or {"failure": f"compiling and measuring did not finish within {seconds:.0f} s"}
+
+    def poll(self) -> dict[str, Any] | None:
+        """Returns the result of `work`, or `{"failure": why}`; None while the child works."""
+        return self._read(None)
+
+    def _read(self, until: float | None) -> dict[str, Any] | None:
+        """Reads until the child closes its pipe; None if the pipe has no more data at the time `until`, or now."""
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._reading, selectors.EVENT_READ)
-            while (left_s := until - time.monotonic()) > 0:
-                if not waiting.select(left_s):
-                    break
+            while waiting.select(0 if until is None else max(0.0, until - time.monotonic())):
                 if not (part := os.read(self._reading, 1 << 16)):
-                    return _parse_result(text)
-                text += part
-        return {"failure": f"compiling and measuring did not finish within {seconds:.0f} s"}
+                    return _parse_result(self._text)
+                self._text += part
+        return None
 
     @property
     def is_ready(self) -> bool:

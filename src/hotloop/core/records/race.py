@@ -332,17 +332,18 @@ class ExchangedPart(Record):
     """A part of the script that hotloop could exchange.
 
     Attributes:
-        kind: `optimizer` or `data loader`.
+        kind: `optimizer`, `data loader` or `module`.
         name: the part in the script's words, such as `TensorDataset, 4,096 samples`.
         exchange: the form that was tried last, such as `fused`.
         used: whether the exchange was in use at the script's end.
         proof: `bitwise` or `fp32-equivalent`; empty without a proof.
         proven: number of calls at which original and exchange were compared.
-        ratio: time of the original over time of the exchange, for this part alone; None without a race.
+        ratio: time of the original over time of the exchange, for this part alone, of a module for a whole step; None
+            without a race.
         reason: why the exchange is not used; empty if it is.
     """
 
-    kind: Literal["optimizer", "data loader"]
+    kind: Literal["optimizer", "data loader", "module"]
     name: str
     exchange: str
     used: bool

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -59,11 +61,24 @@ def result_part(node: Node, place: int) -> Node | None:
     return next((user for user in node.users if operand_at(user, 1) == place), None)
 
 
+_inserted = ContextVar[Mapping[Any, Callable[..., Any]]]("decompositions of inserted operations", default={})  # noqa: B039
+
+
+@contextmanager
+def decompose_inserted(table: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Decomposes the operations that are inserted within the context, for a graph that was decomposed before."""
+    token = _inserted.set(table)
+    try:
+        yield
+    finally:
+        _inserted.reset(token)
+
+
 def insert_operations(graph: GraphModule, before: Node, function: Callable[..., Any], *inputs: Node) -> Any:
     """Inserts the operations of `function` on `inputs` before a node; returns the nodes of its results."""
     values = [fake_value(node) for node in inputs]
     with values[0].fake_mode, torch.no_grad():
-        traced = make_fx(lambda *operands: function(*operands))(*values).graph
+        traced = make_fx(lambda *operands: function(*operands), dict(_inserted.get()))(*values).graph
     places = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.graph.inserting_before(before):
         return graph.graph.graph_copy(traced, places)
