@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from hotloop.core.random.rng import generator_states
-from hotloop.data.feeds.in_memory import batch_difference
+from hotloop.data.batch_difference import batch_difference
 from hotloop.exchanges import loader_exchange
 from hotloop.exchanges import part as part_module
 

@@ -18,6 +18,7 @@ from hotloop.lowering.program import Program
 from hotloop.parity import proof as parity
 from hotloop.parity.comparison import Evidence, StepErrors, relative_errors, run_one_step
 from hotloop.parity.free_run import compare_free_runs
+from hotloop.parity.limits import TYPICAL_LIMIT
 from hotloop.parity.noise_floor import typical_errors
 from hotloop.parity.proof import prove_programs
 from hotloop.parity.references import (
@@ -29,7 +30,6 @@ from hotloop.parity.references import (
 )
 from hotloop.parity.step_collector import StepCollector
 from hotloop.parity.trajectory import PathState
-from hotloop.parity.verdict import TYPICAL_LIMIT
 from hotloop.parity.verdict import classify as judged_by_parity
 from hotloop.plan import BASELINE, Plan
 from tests.support.programs import a_task

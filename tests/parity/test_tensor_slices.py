@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.parity import comparison
-from hotloop.parity.comparison import difference_norm, run_one_step, to_float64
+from hotloop.parity.comparison import run_one_step
+from hotloop.parity.distance import difference_norm, to_float64
 from hotloop.parity.references import Float64Reference
 from hotloop.plan import BASELINE
 from tests.support.programs import advance

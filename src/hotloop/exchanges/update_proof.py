@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison
-from hotloop.parity.comparison import difference_norm
-from hotloop.parity.verdict import TYPICAL_LIMIT
+from hotloop.parity.distance import difference_norm
+from hotloop.parity.limits import TYPICAL_LIMIT
 
 Tensors = list[Tensor | None]
 """Parameters, gradients or one kind of state, in the same order."""

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-import pooch
-
 
 def cache_folder() -> Path:
     """Returns the folder for cached measurements and packages; without a home, in the temporary folder."""
+    import pooch  # slow to import
+
     owner = os.getuid() if hasattr(os, "getuid") else 0
     folder = _home_folder(lambda: pooch.os_cache("hotloop"))
     return Path(tempfile.gettempdir()) / f"hotloop-{owner}" if folder is None else folder
@@ -23,6 +22,8 @@ def cache_folder() -> Path:
 
 def data_folder() -> Path | None:
     """Returns the folder for data that a cache cleanup must not remove; None without a home."""
+    import platformdirs
+
     return _home_folder(lambda: platformdirs.user_data_dir("hotloop", appauthor=False))
 
 

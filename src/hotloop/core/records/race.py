@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from hotloop.core.records.race_terms import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
 from hotloop.core.records.training import Record
 from hotloop.plan import Plan
 
@@ -19,15 +20,6 @@ TRUSTED_CLASSES = ("bitwise", "fp32-equivalent")
 
 STATES = 16
 """Number of states at which a proof compares single steps; a shorter training is compared at all its states."""
-
-MARGIN = 0.02
-"""Smallest relevant difference between step times, as a share."""
-
-FIRST_PAIRS, FAR_BEHIND = 4, 0.05
-"""Number of pairs after which a search may drop a plan, and the lag that is required with so few pairs."""
-
-FAR_SLOWER = 2
-"""Ratio of times at which a search drops a plan after still fewer pairs."""
 
 
 class TensorError(Record):
@@ -332,17 +324,17 @@ class ExchangedPart(Record):
     """A part of the script that hotloop could exchange.
 
     Attributes:
-        kind: `optimizer` or `data loader`.
+        kind: `optimizer`, `data loader`, or `process` for an option of the whole process.
         name: the part in the script's words, such as `TensorDataset, 4,096 samples`.
         exchange: the form that was tried last, such as `fused`.
         used: whether the exchange was in use at the script's end.
-        proof: `bitwise` or `fp32-equivalent`; empty without a proof.
-        proven: number of calls at which original and exchange were compared.
+        proof: `bitwise`, `fp32-equivalent` or `reduced-precision`; empty without a proof.
+        proven: number of calls at which original and exchange were compared; 0 for `process`, whose options change no operation.
         ratio: time of the original over time of the exchange, for this part alone; None without a race.
         reason: why the exchange is not used; empty if it is.
     """
 
-    kind: Literal["optimizer", "data loader"]
+    kind: Literal["optimizer", "data loader", "process"]
     name: str
     exchange: str
     used: bool

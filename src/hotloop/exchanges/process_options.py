@@ -1,0 +1,130 @@
+"""Options of the whole process: memory that steps free, threads, subnormal numbers, reduced precision.
+
+An option changes no object of the script. The options are raced one after the other in windows of the script's own steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hotloop.core.hardware.allocators import active_allocator
+from hotloop.lowering.transforms.allocator import keep_freed_memory
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Processors with products in bf16, in the names of `torch.cpu.get_capabilities`."""
+
+
+@dataclass(frozen=True)
+class ProcessOption:
+    """An option that can be switched on and off between two steps.
+
+    Attributes:
+        name: what it changes.
+        exchange: its value when it is on.
+        proof: `bitwise`, `fp32-equivalent` (other sums of the same numbers) or `reduced-precision`.
+        switch: switches it on or off.
+        conflict: returns why the script's own settings exclude it; empty if they don't.
+    """
+
+    name: str
+    exchange: str
+    proof: str
+    switch: Callable[[bool], None]
+    conflict: Callable[[], str] = lambda: ""
+
+
+def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption]:
+    """Returns the options of this process.
+
+    Args:
+        exact: only bitwise ones.
+        accepts_reduced: the user accepts reduced precision.
+    """
+    options = list[ProcessOption]()
+    if active_allocator() is not None:
+        name = "memory that a step frees stays with the process"
+        options.append(ProcessOption("allocator", name, "bitwise", keep_freed_memory))
+    if not exact:
+        options += [*_thread_options(), _subnormal_option()]
+    if accepts_reduced and (kind := reduced_precision()):
+        options.append(ProcessOption("products of fp32 numbers", kind, "reduced-precision", _Precision(kind)))
+    return options
+
+
+def _thread_options() -> list[ProcessOption]:
+    """Returns other numbers of threads, unless the user or the script has chosen one."""
+    if any(map(os.environ.get, _THREAD_VARIABLES)):
+        return []
+    default = torch.get_num_threads()
+    counts = sorted({default // 2, 1} - {0, default}, reverse=True)
+    return [
+        ProcessOption("threads", f"{count} instead of {default}", "fp32-equivalent", threads, threads.conflict)
+        for count in counts
+        if (threads := _Threads(count))
+    ]
+
+
+class _Threads:
+    """Another number of threads; switching off restores the number before."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._before: int | None = None
+        self._default = torch.get_num_threads()
+
+    def __call__(self, on: bool) -> None:
+        if on and self._before is None:
+            self._before = torch.get_num_threads()
+            torch.set_num_threads(self._count)
+        elif not on and self._before is not None:
+            torch.set_num_threads(self._before)
+            self._before = None
+
+    def conflict(self) -> str:
+        known = {self._count, self._default, self._default // 2}
+        return "" if torch.get_num_threads() in known else "the script sets the number of threads"
+
+
+def _subnormal_option() -> ProcessOption:
+    name, exchange = "numbers below 1.2e-38", "flushed to zero"
+    return ProcessOption(name, exchange, "fp32-equivalent", _flush_subnormals, _flushing_conflict)
+
+
+def _flush_subnormals(on: bool) -> None:
+    torch.set_flush_denormal(on)
+
+
+def _flushing_conflict() -> str:
+    product = torch.tensor([1e-20]) * torch.tensor([1e-20])
+    return "" if product.item() else "the script flushes them itself"
+
+
+def reduced_precision() -> str:
+    """Returns the reduced number format of products that this machine computes faster; empty without one."""
+    if torch.cuda.is_available():
+        return "TF32"
+    capabilities: dict[str, Any] = torch.cpu.get_capabilities()
+    return "bf16" if any(map(capabilities.get, _BF16_INSTRUCTIONS)) else ""
+
+
+class _Precision:
+    """The number format of products; switching off restores the script's own."""
+
+    def __init__(self, kind: str) -> None:
+        self._level = "high" if kind == "TF32" else "medium"
+        self._before: str | None = None
+
+    def __call__(self, on: bool) -> None:
+        if on and self._before is None:
+            self._before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(self._level)
+        elif not on and self._before is not None:
+            torch.set_float32_matmul_precision(self._before)
+            self._before = None

@@ -1,0 +1,161 @@
+"""Options of the process are raced on the steps, used if they are faster, and switched with all other exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hotloop.exchanges import option_races, process_options
+from hotloop.exchanges.option_races import OptionPart, OptionRaces
+from hotloop.exchanges.process_options import ProcessOption
+from hotloop.tuning.races.statistics import Ratio
+
+
+class Machine:
+    """Steps take 10 ms, times the factor of each option that is on."""
+
+    def __init__(self, factors: dict[str, float]) -> None:
+        self.factors, self.on = factors, dict.fromkeys(factors, False)
+
+    def option(self, name: str, conflict: Callable[[], str] = lambda: "") -> ProcessOption:
+        def switch(on: bool) -> None:
+            self.on[name] = on
+
+        return ProcessOption(name, "on", "bitwise", switch, conflict)
+
+    def step_s(self) -> float:
+        seconds = 0.010
+        for name, is_on in self.on.items():
+            seconds *= self.factors[name] if is_on else 1.0
+        return seconds
+
+
+def part_of(option: ProcessOption, earlier: tuple[str, Ratio] | None = None) -> OptionPart:
+    part = OptionPart("process", option.name, [option.exchange], exact=False, changed=lambda: None, earlier=earlier)
+    part.option = option
+    return part
+
+
+def train(races: OptionRaces, machine: Machine, steps: int = 2000) -> int:
+    """Returns the number of steps that races needed."""
+    return sum(races.step_ended(machine.step_s()) for _ in range(steps))
+
+
+def test_faster_options_are_used_and_others_are_switched_off() -> None:
+    machine = Machine({"first": 0.8, "slower": 1.05, "equal": 1.0, "last": 0.9})
+    parts = [part_of(machine.option(name)) for name in machine.factors]
+    races = OptionRaces(parts)
+    raced = train(races, machine)
+    assert machine.on == {"first": True, "slower": False, "equal": False, "last": True}
+    assert [part.stage for part in parts] == ["use", "off", "off", "use"]
+    assert parts[0].ratio is not None and parts[0].ratio.median == pytest.approx(1.25)
+    assert raced < 1000 and "not faster: 0.95 times" in parts[1].reason
+    races.switch(False)
+    assert not any(machine.on.values())
+    races.switch(True)
+    assert machine.on["first"] and machine.on["last"] and not machine.on["slower"]
+
+
+def test_a_clearly_slower_option_costs_few_steps() -> None:
+    machine = Machine({"slow": 3.0})
+    races = OptionRaces([part_of(machine.option("slow"))])
+    assert train(races, machine) <= 16 and not machine.on["slow"]
+
+
+def test_an_option_of_an_earlier_run_needs_no_race() -> None:
+    machine = Machine({"first": 0.8})
+    part = part_of(machine.option("first"), ("on", Ratio(1.25, 1.2, 1.3, 12)))
+    assert train(OptionRaces([part]), machine, 10) == 0 and machine.on["first"] and part.stage == "use"
+
+
+def test_a_setting_of_the_script_excludes_an_option() -> None:
+    machine, found = Machine({"first": 0.8, "second": 0.8}), {"first": "the script sets it", "second": ""}
+    parts = [part_of(machine.option(name, lambda name=name: found[name])) for name in found]
+    races = OptionRaces(parts)
+    train(races, machine, 20)
+    found["second"] = "the script sets it later"
+    train(races, machine)
+    assert [part.reason for part in parts] == list(found.values()) and not any(machine.on.values())
+
+
+def test_freed_memory_returns_if_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({"allocator": 0.8})
+    part = part_of(machine.option("allocator"))
+    races = OptionRaces([part])
+    train(races, machine)
+    monkeypatch.setattr(option_races.psutil, "virtual_memory", lambda: SimpleNamespace(available=5, total=100))
+    races.check_memory()
+    assert not machine.on["allocator"] and part.stage == "off" and "less than a tenth" in part.notes[0]
+
+
+def test_the_end_switches_everything_off() -> None:
+    machine = Machine({"first": 0.8, "second": 0.8})
+    races = OptionRaces([part_of(machine.option(name)) for name in machine.factors])
+    train(races, machine, 250)
+    assert machine.on["first"]
+    races.end()
+    assert not any(machine.on.values())
+
+
+@pytest.fixture
+def threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def named(monkeypatch: pytest.MonkeyPatch, **how: bool) -> dict[str, ProcessOption]:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return {option.name: option for option in process_options.process_options(**{"exact": False, **how})}
+
+
+def test_threads_are_the_scripts_own_choice(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
+    torch.set_num_threads(2)
+    option = named(monkeypatch, accepts_reduced=False)["threads"]
+    assert option.exchange == "1 instead of 2" and option.conflict() == ""
+    option.switch(True)
+    assert torch.get_num_threads() == 1
+    option.switch(False)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(5)
+    assert "the script sets" in option.conflict()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "threads" not in {one.name for one in process_options.process_options(exact=False, accepts_reduced=False)}
+
+
+def test_exact_allows_bitwise_options_only(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
+    torch.set_num_threads(2)
+    options = named(monkeypatch, exact=True, accepts_reduced=False).values()
+    assert {option.proof for option in options} <= {"bitwise"}
+
+
+def test_subnormal_numbers_are_flushed_while_the_option_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    option = named(monkeypatch, accepts_reduced=False)["numbers below 1.2e-38"]
+    small = torch.tensor([1e-39])
+    option.switch(True)
+    try:
+        assert (small * 1).item() == 0.0 and "the script flushes" in option.conflict()
+    finally:
+        option.switch(False)
+    assert (small * 1).item() > 0.0 and option.conflict() == ""
+
+
+def test_reduced_precision_needs_the_users_word_and_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "products of fp32 numbers"
+    monkeypatch.setattr(process_options.torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert name not in named(monkeypatch, accepts_reduced=False)
+    option = named(monkeypatch, accepts_reduced=True)[name]
+    assert (option.exchange, option.proof) == ("bf16", "reduced-precision")
+    before = torch.get_float32_matmul_precision()
+    option.switch(True)
+    try:
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        option.switch(False)
+    assert torch.get_float32_matmul_precision() == before
+    monkeypatch.setattr(process_options.torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    assert process_options.reduced_precision() == ("TF32" if torch.cuda.is_available() else "")
