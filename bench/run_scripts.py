@@ -112,7 +112,7 @@ class Process:
             cwd=place,
             stdout=self._files[0],
             stderr=self._files[1],
-            env=_environment(threads),
+            env=_environment(place, threads),
         )
 
     def end(self) -> Outcome:
@@ -127,8 +127,8 @@ class Process:
         return Outcome(seconds, code, texts[0], texts[1], summary)
 
 
-def _environment(threads: int | None) -> dict[str, str]:
-    path = [str(STAND_INS), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+def _environment(place: Path, threads: int | None) -> dict[str, str]:
+    path = [str(STAND_INS), str(ROOT / "src"), str(place), *filter(None, [os.environ.get("PYTHONPATH")])]
     fixed = {"PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0", "MPLBACKEND": "agg"}
     return dict(os.environ) | fixed | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
 

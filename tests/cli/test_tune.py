@@ -50,7 +50,7 @@ class Ticking:
 @pytest.fixture
 def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
     """In a folder with a Task whose update pays to be written in another way, by a clock that no load disturbs."""
-    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: tmp_path / "cache")
     clock, adam = Ticking(), importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_single_tensor_adam", clock.slowed(adam._single_tensor_adam))
     monkeypatch.setattr(search, "measure", partial(search.measure, clock=clock))

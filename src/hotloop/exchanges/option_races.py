@@ -21,7 +21,7 @@ _CHECKED_PAIRS = (12, 24)
 _LEAST_FREE = 0.1
 """Share of the memory that must be free while freed memory stays with the process."""
 
-_HOPELESS_PAIRS, _HOPELESS = 3, 0.9
+_HOPELESS_PAIRS, _HOPELESS = 4, 0.9
 """Pairs after which a median below this ratio ends a race."""
 
 
@@ -118,7 +118,7 @@ class OptionRaces:
 
 def _is_over(pairs: int, ratio: Ratio) -> bool:
     """Whether a race is over: surely faster or slower, clearly slower after few pairs, or long enough."""
-    if ratio.median < 1 / FAR_SLOWER or (pairs >= _HOPELESS_PAIRS and ratio.median < _HOPELESS):
+    if ratio.median < (_HOPELESS if pairs >= _HOPELESS_PAIRS else 1 / FAR_SLOWER) and pairs > 1:
         return True
     is_sure = pairs in _CHECKED_PAIRS and verdict_of(ratio) in ("faster", "slower")
     return is_sure or pairs >= _CHECKED_PAIRS[-1]

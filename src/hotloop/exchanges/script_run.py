@@ -6,11 +6,13 @@ import hashlib
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotloop.core.files.user_folders import cache_folder
-from hotloop.core.records.race import ScriptRun
 from hotloop.scripts.script_process import run_script
+
+if TYPE_CHECKING:
+    from hotloop.core.records.race import ScriptRun
 
 
 def run_with_exchanges(
@@ -47,6 +49,8 @@ def run_with_exchanges(
         stdout=stdout,
         interpreter_options=subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
     )
+    from hotloop.core.records.race import ScriptRun  # slow to import, so after the script's start
+
     facts: dict[str, Any] = {"notes": ["the script ended before it imported torch"]}
     if end.result is not None:
         facts = end.result

@@ -13,10 +13,10 @@ from typing import Any
 
 def cache_folder() -> Path:
     """Returns the folder for cached measurements and packages; without a home, in the temporary folder."""
-    import pooch  # slow to import
+    import platformdirs
 
     owner = os.getuid() if hasattr(os, "getuid") else 0
-    folder = _home_folder(lambda: pooch.os_cache("hotloop"))
+    folder = _home_folder(lambda: platformdirs.user_cache_dir("hotloop"))
     return Path(tempfile.gettempdir()) / f"hotloop-{owner}" if folder is None else folder
 
 
