@@ -102,6 +102,12 @@ def test_a_loader_with_its_own_sampler_and_generator(loaders) -> None:
     assert len(batches) == len(again) == 8
 
 
+def test_a_batch_may_have_a_sample_twice(loaders) -> None:
+    dataset = Own()
+    sampler = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=20 * SAMPLES)
+    assert_same_batches(loaders, dataset, batch_size=20, sampler=sampler)
+
+
 def test_batches_are_new_tensors(loaders) -> None:
     for dataset in (TensorDataset(*arrays()), Own()):
         loader = DataLoader(dataset, batch_size=10)

@@ -120,6 +120,22 @@ def test_an_update_that_leaves_a_tensor_out_is_refused(optimizers, monkeypatch: 
     assert optimizers.part.exchange == "foreach" and "times the noise floor" in optimizers.part.reason
 
 
+def test_an_exchange_that_leaves_a_group_out_is_refused(optimizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused form does nothing for the second group; the first group's exchange is proven."""
+    model = network()
+    first, *others = model.parameters()
+
+    def only_the_first_group(real: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        if params[0].shape == first.shape:
+            real(params, *args, **kwargs)
+
+    planted(monkeypatch, "_fused_adam_", only_the_first_group)
+    train(model, torch.optim.Adam([{"params": [first]}, {"params": others, "lr": 1e-2}]), 3)
+    proven, refused = optimizers.parts
+    assert proven.exchange == "fused" and proven.proven == 3
+    assert refused.exchange == "foreach" and refused.proven == 2
+
+
 def test_an_exchange_that_becomes_wrong_is_taken_back(optimizers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_module, "RECHECK_CALLS", 5)
     model = network()

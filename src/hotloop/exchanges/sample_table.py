@@ -126,7 +126,7 @@ class SampleTable:
 
     def _store(self, count: int, rows: Sequence[int], batch: Any) -> str:
         """Stores the rows of a batch; returns why they can't be used, else ""."""
-        if any(type(row) is not int for row in rows) or len(set(rows)) != len(rows):
+        if any(type(row) is not int for row in rows):
             return "the sampler yields no plain row numbers"
         if why := _not_rows(batch, len(rows)):
             return why
@@ -139,7 +139,7 @@ class SampleTable:
         if [(column.dtype, column.shape[1:]) for column in columns] != form:
             return "its samples have several shapes or types"
         places: dict[bool, list[int]] = {True: [], False: []}
-        for place, row in enumerate(rows):
+        for row, place in {row: place for place, row in enumerate(rows)}.items():  # a batch may have a sample twice
             places[self._reads[row] > 0].append(place)
             self._reads[row] = min(2, self._reads[row] + 1)
         index = torch.tensor(rows)
