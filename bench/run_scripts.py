@@ -1,11 +1,13 @@
 """Measures `hotloop run` on scripts beside plain python: times, exit codes and output.
 
+    python -m bench.run_scripts --sources FOLDER --calibrate                                 measures lengths for --seconds
     python -m bench.run_scripts --sources FOLDER --seconds 60 --pairs 1 --beside --record    the public scripts
     python -m bench.run_scripts --sources FOLDER --seconds 15 --numbers                      their printed numbers
     python -m bench.run_scripts train.py other.py --pairs 3                                  scripts of your own
 
 `bench/public_scripts/list.toml` lists the public scripts. Their repositories are fetched into FOLDER/OWNER/NAME unless they are
-there. reinforce and actor_critic need the package gymnasium, time_sequence matplotlib, and makemore tensorboard.
+there. reinforce and actor_critic need the package gymnasium, time_sequence matplotlib, makemore tensorboard, and super_resolution
+six. `--calibrate` runs each script twice for some seconds and writes FOLDER/lengths.json.
 
 The two runs of a pair follow each other in random order. With `--beside` both run at once, each on a core of its own, and again
 with the cores exchanged; such a pair has two times of each. The ratio is python's time over hotloop's; the interval is that of
@@ -29,18 +31,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.claim import ROOT, write_claim
-from bench.public_scripts.sources import STAND_INS, PublicScript, fetch, prepare, read_list
+from bench.public_scripts.sources import (
+    PICTURES,
+    STAND_INS,
+    Length,
+    Measured,
+    PublicScript,
+    fetch,
+    prepare,
+    read_list,
+)
 from hotloop.tuning.races.statistics import ratio_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?")
 
-_PICTURES = 60_000
+_LENGTHS = "lengths.json"
+
+_CALIBRATED_PICTURES = 3_000
 
 _FORMS = ("python", "hotloop")
 
@@ -53,11 +66,13 @@ class Case:
         name: for the record.
         prepare: writes the script's files into a new folder, or none; returns the working folder, and script and arguments.
         times: patterns of printed times.
+        environment: variables of its processes.
     """
 
     name: str
     prepare: Callable[[Path], tuple[Path, list[str]]]
     times: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,14 +86,14 @@ class Outcome:
     summary: dict[str, Any] | None
 
 
-def public_case(script: PublicScript, sources: Path, seconds: float, share: float = 1.0) -> Case:
+def public_case(script: PublicScript, sources: Path, length: Length) -> Case:
     """Returns a script of the list, in a new copy for each run."""
 
     def write(folder: Path) -> tuple[Path, list[str]]:
         place = folder / "script"
-        return place, prepare(script, sources, place, seconds, share)
+        return place, prepare(script, sources, place, length.count)
 
-    return Case(script.name, write, script.times)
+    return Case(script.name, write, script.times, {"FASHION_MNIST_COUNT": str(length.pictures)})
 
 
 def own_case(path: Path) -> Case:
@@ -112,7 +127,7 @@ class Process:
             cwd=place,
             stdout=self._files[0],
             stderr=self._files[1],
-            env=_environment(place, threads),
+            env=_environment(place, threads) | dict(case.environment),
         )
 
     def end(self) -> Outcome:
@@ -242,11 +257,40 @@ def geometric_mean(ratios: Sequence[float]) -> float | None:
 def _cases(arguments: argparse.Namespace) -> list[Case]:
     if arguments.scripts:
         return [own_case(path) for path in arguments.scripts]
+    listed = _listed(arguments)
+    lengths = _read_lengths(arguments.sources)
+    return [
+        public_case(script, arguments.sources, script.length(arguments.seconds, lengths.get(script.name)))
+        for script in listed
+    ]
+
+
+def _listed(arguments: argparse.Namespace) -> list[PublicScript]:
     listed = [script for script in read_list() if not arguments.only or script.name in arguments.only]
     fetch(listed, arguments.sources)
-    if arguments.share < 1:
-        os.environ["FASHION_MNIST_COUNT"] = str(round(_PICTURES * arguments.share))
-    return [public_case(script, arguments.sources, arguments.seconds, arguments.share) for script in listed]
+    return listed
+
+
+def _read_lengths(folder: Path) -> dict[str, Measured]:
+    path = folder / _LENGTHS
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {name: Measured(*values) for name, values in stored.items()}
+
+
+def calibrate(scripts: Sequence[PublicScript], folder: Path) -> None:
+    """Measures start and length of scripts under python, and writes them after each script."""
+    for script in scripts:
+        share = _CALIBRATED_PICTURES / PICTURES if script.pictures else 1.0
+        first = 1 if script.pictures else max(1, round(script.per_minute / 30))
+        lengths = [Length(count, _CALIBRATED_PICTURES) for count in (first, 3 * first)]
+        short, long = (Process(public_case(script, folder, length), "python").end() for length in lengths)
+        if short.exit_code or long.exit_code:
+            raise SystemExit(f"{script.name} ended with {short.exit_code} and {long.exit_code}: {long.stderr[-500:]}")
+        count_s = max(1e-6, (long.seconds - short.seconds) / (2 * first))
+        measured = Measured(max(0.0, short.seconds - first * count_s), count_s / share)
+        print(script.name, measured, flush=True)
+        known = {**_read_lengths(folder), script.name: measured}
+        (folder / _LENGTHS).write_text(json.dumps(known, indent=2), encoding="utf-8")
 
 
 def main() -> None:
@@ -257,13 +301,16 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", help="names of public scripts")
     parser.add_argument("--seconds", type=float, default=60.0, help="wanted length of a run (default: 60)")
-    parser.add_argument("--share", type=float, default=1.0, help="share of the training pictures (default: 1)")
+    parser.add_argument("--calibrate", action="store_true", help="measure the lengths of the public scripts, and end")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--beside", action="store_true", help="run both at once, on a core each")
     parser.add_argument("--numbers", action="store_true", help="compare printed numbers instead of times")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--record", action="store_true", help="write a claim")
     arguments = parser.parse_args()
+    if arguments.calibrate:
+        calibrate(_listed(arguments), arguments.sources)
+        return
     options = ["--exact"] if arguments.exact else []
     rows = list[dict[str, Any]]()
     for case in _cases(arguments):

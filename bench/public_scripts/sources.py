@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.public_scripts import data
 
@@ -17,6 +18,24 @@ STAND_INS = Path(__file__).with_name("stand_ins")
 """A folder for PYTHONPATH."""
 
 _SEEDS = "import random, numpy, torch; random.seed(0); numpy.random.seed(0); torch.manual_seed(0)\n"
+
+
+PICTURES, _LEAST_PICTURES = 60_000, 1_000
+"""Training pictures of Fashion-MNIST, and the least number that a run gets."""
+
+
+class Length(NamedTuple):
+    """The length of a run: the value of {count}, and the number of training pictures."""
+
+    count: int
+    pictures: int = PICTURES
+
+
+class Measured(NamedTuple):
+    """Seconds of a script's start, and seconds for each count, with all pictures."""
+
+    start_s: float
+    count_s: float
 
 
 @dataclass(frozen=True)
@@ -36,9 +55,13 @@ class PublicScript:
     pictures: bool = False
     times: tuple[str, ...] = ()
 
-    def count(self, seconds: float, share: float = 1.0) -> int:
-        """Returns the length of a run that takes about so many seconds, with a share of the training pictures."""
-        return max(1, round(self.per_minute * seconds / 60 / (share if self.pictures else 1.0)))
+    def length(self, seconds: float, measured: Measured | None = None) -> Length:
+        """Returns the length of a run that takes about so many seconds; less than an epoch has fewer pictures."""
+        start_s, count_s = measured or Measured(0.0, 60 / self.per_minute)
+        count = max(0.0, seconds - start_s) / count_s
+        if self.pictures and count < 1:
+            return Length(1, max(_LEAST_PICTURES, round(PICTURES * count)))
+        return Length(max(1, round(count)), PICTURES)
 
 
 def read_list(path: Path = LIST) -> list[PublicScript]:
@@ -64,14 +87,13 @@ def fetch(scripts: Sequence[PublicScript], sources: Path) -> None:
         subprocess.run(["git", "-C", str(folder), "checkout", "-q", "FETCH_HEAD"], check=True)
 
 
-def prepare(script: PublicScript, sources: Path, folder: Path, seconds: float, share: float = 1.0) -> list[str]:
-    """Copies a script into a new folder, with its data and its length; returns its path there and its arguments.
+def prepare(script: PublicScript, sources: Path, folder: Path, count: int) -> list[str]:
+    """Copies a script into a new folder, with its data and {count}; returns its path there and its arguments.
 
     Raises:
         ValueError: the script lacks a text that the list edits.
     """
     shutil.copytree(sources / script.repository / script.folder, folder, ignore=shutil.ignore_patterns(".git"))
-    count = str(script.count(seconds, share))
     if script.data:
         getattr(data, script.data)(folder)
     path = folder / script.script
@@ -79,6 +101,6 @@ def prepare(script: PublicScript, sources: Path, folder: Path, seconds: float, s
     for before, after in script.edits:
         if before not in text:
             raise ValueError(f"{script.name} has no {before!r}")
-        text = text.replace(before, after.replace("{count}", count))
+        text = text.replace(before, after.replace("{count}", str(count)))
     path.write_text(text if script.seeded else _SEEDS + text, encoding="utf-8")
-    return [script.script, *(argument.replace("{count}", count) for argument in script.arguments)]
+    return [script.script, *(argument.replace("{count}", str(count)) for argument in script.arguments)]

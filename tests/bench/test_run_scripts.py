@@ -6,13 +6,14 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.public_scripts import sources
-from bench.public_scripts.sources import STAND_INS, PublicScript, prepare, read_list
-from bench.run_scripts import compare_numbers, differences, geometric_mean, measure, own_case, public_case
+from bench.public_scripts.sources import STAND_INS, Length, Measured, PublicScript, prepare, read_list
+from bench.run_scripts import calibrate, compare_numbers, differences, geometric_mean, measure, own_case, public_case
 
 
 @pytest.mark.parametrize(
@@ -80,23 +81,39 @@ def listed(folder: Path, **fields: object) -> PublicScript:
 
 def test_a_public_script_runs_in_a_copy_with_its_length(tmp_path: Path) -> None:
     script = listed(tmp_path, edits=(("epochs = 5", "epochs = {count}"),), seeded=False)
-    row = measure(public_case(script, tmp_path, 6), 1, [])
+    row = measure(public_case(script, tmp_path, script.length(6)), 1, [])
     assert row["exit_codes"] == [0] and row["stdout_equal"]
-    command = prepare(script, tmp_path, tmp_path / "copy", 6)
+    command = prepare(script, tmp_path, tmp_path / "copy", 3)
     assert command == ["train.py", "--steps", "3"] and "epochs = 3" in (tmp_path / "copy/train.py").read_text()
     assert "epochs = 5" in (tmp_path / "owner/name/part/train.py").read_text()
 
 
+def test_the_length_of_a_run(tmp_path: Path) -> None:
+    script = listed(tmp_path)
+    assert script.length(60) == Length(30) and script.length(0.1) == Length(1)
+    assert script.length(60, Measured(start_s=10, count_s=0.5)) == Length(100)
+    pictures = replace(script, pictures=True)
+    assert pictures.length(60, Measured(0, 120)) == Length(1, 30_000)
+    assert pictures.length(60, Measured(0, 20)) == Length(3)
+
+
+def test_lengths_are_measured(tmp_path: Path) -> None:
+    script = listed(tmp_path, edits=(("epochs = 5", "import time; epochs = time.sleep(0.3 * {count})"),))
+    calibrate([script], tmp_path)
+    start_s, count_s = json.loads((tmp_path / "lengths.json").read_text())["one"]
+    assert start_s >= 0 and count_s > 0
+
+
 def test_an_edit_without_its_text_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one has no 'epochs = 7'"):
-        prepare(listed(tmp_path, edits=(("epochs = 7", ""),)), tmp_path, tmp_path / "copy", 6)
+        prepare(listed(tmp_path, edits=(("epochs = 7", ""),)), tmp_path, tmp_path / "copy", 3)
 
 
 @pytest.mark.parametrize("name", ["citations", "words", "characters", "sine_waves", "photographs"])
 def test_generated_data(name: str, tmp_path: Path) -> None:
     getattr(sources.data, name)(tmp_path)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert files and all(path.stat().st_size > 100 for path in files)
+    assert files and all(path.stat().st_size > 20 for path in files)
 
 
 def test_the_stand_in_reads_a_sample_as_torchvision_does() -> None:

@@ -26,6 +26,8 @@ class WindowPairs:
     def __init__(self, switch: Callable[[bool], None]) -> None:
         self._switch = switch
         self._random = random.Random(0)  # the script's generators are not read
+        self._times: list[float] = []
+        self._is_first = True
         self.restart()
 
     def restart(self) -> None:
@@ -77,8 +79,7 @@ class WindowPairs:
         return ratio_of(self._medians[False], self._medians[True]) if self.count else None
 
     def _begin_window(self) -> None:
-        self._times: list[float] = []
-        self._is_first = True
+        self._times, self._is_first = [], True
 
 
 def _is_enough(steps: int, seconds: float) -> bool:
