@@ -26,7 +26,7 @@ from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.errors import PlanError
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
-from hotloop.parity import limits, proof
+from hotloop.parity import distance, proof
 from hotloop.parity import verdict as judging
 from hotloop.parity.comparison import Evidence, StepErrors
 from hotloop.parity.free_run import FreeRunResult
@@ -156,7 +156,7 @@ def ratios(account: StepErrors, evidence: Evidence, free: FreeRunResult | None) 
     }
 
 
-LIMITS = {"typical": limits.TYPICAL_LIMIT, "anywhere": limits.WORST_LIMIT, "freely": limits.FREE_RUN_LIMIT}
+LIMITS = {"typical": distance.TYPICAL_LIMIT, "anywhere": distance.WORST_LIMIT, "freely": distance.FREE_RUN_LIMIT}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

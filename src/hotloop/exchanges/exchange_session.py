@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hotloop.exchanges.exchange_cache import read_exchanges, script_key, write_exchanges
 from hotloop.exchanges.loader_exchange import LoaderExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
-from hotloop.exchanges.option_races import OptionPart, OptionRaces
+from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
+from hotloop.exchanges.options.process_options import ProcessOption, process_options, reduced_precision
 from hotloop.exchanges.part import Part
-from hotloop.exchanges.process_options import ProcessOption, process_options, reduced_precision
-from hotloop.exchanges.step_windows import StepWindows
+from hotloop.exchanges.windows.step_windows import StepWindows
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.child import write_result
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison
-from hotloop.parity.distance import difference_norm
-from hotloop.parity.limits import TYPICAL_LIMIT
+from hotloop.parity.distance import TYPICAL_LIMIT, difference_norm
 
 Tensors = list[Tensor | None]
 """Parameters, gradients or one kind of state, in the same order."""
@@ -20,7 +19,7 @@ Tensors = list[Tensor | None]
 _COPIES = 6
 """Memory of a proof in multiples of the tensors: two fp32 copies, a float64 copy and temporary results."""
 
-_SAMPLED_NUMBERS, _WHOLE_NUMBERS = 2**20, 2**12
+_SAMPLED_NUMBERS, _WHOLE_NUMBERS = 2**18, 2**12
 """Numbers of a large update that are compared, and size up to which a tensor is compared as a whole.
 
 The updates compute each number alone, so every n-th number of each tensor shows an error of any part of the tensor.

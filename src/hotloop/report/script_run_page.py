@@ -8,7 +8,7 @@ _PROOFS = {
     "": "without a proof",
     "bitwise": "bitwise equal",
     "fp32-equivalent": "equal within rounding",
-    "reduced-precision": "in the reduced precision that --accept allows",
+    "reduced-precision": "in reduced precision, as accepted",
 }
 
 

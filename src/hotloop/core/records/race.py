@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hotloop.core.records.race_terms import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
 from hotloop.core.records.training import Record
+from hotloop.margins import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
 from hotloop.plan import Plan
 
 ParityClass = Literal["bitwise", "fp32-equivalent", "reduced-precision", "unproven", "broken"]

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from hotloop.core.records.race_terms import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
+from hotloop.margins import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
 
 SpeedVerdict = Literal["faster", "slower", "no difference"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.exchanges import option_races, process_options
-from hotloop.exchanges.option_races import OptionPart, OptionRaces
-from hotloop.exchanges.process_options import ProcessOption
+from hotloop.exchanges.options import option_races, process_options
+from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
+from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.tuning.races.statistics import Ratio
 
 
@@ -156,6 +156,11 @@ def test_reduced_precision_needs_the_users_word_and_the_hardware(monkeypatch: py
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         option.switch(False)
-    assert torch.get_float32_matmul_precision() == before
+    assert torch.get_float32_matmul_precision() == before and option.conflict() == ""
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert option.conflict() == "the script sets the precision of products"
+    finally:
+        torch.set_float32_matmul_precision(before)
     monkeypatch.setattr(process_options.torch.cpu, "get_capabilities", lambda: {"avx2": True})
     assert process_options.reduced_precision() == ("TF32" if torch.cuda.is_available() else "")

@@ -6,6 +6,7 @@ An option changes no object of the script. The options are raced one after the o
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,8 @@ def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption
     if not exact:
         options += [*_thread_options(), _subnormal_option()]
     if accepts_reduced and (kind := reduced_precision()):
-        options.append(ProcessOption("products of fp32 numbers", kind, "reduced-precision", _Precision(kind)))
+        switch = _Precision(kind)
+        options.append(ProcessOption("products of fp32 numbers", kind, "reduced-precision", switch, switch.conflict))
     return options
 
 
@@ -102,8 +104,8 @@ def _flush_subnormals(on: bool) -> None:
 
 
 def _flushing_conflict() -> str:
-    product = torch.tensor([1e-20]) * torch.tensor([1e-20])
-    return "" if product.item() else "the script flushes them itself"
+    """Computes without torch, whose modes the script may have changed; the processor's setting is the same."""
+    return "" if sys.float_info.min * 0.5 else "the script flushes them itself"
 
 
 def reduced_precision() -> str:
@@ -128,3 +130,10 @@ class _Precision:
         elif not on and self._before is not None:
             torch.set_float32_matmul_precision(self._before)
             self._before = None
+
+    def conflict(self) -> str:
+        try:
+            is_own = torch.get_float32_matmul_precision() not in ("highest", self._level)
+        except RuntimeError:  # the script uses another interface of torch for the same setting
+            is_own = True
+        return "the script sets the precision of products" if is_own else ""

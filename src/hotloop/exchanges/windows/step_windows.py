@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from hotloop.exchanges.step_times import StepTimes
-from hotloop.exchanges.window_pairs import WindowPairs
+from hotloop.exchanges.windows.step_times import StepTimes
+from hotloop.exchanges.windows.window_pairs import WindowPairs
 from hotloop.tuning.races.statistics import verdict_of
 
 _FIRST_PAIRS = 12

@@ -7,10 +7,10 @@ from typing import Any
 
 import psutil
 
-from hotloop.core.records.race_terms import FAR_SLOWER
+from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.exchanges.part import Part
-from hotloop.exchanges.process_options import ProcessOption
-from hotloop.exchanges.window_pairs import WindowPairs
+from hotloop.exchanges.windows.window_pairs import WindowPairs
+from hotloop.margins import FAR_SLOWER
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 _WARM_UP_STEPS = 5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.exchanges import step_times
-from hotloop.exchanges.step_windows import StepWindows
+from hotloop.exchanges.windows import step_times
+from hotloop.exchanges.windows.step_windows import StepWindows
 
 
 class Optimizer:
