@@ -22,11 +22,12 @@ from unittest import mock
 import torch
 
 from bench.claim import write_claim
+from hotloop import margins
 from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.errors import PlanError
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
-from hotloop.parity import distance, proof
+from hotloop.parity import proof
 from hotloop.parity import verdict as judging
 from hotloop.parity.comparison import Evidence, StepErrors
 from hotloop.parity.free_run import FreeRunResult
@@ -156,7 +157,7 @@ def ratios(account: StepErrors, evidence: Evidence, free: FreeRunResult | None) 
     }
 
 
-LIMITS = {"typical": distance.TYPICAL_LIMIT, "anywhere": distance.WORST_LIMIT, "freely": distance.FREE_RUN_LIMIT}
+LIMITS = {"typical": margins.TYPICAL_LIMIT, "anywhere": margins.WORST_LIMIT, "freely": margins.FREE_RUN_LIMIT}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.core.state import State, differing_paths
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
+from hotloop.margins import TYPICAL_LIMIT
 from hotloop.parity import proof as parity
 from hotloop.parity.comparison import Evidence, StepErrors, relative_errors, run_one_step
-from hotloop.parity.distance import TYPICAL_LIMIT
 from hotloop.parity.free_run import compare_free_runs
 from hotloop.parity.noise_floor import typical_errors
 from hotloop.parity.proof import prove_programs

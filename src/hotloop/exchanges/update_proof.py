@@ -9,9 +9,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from hotloop.core.tensor_distance import difference_norm
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison
-from hotloop.parity.distance import TYPICAL_LIMIT, difference_norm
+from hotloop.margins import TYPICAL_LIMIT
 
 Tensors = list[Tensor | None]
 """Parameters, gradients or one kind of state, in the same order."""

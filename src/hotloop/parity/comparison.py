@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hotloop.core.number_formats import Arithmetic, describe_reductions
 from hotloop.core.state import State, tree_leaves
+from hotloop.core.tensor_distance import SLICE, difference_norm, slices, tensor_norm, to_float64
 from hotloop.data.batch_tree import copy_tree, tree_tensors
 from hotloop.lowering.program import Program
-from hotloop.parity.distance import SLICE, difference_norm, slices, tensor_norm, to_float64
 
 Key = tuple[str, str]
 """(what, name), as in `TensorError`."""

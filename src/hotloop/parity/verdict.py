@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hotloop.core.records.race import STATES, TensorError
+from hotloop.margins import FREE_RUN_LIMIT, REDUCED_PRECISION_LIMIT, TYPICAL_LIMIT, WORST_LIMIT
 from hotloop.parity.comparison import KINDS, Evidence, StepErrors
-from hotloop.parity.distance import FREE_RUN_LIMIT, REDUCED_PRECISION_LIMIT, TYPICAL_LIMIT, WORST_LIMIT
 from hotloop.parity.free_run import FreeRunResult, KindDrift
 from hotloop.parity.noise_floor import noise_floors, typical_errors
 from hotloop.parity.step_collector import floor_ratio

@@ -1,4 +1,4 @@
-"""Distances of tensors, computed in float64, and the limits of proofs."""
+"""Distances of tensors, computed in float64."""
 
 from __future__ import annotations
 
@@ -8,19 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/concepts/proof.md.
-TYPICAL_LIMIT = 4.0
-"""Limit of a tensor's median error, in multiples of the noise floor."""
-
-WORST_LIMIT = 32.0
-"""Limit of an error at one state, in multiples of the rounding error there."""
-
-FREE_RUN_LIMIT = 8.0
-"""Limit of a free run's drift, in multiples of the harmless baselines' drift."""
-
-REDUCED_PRECISION_LIMIT = 8.0
-"""Replaces the last two limits in a reduced precision, where rounding errors are large."""
 
 
 def to_float64(value: Any) -> Tensor:
