@@ -17,7 +17,7 @@ from hotloop.exchanges.exchange_cache import read_exchanges, script_key, write_e
 from hotloop.exchanges.loader_exchange import LoaderExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
-from hotloop.exchanges.options.process_options import ProcessOption, process_options, reduced_precision
+from hotloop.exchanges.options.process_options import ProcessOption, process_options
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.windows.step_windows import StepWindows
 from hotloop.profiler.base.transparency import hide_from_compiler
@@ -42,8 +42,9 @@ class ExchangeSession:
         self._earlier, self._notes = read_exchanges(self._cache, self._key)
         self._is_over = False
         self._written_at = time.monotonic()
-        self._accepts_reduced = settings["accept"] == "reduced-precision"
-        self._option_parts = [self._option_part(option) for option in self._make_options()]
+        accepts_reduced = settings["accept"] == "reduced-precision"
+        options = process_options(exact=self._exact, accepts_reduced=accepts_reduced)
+        self._option_parts = [self._option_part(option) for option in options]
         self._options = OptionRaces(self._option_parts)
         self._windows = StepWindows(
             self._can_begin_windows,
@@ -64,11 +65,6 @@ class ExchangeSession:
         os.register_at_fork(after_in_child=self._abandon)
         atexit.register(self._end)
         self._write()
-
-    def _make_options(self) -> list[ProcessOption]:
-        if self._accepts_reduced and not reduced_precision():
-            self._notes.append("reduced precision: this processor has no bf16 instructions, and torch finds no GPU")
-        return process_options(exact=self._exact, accepts_reduced=self._accepts_reduced)
 
     def _option_part(self, option: ProcessOption) -> OptionPart:
         part = OptionPart("process", option.name, [option.exchange], **self._part_settings("process", option.name))

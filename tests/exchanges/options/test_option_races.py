@@ -145,22 +145,23 @@ def test_subnormal_numbers_are_flushed_while_the_option_is_on(monkeypatch: pytes
 
 
 def test_reduced_precision_needs_the_users_word_and_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "products of fp32 numbers"
-    monkeypatch.setattr(process_options.torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    name, capabilities = "products of fp32 numbers", {"avx512_bf16": True}
+    monkeypatch.setattr(process_options.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(process_options.torch.cpu, "get_capabilities", lambda: capabilities)
     assert name not in named(monkeypatch, accepts_reduced=False)
     option = named(monkeypatch, accepts_reduced=True)[name]
-    assert (option.exchange, option.proof) == ("bf16", "reduced-precision")
+    assert option.proof == "reduced-precision" and option.conflict() == ""
     before = torch.get_float32_matmul_precision()
     option.switch(True)
     try:
-        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.get_float32_matmul_precision() == "medium" and option.conflict() == ""
     finally:
         option.switch(False)
-    assert torch.get_float32_matmul_precision() == before and option.conflict() == ""
+    assert torch.get_float32_matmul_precision() == before
     torch.set_float32_matmul_precision("high")
     try:
         assert option.conflict() == "the script sets the precision of products"
     finally:
         torch.set_float32_matmul_precision(before)
-    monkeypatch.setattr(process_options.torch.cpu, "get_capabilities", lambda: {"avx2": True})
-    assert process_options.reduced_precision() == ("TF32" if torch.cuda.is_available() else "")
+    capabilities.clear()
+    assert "no bf16 instructions" in option.conflict()

@@ -54,9 +54,9 @@ def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption
         options.append(ProcessOption("allocator", name, "bitwise", keep_freed_memory))
     if not exact:
         options += [*_thread_options(), _subnormal_option()]
-    if accepts_reduced and (kind := reduced_precision()):
-        switch = _Precision(kind)
-        options.append(ProcessOption("products of fp32 numbers", kind, "reduced-precision", switch, switch.conflict))
+    if accepts_reduced:
+        name, switch = "products of fp32 numbers", _Precision()
+        options.append(ProcessOption(name, "TF32 or bf16", "reduced-precision", switch, switch.conflict))
     return options
 
 
@@ -108,32 +108,36 @@ def _flushing_conflict() -> str:
     return "" if sys.float_info.min * 0.5 else "the script flushes them itself"
 
 
-def reduced_precision() -> str:
-    """Returns the reduced number format of products that this machine computes faster; empty without one."""
-    if torch.cuda.is_available():
-        return "TF32"
+def _reduced_level() -> str:
+    """Returns the level of `set_float32_matmul_precision` that this machine computes faster; empty without one.
+
+    The level is read at the race: asking for GPUs at torch's import would start CUDA, which forbids forks.
+    """
+    if torch.cuda.is_initialized():
+        return "high"  # TF32
     capabilities: dict[str, Any] = torch.cpu.get_capabilities()
-    return "bf16" if any(map(capabilities.get, _BF16_INSTRUCTIONS)) else ""
+    return "medium" if any(map(capabilities.get, _BF16_INSTRUCTIONS)) else ""
 
 
 class _Precision:
     """The number format of products; switching off restores the script's own."""
 
-    def __init__(self, kind: str) -> None:
-        self._level = "high" if kind == "TF32" else "medium"
+    def __init__(self) -> None:
         self._before: str | None = None
 
     def __call__(self, on: bool) -> None:
         if on and self._before is None:
             self._before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision(self._level)
+            torch.set_float32_matmul_precision(_reduced_level())
         elif not on and self._before is not None:
             torch.set_float32_matmul_precision(self._before)
             self._before = None
 
     def conflict(self) -> str:
+        if not _reduced_level():
+            return "this processor has no bf16 instructions, and the script uses no CUDA GPU"
         try:
-            is_own = torch.get_float32_matmul_precision() not in ("highest", self._level)
+            is_own = self._before is None and torch.get_float32_matmul_precision() != "highest"
         except RuntimeError:  # the script uses another interface of torch for the same setting
             is_own = True
         return "the script sets the precision of products" if is_own else ""
