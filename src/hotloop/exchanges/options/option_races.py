@@ -10,12 +10,12 @@ import psutil
 from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.windows.window_pairs import WindowPairs
-from hotloop.margins import FAR_SLOWER
+from hotloop.margins import FAR_SLOWER, MARGIN
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 _WARM_UP_STEPS = 5
 
-_CHECKED_PAIRS = (12, 24)
+_CHECKED_PAIRS = (12, 24, 48)
 """Numbers of pairs after which the interval is computed."""
 
 _LEAST_FREE = 0.1
@@ -117,8 +117,9 @@ class OptionRaces:
 
 
 def _is_over(pairs: int, ratio: Ratio) -> bool:
-    """Whether a race is over: surely faster or slower, clearly slower after few pairs, or long enough."""
+    """Whether a race is over: surely faster or surely not, clearly slower after few pairs, or long enough."""
     if ratio.median < (_HOPELESS if pairs >= _HOPELESS_PAIRS else 1 / FAR_SLOWER) and pairs > 1:
         return True
-    is_sure = pairs in _CHECKED_PAIRS and verdict_of(ratio) in ("faster", "slower")
-    return is_sure or pairs >= _CHECKED_PAIRS[-1]
+    if pairs not in _CHECKED_PAIRS or ratio.high is None:
+        return False
+    return verdict_of(ratio) == "faster" or ratio.high < 1 + MARGIN or pairs == _CHECKED_PAIRS[-1]

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -115,7 +114,7 @@ def _reduced_level() -> str:
     """
     if torch.cuda.is_initialized():
         return "high"  # TF32
-    capabilities: dict[str, Any] = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     return "medium" if any(map(capabilities.get, _BF16_INSTRUCTIONS)) else ""
 
 
