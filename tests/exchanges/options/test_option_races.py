@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,13 @@ def test_a_clearly_slower_option_costs_few_steps() -> None:
     machine = Machine({"slow": 3.0})
     races = OptionRaces([part_of(machine.option("slow"))])
     assert train(races, machine) <= 32 and not machine.on["slow"]
+
+
+def test_long_steps_need_all_threads() -> None:
+    machine = Machine({"threads": 0.5})
+    part = part_of(replace(machine.option("threads"), longest_step_s=0.005))
+    assert train(OptionRaces([part]), machine) == 0 and not machine.on["threads"]
+    assert part.reason == "a step takes 0.01 s, so its race would cost more than its gain"
 
 
 def test_an_option_of_an_earlier_run_needs_no_race() -> None:

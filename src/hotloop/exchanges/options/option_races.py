@@ -10,7 +10,7 @@ import psutil
 from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.windows.window_pairs import WindowPairs
-from hotloop.margins import FAR_SLOWER, MARGIN
+from hotloop.margins import MARGIN
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 _WARM_UP_STEPS = 5
@@ -21,8 +21,8 @@ _CHECKED_PAIRS = (12, 24, 48)
 _LEAST_FREE = 0.1
 """Share of the memory that must be free while freed memory stays with the process."""
 
-_HOPELESS_PAIRS, _HOPELESS = 4, 0.9
-"""Pairs after which a median below this ratio ends a race."""
+_HOPELESS = ((2, 0.7), (4, 0.9))
+"""Numbers of pairs, and medians below which a race ends after so many pairs."""
 
 
 class OptionPart(Part):
@@ -55,7 +55,7 @@ class OptionRaces:
         self._steps += 1
         if self._steps <= _WARM_UP_STEPS:
             return False
-        if self._racing is None and not self._begin():
+        if self._racing is None and not self._begin(seconds):
             return False
         assert self._racing is not None
         part, pairs = self._racing
@@ -86,13 +86,15 @@ class OptionRaces:
                 if part.name == "allocator" and part.stage == "use":
                     part.take_back("less than a tenth of the memory is free")
 
-    def _begin(self) -> bool:
+    def _begin(self, step_s: float) -> bool:
         """Begins the next race; an option that an earlier run proved faster needs none."""
         for part in self._parts:
             if part.stage not in ("proof", "race"):
                 continue
             if why := part.option.conflict():
                 part.refuse(why)
+            elif step_s > part.option.longest_step_s:
+                part.refuse(f"a step takes {step_s:.2g} s, so its race would cost more than its gain")
             elif part.use_earlier():
                 part.option.switch(True)
             else:
@@ -118,7 +120,7 @@ class OptionRaces:
 
 def _is_over(pairs: int, ratio: Ratio) -> bool:
     """Whether a race is over: surely faster or surely not, clearly slower after few pairs, or long enough."""
-    if ratio.median < (_HOPELESS if pairs >= _HOPELESS_PAIRS else 1 / FAR_SLOWER) and pairs > 1:
+    if any(pairs >= least and ratio.median < median for least, median in _HOPELESS):
         return True
     if pairs not in _CHECKED_PAIRS or ratio.high is None:
         return False

@@ -5,6 +5,7 @@ An option changes no object of the script. The options are raced one after the o
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from hotloop.core.hardware.allocators import active_allocator
 from hotloop.lowering.transforms.allocator import keep_freed_memory
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+
+_LONGEST_STEP_S = 0.1
+"""Seconds. Threads wait for each other some microseconds per operation, which is little in a longer step."""
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Processors with products in bf16, in the names of `torch.cpu.get_capabilities`."""
@@ -31,6 +35,7 @@ class ProcessOption:
         proof: `bitwise`, `fp32-equivalent` (other sums of the same numbers) or `reduced-precision`.
         switch: switches it on or off.
         conflict: returns why the script's own settings exclude it; empty if they don't.
+        longest_step_s: longest step that it may make faster; a race of longer steps would cost too much.
     """
 
     name: str
@@ -38,6 +43,7 @@ class ProcessOption:
     proof: str
     switch: Callable[[bool], None]
     conflict: Callable[[], str] = lambda: ""
+    longest_step_s: float = math.inf
 
 
 def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption]:
@@ -66,7 +72,9 @@ def _thread_options() -> list[ProcessOption]:
     default = torch.get_num_threads()
     counts = sorted({default // 2, 1} - {0, default}, reverse=True)
     return [
-        ProcessOption("threads", f"{count} instead of {default}", "fp32-equivalent", threads, threads.conflict)
+        ProcessOption(
+            "threads", f"{count} instead of {default}", "fp32-equivalent", threads, threads.conflict, _LONGEST_STEP_S
+        )
         for count in counts
         if (threads := _Threads(count))
     ]
