@@ -90,6 +90,21 @@ def test_a_setting_of_the_script_excludes_an_option() -> None:
     assert [part.reason for part in parts] == list(found.values()) and not any(machine.on.values())
 
 
+def test_an_option_ends_when_the_script_changes_the_setting() -> None:
+    machine, found = Machine({"first": 0.8}), [""]
+    part = part_of(machine.option("first", lambda: found[0]))
+    races = OptionRaces([part])
+    train(races, machine)
+    found[0] = "the script sets it"
+    races.switch(False)
+    races.switch(True)
+    assert (
+        part.stage == "off"
+        and not machine.on["first"]
+        and part.notes == ["process: first: the exchange on was taken back: the script sets it"]
+    )
+
+
 def test_freed_memory_returns_if_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine({"allocator": 0.8})
     part = part_of(machine.option("allocator"))
@@ -129,8 +144,10 @@ def test_threads_are_the_scripts_own_choice(monkeypatch: pytest.MonkeyPatch, thr
     assert torch.get_num_threads() == 1
     option.switch(False)
     assert torch.get_num_threads() == 2
+    option.switch(True)
     torch.set_num_threads(5)
-    assert "the script sets" in option.conflict()
+    option.switch(False)
+    assert torch.get_num_threads() == 5 and "the script sets" in option.conflict()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "threads" not in {one.name for one in process_options.process_options(exact=False, accepts_reduced=False)}
 
@@ -146,10 +163,41 @@ def test_subnormal_numbers_are_flushed_while_the_option_is_on(monkeypatch: pytes
     small = torch.tensor([1e-39])
     option.switch(True)
     try:
-        assert (small * 1).item() == 0.0 and "the script flushes" in option.conflict()
+        assert (small * 1).item() == 0.0 and option.conflict() == ""
+        torch.set_flush_denormal(False)
+        assert option.conflict() == "the script sets this itself"
     finally:
         option.switch(False)
     assert (small * 1).item() > 0.0 and option.conflict() == ""
+    torch.set_flush_denormal(True)
+    try:
+        assert option.conflict() == "the script sets this itself"
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_real_options_keep_their_stage_through_races_and_windows(
+    monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    """Each option is announced as faster; switching it must not look like a change by the script."""
+    torch.set_num_threads(2)
+    parts = [part_of(option) for option in named(monkeypatch, accepts_reduced=False).values()]
+    races = OptionRaces(parts)
+    is_on = dict.fromkeys((part.name for part in parts), False)
+    for part in parts:
+        real = part.option.switch
+
+        def switch(on: bool, name: str = part.name, real: Callable[[bool], None] = real) -> None:
+            is_on[name] = on
+            real(on)
+
+        part.option = replace(part.option, switch=switch)
+    for _ in range(1000):
+        races.step_ended(0.010 * 0.8 ** sum(is_on.values()))
+    assert [part.stage for part in parts] == ["use"] * len(parts) and len(parts) >= 2
+    for enabled in (False, True, False):
+        races.switch(enabled)
+        assert set(is_on.values()) == {enabled} and [part.stage for part in parts] == ["use"] * len(parts)
 
 
 def test_reduced_precision_needs_the_users_word_and_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

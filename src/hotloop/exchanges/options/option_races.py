@@ -67,9 +67,11 @@ class OptionRaces:
 
     def switch(self, enabled: bool) -> None:
         """Switches all options in use; the last one goes first when switching off."""
-        used = [part for part in self._parts if part.stage == "use"]
-        for part in used if enabled else reversed(used):
-            part.option.switch(enabled)
+        for part in self._parts if enabled else reversed(self._parts):
+            if part.stage == "use" and (why := part.option.conflict()):
+                part.take_back(why)
+            elif part.stage == "use":
+                part.option.switch(enabled)
 
     def end(self) -> None:
         """Ends a race without a result, and switches all options off."""

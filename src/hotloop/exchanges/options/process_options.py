@@ -93,7 +93,8 @@ class _Threads:
             self._before = torch.get_num_threads()
             torch.set_num_threads(self._count)
         elif not on and self._before is not None:
-            torch.set_num_threads(self._before)
+            if torch.get_num_threads() == self._count:  # else the script has set its own number since
+                torch.set_num_threads(self._before)
             self._before = None
 
     def conflict(self) -> str:
@@ -102,17 +103,25 @@ class _Threads:
 
 
 def _subnormal_option() -> ProcessOption:
-    name, exchange = "numbers below 1.2e-38", "flushed to zero"
-    return ProcessOption(name, exchange, "fp32-equivalent", _flush_subnormals, _flushing_conflict)
+    name, flushing = "numbers below 1.2e-38", _Flushing()
+    return ProcessOption(name, "flushed to zero", "fp32-equivalent", flushing, flushing.conflict)
 
 
-def _flush_subnormals(on: bool) -> None:
-    torch.set_flush_denormal(on)
+class _Flushing:
+    """Flushes subnormal numbers to zero, unless the script does so itself."""
 
+    def __init__(self) -> None:
+        self._is_on = False
 
-def _flushing_conflict() -> str:
-    """Computes without torch, whose modes the script may have changed; the processor's setting is the same."""
-    return "" if sys.float_info.min * 0.5 else "the script flushes them itself"
+    def __call__(self, on: bool) -> None:
+        if on != self._is_on:
+            self._is_on = on
+            torch.set_flush_denormal(on)
+
+    def conflict(self) -> str:
+        """Computes without torch, whose modes the script may have changed; the processor's setting is the same."""
+        is_flushing = sys.float_info.min * 0.5 == 0
+        return "the script sets this itself" if is_flushing != self._is_on else ""
 
 
 def _reduced_level() -> str:
@@ -137,14 +146,16 @@ class _Precision:
             self._before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision(_reduced_level())
         elif not on and self._before is not None:
-            torch.set_float32_matmul_precision(self._before)
+            if not self.conflict():
+                torch.set_float32_matmul_precision(self._before)
             self._before = None
 
     def conflict(self) -> str:
         if not _reduced_level():
             return "this processor has no bf16 instructions, and the script uses no CUDA GPU"
         try:
-            is_own = self._before is None and torch.get_float32_matmul_precision() != "highest"
+            expected = "highest" if self._before is None else _reduced_level()
+            is_own = torch.get_float32_matmul_precision() != expected
         except RuntimeError:  # the script uses another interface of torch for the same setting
             is_own = True
         return "the script sets the precision of products" if is_own else ""
