@@ -163,6 +163,15 @@ def test_a_training_that_fails_shows_its_own_traceback(script: str, arguments: l
     assert assert_same(SCRIPTS / script, *arguments)[0] == 1
 
 
+def test_the_scripts_process_imports_no_slow_packages(tmp_path: Path) -> None:
+    """Each of these packages takes a tenth of a second or more, which a short script would lose."""
+    slow = {"pydantic", "scipy", "pooch", "rich", "typer", "torch._dynamo", "hotloop.plan", "hotloop.lowering.program"}
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys, torch\nprint(sorted({slow!r} & set(sys.modules)))\n")
+    done = outcome([*RUN, str(script)])
+    assert done[0] == 0 and done[1] == "[]\n"
+
+
 TRAINING = SCRIPTS / "exchangeable_training.py"
 
 
