@@ -53,7 +53,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?")
 
 _LENGTHS = "lengths.json"
 
-_CALIBRATED_PICTURES = 3_000
+_CALIBRATED_PICTURES = 6_000
 
 _FORMS = ("python", "hotloop")
 
@@ -282,11 +282,14 @@ def calibrate(scripts: Sequence[PublicScript], folder: Path) -> None:
     for script in scripts:
         share = _CALIBRATED_PICTURES / PICTURES if script.pictures else 1.0
         first = 1 if script.pictures else max(1, round(script.per_minute / 30))
-        lengths = [Length(count, _CALIBRATED_PICTURES) for count in (first, 3 * first)]
+        lengths = [Length(count, _CALIBRATED_PICTURES) for count in (first, 5 * first)]
         short, long = (Process(public_case(script, folder, length), "python").end() for length in lengths)
         if short.exit_code or long.exit_code:
             raise SystemExit(f"{script.name} ended with {short.exit_code} and {long.exit_code}: {long.stderr[-500:]}")
-        count_s = max(1e-6, (long.seconds - short.seconds) / (2 * first))
+        count_s = (long.seconds - short.seconds) / (4 * first)
+        if count_s <= 0:
+            print(script.name, "is not measured: the longer run took less time", flush=True)
+            continue
         measured = Measured(max(0.0, short.seconds - first * count_s), count_s / share)
         print(script.name, measured, flush=True)
         known = {**_read_lengths(folder), script.name: measured}
