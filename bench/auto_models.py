@@ -35,8 +35,9 @@ from bench.zoo import FIRST, NAMES
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.format import format_milliseconds
 from hotloop.core.hardware import machine
-from hotloop.core.records.race import MARGIN, Verdict
+from hotloop.core.records.race import Verdict
 from hotloop.errors import HotloopError
+from hotloop.margins import MARGIN
 from hotloop.plan import BASELINE, Plan
 from hotloop.report.progress import format_duration
 from hotloop.tuning.races.statistics import MIN_PAIRS

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 from bench.claim import write_claim
+from hotloop import margins
 from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.errors import PlanError
 from hotloop.lowering.build import lower
@@ -156,7 +157,7 @@ def ratios(account: StepErrors, evidence: Evidence, free: FreeRunResult | None) 
     }
 
 
-LIMITS = {"typical": judging.TYPICAL_LIMIT, "anywhere": judging.WORST_LIMIT, "freely": judging.FREE_RUN_LIMIT}
+LIMITS = {"typical": margins.TYPICAL_LIMIT, "anywhere": margins.WORST_LIMIT, "freely": margins.FREE_RUN_LIMIT}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -323,7 +323,7 @@ def found_before(task: Path, plan: Plan, ratio: float) -> None:
 def test_plan_counts_what_was_found_before(
     plan: Plan, ratio: float, task: Path, tmp_path: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: tmp_path / "cache")
     found_before(task, plan, ratio)
     done, document = hotloop("plan", task, *CPU), hotloop("plan", task, *CPU, "--json").document
     if ratio > 1:
@@ -343,7 +343,7 @@ def test_plan_counts_what_was_found_before(
 def test_plan_says_what_is_raced_and_proven_before_it_runs(
     task: Path, tmp_path: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: tmp_path / "cache")
     monkeypatch.setattr("hotloop.core.hardware.machine.find_compiler", lambda: "/usr/bin/g++")
     long = ("plan", task, *CPU, "--epochs", "9999")
     done, document = hotloop(*long), hotloop(*long, "--json").document

@@ -50,14 +50,14 @@ class Ticking:
 @pytest.fixture
 def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
     """In a folder with a Task whose update pays to be written in another way, by a clock that no load disturbs."""
-    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: tmp_path / "cache")
     clock, adam = Ticking(), importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_single_tensor_adam", clock.slowed(adam._single_tensor_adam))
     monkeypatch.setattr(search, "measure", partial(search.measure, clock=clock))
     monkeypatch.setattr(search, "Runner", partial(search.Runner, clock=clock))
     monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=clock))
     # nor does it know what memory costs
-    monkeypatch.setattr("hotloop.core.hardware.machine._is_glibc_malloc", lambda: False)
+    monkeypatch.setattr("hotloop.core.hardware.allocators._is_glibc_malloc", lambda: False)
     monkeypatch.setattr(search, "compiled_changes", lambda *given: [])  # compiling has tests of its own
     (tmp_path / "task.py").write_text(
         f"""{SMALL}

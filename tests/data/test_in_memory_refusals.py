@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
 import hotloop
-from hotloop.data.feeds.in_memory import MAX_REQUESTS, batch_difference
+from hotloop.data.batch_difference import batch_difference
+from hotloop.data.feeds.in_memory import MAX_REQUESTS
 from hotloop.data.sources import Samples, Table
 from hotloop.errors import DataError, PlanError, TaskError
 from hotloop.lowering.transforms import residency

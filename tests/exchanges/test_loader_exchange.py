@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from hotloop.core.random.rng import generator_states
-from hotloop.data.feeds.in_memory import batch_difference
+from hotloop.data.batch_difference import batch_difference
 from hotloop.exchanges import loader_exchange
 from hotloop.exchanges import part as part_module
 
@@ -100,6 +100,12 @@ def test_a_loader_with_its_own_sampler_and_generator(loaders) -> None:
     loaders.part.stage = "use"
     again = list(DataLoader(TensorDataset(*arrays()), batch_size=4, sampler=sampler))
     assert len(batches) == len(again) == 8
+
+
+def test_a_batch_may_have_a_sample_twice(loaders) -> None:
+    dataset = Own()
+    sampler = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=20 * SAMPLES)
+    assert_same_batches(loaders, dataset, batch_size=20, sampler=sampler)
 
 
 def test_batches_are_new_tensors(loaders) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hotloop.exchanges import part as part_module
+from hotloop.exchanges import update_proof
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda values: torch.optim.SGD(values, lr=0.1),
@@ -118,6 +119,45 @@ def test_an_update_that_leaves_a_tensor_out_is_refused(optimizers, monkeypatch: 
     model = network()
     train(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), 1)
     assert optimizers.part.exchange == "foreach" and "times the noise floor" in optimizers.part.reason
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["all", "the second half"])
+def test_a_sample_of_a_large_update_shows_a_part_that_is_left_out(
+    optimizers, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(update_proof, "_SAMPLED_NUMBERS", 64)
+    monkeypatch.setattr(update_proof, "_WHOLE_NUMBERS", 4)
+    model = network()
+    train(model, torch.optim.Adam(model.parameters()), 3)
+    assert optimizers.part.exchange == "fused" and optimizers.part.proven == 3
+
+    def first_part_of_the_largest(real: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        largest = max(params, key=torch.numel)
+        before = largest.clone()
+        real(params, *args, **kwargs)
+        count = int(largest.numel() * share)
+        largest.view(-1)[count:] = before.view(-1)[count:]
+
+    planted(monkeypatch, "_fused_adam_", first_part_of_the_largest)
+    other = network()
+    train(other, torch.optim.Adam(other.parameters()), 1)
+    assert optimizers.parts[-1].exchange == "foreach" and "times the noise floor" in optimizers.parts[-1].reason
+
+
+def test_an_exchange_that_leaves_a_group_out_is_refused(optimizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused form does nothing for the second group; the first group's exchange is proven."""
+    model = network()
+    first, *others = model.parameters()
+
+    def only_the_first_group(real: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        if params[0].shape == first.shape:
+            real(params, *args, **kwargs)
+
+    planted(monkeypatch, "_fused_adam_", only_the_first_group)
+    train(model, torch.optim.Adam([{"params": [first]}, {"params": others, "lr": 1e-2}]), 3)
+    proven, refused = optimizers.parts
+    assert proven.exchange == "fused" and proven.proven == 3
+    assert refused.exchange == "foreach" and refused.proven == 2
 
 
 def test_an_exchange_that_becomes_wrong_is_taken_back(optimizers, monkeypatch: pytest.MonkeyPatch) -> None:

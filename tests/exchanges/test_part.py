@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,26 +130,20 @@ def test_a_used_exchange_is_compared_again(monkeypatch: pytest.MonkeyPatch, chan
     assert part.notes == ["optimizer: SGD: the exchange fused was taken back: it differs"]
 
 
-@pytest.fixture
-def cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(exchange_cache, "cache_folder", lambda: tmp_path)
-    yield tmp_path
-
-
-def test_stored_exchanges_are_those_of_the_script_and_the_machine(cache: Any) -> None:
+def test_stored_exchanges_are_those_of_the_script_and_the_machine(tmp_path: Path) -> None:
     key = exchange_cache.script_key("a digest")
     stored = {"optimizer: SGD": ("fused", Ratio(2.0, 1.9, 2.1, 12))}
-    assert exchange_cache.write_exchanges(key, stored) == []
-    assert exchange_cache.read_exchanges(key) == (stored, [])
+    assert exchange_cache.write_exchanges(tmp_path, key, stored) == []
+    assert exchange_cache.read_exchanges(tmp_path, key) == (stored, [])
     for other in ({"script": "other"}, {"torch": "1.0"}, {"threads": 99}, {"hotloop": "0"}, {"processor": "x"}):
-        assert exchange_cache.read_exchanges({**key, **other}) == ({}, [])
+        assert exchange_cache.read_exchanges(tmp_path, {**key, **other}) == ({}, [])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": {}, "parts": {}}'])
-def test_a_damaged_file_is_reported_and_raced_again(cache: Any, text: str) -> None:
+def test_a_damaged_file_is_reported_and_raced_again(tmp_path: Path, text: str) -> None:
     key = exchange_cache.script_key("a digest")
-    exchange_cache.write_exchanges(key, {})
-    (file,) = (cache / "exchanges").glob("*.json")
+    exchange_cache.write_exchanges(tmp_path, key, {})
+    (file,) = (tmp_path / "exchanges").glob("*.json")
     file.write_text(text)
-    found, (note,) = exchange_cache.read_exchanges(key)
+    found, (note,) = exchange_cache.read_exchanges(tmp_path, key)
     assert found == {} and "are raced again" in note

@@ -163,6 +163,15 @@ def test_a_training_that_fails_shows_its_own_traceback(script: str, arguments: l
     assert assert_same(SCRIPTS / script, *arguments)[0] == 1
 
 
+def test_the_scripts_process_imports_no_slow_packages(tmp_path: Path) -> None:
+    """Each of these packages takes a tenth of a second or more, which a short script would lose."""
+    slow = {"pydantic", "scipy", "pooch", "rich", "typer", "torch._dynamo", "hotloop.plan", "hotloop.lowering.program"}
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys, torch\nprint(sorted({slow!r} & set(sys.modules)))\n")
+    done = outcome([*RUN, str(script)])
+    assert done[0] == 0 and done[1] == "[]\n"
+
+
 TRAINING = SCRIPTS / "exchangeable_training.py"
 
 
@@ -181,7 +190,7 @@ def record_of(tmp_path: Path, *options: str) -> tuple[dict, tuple[int, str, str]
 
 
 def test_an_exact_training_has_every_byte_of_the_plain_one(tmp_path: Path, cache: Path) -> None:
-    """Two optimizers, accumulation, clipping, a schedule, an average of the weights, and a checkpoint of its own."""
+    """Two optimizers, accumulation, a gradient scaler, clipping, a schedule, an average of weights, a checkpoint of its own."""
     import torch
 
     plain = outcome([sys.executable, str(TRAINING), "--epochs", "4", "--checkpoint", str(tmp_path / "plain.pt")])
@@ -196,6 +205,39 @@ def test_an_exact_training_has_every_byte_of_the_plain_one(tmp_path: Path, cache
     assert record["exact"] and record["steps"] > 50
     if any(part["used"] for part in record["parts"]):
         assert list(cache.glob("*.json"))
+
+
+def test_a_checkpoint_continues_in_plain_python_and_under_hotloop(tmp_path: Path, cache: Path) -> None:
+    """Each of both writes a checkpoint from which the other continues."""
+    plain, hosted = [sys.executable, str(TRAINING)], [*RUN, str(TRAINING), "--exact", "--"]
+    ends = []
+    for first, then in ((plain, hosted), (hosted, plain)):
+        checkpoint = str(tmp_path / "checkpoint.pt")
+        begun = outcome([*first, "--epochs", "3", "--checkpoint", checkpoint])
+        ends.append((begun, outcome([*then, "--epochs", "3", "--resume", checkpoint])))
+    assert ends[0] == ends[1] and ends[0][1][0] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_that_the_training_forks_runs_on_without_exchanges(cache: Path) -> None:
+    plain = outcome([sys.executable, str(TRAINING), "--fork"])
+    found = outcome([*RUN, str(TRAINING), "--exact", "--", "--fork"])
+    assert found == plain and found[0] == 0 and "child ended with 5" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--accept", "bf8"], "--accept is 'bf8'"),
+        (["--accept", "reduced-precision", "--exact"], "reduced precision changes results"),
+    ],
+)
+def test_options_that_can_not_be_are_one_line(options: list[str], line: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('out')")
+    done = subprocess.run([*RUN, str(script), *options], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and line in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.more

@@ -17,7 +17,7 @@ NAN, INF = math.nan, math.inf
 def steps() -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
     """What one did and what is true, of all kinds."""
     true: dict[Key, Tensor] = {
-        ("update", "large"): torch.linspace(1, 2, 3 * comparison._SLICE, dtype=torch.float64),
+        ("update", "large"): torch.linspace(1, 2, 3 * comparison.SLICE, dtype=torch.float64),
         ("update", "small"): torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64),
         ("update", "nothing"): torch.zeros(3, dtype=torch.float64),
         ("gradient", "empty"): torch.zeros(0, 4, dtype=torch.float64),
@@ -56,6 +56,6 @@ def test_errors_are_those_of_each_by_itself() -> None:
 
 
 def test_no_more_is_held_at_once_than_a_slice_has() -> None:
-    several = {("update", str(number)): torch.zeros(2 * comparison._SLICE // 5) for number in range(5)}
+    several = {("update", str(number)): torch.zeros(2 * comparison.SLICE // 5) for number in range(5)}
     groups = [[key[1] for key, *_ in group] for group in comparison._tensor_groups(several, several)]
     assert groups == [["0", "1"], ["2", "3"], ["4"]]

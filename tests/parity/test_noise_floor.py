@@ -15,6 +15,7 @@ from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.core.state import State, differing_paths
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
+from hotloop.margins import TYPICAL_LIMIT
 from hotloop.parity import proof as parity
 from hotloop.parity.comparison import Evidence, StepErrors, relative_errors, run_one_step
 from hotloop.parity.free_run import compare_free_runs
@@ -29,7 +30,6 @@ from hotloop.parity.references import (
 )
 from hotloop.parity.step_collector import StepCollector
 from hotloop.parity.trajectory import PathState
-from hotloop.parity.verdict import TYPICAL_LIMIT
 from hotloop.parity.verdict import classify as judged_by_parity
 from hotloop.plan import BASELINE, Plan
 from tests.support.programs import a_task

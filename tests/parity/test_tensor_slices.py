@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core import tensor_distance
+from hotloop.core.tensor_distance import difference_norm, to_float64
 from hotloop.parity import comparison
-from hotloop.parity.comparison import difference_norm, run_one_step, to_float64
+from hotloop.parity.comparison import run_one_step
 from hotloop.parity.references import Float64Reference
 from hotloop.plan import BASELINE
 from tests.support.programs import advance
@@ -32,7 +34,8 @@ PAIRS: dict[str, tuple[Tensor, Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "_SLICE", 4)
+    for module in (comparison, tensor_distance):
+        monkeypatch.setattr(module, "SLICE", 4)
 
 
 @pytest.mark.parametrize("name", PAIRS)

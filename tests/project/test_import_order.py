@@ -20,6 +20,7 @@ SRC = Path(__file__).parents[2] / "src" / "hotloop"
 # `folder/*` stands for the files of a folder, in any order without cycles; not for those of folders in it.
 ORDER = (
     "errors",
+    "margins",
     "plan",
     "core/processes/*",
     "core/records/*",
@@ -106,8 +107,10 @@ ORDER = (
     "profiler/script",
     "profiler/task_profile",
     "profiler/profile",
+    "exchanges/windows/*",
     "exchanges/call_race",
     "exchanges/part",
+    "exchanges/options/*",
     "exchanges/modules/*",
     "exchanges/*",
     "advisor/*",
@@ -145,6 +148,7 @@ TORCH_FREE = (
     "__init__",
     "__main__",
     "errors",
+    "margins",
     "plan",
     "core/terminal",
     "core/number_formats",

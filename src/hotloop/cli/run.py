@@ -29,6 +29,10 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try the exchanges during the run, report their gain, and use none.")
     ] = False,
+    accept: Annotated[
+        str | None,
+        typer.Option(help="reduced-precision: allow products of fp32 numbers in TF32 or bf16.", show_default=False),
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="Write the summary as JSON into this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,11 +43,13 @@ def run(
     hotloop run train.py -- --epochs 3 --lr 0.1     with arguments of the script
     hotloop run -m package.train -- --epochs 3      a module, as under python -m
     hotloop run train.py --exact                    every bit as under python
+    hotloop run train.py --accept reduced-precision products in TF32 or bf16, where the machine has them
     hotloop run train.py --dry-run                  what would be exchanged, and what is gained
 
     Output, files and exit code are those of the script. A summary follows on stderr: what was exchanged, the gain, the
     proof, and why other parts stay as they are.
     """
+    _check_accept(accept, exact=exact)
     if record is not None:
         check_writable(record, "--record")  # before the run
 
@@ -51,7 +57,7 @@ def run(
 
     source: Path | str = file if as_module else Path(file)
     stdout = sys.stderr.fileno() if as_json else None
-    found = run_with_exchanges(source, arguments or [], exact=exact, dry_run=dry_run, stdout=stdout)
+    found = run_with_exchanges(source, arguments or [], exact=exact, dry_run=dry_run, accept=accept, stdout=stdout)
     unwritten = None
     if record is not None:
         text = found.model_dump_json(indent=2) + "\n"
@@ -69,6 +75,20 @@ def run(
     if found.exit_code:
         raise typer.Exit(found.exit_code)
     exit_if_failed(unwritten)
+
+
+def _check_accept(accept: str | None, *, exact: bool) -> None:
+    """Raises a PlanError if --accept has another value, or contradicts --exact."""
+    from hotloop.errors import PlanError
+
+    if accept not in (None, "reduced-precision"):
+        raise PlanError(f"--accept is {accept!r}", expected="reduced-precision", fix="correct the option")
+    if accept and exact:
+        raise PlanError(
+            "--accept reduced-precision and --exact are both given",
+            expected="one of them: reduced precision changes results",
+            fix="leave one of them out",
+        )
 
 
 def _end_by_signal(number: int) -> NoReturn:

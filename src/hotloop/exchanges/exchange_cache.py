@@ -13,7 +13,7 @@ import torch
 
 from hotloop import __version__
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.files.user_folders import cache_folder, key_digest
+from hotloop.core.files.user_folders import key_digest
 from hotloop.errors import HotloopError
 from hotloop.tuning.races.statistics import Ratio
 
@@ -37,9 +37,9 @@ def script_key(script: str) -> dict[str, Any]:
     }
 
 
-def read_exchanges(key: Mapping[str, Any]) -> tuple[dict[str, StoredExchange], list[str]]:
+def read_exchanges(folder: Path, key: Mapping[str, Any]) -> tuple[dict[str, StoredExchange], list[str]]:
     """Returns the stored exchanges by the part's title, and a note on a file that can't be used."""
-    path = _file(key)
+    path = _file(folder, key)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["key"] != key:
@@ -51,15 +51,15 @@ def read_exchanges(key: Mapping[str, Any]) -> tuple[dict[str, StoredExchange], l
         return {}, [f"the exchanges stored in {path} can't be used ({error}), so they are raced again"]
 
 
-def write_exchanges(key: Mapping[str, Any], exchanges: Mapping[str, StoredExchange]) -> list[str]:
+def write_exchanges(folder: Path, key: Mapping[str, Any], exchanges: Mapping[str, StoredExchange]) -> list[str]:
     """Stores exchanges by the part's title; returns a note after a failure."""
     parts = {title: {"exchange": name, "ratio": asdict(ratio)} for title, (name, ratio) in exchanges.items()}
     try:
-        write_atomic(_file(key), json.dumps({"key": dict(key), "parts": parts}, indent=2))
+        write_atomic(_file(folder, key), json.dumps({"key": dict(key), "parts": parts}, indent=2))
     except HotloopError as error:
         return [f"the exchanges couldn't be stored for later runs: {error.given}"]
     return []
 
 
-def _file(key: Mapping[str, Any]) -> Path:
-    return cache_folder() / "exchanges" / f"{key_digest(key)}.json"
+def _file(folder: Path, key: Mapping[str, Any]) -> Path:
+    return folder / "exchanges" / f"{key_digest(key)}.json"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,8 +17,10 @@ from hotloop.exchanges.exchange_cache import read_exchanges, script_key, write_e
 from hotloop.exchanges.loader_exchange import LoaderExchange
 from hotloop.exchanges.modules.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
+from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
+from hotloop.exchanges.options.process_options import ProcessOption, process_options
 from hotloop.exchanges.part import Part
-from hotloop.exchanges.step_windows import StepWindows
+from hotloop.exchanges.windows.step_windows import StepWindows
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.child import write_result
 
@@ -36,12 +39,28 @@ class ExchangeSession:
         self._out, self._exact, self._dry_run = settings["out"], settings["exact"], settings["dry_run"]
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._parts: list[Part] = []
-        self._key = script_key(settings["script"])
-        self._earlier, self._notes = read_exchanges(self._key)
+        self._cache, self._key = Path(settings["cache"]), script_key(settings["script"])
+        self._earlier, self._notes = read_exchanges(self._cache, self._key)
         self._is_over = False
         self._written_at = time.monotonic()
-        self._windows = StepWindows(self._can_begin_windows, self._report_slower, dry_run=self._dry_run)
-        self._modules = ModuleExchange(self._make_part, self._is_mine, self._is_enabled, exact=self._exact)
+        accepts_reduced = settings["accept"] == "reduced-precision"
+        options = process_options(exact=self._exact, accepts_reduced=accepts_reduced)
+        self._option_parts = [self._option_part(option) for option in options]
+        self._options = OptionRaces(self._option_parts)
+        self._windows = StepWindows(
+            self._can_begin_windows,
+            self._report_slower,
+            dry_run=self._dry_run,
+            switched=self._options.switch,
+            races=self._options.step_ended,
+        )
+        self._modules = ModuleExchange(
+            self._make_part,
+            self._is_mine,
+            self._is_enabled,
+            exact=self._exact,
+            is_waiting=lambda: self._options.is_undecided("threads"),
+        )
         self._exchanges: list[OptimizerExchange | LoaderExchange | ModuleExchange] = [
             self._modules,
             OptimizerExchange(self._make_part, self._is_mine, self._is_enabled),
@@ -56,11 +75,24 @@ class ExchangeSession:
         atexit.register(self._end)
         self._write()
 
+    def _option_part(self, option: ProcessOption) -> OptionPart:
+        part = OptionPart("process", option.name, [option.exchange], **self._part_settings("process", option.name))
+        part.option = option
+        return part
+
     def _make_part(self, kind: str, name: str, exchanges: Sequence[str]) -> Part:
-        earlier = self._earlier.get(f"{kind}: {name}")
-        part = Part(kind, name, exchanges, exact=self._exact, changed=self._windows.restart, earlier=earlier)
+        part = Part(kind, name, exchanges, **self._part_settings(kind, name))
         self._parts.append(part)
         return part
+
+    def _part_settings(self, kind: str, name: str) -> dict[str, Any]:
+        earlier = self._earlier.get(f"{kind}: {name}")
+        return {"exact": self._exact, "changed": lambda: self._windows.restart(), "earlier": earlier}
+
+    @property
+    def _known_parts(self) -> list[Part]:
+        """The parts of the summary: options without a decision are left out."""
+        return [*self._parts, *(part for part in self._option_parts if part.stage in ("use", "off"))]
 
     def _is_mine(self) -> bool:
         return not self._is_over and threading.get_ident() == self._thread
@@ -79,19 +111,21 @@ class ExchangeSession:
             self._windows.update_ended(optimizer)
             self._modules.step_ended(self._windows.steps)
             if time.monotonic() - self._written_at > _WRITE_INTERVAL_S:
+                self._options.check_memory()
                 self._write()
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self._is_over = True
+        self._options.end()
         self._notes.append(f"all exchanges ended by an internal error of hotloop: {type(error).__name__}: {error}")
 
     def _can_begin_windows(self) -> bool:
-        return any(part.stage == "use" for part in self._parts)
+        return any(part.stage == "use" for part in self._known_parts)
 
     def _report_slower(self, line: str) -> None:
-        for part in self._parts:
+        for part in self._known_parts:
             if part.stage == "use":
                 part.take_back(line)
 
@@ -102,13 +136,13 @@ class ExchangeSession:
         self._modules.end()
         found = {
             part.title: (part.exchange, ratio)
-            for part in self._parts
+            for part in self._known_parts
             if part.stage == "use" and (ratio := part.ratio) is not None
         }
-        slower = {part.title for part in self._parts if part.stage == "off"}
+        slower = {part.title for part in self._known_parts if part.stage == "off"}
         stored = {title: known for title, known in self._earlier.items() if title not in slower} | found
         if stored.keys() != self._earlier.keys():
-            self._notes += write_exchanges(self._key, stored)
+            self._notes += write_exchanges(self._cache, self._key, stored)
         self._write()
 
     def _write(self) -> None:
@@ -118,9 +152,9 @@ class ExchangeSession:
         used = not self._dry_run and not self._is_over
         facts = {
             "steps": self._windows.steps,
-            "parts": [part.as_record(used=used) for part in self._parts],
+            "parts": [part.as_record(used=used) for part in self._known_parts],
             "ratio": self._windows.ratio_record(),
-            "notes": self._notes + [note for part in self._parts for note in part.notes],
+            "notes": self._notes + [note for part in self._known_parts for note in part.notes],
         }
         with suppress(OSError):
             write_result(self._out, facts)

@@ -18,8 +18,8 @@ from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hotloop.core.patches import Patches
+from hotloop.data.batch_difference import batch_difference
 from hotloop.data.batch_tree import tree_tensors
-from hotloop.data.feeds.in_memory import batch_difference
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison, Part
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal

@@ -114,7 +114,7 @@ class Part:
             began = time.perf_counter()
             result = form()
             if self.stage == "race" and self.race.add(time.perf_counter() - began):
-                self.decide()
+                self.decide(self.race.ratio())
             return result
         if self.stage == "off" or not enabled:
             return original()
@@ -122,6 +122,14 @@ class Part:
         if self._calls % RECHECK_CALLS == 0:
             return self._compare(compare)
         return exchanged()
+
+    def use_earlier(self) -> bool:
+        """Uses the exchange without a race if an earlier run proved it faster; returns whether it is used."""
+        if self._earlier is None or not self.was_faster:
+            return False
+        self.ratio = self._earlier[1]
+        self._use()
+        return True
 
     def take_back(self, reason: str) -> None:
         """Ends the use of an exchange, with a line for the summary."""
@@ -171,19 +179,16 @@ class Part:
 
     def begin_race(self) -> None:
         """Ends the proof; an exchange that an earlier run proved faster is used at once."""
-        if self._earlier is not None and self.was_faster:
-            self.ratio = self._earlier[1]
-            self._use()
-        else:
+        if not self.use_earlier():
             self.stage = "race"
 
     def _use(self) -> None:
         self.stage, self.reason = "use", ""
         self._changed()
 
-    def decide(self) -> None:
-        """Uses the exchange if the race shows that the exchange is faster."""
-        self.ratio = ratio = self.race.ratio()
+    def decide(self, ratio: Ratio) -> None:
+        """Uses the exchange if its race shows that it is faster, else tries the next one."""
+        self.ratio = ratio
         if verdict_of(ratio) == "faster":
             self._use()
         else:
@@ -200,4 +205,5 @@ class Part:
 
 
 def _describe(ratio: Ratio) -> str:
-    return f"{ratio.median:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f})"
+    interval = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.median:.2f} times as fast{interval}"

@@ -16,8 +16,8 @@ def wait_for_torch(settings: dict[str, Any]) -> None:
     """Waits for torch; nothing expensive is imported before.
 
     Args:
-        settings: `out`, the file to write; `exact`, whether only bitwise exchanges are allowed; `dry_run`; `script`,
-            which identifies the script for later runs.
+        settings: `out`, the file to write; `exact`, whether only bitwise exchanges are allowed; `dry_run`; `accept`, as in `run_with_exchanges`; `script`,
+            which identifies the script for later runs; `cache`, the user's cache folder.
     """
     path = sys.path[:]  # without the script's folder
     if "torch" in sys.modules:  # imported by the machine's own `sitecustomize`

@@ -24,6 +24,10 @@ _MAX_MEMORY_SHARE = 0.25
 
 _MAX_SAMPLES = 2**24
 
+_COMPARED_BATCHES = 16
+"""First batches after which the data set is compared, and batches between two later comparisons; before each batch the data
+set is compared as well, and a change clears the table."""
+
 _SIDE_EFFECTS = frozenset(
     (
         *("print", "write", "writelines", "input", "system", "Popen", "info", "warning", "warn"),
@@ -51,6 +55,7 @@ class SampleTable:
 
     def clear(self) -> None:
         """Forgets all samples."""
+        self._batches = 0
         self._columns: Any = None
         self._reads = bytearray()
         self._summary: tuple[Any, ...] = ()
@@ -63,8 +68,11 @@ class SampleTable:
 
     def has_changed(self, dataset: Any) -> bool:
         """Whether the data set differs from its state at the recorded reads."""
+        return self._differs(dataset_summary(dataset))
+
+    def _differs(self, summary: tuple[Any, ...]) -> bool:
         is_replaced = any(tensor() is None for tensor in self._tensors)  # another tensor may have the same id
-        return is_replaced or dataset_summary(dataset) != self._summary
+        return is_replaced or summary != self._summary
 
     def cut(self, rows: Sequence[int]) -> Any:
         """Returns a new batch of these samples."""
@@ -79,8 +87,8 @@ class SampleTable:
         """
         before, states = (), dict[str, Any]()
         try:
-            why = self._begin(dataset)
             before, states = dataset_summary(dataset), generator_states()
+            why = self._begin(dataset, before)
         except Exception as error:
             why = f"its objects can't be followed: {describe_error(error)}"
         batch = original()
@@ -93,13 +101,13 @@ class SampleTable:
             raise TableRefusal(why, batch)
         return batch
 
-    def _begin(self, dataset: Any) -> str:
+    def _begin(self, dataset: Any, summary: tuple[Any, ...]) -> str:
         """Prepares a record; returns why the data set is unfit, else ""."""
         if not self._is_checked:
             self._is_checked = True
             if why := _why_unfit(dataset):
                 return why
-        if self._reads and self.has_changed(dataset):
+        if self._reads and self._differs(summary):
             self.clear()
         return ""
 
@@ -107,7 +115,9 @@ class SampleTable:
         """Stores a batch; returns why its samples are unfit, else ""."""
         if generator_states() != states:
             return "its samples draw random numbers"
-        if dataset_summary(dataset) != before:
+        self._batches += 1
+        is_compared = self._batches <= _COMPARED_BATCHES or self._batches % _COMPARED_BATCHES == 0
+        if is_compared and dataset_summary(dataset) != before:
             return "reading a sample changes the data set"
         if not self._reads:
             self._summary = before
@@ -116,7 +126,7 @@ class SampleTable:
 
     def _store(self, count: int, rows: Sequence[int], batch: Any) -> str:
         """Stores the rows of a batch; returns why they can't be used, else ""."""
-        if any(type(row) is not int for row in rows) or len(set(rows)) != len(rows):
+        if any(type(row) is not int for row in rows):
             return "the sampler yields no plain row numbers"
         if why := _not_rows(batch, len(rows)):
             return why
@@ -128,14 +138,17 @@ class SampleTable:
         form = [(value.dtype, value.shape[1:]) for value in values]
         if [(column.dtype, column.shape[1:]) for column in columns] != form:
             return "its samples have several shapes or types"
-        known = [place for place, row in enumerate(rows) if self._reads[row]]
-        index, again = torch.tensor(rows), torch.tensor(known, dtype=torch.int64)
-        for column, value in zip(columns, values, strict=True):
-            if known and not _has_same_bits(column[index[again]], value[again]):
-                return "a sample differs when it is read again"
-            column[index] = value
-        for row in rows:
+        places: dict[bool, list[int]] = {True: [], False: []}
+        for row, place in {row: place for place, row in enumerate(rows)}.items():  # a batch may have a sample twice
+            places[self._reads[row] > 0].append(place)
             self._reads[row] = min(2, self._reads[row] + 1)
+        index = torch.tensor(rows)
+        again, new = (torch.tensor(places[is_known], dtype=torch.int64) for is_known in (True, False))
+        for column, value in zip(columns, values, strict=True):
+            if len(again) and not _has_same_bits(column.index_select(0, index[again]), _rows(value, again)):
+                return "a sample differs when it is read again"
+            if len(new):
+                column.index_copy_(0, index[new], _rows(value, new))
         return ""
 
     def _allocate(self, count: int, batch: Any) -> str:
@@ -183,6 +196,10 @@ def _leaves(tree: Any) -> Any:
             yield from _leaves(item)
     else:
         yield tree
+
+
+def _rows(value: Tensor, places: Tensor) -> Tensor:
+    return value if len(places) == len(value) else value.index_select(0, places)
 
 
 def _has_same_bits(a: Tensor, b: Tensor) -> bool:

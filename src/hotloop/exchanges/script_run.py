@@ -6,10 +6,13 @@ import hashlib
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hotloop.core.records.race import ScriptRun
+from hotloop.core.files.user_folders import cache_folder
 from hotloop.scripts.script_process import run_script
+
+if TYPE_CHECKING:
+    from hotloop.core.records.race import ScriptRun
 
 
 def run_with_exchanges(
@@ -18,6 +21,7 @@ def run_with_exchanges(
     *,
     exact: bool = False,
     dry_run: bool = False,
+    accept: str | None = None,
     stdout: int | None = None,
 ) -> ScriptRun:
     """Runs a script to its end, as `python path arguments` would, and exchanges parts; see `run_script`.
@@ -25,6 +29,7 @@ def run_with_exchanges(
     Args:
         exact: allow only bitwise exchanges.
         dry_run: prove and race the exchanges, then use none.
+        accept: `reduced-precision` allows TF32 or bf16 products; None for fp32 alone.
         stdout: file descriptor of the script's output; None for this process's output.
 
     Raises:
@@ -34,10 +39,18 @@ def run_with_exchanges(
         path,
         arguments,
         inside="hotloop.exchanges.run_child:wait_for_torch",
-        settings={"exact": exact, "dry_run": dry_run, "script": _digest(path)},
+        settings={
+            "exact": exact,
+            "dry_run": dry_run,
+            "accept": accept,
+            "script": _digest(path),
+            "cache": str(cache_folder()),
+        },
         stdout=stdout,
         interpreter_options=subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
     )
+    from hotloop.core.records.race import ScriptRun  # slow to import, so after the script's start
+
     facts: dict[str, Any] = {"notes": ["the script ended before it imported torch"]}
     if end.result is not None:
         facts = end.result

@@ -9,16 +9,22 @@ import psutil
 import torch
 from torch import Tensor
 
+from hotloop.core.tensor_distance import difference_norm
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison
-from hotloop.parity.comparison import difference_norm
-from hotloop.parity.verdict import TYPICAL_LIMIT
+from hotloop.margins import TYPICAL_LIMIT
 
 Tensors = list[Tensor | None]
 """Parameters, gradients or one kind of state, in the same order."""
 
 _COPIES = 6
 """Memory of a proof in multiples of the tensors: two fp32 copies, a float64 copy and temporary results."""
+
+_SAMPLED_NUMBERS, _WHOLE_NUMBERS = 2**18, 2**12
+"""Numbers of a large update that are compared, and size up to which a tensor is compared as a whole.
+
+The updates compute each number alone, so every n-th number of each tensor shows an error of any part of the tensor.
+"""
 
 
 def compare_update(
@@ -32,7 +38,7 @@ def compare_update(
 
     The exchange is wrong if the error of a tensor against float64 exceeds `TYPICAL_LIMIT` times the noise floor. The
     floor is the largest of: the error of the script's own update, its error with inputs nudged by one rounding, and
-    half a unit in the last place of the result.
+    half a unit in the last place of the result. Of a large update a sample of the numbers is compared.
 
     Args:
         update: torch's functional form of the optimizer, such as `torch.optim.adam.adam`.
@@ -44,14 +50,20 @@ def compare_update(
     try:
         if _bytes(lists) * _COPIES > psutil.virtual_memory().available:
             raise MemoryError("its proof needs more memory than is free")
-        own, nudged, wide = _copies(lists, Tensor.clone), _copies(lists, _nudge), _copies(lists, _widen)
+        own, sample = _copies(lists, Tensor.clone), _sampler(lists)
+        nudged, wide = (
+            _copies(lists, lambda value: _nudge(sample(value))),
+            _copies(lists, lambda value: _widen(sample(value))),
+        )
     except Exception as error:
         update(*lists, **settings)
         return CallComparison(False, 0, f"it can't be proven: {error}")
     update(*lists, **settings)
     try:
         (exchanged or update)(*own, **{**settings, **flags})
-        return _judge(update, settings, lists, own, nudged, wide)
+        if _are_bitwise_equal(lists, own):
+            return CallComparison(True, _numbers(lists))
+        return _judge(update, settings, _copies(lists, sample), _copies(own, sample), nudged, wide)
     except Exception as error:
         return CallComparison(False, 0, f"it raised {describe_error(error)}")
 
@@ -61,8 +73,6 @@ def _judge(
 ) -> CallComparison:
     """Compares the script's update with the exchange's; the last two copies are still before the update."""
     own, nudged, wide = copies
-    if _are_bitwise_equal(lists, own):
-        return CallComparison(True, _numbers(lists))
     plain = {**settings, **{name: False for name in ("foreach", "fused") if name in settings}}
     update(*nudged, **plain)
     update(*wide, **plain)
@@ -75,6 +85,16 @@ def _judge(
 
 def _copies(lists: Sequence[Tensors], copy: Callable[[Tensor], Tensor]) -> list[Tensors]:
     return [[None if value is None else copy(value.detach()) for value in tensors] for tensors in lists]
+
+
+def _sampler(lists: Sequence[Tensors]) -> Callable[[Tensor], Tensor]:
+    """Returns a function that takes every n-th number of a large tensor, in the order of indices."""
+    stride = max(1, _numbers(lists) // _SAMPLED_NUMBERS)
+
+    def sample(value: Tensor) -> Tensor:
+        return value if stride == 1 or value.numel() <= _WHOLE_NUMBERS else value.reshape(-1)[::stride]
+
+    return sample
 
 
 def _nudge(value: Tensor) -> Tensor:

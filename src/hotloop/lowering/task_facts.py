@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hotloop.core.files.source_files import installed_versions
 from hotloop.core.records.training import TaskFacts
+from hotloop.core.task_parts.memory_layout import is_gapless
 from hotloop.core.task_parts.named_optimizers import (
     NamedOptimizers,
     check_optimizer,
@@ -35,7 +36,6 @@ from hotloop.lowering.checks.exactness import inexact_reasons
 from hotloop.lowering.context import LoweringContext, count_parameters, counts_samples, input_shapes
 from hotloop.lowering.eager_step import needs_closure
 from hotloop.lowering.object_state.attributes import preserve_attributes
-from hotloop.lowering.transforms.optimizer import is_gapless
 from hotloop.task import Parameters, Task
 
 _OPTIONS = ("clip_norm", "clip_value", "average", "schedule_every", "deterministic")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hotloop.core.number_formats import Arithmetic, describe_reductions
 from hotloop.core.state import State, tree_leaves
+from hotloop.core.tensor_distance import SLICE, difference_norm, slices, tensor_norm, to_float64
 from hotloop.data.batch_tree import copy_tree, tree_tensors
 from hotloop.lowering.program import Program
 
@@ -96,24 +97,13 @@ def _parameter_change(value: Tensor, before: Tensor) -> Tensor:
     if value.layout != torch.strided or value.is_complex():
         return to_float64(value) - to_float64(before)
     change = torch.empty(value.shape, dtype=torch.float64)
-    for part, (mine, theirs) in zip(change.view(-1).split(_SLICE), _slices(value, before), strict=True):
+    for part, (mine, theirs) in zip(change.view(-1).split(SLICE), slices(value, before), strict=True):
         torch.sub(to_float64(mine), to_float64(theirs), out=part)
     return change
 
 
 def _version(tensor: Tensor | None) -> int:
     return -1 if tensor is None else tensor._version
-
-
-def to_float64(value: Any) -> Tensor:
-    """Returns the value as float64 on the CPU, strided and real; counts stay integers."""
-    exact = torch.int64 if isinstance(value, int) else torch.float64
-    tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=exact)
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
 
 def tensor_scales(truth: StepTensors, before: State) -> dict[Key, float]:
@@ -141,8 +131,8 @@ def _tensor_kind(key: Key) -> Key:
 
 
 def _finite_norm(value: Tensor) -> float:
-    norm = _norm(value)
-    return norm if math.isfinite(norm) else _norm(value.nan_to_num(0.0, 0.0, 0.0))
+    norm = tensor_norm(value)
+    return norm if math.isfinite(norm) else tensor_norm(value.nan_to_num(0.0, 0.0, 0.0))
 
 
 def relative_errors(tensors: StepTensors, truth: StepTensors, sizes: dict[Key, float]) -> dict[Key, float]:
@@ -162,14 +152,14 @@ def relative_errors(tensors: StepTensors, truth: StepTensors, sizes: dict[Key, f
 
 
 def _tensor_groups(tensors: StepTensors, truth: StepTensors) -> Iterator[list[tuple[Key, Tensor, Tensor]]]:
-    """Yields tensors of equal shape in both as (key, value, truth), in groups of up to `_SLICE` numbers."""
+    """Yields tensors of equal shape in both as (key, value, truth), in groups of up to `SLICE` numbers."""
     group: list[tuple[Key, Tensor, Tensor]] = []
     numbers = 0
     for key in tensors:
         true = truth.get(key)
         if true is None:
             continue
-        if group and numbers + true.numel() > _SLICE:
+        if group and numbers + true.numel() > SLICE:
             yield group
             group, numbers = [], 0
         value = tensors[key]  # converts to float64
@@ -211,39 +201,9 @@ def _difference_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     return [norm if math.isfinite(norm) else difference_norm(*pair) for norm, pair in zip(norms, pairs, strict=True)]
 
 
-def difference_norm(value: Tensor, true: Tensor) -> float:
-    """Returns the norm of the difference of two tensors of equal shape; NaN or infinity on both sides is equal."""
-    return math.hypot(
-        *(_slice_difference_norm(to_float64(mine), to_float64(theirs)) for mine, theirs in _slices(value, true))
-    )
-
-
-_SLICE = 2**20
-"""Numbers that are converted to float64 at once: one layer may have most of a network's weights."""
-
-
-def _slices(value: Tensor, true: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    if value.layout != torch.strided or true.layout != torch.strided:
-        yield value, true
-    else:
-        yield from zip(value.flatten().split(_SLICE), true.flatten().split(_SLICE), strict=True)
-
-
-def _slice_difference_norm(value: Tensor, true: Tensor) -> float:
-    off = _norm(value - true)
-    if math.isfinite(off):
-        return off
-    same = torch.isclose(value, true, rtol=0.0, atol=0.0, equal_nan=True)
-    return _norm(torch.where(same, 0.0, value - true))
-
-
 def is_real(value: Any) -> bool:
     """Checks whether the value is a tensor of floating-point or complex numbers, which rounding affects."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _norm(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.double()))
 
 
 TensorErrors = dict[Key, float]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hotloop.core.state import State, differing_paths, tree_leaves
+from hotloop.core.tensor_distance import difference_norm, to_float64
 from hotloop.errors import describe_error, is_out_of_memory
 from hotloop.lowering.program import Program
-from hotloop.parity.comparison import FLOAT32_UNIT, difference_norm, is_real, to_float64
+from hotloop.parity.comparison import FLOAT32_UNIT, is_real
 from hotloop.parity.references import FARTHER, ReferenceRun, nudge_state, rounding_error
 from hotloop.parity.trajectory import state_before_end, translate_baseline_errors
 

@@ -7,23 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from hotloop.core.records.race import STATES, TensorError
+from hotloop.margins import FREE_RUN_LIMIT, REDUCED_PRECISION_LIMIT, TYPICAL_LIMIT, WORST_LIMIT
 from hotloop.parity.comparison import KINDS, Evidence, StepErrors
 from hotloop.parity.free_run import FreeRunResult, KindDrift
 from hotloop.parity.noise_floor import noise_floors, typical_errors
 from hotloop.parity.step_collector import floor_ratio
-
-# Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/concepts/proof.md.
-TYPICAL_LIMIT = 4.0
-"""Limit of a tensor's median error, in multiples of the noise floor."""
-
-WORST_LIMIT = 32.0
-"""Limit of an error at one state, in multiples of the rounding error there."""
-
-FREE_RUN_LIMIT = 8.0
-"""Limit of a free run's drift, in multiples of the harmless baselines' drift."""
-
-REDUCED_PRECISION_LIMIT = 8.0
-"""Replaces the last two limits in a reduced precision, where rounding errors are large."""
 
 MAX_SHOWN_ERRORS = 50
 

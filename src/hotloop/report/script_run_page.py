@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from hotloop.core.records.race import ExchangedPart, ScriptRun, SpeedRatio
 
+_PROOFS = {
+    "": "without a proof",
+    "bitwise": "bitwise equal",
+    "fp32-equivalent": "equal within rounding",
+    "reduced-precision": "in reduced precision, as accepted",
+}
+
 
 def script_run_page(run: ScriptRun) -> str:
     """Returns the summary that `hotloop run` prints: gain, exchanges with their proofs, and what stays as it is."""
@@ -43,9 +50,9 @@ def _title(part: ExchangedPart) -> str:
 
 
 def _figures(part: ExchangedPart) -> str:
-    proof = "bitwise equal" if part.proof == "bitwise" else "equal within rounding"
     speed = f"{_times(part.ratio)}, " if part.ratio else ""
-    return f"{speed}{proof} in {part.proven} compared calls"
+    calls = f" in {part.proven} compared calls" if part.proven else ""
+    return f"{speed}{_PROOFS[part.proof]}{calls}"
 
 
 def _label(run: ScriptRun, part: ExchangedPart) -> str:

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import hotloop
 from hotloop.core.feasibility.violations import violations
+from hotloop.core.task_parts.memory_layout import is_gapless
 from hotloop.errors import PlanError
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.transforms import optimizer as update
-from hotloop.lowering.transforms.optimizer import is_gapless
 from hotloop.plan import Plan
 from hotloop.tuning.auto.auto import feasibility_facts
 from tests.support.programs import a_task, advance, labelled

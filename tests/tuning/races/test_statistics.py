@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import quantile_test
 
-from hotloop.core.records.race import MARGIN
+from hotloop.margins import MARGIN
 from hotloop.tuning.races import statistics
 from hotloop.tuning.races.statistics import (
     CONFIDENCE,

@@ -40,7 +40,7 @@ def test_a_search_in_vain_is_not_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speed: float, rules: bool
 ) -> None:
     """Its plan: the baseline, or what the rules say where that isn't slower."""
-    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: tmp_path / "cache")
     races = Races(optimizer__fused=speed, optimizer__foreach=0.5)
     monkeypatch.setattr(module, "measure", races)
     monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (STEP_MS / 1e3, 0.0))
@@ -68,7 +68,7 @@ def test_a_search_in_vain_is_not_made_again(
 
 
 def test_a_search_with_a_placement_is_remembered_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: tmp_path / "cache")
     monkeypatch.setattr(module, "measure", races := Races())
     monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
@@ -86,7 +86,7 @@ def test_a_search_with_a_placement_is_remembered_too(monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Races], int]:
     """How many plans a training that searches races, by races that are made up."""
-    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: tmp_path / "cache")
     monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
     (tmp_path / "task.py").write_text(TASK)

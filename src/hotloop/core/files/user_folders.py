@@ -10,19 +10,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-import pooch
-
 
 def cache_folder() -> Path:
     """Returns the folder for cached measurements and packages; without a home, in the temporary folder."""
+    import platformdirs
+
     owner = os.getuid() if hasattr(os, "getuid") else 0
-    folder = _home_folder(lambda: pooch.os_cache("hotloop"))
+    folder = _home_folder(lambda: platformdirs.user_cache_dir("hotloop"))
     return Path(tempfile.gettempdir()) / f"hotloop-{owner}" if folder is None else folder
 
 
 def data_folder() -> Path | None:
     """Returns the folder for data that a cache cleanup must not remove; None without a home."""
+    import platformdirs
+
     return _home_folder(lambda: platformdirs.user_data_dir("hotloop", appauthor=False))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hotloop.core.hardware import benchmarks, machine, speed_cache
+from hotloop.core.hardware import allocators, benchmarks, machine, speed_cache
 from hotloop.core.hardware.devices import check_device, device_names
 from hotloop.core.records.hardware import Device, Hardware, Speed
 
@@ -58,7 +58,7 @@ def measure_hardware(
         devices=tuple(replace(one, speed=speeds[one.name]) for one in found),
         versions=machine.library_versions(driver),
         compiler=machine.find_compiler(),
-        allocator=machine.active_allocator(),
+        allocator=allocators.active_allocator(),
         unused_gpus=() if any(name.startswith("cuda") for name in device_names()) else tuple(gpus),
         notes=tuple(notes),
     )
@@ -83,7 +83,7 @@ def probe_hardware(device: str = "cpu") -> Hardware:
         ),
         versions=machine.library_versions(None),
         compiler=machine.find_compiler(),
-        allocator=machine.active_allocator(),
+        allocator=allocators.active_allocator(),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hotloop import __version__
 from hotloop.core.float32_switches import read_switches
-from hotloop.core.hardware import machine
+from hotloop.core.hardware import allocators, machine
 from hotloop.core.hardware.devices import device_names
 from hotloop.core.number_formats import describe_switches
 
@@ -39,6 +39,6 @@ def speed_versions() -> dict[str, str]:
     configurable allocator, and float32 switches that differ from torch's defaults.
     """
     driver = machine.nvidia_gpus()[1] if any(name.startswith("cuda") for name in device_names()) else None
-    found = {"compiler": machine.compiler_build(), "nvidia_driver": driver, "allocator": machine.active_allocator()}
+    found = {"compiler": machine.compiler_build(), "nvidia_driver": driver, "allocator": allocators.active_allocator()}
     found["switches"] = describe_switches(read_switches()) or None
     return result_versions() | {name: version for name, version in found.items() if version is not None}

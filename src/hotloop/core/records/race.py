@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hotloop.core.records.training import Record
+from hotloop.margins import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
 from hotloop.plan import Plan
 
 ParityClass = Literal["bitwise", "fp32-equivalent", "reduced-precision", "unproven", "broken"]
@@ -19,15 +20,6 @@ TRUSTED_CLASSES = ("bitwise", "fp32-equivalent")
 
 STATES = 16
 """Number of states at which a proof compares single steps; a shorter training is compared at all its states."""
-
-MARGIN = 0.02
-"""Smallest relevant difference between step times, as a share."""
-
-FIRST_PAIRS, FAR_BEHIND = 4, 0.05
-"""Number of pairs after which a search may drop a plan, and the lag that is required with so few pairs."""
-
-FAR_SLOWER = 2
-"""Ratio of times at which a search drops a plan after still fewer pairs."""
 
 
 class TensorError(Record):
@@ -332,18 +324,18 @@ class ExchangedPart(Record):
     """A part of the script that hotloop could exchange.
 
     Attributes:
-        kind: `optimizer`, `data loader` or `module`.
+        kind: `optimizer`, `data loader`, `module`, or `process` for an option of the whole process.
         name: the part in the script's words, such as `TensorDataset, 4,096 samples`.
         exchange: the form that was tried last, such as `fused`.
         used: whether the exchange was in use at the script's end.
-        proof: `bitwise` or `fp32-equivalent`; empty without a proof.
-        proven: number of calls at which original and exchange were compared.
+        proof: `bitwise`, `fp32-equivalent` or `reduced-precision`; empty without a proof.
+        proven: number of calls at which original and exchange were compared; 0 for `process`, whose options change no operation.
         ratio: time of the original over time of the exchange, for this part alone, of a module for a whole step; None
             without a race.
         reason: why the exchange is not used; empty if it is.
     """
 
-    kind: Literal["optimizer", "data loader", "module"]
+    kind: Literal["optimizer", "data loader", "module", "process"]
     name: str
     exchange: str
     used: bool

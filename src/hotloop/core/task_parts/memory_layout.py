@@ -67,3 +67,14 @@ def _byte_range(value: Tensor) -> range:
     reach = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
     first = int(value.storage_offset())
     return range(first * value.itemsize, (first + int(reach) + 1) * value.itemsize)
+
+
+def is_gapless(value: Tensor) -> bool:
+    """Whether a tensor's elements fill a contiguous range of memory, each once, in any order, as fused kernels need."""
+    filled = 1
+    dimensions = [(stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+    for stride, size in sorted(dimensions):
+        if stride != filled:
+            return value.numel() == 0
+        filled *= size
+    return True

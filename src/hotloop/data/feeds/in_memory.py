@@ -8,7 +8,7 @@ fit. Only some samples are checked. The author states other randomness, or chang
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from hotloop.core.random.rng import generator_for, generator_states, seed_for
 from hotloop.core.reporter import SampleProgress
+from hotloop.data.batch_difference import batch_difference, batch_form, batch_leaves, first_difference, raw_bytes
 from hotloop.data.batch_functions import BatchFunction
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.feeds.feed import data_error, start_loader
@@ -132,7 +133,7 @@ class _SampleRequests(Dataset):
         if why := _not_rows(batch, 1):
             return _SampleAnswer(drawn=drawn, why=f"in a batch of sample {number} alone, {why}")
         nbytes = sum(tensor.nbytes for tensor in tree_tensors(batch))
-        return _SampleAnswer(_digest(batch), _batch_form(batch), nbytes, drawn)
+        return _SampleAnswer(_digest(batch), batch_form(batch), nbytes, drawn)
 
     @cached_property
     def _seeded(self) -> SeededDataset:
@@ -182,7 +183,7 @@ def _examine(samples: Samples, how: InMemoryRead) -> tuple[tuple[str, ...], floa
             if again and known.digest != answer.digest:
                 raise how.refusal(f"its sample {number} differs when it is read again")
             if known.form != first[numbers[0]].form:
-                one, other = _first_difference(first[numbers[0]].form, known.form)
+                one, other = first_difference(first[numbers[0]].form, known.form)
                 raise how.refusal(f"in sample {numbers[0]} {one}, in sample {number} {other}")
     with closing(_answers(samples, how, list(_batches_to_try(numbers, how)))) as answers:
         for _, answer in answers:
@@ -224,8 +225,8 @@ def _read_table(samples: Samples, how: InMemoryRead, form: tuple[str, ...]) -> T
             rows = min(size, count - done)
             if why := _not_rows(batch, rows):
                 raise how.refusal(f"in the batch of samples {done} to {done + rows - 1}, {why}")
-            if (now := _batch_form(batch)) != form:
-                one, other = _first_difference(form, now)
+            if (now := batch_form(batch)) != form:
+                one, other = first_difference(form, now)
                 raise how.refusal(f"in the first samples {one}, in the batch from sample {done} on {other}")
             if columns is None:
                 columns = map_tensors(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])), batch)
@@ -276,21 +277,9 @@ def _prepare_table(table: Table, how: InMemoryRead) -> Table:
     return table if any(batch_difference(batch, rows) for batch, rows in pairs) else whole
 
 
-def _leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a batch with their paths: `batch[0]`, `batch['x']`."""
-    if isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from _leaves(item, f"{path}[{key!r}]")
-    elif type(tree) in (tuple, list) or hasattr(tree, "_fields"):
-        for place, item in enumerate(tree):
-            yield from _leaves(item, f"{path}[{place}]")
-    else:
-        yield path, tree
-
-
 def _not_rows(batch: Any, samples: int) -> str:
     """Returns why a batch isn't made of tensors with a row for each sample; empty if it is."""
-    leaves = list(_leaves(batch))
+    leaves = list(batch_leaves(batch))
     for path, leaf in leaves:
         if type(leaf) is not Tensor:
             return f"{path} is {type_name(leaf)} and no tensor"
@@ -301,48 +290,8 @@ def _not_rows(batch: Any, samples: int) -> str:
     return "" if leaves else "there is no tensor"
 
 
-def _batch_form(batch: Any) -> tuple[str, ...]:
-    """Returns each tensor's path, dtype and shape without the batch dimension."""
-    return tuple(
-        f"{path} is {str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape[1:])}"
-        for path, leaf in _leaves(batch)
-    )
-
-
-def _first_difference(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
-    for mine, others in zip(one, other, strict=False):
-        if mine != others:
-            return mine, others
-    return f"there are {len(one)} tensors", f"{len(other)}"
-
-
-def batch_difference(one: Any, other: Any) -> str:
-    """Returns where two batches differ in form, strides or bits; empty if they are equal."""
-    mine, others = _batch_form(one), _batch_form(other)
-    if mine != others:
-        return " where it should be ".join(_first_difference(mine, others))
-    if _containers(one) != _containers(other):
-        return f"{type_name(one)} of other containers"
-    for (path, a), (_, b) in zip(_leaves(one), _leaves(other), strict=True):
-        if a.shape != b.shape or a.stride() != b.stride():
-            return f"{path} has strides {a.stride()} where a copy has {b.stride()}"
-        if not _raw_bytes(a).equal(_raw_bytes(b)):
-            return f"{path} holds other values"
-    return ""
-
-
-def _containers(tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return type(tree), [_containers(item) for item in tree.values()]
-    return (type(tree), [_containers(item) for item in tree]) if isinstance(tree, tuple | list) else None
-
-
-def _raw_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
 def _digest(batch: Any) -> bytes:
-    digest = hashlib.blake2b(repr(_batch_form(batch)).encode())
+    digest = hashlib.blake2b(repr(batch_form(batch)).encode())
     for tensor in tree_tensors(batch):
-        digest.update(_raw_bytes(tensor).numpy().data)
+        digest.update(raw_bytes(tensor).numpy().data)
     return digest.digest()

@@ -46,6 +46,8 @@ class ModuleExchange:
         is_mine: whether calls of this process and thread are exchanged.
         is_enabled: whether used exchanges are on.
         exact: whether only bitwise exchanges are allowed, which a compiled module is not.
+        is_waiting: whether no module is compiled yet, such as during the race of the number of threads, which a compiled
+            module depends on.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class ModuleExchange:
         is_enabled: Callable[[], bool],
         *,
         exact: bool = False,
+        is_waiting: Callable[[], bool] = lambda: False,
     ) -> None:
         self._make_part, self._is_mine, self._is_enabled, self._exact = make_part, is_mine, is_enabled, exact
+        self._is_waiting = is_waiting
         self._sites: dict[int, ModuleSite] = {}
         self._calls, self._compilations = Patches(), Patches()
         self._is_watching = self._is_inside = self._has_compiled = False
@@ -157,6 +161,6 @@ class ModuleExchange:
         if any(other.process is not None for other in self._sites.values()):
             return False
         is_busy = any(other is not site and other.part.stage == "race" for other in self._sites.values())
-        if self._began_s is None or is_busy:
+        if self._began_s is None or is_busy or self._is_waiting():
             return False
         return site.part.was_faster or site.part.proven > 0 or time.monotonic() - self._began_s >= _MIN_TRAINED_S

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hotloop.core.tensor_distance import difference_norm
 from hotloop.errors import describe_error
 from hotloop.exchanges.modules.module_call import RecordedCall
-from hotloop.parity.comparison import FLOAT32_UNIT, difference_norm
+from hotloop.parity.comparison import FLOAT32_UNIT
 
 Results = dict[str, Tensor]
 """Outputs, gradients of inputs and parameters, and buffers after the call, by name."""

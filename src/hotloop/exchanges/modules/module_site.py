@@ -17,15 +17,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hotloop.core.hardware.machine import find_compiler
 from hotloop.core.processes.compile_process import CompileProcess
-from hotloop.core.reporter import silence_loggers
+from hotloop.errors import describe_error
 from hotloop.exchanges.modules.module_call import RecordedCall, call_signature, has_differentiated_input
 from hotloop.exchanges.modules.module_limits import is_plain_training_call, why_hooked, why_short_of_memory
-from hotloop.exchanges.modules.module_proof import compile_and_prove, first_line, prove
 from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
-from hotloop.lowering.compile.dynamo_backend import NO_COMPILER, OPTIONS, compile_rewritten
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.traceback_frames import strip_own_frames
 
@@ -70,6 +67,8 @@ class _SealedBackend:
     def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
         if self.is_sealed:
             raise RuntimeError("the module changed, so it would be compiled again")
+        from hotloop.lowering.compile.dynamo_backend import OPTIONS, compile_rewritten
+
         # A script may call backward twice on one graph; torch compiles the backward at once if asked to.
         settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
         with torch._functorch.config.patch(settings):
@@ -151,7 +150,7 @@ class ModuleSite:
         part = self.part
         if part.stage == "race":
             if self._is_counted and self.calls_in_step and seconds is not None and part.race.add(seconds):
-                part.decide()
+                part.decide(part.race.ratio())
                 if part.stage == "off":
                     self.remove()
             self.exchanges_step, self._is_counted = part.race.exchanges_next, True
@@ -166,7 +165,7 @@ class ModuleSite:
         try:
             form = self._choose(module, plain, args, kwargs)
         except Exception as error:
-            self.leave(f"an internal error of hotloop: {first_line(error)}")
+            self.leave(f"an internal error of hotloop: {_first_line(error)}")
             form = plain
         try:
             return form(*args, **kwargs)
@@ -242,7 +241,7 @@ class ModuleSite:
             if call.unfit:
                 self.leave(call.unfit)
         except Exception as error:
-            self.leave(f"an internal error of hotloop: {first_line(error)}")
+            self.leave(f"an internal error of hotloop: {_first_line(error)}")
         return result
 
     def _fork(self, call: RecordedCall) -> None:
@@ -255,9 +254,13 @@ class ModuleSite:
             elif self.part.stage != "off" and self._may_begin(self) and call.has_its_parameters:
                 self._begin_process(call)
         except Exception as error:  # such as a limit of processes; the script's backward goes on
-            self.leave(first_line(error))
+            self.leave(_first_line(error))
 
     def _begin_process(self, call: RecordedCall) -> None:
+        from hotloop.core.hardware.machine import find_compiler  # these imports take about a second
+        from hotloop.exchanges.modules.module_proof import compile_and_prove, prove
+        from hotloop.lowering.compile.dynamo_backend import NO_COMPILER
+
         threads, self._process_until = torch.get_num_threads(), time.monotonic() + _MOST_PROCESS_S
         if self._compiled is None:
             if find_compiler() is None:
@@ -299,6 +302,8 @@ class ModuleSite:
 
     def _compile(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiles in place, from the compiler's cache, and makes a call whose results are dropped."""
+        from hotloop.core.reporter import silence_loggers
+
         call = RecordedCall(module, args, kwargs)
         compiled, (copies, keywords) = self._compiled, call.arguments
         assert compiled is not None
@@ -307,7 +312,7 @@ class ModuleSite:
                 warnings.simplefilter("ignore")
                 compiled(*copies, **keywords)
         except Exception as error:
-            self.leave(f"it can't be compiled: {first_line(error)}")
+            self.leave(f"it can't be compiled: {_first_line(error)}")
         finally:
             torch.set_rng_state(call.random)
             with torch.no_grad():
@@ -326,5 +331,9 @@ class ModuleSite:
             return compiled(*args, **kwargs)
         except Exception as error:
             torch.set_rng_state(state)
-            self.leave(f"it raised {first_line(error)}")
+            self.leave(f"it raised {_first_line(error)}")
             return module._call_impl(*args, **kwargs)
+
+
+def _first_line(error: BaseException) -> str:
+    return describe_error(error).splitlines()[0][:200]

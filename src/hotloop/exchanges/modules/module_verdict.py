@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from hotloop.parity.verdict import TYPICAL_LIMIT, WORST_LIMIT
+from hotloop.margins import TYPICAL_LIMIT, WORST_LIMIT
 
 _CALLS = 3
 """Compared calls of which the median error counts."""

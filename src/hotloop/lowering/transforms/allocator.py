@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from hotloop.core.hardware.machine import GLIBC, active_allocator
-from hotloop.lowering.context import LoweringContext
+from hotloop.core.hardware.allocators import GLIBC, active_allocator
+
+if TYPE_CHECKING:
+    from hotloop.lowering.context import LoweringContext
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Parameter numbers of <malloc.h>."""
@@ -104,6 +107,11 @@ def apply_allocator(parts: LoweringContext) -> LoweringContext:
 def _keep_freed_memory(keeps: bool) -> Iterator[None]:
     _ALLOCATOR.keep_freed(keeps)
     yield
+
+
+def keep_freed_memory(keeps: bool) -> None:
+    """Changes the allocator of this process; switching off returns free memory to the system."""
+    _ALLOCATOR.keep_freed(keeps)
 
 
 def keeps_freed_memory() -> bool:

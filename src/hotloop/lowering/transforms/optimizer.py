@@ -133,17 +133,6 @@ def lay_out_gradients(optimizer: torch.optim.Optimizer) -> None:
                 value.grad = torch.empty_like(value, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def is_gapless(value: Tensor) -> bool:
-    """Whether a tensor's elements fill a contiguous range of memory, each once, in any order, as fused kernels need."""
-    filled = 1
-    dimensions = [(stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
-    for stride, size in sorted(dimensions):
-        if stride != filled:
-            return value.numel() == 0
-        filled *= size
-    return True
-
-
 SUBNORMAL_INTERVAL = 128
 """Steps between two sweeps; a sweep takes about as long as reading and writing the optimizer's state once."""
 

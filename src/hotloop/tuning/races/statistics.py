@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from hotloop.core.records.race import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
+from hotloop.margins import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
 
 SpeedVerdict = Literal["faster", "slower", "no difference"]
 
@@ -55,14 +56,13 @@ def ratio_of(baseline: Sequence[float], own: Sequence[float], confidence: float 
     Args:
         baseline, own: seconds of a step in each pair, above zero; surplus values of the longer one are ignored.
     """
-    from scipy.special import bdtr  # slow to import, and needed for races alone
-
     count = min(len(baseline), len(own))
     ratios = np.sort(np.asarray(baseline[:count]) / np.asarray(own[:count]))
     median = float(np.median(ratios))
     # The number of ratios below the interval, and above it, plus one.
     tail = (1 - (CONFIDENCE if confidence is None else confidence)) / 2
-    beyond = int(np.searchsorted(bdtr(np.arange(count + 1), count, 0.5), tail))
+    coins = (math.comb(count, heads) for heads in range(count + 1))
+    beyond = sum(chance < tail * 2**count for chance in itertools.accumulate(coins))
     if beyond < 1:
         return Ratio(median, None, None, count)
     return Ratio(median, float(ratios[beyond - 1]), float(ratios[count - beyond]), count)

@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from hotloop.core.feasibility.violations import find_device, read_stored_plan, violations
 from hotloop.core.records.hardware import Hardware
-from hotloop.core.records.race import MARGIN, Timing
+from hotloop.core.records.race import Timing
 from hotloop.core.records.training import TaskFacts
 from hotloop.lowering.rewrites.mm_by_onednn import is_mkl_slow
+from hotloop.margins import MARGIN
 from hotloop.plan import Plan
 from hotloop.tuning import cuda_rules
 from hotloop.tuning.cuda_rules import AxisChange, graph_changes, is_cuda

@@ -1,0 +1,1 @@
+"""Options of the whole process that make steps faster."""

@@ -1,0 +1,133 @@
+"""Races of the process's options, one after the other, in windows of the script's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+from hotloop.exchanges.options.process_options import ProcessOption
+from hotloop.exchanges.part import Part
+from hotloop.exchanges.windows.window_pairs import WindowPairs
+from hotloop.margins import MARGIN
+from hotloop.tuning.races.statistics import Ratio, verdict_of
+
+_WARM_UP_STEPS = 5
+
+_CHECKED_PAIRS = (12, 24, 48)
+"""Numbers of pairs after which the interval is computed."""
+
+_LEAST_FREE = 0.1
+"""Share of the memory that must be free while freed memory stays with the process."""
+
+_HOPELESS = ((2, 0.7), (4, 0.9))
+"""Numbers of pairs, and medians below which a race ends after so many pairs."""
+
+
+class OptionPart(Part):
+    """An option as a part; its proof is that torch computes the same operations, in the same or another order."""
+
+    option: ProcessOption
+
+    def refuse(self, reason: str) -> None:
+        self.option.switch(False)
+        super().refuse(reason)
+
+    def as_record(self, *, used: bool) -> dict[str, Any]:
+        return super().as_record(used=used) | {"proof": self.option.proof}
+
+
+class OptionRaces:
+    """Races options, and switches those in use on and off.
+
+    Args:
+        parts: one for each option, in the order of the races.
+    """
+
+    def __init__(self, parts: Sequence[OptionPart]) -> None:
+        self._parts = list(parts)
+        self._steps = 0
+        self._racing: tuple[OptionPart, WindowPairs] | None = None
+
+    def step_ended(self, seconds: float) -> bool:
+        """Records a step; returns whether a race needed this step."""
+        self._steps += 1
+        if self._steps <= _WARM_UP_STEPS:
+            return False
+        if self._racing is None and not self._begin(seconds):
+            return False
+        assert self._racing is not None
+        part, pairs = self._racing
+        if not pairs.is_open:
+            pairs.begin()
+        elif pairs.step_ended(seconds) is not None:
+            self._judge(part, pairs)
+        return True
+
+    def is_undecided(self, name: str) -> bool:
+        """Whether an option is neither in use nor off."""
+        return any(part.name == name and part.stage in ("proof", "race") for part in self._parts)
+
+    def switch(self, enabled: bool) -> None:
+        """Switches all options in use; the last one goes first when switching off."""
+        for part in self._parts if enabled else reversed(self._parts):
+            if part.stage == "use" and (why := part.option.conflict()):
+                part.take_back(why)
+            elif part.stage == "use":
+                part.option.switch(enabled)
+
+    def end(self) -> None:
+        """Ends a race without a result, and switches all options off."""
+        if self._racing is not None:
+            self._racing[0].option.switch(False)
+            self._racing = None
+        self.switch(False)
+
+    def check_memory(self) -> None:
+        """Gives freed memory back to the system if little is left."""
+        memory = psutil.virtual_memory()
+        if memory.available < memory.total * _LEAST_FREE:
+            for part in self._parts:
+                if part.name == "allocator" and part.stage == "use":
+                    part.take_back("less than a tenth of the memory is free")
+
+    def _begin(self, step_s: float) -> bool:
+        """Begins the next race; an option that an earlier run proved faster needs none."""
+        for part in self._parts:
+            if part.stage not in ("proof", "race"):
+                continue
+            if why := part.option.conflict():
+                part.refuse(why)
+            elif step_s > part.option.longest_step_s:
+                part.refuse(f"a step takes {step_s:.2g} s, so its race would cost more than its gain")
+            elif part.use_earlier():
+                part.option.switch(True)
+            else:
+                part.stage = "race"
+                self._racing = part, WindowPairs(part.option.switch)
+                return True
+        return False
+
+    def _judge(self, part: OptionPart, pairs: WindowPairs) -> None:
+        ratio = pairs.ratio()
+        assert ratio is not None
+        if not _is_over(pairs.count, ratio):
+            return
+        self._racing = None
+        conflict = part.option.conflict()
+        part.option.switch(False)
+        if conflict:
+            part.refuse(conflict)
+        else:
+            part.decide(ratio)
+        part.option.switch(part.stage == "use")
+
+
+def _is_over(pairs: int, ratio: Ratio) -> bool:
+    """Whether a race is over: surely faster or surely not, clearly slower after few pairs, or long enough."""
+    if any(pairs >= least and ratio.median < median for least, median in _HOPELESS):
+        return True
+    if pairs not in _CHECKED_PAIRS or ratio.high is None:
+        return False
+    return verdict_of(ratio) == "faster" or ratio.high < 1 + MARGIN or pairs == _CHECKED_PAIRS[-1]

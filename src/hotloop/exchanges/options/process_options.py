@@ -1,0 +1,161 @@
+"""Options of the whole process: memory that steps free, threads, subnormal numbers, reduced precision.
+
+An option changes no object of the script. The options are raced one after the other in windows of the script's own steps.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hotloop.core.hardware.allocators import active_allocator
+from hotloop.lowering.transforms.allocator import keep_freed_memory
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+
+_LONGEST_STEP_S = 0.1
+"""Seconds. Threads wait for each other some microseconds per operation, which is little in a longer step."""
+
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Processors with products in bf16, in the names of `torch.cpu.get_capabilities`."""
+
+
+@dataclass(frozen=True)
+class ProcessOption:
+    """An option that can be switched on and off between two steps.
+
+    Attributes:
+        name: what it changes.
+        exchange: its value when it is on.
+        proof: `bitwise`, `fp32-equivalent` (other sums of the same numbers) or `reduced-precision`.
+        switch: switches it on or off.
+        conflict: returns why the script's own settings exclude it; empty if they don't.
+        longest_step_s: longest step that it may make faster; a race of longer steps would cost too much.
+    """
+
+    name: str
+    exchange: str
+    proof: str
+    switch: Callable[[bool], None]
+    conflict: Callable[[], str] = lambda: ""
+    longest_step_s: float = math.inf
+
+
+def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption]:
+    """Returns the options of this process.
+
+    Args:
+        exact: only bitwise ones.
+        accepts_reduced: the user accepts reduced precision.
+    """
+    options = list[ProcessOption]()
+    if active_allocator() is not None:
+        name = "memory that a step frees stays with the process"
+        options.append(ProcessOption("allocator", name, "bitwise", keep_freed_memory))
+    if not exact:
+        options += [*_thread_options(), _subnormal_option()]
+    if accepts_reduced:
+        name, switch = "products of fp32 numbers", _Precision()
+        options.append(ProcessOption(name, "TF32 or bf16", "reduced-precision", switch, switch.conflict))
+    return options
+
+
+def _thread_options() -> list[ProcessOption]:
+    """Returns other numbers of threads, unless the user or the script has chosen one."""
+    if any(map(os.environ.get, _THREAD_VARIABLES)):
+        return []
+    default = torch.get_num_threads()
+    counts = sorted({default // 2, 1} - {0, default}, reverse=True)
+    return [
+        ProcessOption(
+            "threads", f"{count} instead of {default}", "fp32-equivalent", threads, threads.conflict, _LONGEST_STEP_S
+        )
+        for count in counts
+        if (threads := _Threads(count))
+    ]
+
+
+class _Threads:
+    """Another number of threads; switching off restores the number before."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._before: int | None = None
+        self._default = torch.get_num_threads()
+
+    def __call__(self, on: bool) -> None:
+        if on and self._before is None:
+            self._before = torch.get_num_threads()
+            torch.set_num_threads(self._count)
+        elif not on and self._before is not None:
+            if torch.get_num_threads() == self._count:  # else the script has set its own number since
+                torch.set_num_threads(self._before)
+            self._before = None
+
+    def conflict(self) -> str:
+        known = {self._count, self._default, self._default // 2}
+        return "" if torch.get_num_threads() in known else "the script sets the number of threads"
+
+
+def _subnormal_option() -> ProcessOption:
+    name, flushing = "numbers below 1.2e-38", _Flushing()
+    return ProcessOption(name, "flushed to zero", "fp32-equivalent", flushing, flushing.conflict)
+
+
+class _Flushing:
+    """Flushes subnormal numbers to zero, unless the script does so itself."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+
+    def __call__(self, on: bool) -> None:
+        if on != self._is_on:
+            self._is_on = on
+            torch.set_flush_denormal(on)
+
+    def conflict(self) -> str:
+        """Computes without torch, whose modes the script may have changed; the processor's setting is the same."""
+        is_flushing = sys.float_info.min * 0.5 == 0
+        return "the script sets this itself" if is_flushing != self._is_on else ""
+
+
+def _reduced_level() -> str:
+    """Returns the level of `set_float32_matmul_precision` that this machine computes faster; empty without one.
+
+    The level is read at the race: asking for GPUs at torch's import would start CUDA, which forbids forks.
+    """
+    if torch.cuda.is_initialized():
+        return "high"  # TF32
+    capabilities = torch.cpu.get_capabilities()
+    return "medium" if any(map(capabilities.get, _BF16_INSTRUCTIONS)) else ""
+
+
+class _Precision:
+    """The number format of products; switching off restores the script's own."""
+
+    def __init__(self) -> None:
+        self._before: str | None = None
+
+    def __call__(self, on: bool) -> None:
+        if on and self._before is None:
+            self._before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(_reduced_level())
+        elif not on and self._before is not None:
+            if not self.conflict():
+                torch.set_float32_matmul_precision(self._before)
+            self._before = None
+
+    def conflict(self) -> str:
+        if not _reduced_level():
+            return "this processor has no bf16 instructions, and the script uses no CUDA GPU"
+        try:
+            expected = "highest" if self._before is None else _reduced_level()
+            is_own = torch.get_float32_matmul_precision() != expected
+        except RuntimeError:  # the script uses another interface of torch for the same setting
+            is_own = True
+        return "the script sets the precision of products" if is_own else ""

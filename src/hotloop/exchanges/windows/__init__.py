@@ -1,0 +1,1 @@
+"""Windows of a script's steps with and without exchanges."""
