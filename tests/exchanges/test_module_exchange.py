@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.exchanges import part as part_module
-from hotloop.exchanges.modules import module_exchange, module_limits, module_site
+from hotloop.exchanges.modules import module_exchange, module_limits, module_proof, module_site
 from hotloop.exchanges.modules.module_proof import compare_results
 from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.lowering.rewrites import REWRITE_FUNCTIONS
@@ -415,7 +415,7 @@ def test_the_limits_are_those_of_check() -> None:
 
 
 def test_a_fork_that_hangs_is_ended(modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_site, "compile_and_prove", lambda *call: time.sleep(1000))
+    monkeypatch.setattr(module_proof, "compile_and_prove", lambda *call: time.sleep(1000))
     model, plain = network(), network()
     losses = train(model, 16, lambda: modules.exchange.step_ended(modules.exchange._steps + 1))
     (site,) = modules.exchange._sites.values()
