@@ -37,9 +37,9 @@ def whole(path: Path, monkeypatch: pytest.MonkeyPatch, says: str, *, rounds: int
         marked = real(script, folder, limit_s)
         return replace(marked, said=[SAID[next(said)]] if "hotloop" in folder.name else [])
 
-    real, said = module._run, iter(says)
+    real, said = module.run_once, iter(says)
     monkeypatch.setattr(module, "command", command)
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "run_once", run)
     journal = Journal(path / "journal.jsonl", resume=True)
     key = {"kind": "whole", "workload": "W4", "lane": TUTORIAL, "round": 0}
     if not journal.has(key):
