@@ -399,12 +399,9 @@ def test_a_replay_that_is_not_possible_is_one_line(hotloop: Hotloop, task: Path)
     assert done.code == 2 and "follows its own journal" in done.err.replace("\n", " ")
 
 
-def test_other_commands_refuse_live(hotloop: Hotloop, task: Path) -> None:
-    for arguments in (("check", "task.py", "--plan", "live"), ("race", "task.py", "--plans", "baseline,live")):
-        done = hotloop(*arguments)
-        assert done.code == 1 and "no plan at 'live'" in done.err
-
-
-def test_a_short_live_run_says_why_it_tries_no_plan(hotloop: Hotloop, task: Path) -> None:
-    done = hotloop("train", "task.py", *CPU, "--plan", "live", "--run", "run")
+def test_auto_begins_with_the_plan_of_the_rules(hotloop: Hotloop, task: Path) -> None:
+    done = hotloop("train", "task.py", *CPU, "--plan", "auto", "--run", "run")
     assert done.code == 0 and "from the first step on" in done.err
+    assert "before the first step" not in done.err
+
+
