@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotloop.errors import PlanError, shorten, type_name
+from hotloop.errors import PlanError, did_you_mean, shorten, type_name
 from hotloop.plan import Plan, axes_dropped_with
 
 AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
@@ -126,9 +126,9 @@ def _read_plan(path: Path) -> Plan:
     except OSError:  # the name is too long
         is_file = False
     if not is_file:
-        raise PlanError(
-            f"no plan at {shorten(str(path))}", expected=EXPECTED_PLAN, fix="check the spelling and the path"
-        )
+        near = did_you_mean(str(path), (AUTO, BASELINE, ARRAYS))
+        fix = f"check the spelling and the path{f': {near}' if near else ''}"
+        raise PlanError(f"no plan at {shorten(str(path))}", expected=EXPECTED_PLAN, fix=fix)
     try:
         return Plan.read(path)
     except PlanError as error:
