@@ -1,4 +1,4 @@
-"""Whole runs with `--plan live`, beside the best fixed plan in hindsight, the default plan and the tutorial's loop.
+"""Whole runs with `--plan auto`, beside the best fixed plan in hindsight, the default plan and the tutorial's loop.
 
     python -m bench.live --record                     W1 to W5, runs of about 1 and 2 minutes, 6 rounds
     python -m bench.live W1 W3 --minutes 10 --rounds 6
@@ -25,7 +25,7 @@ from bench.claim import circumstances, write_claim
 from bench.speed.caching import own_cache
 from bench.speed.data import lay_down
 from bench.speed.journal import Journal, Row
-from bench.speed.lanes import PEERS, TUTORIAL, Lane, ours
+from bench.speed.lanes import PEERS, TRAIN_AUTO, TUTORIAL, Lane, ours
 from bench.speed.running import Failed, command
 from bench.speed.table import ratio_text, rows
 from bench.speed.whole import LONGEST, epochs_for, run_once
@@ -34,7 +34,7 @@ from hotloop.core.files.atomic_files import write_atomic
 from hotloop.errors import HotloopError
 from hotloop.tuning.races.statistics import Ratio, ratio_of
 
-LIVE, DEFAULT = "live", "unasked"
+LIVE, DEFAULT = TRAIN_AUTO, "unasked"
 
 _WHOLE = "compile=package,allocator=keep"
 
@@ -172,7 +172,7 @@ def table(found: Sequence[dict[str, Any]], failed: Sequence[Row]) -> str:
     lines += [
         f"- **failed**: {row['workload']}, {row['lane']}, round {row['round']}: {row['failure']}" for row in failed
     ]
-    return "\n".join(["# Whole runs with `--plan live`", "", *lines, ""])
+    return "\n".join(["# Whole runs with `--plan auto`", "", *lines, ""])
 
 
 def _cells(one: dict[str, Any]) -> list[str]:

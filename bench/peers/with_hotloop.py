@@ -1,6 +1,9 @@
-"""hotloop, as `hotloop train` runs it: under `--plan auto`, after `--tune`, or under axes that are named.
+"""hotloop, as `hotloop train` runs it: under `--plan auto`, without a plan, after `--tune`, or under axes that are named.
 
-python -m bench.peers.with_hotloop W4 --epochs 3 --device cpu auto|live|unasked|tune|baseline|compile=package,threads=1|tune,precision=bf16
+`auto` searches before the first step, since steps are compared after the search; `train-auto` is `hotloop train --plan auto`,
+which searches while it trains.
+
+python -m bench.peers.with_hotloop W4 --epochs 3 --device cpu auto|train-auto|unasked|tune|baseline|compile=package,threads=1|tune,precision=bf16
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from typing import Any
 import hotloop
 from bench.peers.on_torch import judged
 from bench.speed.job import Evaluate, Job, main
-from bench.speed.lanes import UNSEARCHED, axes_of, base_of
+from bench.speed.lanes import TRAIN_AUTO, UNSEARCHED, axes_of, base_of
 from bench.speed.marks import Marks
-from hotloop.core.plan_request import PlanRequest, split_live
+from hotloop.core.plan_request import AUTO, PlanRequest
 from hotloop.core.reporter import Reporter
 from hotloop.task_file import LoadedTask, load_task
 from hotloop.training.start import start_run
@@ -47,8 +50,9 @@ def planned(job: Job, loaded: LoadedTask) -> dict[str, Any]:
         plan, said = cached_or_tuned_plan(loaded, PlanRequest.from_value("auto", axes))
         job.marks.report(event="said", line=said)
         return {"plan": plan, "axes": axes}
-    plan, is_live = split_live(None if job.options == UNSEARCHED else base)
-    return {"plan": plan, "axes": axes, "is_live": is_live}
+    if base == TRAIN_AUTO:
+        return {"plan": AUTO, "axes": axes, "is_live": True}
+    return {"plan": None if job.options == UNSEARCHED else base, "axes": axes}
 
 
 def train(job: Job) -> Evaluate:

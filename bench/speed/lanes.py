@@ -132,6 +132,9 @@ def versions_of_peers() -> dict[str, str]:
 
 
 SEARCHING = ("auto", "tune")
+"""These search before the first step; `hotloop train --plan auto`, which searches while it trains, is `TRAIN_AUTO`."""
+
+TRAIN_AUTO = "train-auto"
 
 REDUCED = "tune,precision=bf16"
 """With fewer bits, which nobody gets without asking for them; `auto` compiles nothing where they are asked for."""

@@ -17,7 +17,7 @@ from hotloop.core.feasibility.forecast import PlanForecast
 from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import result_versions
-from hotloop.core.plan_request import PlanRequest, plan_origin, replayed_run, split_live
+from hotloop.core.plan_request import AUTO, PlanRequest, plan_origin, replayed_run
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord
 from hotloop.core.reporter import Report
@@ -64,12 +64,10 @@ def fit(
     Args:
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
         resume: continue the run in that folder from its last checkpoint.
-        plan: a `Plan`, a TOML file, `baseline` (eager), `arrays`, or `auto` (the default): the result of `tune` for a
-            Task in a file, else the choice of the rules. `live` searches while the run trains, and `replay:RUN` repeats
-            such a run bit by bit. A resumed run keeps its own plan by default. Several ranks
-            start
-                as forks
-            of this process, see docs/how-to/ranks.md.
+        plan: a `Plan`, a TOML file, `baseline` (eager), `arrays`, `auto` or `replay:RUN`. By default the result of
+            `tune` for a Task in a file, else the choice of the rules. `auto` begins with the same plan and searches for
+            a faster one while the run trains, and `replay:RUN` repeats such a run bit by bit. A resumed run keeps its
+            own plan by default. Several ranks start as forks of this process, see docs/how-to/ranks.md.
         device: overrides the plan's, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: save and stop after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
@@ -88,14 +86,13 @@ def fit(
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
     if (replay := replayed_run(plan, axes)) is not None:
         plan = None
-    plan, is_live = split_live(plan)
     ranked = plan_to_launch(plan, axes, path if resume else None)
     display = _ArgumentDisplay(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
     context = RunContext(
         LoadedTask(task, None, {}),
         plan=plan,
         axes=axes,
-        is_live=is_live,
+        is_live=plan == AUTO,
         replay=replay,
         stop_after=stop_after,
         checkpoint_every=None if resume else checkpoint_every,
@@ -111,7 +108,7 @@ def fit(
             handle, ended = resume_run(context, path) if resume and path else start_run(context, path)
         finally:
             display.close()
-        brief = handle.plan.brief() + ("" if resume or replay or is_live else plan_origin(plan, axes))
+        brief = handle.plan.brief() + ("" if resume or replay else plan_origin(plan, axes))
         for line in [] if isinstance(handle, FollowerRun) else training_summary(handle.path, brief, ended.final):
             display.say(line)
         return handle

@@ -11,7 +11,7 @@ from bench import live
 from bench.speed.journal import Journal
 from bench.speed.lanes import TUTORIAL
 
-SECONDS = {TUTORIAL: 120.0, "live": 60.0, "unasked": 100.0, "baseline": 110.0, "compile=package": 55.0}
+SECONDS = {TUTORIAL: 120.0, "train-auto": 60.0, "unasked": 100.0, "baseline": 110.0, "compile=package": 55.0}
 
 
 def journal(path: Path, rounds: int = 6, minutes: float = 2.0, **changed: float) -> Journal:
@@ -45,16 +45,16 @@ def test_goals_depend_on_the_length_of_the_run(tmp_path: Path) -> None:
     short, long = goals(journal(tmp_path / "a")), goals(journal(tmp_path / "b", minutes=10.0))
     assert short["within 15% of the best fixed plan"] and not long["within 5% of the best fixed plan"]
     assert short["1.9 times the tutorial's loop"] and short["not surely below 0.97 of the baseline"]
-    slow = goals(journal(tmp_path / "c", live=150.0))
+    slow = goals(journal(tmp_path / "c", **{"train-auto": 150.0}))
     assert not any(slow.values())
 
 
 def test_a_failed_run_has_no_figures_and_is_in_the_table(tmp_path: Path) -> None:
     found = journal(tmp_path / "j", rounds=1)
-    row: dict[str, Any] = {"workload": "W4", "minutes": 2.0, "round": 1, "lane": "live"}
+    row: dict[str, Any] = {"workload": "W4", "minutes": 2.0, "round": 1, "lane": "train-auto"}
     found.add(row, epochs=3, total_s=None, failure="it was killed")
     text = live.table(live.figures(found), list(live.failures(found)))
-    assert "**failed**: W4, live, round 1: it was killed" in text and "| W4 | 2 min |" in text
+    assert "**failed**: W4, train-auto, round 1: it was killed" in text and "| W4 | 2 min |" in text
 
 
 @pytest.mark.parametrize("arguments", [["W9"], ["--minutes", "two"], ["--minutes", "0"], ["--rounds", "0"]], ids=str)

@@ -67,7 +67,9 @@ def test_every_lane_is_told_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked, plan in (("auto", "auto"), ("baseline", "baseline"), ("threads=1", "baseline"), (*UNSEARCHED, None)):
         job = Job(WORKLOADS["W4"], 1, Marks(sys.stdout), (asked,), "cuda")
         given = with_hotloop.planned(job, loaded)
-        assert given["plan"] == plan and given["axes"]["device"] == "cuda"
+        assert given["plan"] == plan and given["axes"]["device"] == "cuda" and "is_live" not in given
+    given = with_hotloop.planned(Job(WORKLOADS["W4"], 1, Marks(sys.stdout), ("train-auto",), "cpu"), loaded)
+    assert given == {"plan": "auto", "axes": {"device": "cpu"}, "is_live": True}
     monkeypatch.setattr(with_hotloop, "cached_or_tuned_plan", lambda task, wanted: (wanted.plan, "found"))
     given = with_hotloop.planned(Job(WORKLOADS["W4"], 1, Marks(io.StringIO()), (REDUCED,), "cuda"), loaded)
     assert given["plan"] == Plan(device="cuda", precision="bf16")

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from hotloop import api
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
 from hotloop.task_file import load_task
 from hotloop.training.run import Run
 from hotloop.tuning.auto.recall import facts_with_fingerprint
+from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.race_cache import save_races
 from tests.conftest import RunCli
 from tests.support.auto_plans import BY_RULES, FUSED, KEPT
@@ -118,7 +120,12 @@ WRONG = {
         1,
         ("no plan at 'mien.toml'", "auto, baseline, arrays, or a TOML"),
     ),
-    "a name": (("--plan", "atuo"), 1, ("no plan at 'atuo'", "auto, baseline, arrays, or a TOML file")),
+    "a name": (
+        ("--plan", "atuo"),
+        1,
+        ("no plan at 'atuo'", "auto, baseline, arrays, or a TOML file", "did you mean 'auto'?"),
+    ),
+    "live": (("--plan", "live"), 1, ("no plan at 'live'", "auto, baseline, arrays, or a TOML file")),
     "no value": (("--set", "compile"), 2, ("'compile' is not of the form name=value",)),
     "a device": (("--set", "device=tpu"), 1, ("'tpu'", "cpu")),
     "a plan for hardware elsewhere": (("--plan", "far.toml"), 1, ("'xpu:7' isn't on this machine", "cpu")),
@@ -399,12 +406,23 @@ def test_a_replay_that_is_not_possible_is_one_line(hotloop: Hotloop, task: Path)
     assert done.code == 2 and "follows its own journal" in done.err.replace("\n", " ")
 
 
-def test_other_commands_refuse_live(hotloop: Hotloop, task: Path) -> None:
-    for arguments in (("check", "task.py", "--plan", "live"), ("race", "task.py", "--plans", "baseline,live")):
-        done = hotloop(*arguments)
-        assert done.code == 1 and "no plan at 'live'" in done.err
+@pytest.mark.parametrize("options, is_live", [((), True), (("--tune",), False)], ids=["auto", "tune"])
+def test_tune_searches_before_the_first_step_alone(
+    options: tuple[str, ...], is_live: bool, task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts: list[RunContext] = []
+    real = api.start_run
+
+    def noting(context: RunContext, *arguments: Any) -> Any:
+        contexts.append(context)
+        return real(context, *arguments)
+
+    monkeypatch.setattr(api, "start_run", noting)
+    assert hotloop("train", "task.py", *CPU, "--plan", "auto", *options, "--run", "run").code == 0
+    assert [context.is_live for context in contexts] == [is_live]
 
 
-def test_a_short_live_run_says_why_it_tries_no_plan(hotloop: Hotloop, task: Path) -> None:
-    done = hotloop("train", "task.py", *CPU, "--plan", "live", "--run", "run")
+def test_auto_begins_with_the_plan_of_the_rules(hotloop: Hotloop, task: Path) -> None:
+    done = hotloop("train", "task.py", *CPU, "--plan", "auto", "--run", "run")
     assert done.code == 0 and "from the first step on" in done.err
+    assert "before the first step" not in done.err

@@ -49,6 +49,8 @@ def test_six_trials_of_two_shapes_make_two_searches(tmp_path: Path, cache: Path)
     assert logs.count("finding the plan for") == 2
     assert len(list((tmp_path / "s/plans").glob("*.toml"))) == 2
     plans = {one.number: Run.open(one.runs[0]).plan for one in study.trials}
+    events = [event["event"] for one in study.trials for event in Run.open(one.runs[0]).journal()]
+    assert not {"plan_search", "plan_switch"} & set(events), "each trial has one plan throughout"
     for width in (4, 8):
         assert len({plans[one.number].brief() for one in study.trials if one.params["width"] == width}) == 1
     assert not study.result.exact

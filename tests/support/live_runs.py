@@ -95,7 +95,7 @@ def differences(first: Path, second: Path) -> list[str]:
 def main() -> None:
     path, epochs = Path(sys.argv[1]), int(sys.argv[2])
     patch_search(setattr)
-    plan = sys.argv[3] if len(sys.argv) > 3 else "live"
+    plan = sys.argv[3] if len(sys.argv) > 3 else "auto"
     resumed = (path / "run.json").is_file()
     options: dict[str, Any] = {"resume": True} if resumed else {"plan": plan}
     hotloop.fit(task(epochs), run=path, progress=False, checkpoint_every="7", **options)

@@ -46,8 +46,8 @@ def plan(
     Which plan does a run use?
     option       plan                       compiles            searches first    proven
     (none)       stored result, else rules  only a stored plan  no                a stored plan
-    --plan auto  stored result, else rules  if compiling saves  only then:        a stored or a
-                 or a compiled plan         twice its cost      races and proves  compiled plan
+    --plan auto  stored result, else rules  beside the          no: in the run's  a stored or a
+                 and compiled plans later   training            own steps         compiled plan
     --tune       stored result, else the    if the search       yes, unless a     a stored plan,
                  winner of a search         expects a gain      result is stored  the winner
 

@@ -56,8 +56,8 @@ def train(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="Plan of the training: auto, live, baseline (eager), arrays, a TOML file, or replay:RUN.",
-            show_default="auto, with --set the baseline, or the run's own",
+            help="Plan of the training: auto, baseline (eager), arrays, a TOML file, or replay:RUN.",
+            show_default="a stored plan or the rules', with --set the baseline, or the run's own",
         ),
     ] = None,
     settings: SetOption = None,
@@ -127,9 +127,7 @@ def train(
     Which plan does a run use?
     option       plan                       compiles            searches first    proven
     (none)       stored result, else rules  only a stored plan  no                a stored plan
-    --plan auto  stored result, else rules  if compiling saves  only then:        a stored or a
-                 or a compiled plan         twice its cost      races and proves  compiled plan
-    --plan live  stored result, else rules  beside the          no: in the run's  a stored or a
+    --plan auto  stored result, else rules  beside the          no: in the run's  a stored or a
                  and compiled plans later   training            own steps         compiled plan
     --tune       stored result, else the    if the search       yes, unless a     a stored plan,
                  winner of a search         expects a gain      result is stored  the winner
@@ -137,7 +135,8 @@ def train(
     A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
     these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:
     hotloop check proves it. A search without a winner leaves the baseline, or the rules if too little was measured.
-    --plan replay:RUN repeats a run of --plan live, bit by bit.
+    Where a search beside the training isn't possible, as on an accelerator, --plan auto searches before the first
+    step if compiling saves twice its cost. --plan replay:RUN repeats a run of --plan auto, bit by bit.
     With --set alone a run uses the baseline with these axes. hotloop plan shows the choice.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
@@ -161,13 +160,12 @@ def train(
             split_reference(task)[0]
         )  # reports a wrong path before the import of torch, which takes seconds
 
-    from hotloop.core.plan_request import PlanRequest, plan_origin, replayed_run, split_live
+    from hotloop.core.plan_request import AUTO, PlanRequest, plan_origin, replayed_run
 
     if (replay := replayed_run(plan, axes)) is not None:
         if resume is not None:
             raise typer.BadParameter("--plan replay:RUN is for a new run; a resumed run follows its own journal")
         plan = None
-    plan, is_live = split_live(plan)
     wanted = PlanRequest.from_value(plan, axes)  # reports a wrong plan before the import of torch
     if is_data_parallel_default(ranks, wanted.plan) and (
         resume is None or plan is not None or _has_single_process_plan(resume)
@@ -199,7 +197,7 @@ def train(
     context = RunContext(
         plan=plan,
         axes=axes,
-        is_live=is_live,
+        is_live=plan == AUTO and not tune,
         replay=replay,
         overrides=overrides,
         stop_after=stop_after,
@@ -228,9 +226,7 @@ def train(
             display.close()
     if isinstance(handle, FollowerRun):
         return  # rank 0 prints the result
-    origin = (
-        "" if resume is not None or replay is not None or is_live else " (--tune)" if tune else plan_origin(plan, axes)
-    )
+    origin = "" if resume is not None or replay is not None else " (--tune)" if tune else plan_origin(plan, axes)
     for line in summary(handle.path, handle.plan.brief() + origin, ended.final):
         display.say(line)
     if as_json:

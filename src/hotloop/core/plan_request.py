@@ -8,19 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotloop.errors import PlanError, shorten, type_name
+from hotloop.errors import PlanError, did_you_mean, shorten, type_name
 from hotloop.plan import Plan, axes_dropped_with
 
-AUTO, LIVE, BASELINE, ARRAYS = "auto", "live", "baseline", "arrays"
+AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
 
 EXPECTED_PLAN = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
 
 _REPLAY = "replay:"
-
-
-def split_live(given: Any) -> tuple[Any, bool]:
-    """Returns the plan of a training, with `auto` in place of `live`, and whether it was `live`."""
-    return (AUTO, True) if given == LIVE else (given, False)
 
 
 def replayed_run(given: Any, axes: Mapping[str, Any] | None = None) -> Path | None:
@@ -45,7 +40,7 @@ def replayed_run(given: Any, axes: Mapping[str, Any] | None = None) -> Path | No
     return path
 
 
-_AXES_BESIDE_AUTO = {"device", "workers"}
+AXES_BESIDE_AUTO = {"device", "workers"}
 """Axes that leave the choice of the others to `auto`, if no plan is given."""
 
 
@@ -97,7 +92,7 @@ class PlanRequest:
     @classmethod
     def with_auto_default(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
         """Returns a request whose default is `auto`, or the baseline if an axis of the computation is set."""
-        if given is not None or (axes or {}).keys() - _AXES_BESIDE_AUTO:
+        if given is not None or (axes or {}).keys() - AXES_BESIDE_AUTO:
             return cls.from_value(given, axes)
         return replace(cls.from_value(AUTO, axes), is_explicit=False)
 
@@ -121,7 +116,7 @@ def plan_origin(given: Any, axes: Mapping[str, Any]) -> str:
     The help of `hotloop train` has a table of these options. The text is empty for a plan that the user named.
     """
     if given is None:
-        return "" if axes.keys() - _AXES_BESIDE_AUTO else " (default)"
+        return "" if axes.keys() - AXES_BESIDE_AUTO else " (default)"
     return " (--plan auto)" if given == AUTO else ""
 
 
@@ -131,9 +126,9 @@ def _read_plan(path: Path) -> Plan:
     except OSError:  # the name is too long
         is_file = False
     if not is_file:
-        raise PlanError(
-            f"no plan at {shorten(str(path))}", expected=EXPECTED_PLAN, fix="check the spelling and the path"
-        )
+        near = did_you_mean(str(path), (AUTO, BASELINE, ARRAYS))
+        fix = f"check the spelling and the path{f': {near}' if near else ''}"
+        raise PlanError(f"no plan at {shorten(str(path))}", expected=EXPECTED_PLAN, fix=fix)
     try:
         return Plan.read(path)
     except PlanError as error:

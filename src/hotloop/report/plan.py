@@ -38,7 +38,7 @@ def plan_page(forecast: PlanForecast, requested: Collection[str] = (), *, has_al
         if any(one.plan.compile == "none" for one in forecast.compiled):
             tries += ", and one with compile=none,"
         lines.append(
-            f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps show "
+            f"  unless compiled it is faster and proven: --plan auto tries {tries} if timed steps show "
             "that a compilation pays:"
         )
         lines += _with_new_reasons(forecast.compiled)

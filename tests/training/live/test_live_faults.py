@@ -42,7 +42,7 @@ def test_a_candidate_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.
 
     patch_search(monkeypatch.setattr, child=None)
     monkeypatch.setattr(candidate_process, "_prepare", work)
-    run = hotloop.fit(task(40), run=tmp_path / "run", plan="live", progress=False)
+    run = hotloop.fit(task(40), run=tmp_path / "run", plan="auto", progress=False)
     assert run.reason == "finished" and len(run.epochs) == 40
     expected = {"dies": "died", "fails": "no space left", "is wrong": "the weights differ"}[fault]
     found = candidates(tmp_path / "run")
@@ -75,7 +75,7 @@ def test_a_candidate_that_becomes_slower_is_replaced(tmp_path: Path, monkeypatch
         slow[0] = "first" if view.step < 200 else "rival"
 
     turn.read_only = True  # type: ignore[attr-defined]
-    hotloop.fit(task(40), run=tmp_path / "run", plan="live", progress=False, callbacks=[turn])
+    hotloop.fit(task(40), run=tmp_path / "run", plan="auto", progress=False, callbacks=[turn])
     in_use = [plan for _, plan, window in switches(tmp_path / "run") if not window]
     assert "bf16" in "".join(in_use), "the rival never won"
     assert "bf16" not in in_use[-1], "the slower plan stayed in use"
@@ -96,7 +96,7 @@ def hang(*arguments):
 
 patch_search(setattr, child=None)
 candidate_process._prepare = hang
-hotloop.fit(task(10_000), run=sys.argv[1], plan="live", progress=False)
+hotloop.fit(task(10_000), run=sys.argv[1], plan="auto", progress=False)
 """
 
 
@@ -136,6 +136,6 @@ def _is_alive(pid: int) -> bool:
 
 def test_a_plan_that_wins_is_the_runs_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_search(monkeypatch.setattr)
-    run = hotloop.fit(task(10), run=tmp_path / "run", plan="live", progress=False)
+    run = hotloop.fit(task(10), run=tmp_path / "run", plan="auto", progress=False)
     assert Plan.read(tmp_path / "run" / "plan.toml") == run.plan
     assert run.plan.optimizer == "forloop"  # the last of the candidates

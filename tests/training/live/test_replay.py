@@ -33,7 +33,7 @@ def searching(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_search(monkeypatch.setattr)
 
 
-def trained(path: Path, plan: Any = "live", **options: Any) -> Run:
+def trained(path: Path, plan: Any = "auto", **options: Any) -> Run:
     return hotloop.fit(task(EPOCHS), run=path, progress=False, checkpoint_every="7", plan=plan, **options)
 
 
@@ -95,7 +95,7 @@ def test_a_run_that_is_resumed_with_another_plan_is_repeated_too(tmp_path: Path)
 
 @pytest.mark.usefixtures("searching")
 def test_the_end_says_how_to_repeat_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hotloop.fit(task(EPOCHS), run=tmp_path / "run", plan="live")
+    hotloop.fit(task(EPOCHS), run=tmp_path / "run", plan="auto")
     assert f"plan='replay:{tmp_path / 'run'}'" in capsys.readouterr().err.replace("\n", "")
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_journal_is_refused(tmp_path: Path, damage: str) -> None:
 def test_a_user_who_may_hold_the_model_gets_no_live_search(
     tmp_path: Path, searching: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hotloop.fit(task(2), run=tmp_path / "run", plan="live", callbacks=[lambda view: None])
+    hotloop.fit(task(2), run=tmp_path / "run", plan="auto", callbacks=[lambda view: None])
     assert "searches before the first step: a callback may use the model" in capsys.readouterr().err.replace("\n", " ")
     assert switches(tmp_path / "run") == []
 

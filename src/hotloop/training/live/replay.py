@@ -8,6 +8,7 @@ from pathlib import Path
 from hotloop.core.files.plan_history import PlanHistory
 from hotloop.core.hardware import allocators
 from hotloop.core.hardware.versions import result_versions
+from hotloop.core.plan_request import AXES_BESIDE_AUTO, PlanRequest
 from hotloop.core.records.training import RunRecord
 from hotloop.errors import RunError
 from hotloop.plan import Plan
@@ -28,10 +29,14 @@ def with_replayed_plan(context: RunContext) -> RunContext:
 
 
 def without_live_request(context: RunContext, path: Path) -> RunContext:
-    """Returns the context of a resumed run without `--plan live` if the run has this plan already."""
-    if not context.is_live or context.axes or not PlanHistory.from_journal(Run.open(path).journal()):
+    """Returns the context of a resumed run without `--plan auto` if the run searches already, with the axes that are set."""
+    if not context.is_live or not PlanHistory.from_journal((run := Run.open(path)).journal()):
         return context
-    return replace(context, plan=None, is_live=False)
+    asked = PlanRequest.from_value(None, context.axes).plan
+    is_same = all(getattr(asked, axis) == getattr(run.plan, axis) for axis in asked.model_fields_set)
+    if not is_same or asked.model_fields_set - AXES_BESIDE_AUTO:  # a search may change another axis later
+        return context
+    return replace(context, plan=None, axes={}, is_live=False)
 
 
 def runnable_plan(plan: Plan) -> Plan:

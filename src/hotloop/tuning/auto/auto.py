@@ -35,13 +35,16 @@ from hotloop.tuning.search.step_profile import StepProfile
 EMPTY_HISTORY = RaceHistory()
 
 
-def lower_requested(context: RunContext, memory: RaceHistory = EMPTY_HISTORY) -> Program:
+def lower_requested(
+    context: RunContext, memory: RaceHistory = EMPTY_HISTORY, *, is_search_later: bool = False
+) -> Program:
     """Lowers the Task under the requested plan; `auto` takes the first of its plans that can be lowered.
 
     `auto` compiles where a timing of some steps shows that a compilation pays, and the race and the proof confirm it.
 
     Args:
         memory: of races of the Task.
+        is_search_later: `auto` compiles nothing here, since a search follows while the run trains.
 
     Raises:
         PlanError: the plan can't be run here, and was requested by name.
@@ -58,7 +61,7 @@ def lower_requested(context: RunContext, memory: RaceHistory = EMPTY_HISTORY) ->
             context.say(f"auto leaves out {line}")
         if why := _why_only_eager(considered):
             context.say(f"auto goes on eagerly: {why}")
-    else:  # compiling takes time, and unproven results need consent: `tune` is for both
+    if is_search_later or not wanted.is_explicit:  # compiling takes time, and unproven results need consent
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
     choices = _without_rejected(choices, memory, context.say)
     eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
@@ -68,7 +71,7 @@ def lower_requested(context: RunContext, memory: RaceHistory = EMPTY_HISTORY) ->
         del program  # training begins with a Program that has run no step, and there may be no memory for two
         program, plan = _lower_faster(context, memory, race, payoff)
     if wanted.is_explicit:
-        context.say(f"auto: {plan.brief()}")
+        context.say(f"auto: {plan.brief()}{', from the first step on' if is_search_later else ''}")
     return program
 
 

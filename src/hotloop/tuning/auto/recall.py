@@ -220,8 +220,6 @@ def why_not_live(context: RunContext, facts: TaskFacts) -> str:
 
 def _lower_live(context: RunContext, facts: TaskFacts, memory: RaceHistory) -> Program:
     """Lowers the plan that needs no compiling, and adds the plans to compile to the context's candidates."""
-    quiet = replace(context, wanted=replace(context.wanted, is_explicit=False))
-    program = lower_requested(quiet, memory)
+    program = lower_requested(context, memory, is_search_later=True)
     context.candidates.extend(compiled_candidates(context, program.parts.plan, memory))
-    context.say(f"auto: {program.parts.plan.brief()}, from the first step on")
     return program
