@@ -150,11 +150,14 @@ class ModuleSite:
         part = self.part
         if part.stage == "race":
             if self._is_counted and self.calls_in_step and seconds is not None and part.race.add(seconds):
-                part.decide(part.race.ratio())
-                if part.stage == "off":
-                    self.remove()
+                self._decide()
             self.exchanges_step, self._is_counted = part.race.exchanges_next, True
         self.calls_in_step = 0
+
+    def _decide(self) -> None:
+        self.part.decide(self.part.race.ratio())
+        if self.part.stage == "off":
+            self.remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

@@ -83,7 +83,8 @@ def compile_rewritten(graph: GraphModule, examples: Sequence[Any], options: Mapp
     patches = {**options, "joint_custom_pre_pass": _rewriting_pass(device.type)}
     with inductor_patches(device), torch._inductor.config.patch(fallback_random=bool(options.get("fallback_random"))):
         kept = {key: value for key, value in select_decomp_table().items() if key not in _REWRITTEN}
-        return compile_fx(graph, examples, inner_compile=inner, config_patches=patches, decompositions=kept)  # type: ignore[arg-type]
+        compiled: Any = compile_fx(graph, examples, inner_compile=inner, config_patches=patches, decompositions=kept)
+        return compiled
 
 
 def _device_of(examples: Sequence[Any]) -> torch.device:
@@ -98,7 +99,8 @@ def _rewriting_pass(device: str) -> Any:
         """Rewrites the joint graph; its `uuid` is a part of the keys of Inductor's caches."""
 
         def __call__(self, graph: torch.fx.Graph) -> None:
-            rewrite_joint_graph(graph.owning_module, device)
+            if graph.owning_module is not None:
+                rewrite_joint_graph(graph.owning_module, device)
 
         def uuid(self) -> Any:
             from hotloop.lowering.rewrites.mm_by_onednn import is_mkl_slow_here
