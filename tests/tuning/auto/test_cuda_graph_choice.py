@@ -100,6 +100,6 @@ def test_the_page_gives_each_reason_once() -> None:
     told = PlanForecast(None, RankedPlan(eager, ()), choices, [], [], [], A_GPU)
     text = "\n".join(str(part) for part in plan_page(told).renderables)  # type: ignore[attr-defined]
     assert text.count("graphs=step: one replay runs a whole step") == 1
-    assert "one or two of these, and one with compile=none, first" in text
+    assert "one or two of these, and one with compile=none" in text
     made = plan_document(told)
     assert [len(lines) for lines in made["compiled_why"]] == [2, 2] and len(made["compiled"]) == 2
