@@ -54,7 +54,7 @@ def loaders() -> Iterator[Exchanged]:
 
 
 class ExchangedModules(Exchanged):
-    """The parts of an installed module exchange, which is told of each step."""
+    """The parts of an installed module exchange; a test reports the end of each step to the exchange."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ class StudyFolder:
 
 
 def _engine(study: optuna.Study) -> Any:
-    return study._storage._backend.engine  # type: ignore[attr-defined]
+    return study._storage._backend.engine  # type: ignore[attr-defined]  # Optuna 5 has no public access to the engine
 
 
 def _set_journal(engine: Any, mode: str) -> bool:

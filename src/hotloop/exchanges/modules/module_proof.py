@@ -88,7 +88,7 @@ def _harmless_passes(call: RecordedCall) -> list[Results]:
     if has_batch_normalization(module) and is_image:
         with torch.backends.mkldnn.flags(enabled=False):
             found.append(_run_pass(call, module._call_impl, module))
-        other = copy.deepcopy(module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        other = copy.deepcopy(module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch 2.13 has no such overload
         found.append(_run_pass(call, other._call_impl, other, _to_channels_last))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -61,7 +61,7 @@ def result_part(node: Node, place: int) -> Node | None:
     return next((user for user in node.users if operand_at(user, 1) == place), None)
 
 
-_inserted = ContextVar[Mapping[Any, Callable[..., Any]]]("decompositions of inserted operations", default={})  # noqa: B039
+_inserted = ContextVar[Mapping[Any, Callable[..., Any]]]("decompositions of inserted operations", default={})  # noqa: B039 - never changed in place
 
 
 @contextmanager
