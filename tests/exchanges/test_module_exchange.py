@@ -253,6 +253,26 @@ def test_inputs_of_many_shapes_stay(modules) -> None:
     assert modules.part.stage == "off" and "kinds of shapes" in modules.part.reason
 
 
+class Graph(Planted):
+    """A graph network, whose adjacency matrix is sparse."""
+
+    def forward(self, inputs: Tensor, adjacency: Any) -> Tensor:
+        return adjacency @ self.layer(inputs)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_call_with_a_sparse_matrix_stays_the_script_s_own(modules, layout: torch.layout) -> None:
+    model = Graph()
+    inputs, adjacency = torch.randn(16, 8), torch.eye(16).to_sparse(layout=layout)
+    expected = adjacency @ model.layer(inputs)
+    for _ in range(READY):
+        output = model(inputs, adjacency)
+        output.square().mean().backward()
+        modules.step_ended()
+        assert torch.equal(output, expected)
+    assert modules.part.stage == "off" and "an argument has a Tensor that is no plain tensor" in modules.part.reason
+
+
 @pytest.mark.parametrize("text", ["g = grad(y, x, create_graph=True)", "torch.autograd.functional.jacobian(f, x)"])
 def test_a_script_that_differentiates_twice_stays(
     modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str

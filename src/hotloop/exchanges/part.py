@@ -192,7 +192,7 @@ class Part:
         if verdict_of(ratio) == "faster":
             self._use()
         else:
-            self._try_next(f"it is not faster: {_describe(ratio)}")
+            self._try_next(f"not faster: {_describe(ratio)}")
 
     def _try_next(self, reason: str) -> None:
         self.reason = reason
@@ -205,5 +205,5 @@ class Part:
 
 
 def _describe(ratio: Ratio) -> str:
-    interval = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"{ratio.median:.2f} times as fast{interval}"
+    interval = "" if ratio.low is None or ratio.high is None else f" (99 %: {ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.median:.2f} times the speed{interval}"

@@ -146,6 +146,19 @@ def test_a_trial_that_stops_leaves_the_others_bits(case: str) -> None:
     assert differing_paths(states(stopped)[0], middle) == []
 
 
+@pytest.mark.parametrize("case", ["batch norm", "seeds and losses"])
+def test_a_step_of_all_trials_is_one_computation_in_each_epoch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack, computations, compute = packed(SOUND[case]), [], ModelStack.compute
+    monkeypatch.setattr(
+        ModelStack, "compute", lambda self, batches, active: computations.append(1) or compute(self, batches, active)
+    )
+    for _epoch in range(3):
+        advance(pack, [0, 1], 5)
+        for program in pack.programs:
+            program.end_epoch()
+    assert len(computations) == 15
+
+
 REASONS = {
     "lstm": (task("lstm"), "vmap can't vectorize the fused kernel of '1' (LSTM)"),
     "callbacks": (task(callbacks=[lambda view: None]), "the Task has callbacks, which may change the model"),

@@ -21,7 +21,7 @@ class RecordedCall:
 
     Args:
         module: the script's own object, not a copy.
-        args, kwargs: of the call; their tensors are copied.
+        args, kwargs: of the call, plain tensors on the CPU and plain values; the tensors are copied.
 
     Attributes:
         gradients: of the result's tensors that the script's backward reached, by place among all leaves.
@@ -30,7 +30,7 @@ class RecordedCall:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module, self.gradients = module, dict[int, Tensor]()
-        self.unfit = why_unfit_leaves((args, kwargs), "an argument")
+        self.unfit = ""
         self.arguments = pytree.tree_map(_copy, (args, kwargs))
         self.buffers = {name: value.clone() for name, value in module.named_buffers()}
         self.random = torch.get_rng_state()

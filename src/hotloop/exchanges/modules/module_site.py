@@ -20,7 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from hotloop.core.processes.compile_process import CompileProcess
 from hotloop.errors import describe_error
 from hotloop.exchanges.modules.module_call import RecordedCall, call_signature, has_differentiated_input
-from hotloop.exchanges.modules.module_limits import is_plain_training_call, why_hooked, why_short_of_memory
+from hotloop.exchanges.modules.module_limits import (
+    is_plain_training_call,
+    why_hooked,
+    why_short_of_memory,
+    why_unfit_leaves,
+)
 from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
 from hotloop.profiler.base.transparency import hide_from_compiler
@@ -237,8 +242,10 @@ class ModuleSite:
         """Makes the script's own call, and forks at the end of its backward."""
         module = self._module()
         assert module is not None
-        call = RecordedCall(module, args, kwargs)
+        call = self._record(module, args, kwargs)
         result = module._call_impl(*args, **kwargs)
+        if call is None:
+            return result
         try:
             call.watch(result, lambda: self._fork(call))
             if call.unfit:
@@ -246,6 +253,17 @@ class ModuleSite:
         except Exception as error:
             self.leave(f"an internal error of hotloop: {_first_line(error)}")
         return result
+
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
+        """Records the arguments of a call; None if they can't be compared, and the module stays as it is."""
+        if unfit := why_unfit_leaves((args, kwargs), "an argument"):
+            self.leave(unfit)
+            return None
+        try:
+            return RecordedCall(module, args, kwargs)
+        except Exception as error:  # such as too little memory for copies; the script's call goes on
+            self.leave(f"its call can't be recorded: {_first_line(error)}")
+            return None
 
     def _fork(self, call: RecordedCall) -> None:
         try:
@@ -296,7 +314,7 @@ class ModuleSite:
         if not self._is_in_place:
             self._phase, self._saved_s = "ready", found["own_s"] * (1 - 1 / found["ratio"])
             if found["ratio"] < _MIN_GAIN and not part.was_faster:
-                self.leave(f"it is not faster: {found['ratio']:.2f} times as fast in passes beside the script")
+                self.leave(f"not faster: {found['ratio']:.2f} times the speed in passes beside the script")
         elif part.stage == "proof" and (wrong := self._errors.verdict()):
             self.leave(wrong)
         elif part.stage == "proof" and self._errors.is_enough:

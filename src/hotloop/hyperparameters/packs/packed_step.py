@@ -105,8 +105,9 @@ class Pack:
 
     def _take(self, slot: int, steps: int) -> Iterator[tuple[Any, int]]:
         program = self.programs[slot]
+        is_new_epoch = program.position.batch == 0  # the open feed is that of the epoch before
         for other, cursor in enumerate(self._cursors):
-            if other != slot and self.stack.shares_batch:
+            if (other == slot and is_new_epoch) or (other != slot and self.stack.shares_batch):
                 cursor.reset()
         return self._cursors[slot].take(program.feed, program.position, steps)
 
