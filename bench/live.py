@@ -51,6 +51,8 @@ _MOST_LOSS = {"short": 1.15, "long": 1.05}
 """Goals: seconds of a live run over those of the best fixed plan, of runs below and from 10 minutes."""
 
 _LONG_MINUTES = 10.0
+
+_ROUNDS_OF_INTERVAL = 6
 _LOWEST = 0.97
 _COLD_GOAL, _COLD_MINUTES = 1.9, 2.0
 
@@ -62,6 +64,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("workloads", nargs="*", help="some of " + ", ".join(FIXED))
     parser.add_argument("--minutes", default="1,2", help="of the tutorial's loop, separated by commas; default 1,2")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--fixed", type=int, default=3, help="compiled plans to measure, the likely fastest first")
     parser.add_argument("--quick", action="store_true", help="one round of W4 of 20 s")
     parser.add_argument("--fresh", action="store_true", help="forget what the journal has")
     parser.add_argument("--journal", type=Path, default=HOME / "live.jsonl")
@@ -81,9 +84,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def lanes_of(workload: Workload) -> list[Lane]:
-    """The tutorial's loop, the live run, the default plan and the fixed plans."""
-    plans = (LIVE, DEFAULT, "baseline", *FIXED[workload.name])
+def lanes_of(workload: Workload, rounds: int, fixed: int) -> list[Lane]:
+    """The tutorial's loop, the live run, the default plan, fixed plans, and the baseline if its interval can be known."""
+    baseline = ("baseline",) if rounds >= _ROUNDS_OF_INTERVAL else ()
+    plans = (LIVE, DEFAULT, *baseline, *FIXED[workload.name][:fixed])
     return [next(peer for peer in PEERS if peer.name == TUTORIAL), *(ours(plan, plan) for plan in plans)]
 
 
@@ -96,7 +100,7 @@ def measure(options: argparse.Namespace, journal: Journal) -> None:
             epochs = known[0]["epochs"] if known else epochs_for(workload, 60 * minutes, HOME, "cpu")
             print(f"{name}, {minutes:g} min: {epochs} epochs", file=sys.stderr, flush=True)
             for number in range(options.rounds):
-                for lane in lanes_of(workload)[:: -1 if number % 2 else 1]:
+                for lane in lanes_of(workload, options.rounds, options.fixed)[:: -1 if number % 2 else 1]:
                     key = {"workload": name, "minutes": minutes, "round": number, "lane": lane.name}
                     if not journal.has(key):
                         _measure_run(workload, lane, epochs, 60 * minutes, key, journal)

@@ -154,6 +154,7 @@ class ExchangeSession:
             "steps": self._windows.steps,
             "parts": [part.as_record(used=used) for part in self._known_parts],
             "ratio": self._windows.ratio_record(),
+            "own_work_s": sum(part.own_work_s for part in self._parts),
             "notes": self._notes + [note for part in self._known_parts for note in part.notes],
         }
         with suppress(OSError):

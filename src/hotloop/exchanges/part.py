@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -47,6 +48,9 @@ class Part:
         exact: whether only bitwise exchanges are allowed.
         changed: is called after each change of the stage.
         earlier: the exchange's name and its ratio, if an earlier run of the script proved it faster.
+
+    Attributes:
+        own_work_s: seconds in which the script waited for comparisons, forks and compiling.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Part:
         self.exchange = exchanges[0]
         self.reason = ""
         self.notes: list[str] = []
+        self.own_work_s = 0.0
         self._waiting = list(exchanges[1:])
         self._changed = changed
         self._reset()
@@ -155,8 +160,18 @@ class Part:
             "reason": self.reason or ("" if self.stage == "use" else "the script ended before a decision"),
         }
 
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Measures the seconds of work that the script waits for."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.own_work_s += time.perf_counter() - began
+
     def _compare(self, compare: Callable[[], tuple[Any, CallComparison]]) -> Any:
-        result, comparison = compare()
+        with self.own_work():
+            result, comparison = compare()
         wrong = comparison.wrong
         if self.exact and not comparison.is_bitwise and not wrong:
             wrong = "its results are not bitwise equal"

@@ -11,12 +11,17 @@ _PROOFS = {
     "reduced-precision": "in reduced precision, as accepted",
 }
 
+_SHOWN_S = 0.1
+"""Least seconds of hotloop's own work that are shown."""
+
 
 def script_run_page(run: ScriptRun) -> str:
     """Returns the summary that `hotloop run` prints: gain, exchanges with their proofs, and what stays as it is."""
     used = [part for part in run.parts if part.used]
     others = [part for part in run.parts if not part.used]
     lines = [f"hotloop: {_headline(run, used)}"]
+    if run.own_work_s >= _SHOWN_S:
+        lines.append(f"  comparing and compiling took {run.own_work_s:.1f} s of {run.seconds:.0f} s")
     lines += [f"  exchanged {_title(part)}: {part.exchange}, {_figures(part)}" for part in used]
     lines += [f"  {_label(run, part)} {_title(part)}: {_unused(part)}" for part in others]
     lines += [f"  {note}" for note in run.notes]
@@ -42,7 +47,7 @@ def _gain(ratio: SpeedRatio) -> str:
 def _times(ratio: SpeedRatio) -> str:
     if ratio.low is None or ratio.high is None:
         return f"{ratio.median:.2f} times as fast"
-    return f"{ratio.median:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.median:.2f} times as fast (99 %: {ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def _title(part: ExchangedPart) -> str:

@@ -357,6 +357,7 @@ class ScriptRun(Record):
         dry_run: whether the exchanges were only tried.
         parts: the parts that hotloop could exchange.
         ratio: step time without the exchanges over step time with them; None if too few steps were compared.
+        own_work_s: seconds of `seconds` in which the script waited for comparisons, forks and compiling.
         notes: what else the user must know.
     """
 
@@ -364,6 +365,7 @@ class ScriptRun(Record):
     source: str
     exit_code: int
     seconds: float
+    own_work_s: float = 0.0
     steps: int = 0
     exact: bool = False
     dry_run: bool = False

@@ -289,11 +289,10 @@ class ModuleSite:
                 return
             self._compiled = _torch_compile(_inlined(call.module), backend=self._backend, fullgraph=True, dynamic=False)
         compiled = self._compiled
-        if self._is_in_place:
-            self.process = CompileProcess(lambda: prove(call, compiled, threads))
-        else:
-            self._phase = "wait"
-            self.process = CompileProcess(lambda: compile_and_prove(call, compiled, threads))
+        work = prove if self._is_in_place else compile_and_prove
+        self._phase = self._phase if self._is_in_place else "wait"
+        with self.part.own_work():
+            self.process = CompileProcess(lambda: work(call, compiled, threads))
 
     def _process_ended(self, found: dict[str, Any]) -> None:
         self.end()
@@ -331,7 +330,8 @@ class ModuleSite:
         try:
             with warnings.catch_warnings(), silence_loggers("torch"):
                 warnings.simplefilter("ignore")
-                compiled(*copies, **keywords)
+                with self.part.own_work():
+                    compiled(*copies, **keywords)
         except Exception as error:
             self.leave(f"it can't be compiled: {_first_line(error)}")
         finally:

@@ -53,12 +53,12 @@ def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption
         exact: only bitwise ones.
         accepts_reduced: the user accepts reduced precision.
     """
-    options = list[ProcessOption]()
+    options = [] if exact else _thread_options()  # first: a network is compiled for a number of threads
     if active_allocator() is not None:
         name = "memory that a step frees stays with the process"
         options.append(ProcessOption("allocator", name, "bitwise", keep_freed_memory))
     if not exact:
-        options += [*_thread_options(), _subnormal_option()]
+        options.append(_subnormal_option())
     if accepts_reduced:
         name, switch = "products of fp32 numbers", _Precision()
         options.append(ProcessOption(name, "TF32 or bf16", "reduced-precision", switch, switch.conflict))
