@@ -19,6 +19,7 @@ from hotloop.core.random.rng import generator_states
 from hotloop.data.batch_difference import batch_difference
 from hotloop.exchanges import loader_exchange
 from hotloop.exchanges import part as part_module
+from hotloop.exchanges.sample_table import SampleTable, TableRefusal
 
 SAMPLES = 50
 
@@ -281,6 +282,33 @@ def test_a_hidden_change_is_found_by_a_comparison(loaders, monkeypatch: pytest.M
     monkeypatch.setattr(np, "planted_epoch", 5, raising=False)
     list(loader)
     assert loaders.part.stage == "off" and "was taken back" in loaders.part.notes[0]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_one_read_of_a_sample_is_enough_after_many_equal_repeats(exact: bool) -> None:
+    data = TensorDataset(torch.randn(600, 2))
+    table = SampleTable(exact=exact)
+
+    def read(first: int, last: int) -> None:
+        rows = list(range(first, last))
+        table.record(data, rows, lambda: list(data[rows]))
+
+    read(0, 500)
+    assert not table.is_complete([0])
+    read(0, 255)
+    assert table.is_complete([0]) and not table.is_complete([300])
+    read(255, 256)
+    assert table.is_complete([300]) is not exact and not table.is_complete([550])
+    assert torch.equal(table.cut([0, 255])[0], data[[0, 255]][0])
+
+
+def test_a_sample_that_differs_among_the_repeats_is_refused() -> None:
+    table, rows = SampleTable(exact=False), list(range(500))
+    data = TensorDataset(torch.randn(500, 2))
+    table.record(data, rows, lambda: list(data[rows]))
+    with pytest.raises(TableRefusal, match="a sample differs when it is read again"):
+        table.record(data, [7], lambda: [data[[7]][0] + 1])
+    assert not table.is_complete([3])
 
 
 def test_a_wrong_cut_is_refused(loaders, monkeypatch: pytest.MonkeyPatch) -> None:

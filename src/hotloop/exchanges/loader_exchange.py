@@ -38,7 +38,7 @@ class _LoadedDataset:
 
     def __init__(self, dataset: Any, part: Part, ended: Callable[[Any], Any]) -> None:
         self.dataset, self.part = ref(dataset, ended), part
-        self.table = None if type(dataset) is TensorDataset else SampleTable()
+        self.table = None if type(dataset) is TensorDataset else SampleTable(exact=part.exact)
 
 
 class LoaderExchange:

@@ -1,7 +1,8 @@
 """The samples of a data set in memory, recorded from the batches that the script itself loads.
 
-A sample is used from memory after the script has read it twice with the same bits. Reading it may neither draw random numbers
-nor change the data set, and later changes of the data set must be visible in its summary.
+A sample is used from memory after the script has read this sample once, and many samples twice with the same bits; with `--exact`,
+after two reads of this sample. Reading it may neither draw random numbers nor change the data set, and later changes of the
+data set must be visible in its summary.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ _COMPARED_BATCHES = 16
 """First batches after which the data set is compared, and batches between two later comparisons; before each batch the data
 set is compared as well, and a change clears the table."""
 
+_REPEATED_SAMPLES = 256
+"""Samples that were read twice with the same bits, after which one read of the others is enough."""
+
 _SIDE_EFFECTS = frozenset(
     (
         *("print", "write", "writelines", "input", "system", "Popen", "info", "warning", "warn"),
@@ -47,24 +51,28 @@ class TableRefusal(Exception):
 
 
 class SampleTable:
-    """Rows of all samples read so far, as tensors like a collated batch."""
+    """Rows of all samples read so far, as tensors like a collated batch.
 
-    def __init__(self) -> None:
-        self._is_checked = False
+    Args:
+        exact: whether each sample is read twice before its use.
+    """
+
+    def __init__(self, *, exact: bool) -> None:
+        self._is_checked, self._exact = False, exact
         self.clear()
 
     def clear(self) -> None:
         """Forgets all samples."""
-        self._batches = 0
+        self._batches = self._repeated = 0
         self._columns: Any = None
         self._reads = bytearray()
         self._summary: tuple[Any, ...] = ()
         self._tensors: list[ref[Tensor]] = []
 
     def is_complete(self, rows: Sequence[int]) -> bool:
-        """Whether each of these samples was read twice."""
-        reads = self._reads
-        return bool(reads) and all(type(row) is int and 0 <= row < len(reads) and reads[row] > 1 for row in rows)
+        """Whether each of these samples was read often enough."""
+        reads, least = self._reads, 2 if self._exact or self._repeated < _REPEATED_SAMPLES else 1
+        return bool(reads) and all(type(row) is int and 0 <= row < len(reads) and reads[row] >= least for row in rows)
 
     def has_changed(self, dataset: Any) -> bool:
         """Whether the data set differs from its state at the recorded reads."""
@@ -149,6 +157,7 @@ class SampleTable:
                 return "a sample differs when it is read again"
             if len(new):
                 column.index_copy_(0, index[new], _rows(value, new))
+        self._repeated += len(places[True])
         return ""
 
     def _allocate(self, count: int, batch: Any) -> str:
