@@ -87,7 +87,8 @@ def has_differentiated_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 def _leaf_signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
+        return type(leaf), leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf if isinstance(leaf, bool | int | float | str | None) else None
 
 
