@@ -32,7 +32,7 @@ class ProvenAtOnce:
 
     lost_s = 0.0
 
-    def __init__(self, task: Any, plans: list[Plan], *arguments: Any) -> None:
+    def __init__(self, task: Any, training: Any, plans: list[Plan], *arguments: Any) -> None:
         self.plan, self.spare_time, self._polls = plans[0], self, 0
 
     def poll(self) -> PreparedPlan | None:

@@ -186,7 +186,8 @@ class LiveSearch:
     def _start_child(self, payoff: LivePayoff, step_s: float) -> None:
         plans = list(self._waiting)
         try:
-            self._child = CandidateProcess(self._task, plans, self._settings.accepted, payoff, step_s)
+            training = self._switcher.loop.program
+            self._child = CandidateProcess(self._task, training, plans, self._settings.accepted, payoff, step_s)
         except OSError as error:  # the system allows no further process
             self._stop_search(f"a child process can't be started: {describe_error(error)}")
             return
