@@ -75,7 +75,7 @@ def test_a_candidate_that_becomes_slower_is_replaced(tmp_path: Path, monkeypatch
     monkeypatch.setattr(live_search, "_RECENT_SPANS", 5)
     monkeypatch.setattr(live_search, "_MIN_REST_S", 0.0)
     only_bf16 = lambda context, eager, memory: [eager.with_axes(precision="bf16")]  # noqa: E731
-    monkeypatch.setattr("hotloop.tuning.auto.recall.compiled_candidates", only_bf16)
+    monkeypatch.setattr("hotloop.tuning.auto.recall.live_candidates", only_bf16)
 
     def turn(view: hotloop.View) -> None:
         slow[0] = "first" if view.step < 200 else "rival"

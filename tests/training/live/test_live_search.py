@@ -1,7 +1,11 @@
-"""When the search of a live run races the plan in use again: spans of a training that has no network, in stand-in seconds."""
+"""Which plans the search of a live run tries, and when it races the plan in use again.
+
+The spans are those of a training that has no network, in stand-in seconds.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,22 +15,23 @@ from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.plan import Plan
 from hotloop.training.live import live_search
 from hotloop.training.live.live_search import LiveSearch, SearchSettings
+from hotloop.tuning.live.candidate_process import PreparedPlan
 from tests.support.live_runs import ProvenAtOnce
 
-FIRST, RIVAL = Plan(), Plan(compile="package")
+FIRST, RIVAL, EAGER = Plan(), Plan(compile="package"), Plan(layout="channels_last")
 SPAN = 10
 
 
 class Training:
     """A training in which each plan has its seconds of a step; stands for the switcher and the loop of a search, too."""
 
-    def __init__(self, first_s: float, rival_s: float, steps: int) -> None:
-        self.step_s = {FIRST: first_s, RIVAL: rival_s}
+    def __init__(self, steps: int, *candidates: Plan) -> None:
+        self.step_s = {FIRST: 2e-3, RIVAL: 1e-3, EAGER: 1.4e-3}
         self.plan, self.now, self.load, self.steps = FIRST, 0.0, 1.0, steps
         self.lines: list[tuple[float, str]] = []
         program = SimpleNamespace(position=SimpleNamespace(step=0))
         self.loop = SimpleNamespace(program=program, run=SimpleNamespace(log=lambda event, **fields: None))
-        settings = SearchSettings((RIVAL,), FIRST, TRUSTED_CLASSES, normed=False, why_no_memory=lambda program: "")
+        settings = SearchSettings(candidates, FIRST, TRUSTED_CLASSES, normed=False, why_no_memory=lambda program: "")
         training: Any = self
         self.search = LiveSearch(training, training, settings, (), lambda step_s: self.steps, self._say)
 
@@ -59,22 +64,69 @@ class Training:
         return [now for now, line in self.lines if "races again" in line]
 
 
+def begun(monkeypatch: pytest.MonkeyPatch, steps: int, *candidates: Plan, child: type = ProvenAtOnce) -> Training:
+    made = Training(steps, *candidates)
+    monkeypatch.setattr(live_search, "CandidateProcess", child)
+    monkeypatch.setattr(live_search, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> Training:
     """A training whose rival has won its race: 1 ms for a step in place of 2."""
-    made = Training(2e-3, 1e-3, steps=10**9)
-    monkeypatch.setattr(live_search, "CandidateProcess", ProvenAtOnce)
-    monkeypatch.setattr(live_search, "time", SimpleNamespace(monotonic=lambda: made.now))
+    made = begun(monkeypatch, 10**9, RIVAL)
     made.train(20)
     assert made.plan == RIVAL and made.reopened == []
     return made
 
 
+class Profiled(ProvenAtOnce):
+    """A child whose profile of the step shows that compiling doesn't pay."""
+
+    def poll(self) -> PreparedPlan | None:
+        found = super().poll()
+        if found is None or self.plan.compile == "none":
+            return found
+        return replace(found, parity=None, why_not="it saves nothing", pays=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "child"), [(12_000, ProvenAtOnce), (10**6, Profiled)], ids=["too short", "no gain by the profile"]
+)
+def test_an_eager_plan_is_tried_where_compiling_does_not_pay(
+    monkeypatch: pytest.MonkeyPatch, steps: int, child: type
+) -> None:
+    made = begun(monkeypatch, steps, RIVAL, EAGER, child=child)
+    made.train(20)
+    assert made.plan == EAGER
+    assert any("compiles no further plan" in line for _, line in made.lines)
+
+
+def test_no_eager_plan_is_tried_after_a_compiled_one_has_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = begun(monkeypatch, 10**6, RIVAL, EAGER)
+    made.train(60)
+    assert made.plan == RIVAL
+    assert not any(EAGER.brief() in line for _, line in made.lines)
+
+
+def test_an_eager_plan_is_tried_after_a_compiled_one_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = begun(monkeypatch, 10**6, RIVAL, EAGER)
+    made.step_s[RIVAL] = 3e-3
+    made.train(60)
+    assert made.plan == EAGER
+
+
+def test_a_short_run_tries_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = begun(monkeypatch, 5_000, RIVAL, EAGER)
+    made.train(20)
+    assert made.plan == FIRST and sum("tries no further plan" in line for _, line in made.lines) == 1
+
+
 def test_other_batches_for_which_the_other_plan_is_faster_bring_it_back(training: Training) -> None:
-    training.step_s = {FIRST: 4e-3, RIVAL: 6e-3}  # such as longer sequences
+    training.step_s |= {FIRST: 4e-3, RIVAL: 6e-3}  # such as longer sequences
     training.train(60)
     assert training.plan == FIRST and len(training.reopened) == 1
-    training.step_s = {FIRST: 9e-3, RIVAL: 6e-3}
+    training.step_s |= {FIRST: 9e-3, RIVAL: 6e-3}
     training.train(120)
     assert training.plan == RIVAL and len(training.reopened) == 2
 

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from hotloop.core.hardware import machine
 from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.core.state import differing_paths
 from hotloop.errors import DiskError, PlanError
@@ -27,6 +26,7 @@ from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
 from hotloop.tuning.live.live_payoff import LivePayoff
 from tests.support.planted_step_faults import loss_scaled, loss_scaled_if
 from tests.support.programs import a_task, advance
+from tests.support.tasks.model_families import family
 
 FUSED = Plan(optimizer="fused")
 PAYOFF = LivePayoff(Plan(), 10**9, 1e-3, normed=False, has_rewrites=False, gain=2.0)
@@ -58,6 +58,13 @@ def act(monkeypatch: pytest.MonkeyPatch, work: Callable[..., Any]) -> None:
 def test_an_equal_plan_is_proven() -> None:
     found = result(begun())
     assert found.why_not == "" and found.parity is not None and found.parity.parity in TRUSTED_CLASSES
+
+
+def test_an_eager_plan_is_proven_without_a_compiler() -> None:
+    training = lower(family("cnn"), Plan())
+    advance(training, 6)
+    found = result(begun(Plan(layout="channels_last"), replace(PAYOFF, is_compiled=False), training))
+    assert found.why_not == "" and found.compile_s == 0.0
 
 
 def test_a_wrong_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +162,6 @@ def test_a_package_that_can_not_be_stored_is_not_used(monkeypatch: pytest.Monkey
     def full(path: Path, content: bytes) -> None:
         raise DiskError("no space left on device", expected="free space", fix="free some")
 
-    monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(package_cache, "write_atomic", full)
     found = result(begun(Plan(compile="package")), 600.0)
