@@ -32,7 +32,7 @@ class ProvenAtOnce:
 
     lost_s = 0.0
 
-    def __init__(self, task: Any, plans: list[Plan], *arguments: Any) -> None:
+    def __init__(self, task: Any, training: Any, plans: list[Plan], *arguments: Any) -> None:
         self.plan, self.spare_time, self._polls = plans[0], self, 0
 
     def poll(self) -> PreparedPlan | None:
@@ -58,7 +58,7 @@ def patch_search(setattr_: Callable[[Any, str, Any], None], *, child: type | Non
     def candidates(context: Any, eager: Plan, memory: Any) -> list[Plan]:
         return [eager.with_axes(**axes) for axes in OTHERS]
 
-    setattr_(recall, "compiled_candidates", candidates)
+    setattr_(recall, "live_candidates", candidates)
     if child is not None:
         setattr_(live_search, "CandidateProcess", child)
     setattr_(window_race, "WINDOW_S", 0.0)

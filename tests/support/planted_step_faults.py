@@ -43,7 +43,16 @@ def statistics_not_updated(program: Program) -> None:
 
 
 def loss_scaled(program: Program) -> None:
-    around(program._step, "_backward_of", lambda backward: lambda loss: backward(loss * 1.001))
+    loss_scaled_if(program, lambda: True)
+
+
+def loss_scaled_if(program: Program, condition: Callable[[], bool]) -> None:
+    """A gradient that is a thousandth too long in steps where the condition is true."""
+    around(
+        program._step,
+        "_backward_of",
+        lambda backward: lambda loss: backward(loss * (1.001 if condition() else 1.0)),
+    )
 
 
 def input_changed(program: Program) -> None:

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hotloop.core.hardware.limits import format_binary_bytes, free_memory_bytes
 from hotloop.core.number_formats import REDUCED, lowest_format
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import STATES, Parity
+from hotloop.core.state import State
 from hotloop.core.task_parts.named_optimizers import NamedOptimizers
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import HotloopError, MemoryExhausted, describe_error, error_summary, is_out_of_memory
@@ -150,7 +152,11 @@ def prove_plans(
 
 
 def prove_programs(
-    task: Task, programs: Sequence[Program], *, progress: ProofProgress = lambda done, total: None
+    task: Task,
+    programs: Sequence[Program],
+    *,
+    later: State | None = None,
+    progress: ProofProgress = lambda done, total: None,
 ) -> list[Parity]:
     """Compares Programs of one Task, on one device and in one reduced precision or none, with the baseline there.
 
@@ -159,6 +165,9 @@ def prove_programs(
     by a small multiple of the differences of harmlessly changed baselines. A free run across the end of an epoch
     follows. A Program with products in fewer bits than the baseline is at best `reduced-precision`. The Programs'
     States are restored. Without enough memory, the Programs are unproven.
+
+    Args:
+        later: a State of the training: after its first steps the baseline's path goes on from there.
 
     Raises:
         HotloopError: a step of the baseline itself fails, and so would the training.
@@ -171,7 +180,7 @@ def prove_programs(
     found: dict[int, Parity] = {}
     try:
         for draws, together in _group_by_draws(task, programs):
-            found |= zip(map(id, together), _prove_group(task, together, draws, progress), strict=True)
+            found |= zip(map(id, together), _prove_group(task, together, draws, progress, later), strict=True)
     except Exception as error:
         if not (is_out_of_memory(error) or isinstance(error, MemoryExhausted)):
             raise
@@ -220,8 +229,11 @@ def _group_by_pieces(task: Task, programs: Sequence[Program]) -> list[tuple[Shar
     return groups
 
 
-def _prove_group(task: Task, programs: Sequence[Program], draws: SharedDraws, progress: ProofProgress) -> list[Parity]:
-    parities = _compare_programs(task, programs, draws, progress, brief=True)
+def _prove_group(
+    task: Task, programs: Sequence[Program], draws: SharedDraws, progress: ProofProgress, later: State | None
+) -> list[Parity]:
+    compare = partial(_compare_programs, task, draws=draws, progress=progress, later=later)
+    parities = compare(programs, brief=True)
     # More baselines can only allow larger errors, so a plan that passes with few baselines passes with all.
     broken = [number for number, parity in enumerate(parities) if parity.parity == "broken"]
     unrequested = [
@@ -232,11 +244,11 @@ def _prove_group(task: Task, programs: Sequence[Program], draws: SharedDraws, pr
     others = [number for number in broken if number not in unrequested]
     again: dict[int, Parity] = {}
     if others:
-        compared = _compare_programs(task, [programs[number] for number in others], draws, progress, brief=False)
+        compared = compare([programs[number] for number in others], brief=False)
         again |= zip(others, compared, strict=True)
     for number in unrequested:
         formats = parities[number].arithmetic
-        (again[number],) = _compare_programs(task, [programs[number]], draws, progress, brief=False, in_formats=formats)
+        (again[number],) = compare([programs[number]], brief=False, in_formats=formats)
     for number, parity in again.items():
         seconds = (parities[number].seconds or 0.0) + (parity.seconds or 0.0)
         parities[number] = parity.model_copy(update={"seconds": seconds})
@@ -246,9 +258,10 @@ def _prove_group(task: Task, programs: Sequence[Program], draws: SharedDraws, pr
 def _compare_programs(
     task: Task,
     programs: Sequence[Program],
+    *,
     draws: SharedDraws,
     progress: ProofProgress,
-    *,
+    later: State | None,
     brief: bool,
     in_formats: Mapping[str, str] | None = None,
 ) -> list[Parity]:
@@ -287,7 +300,7 @@ def _compare_programs(
         whole = [truth.program, *(reference.program for reference in [*references, *reduced])]
         try:
             with nullcontext() if draws is None else draws.follow(whole):
-                evidence, free = _collect_evidence(truth, references, reduced, programs, progress, brief)
+                evidence, free = _collect_evidence(truth, references, reduced, programs, progress, later, brief)
             if isinstance(draws, WordDraws) and not evidence.unproven:
                 able = [record for record in evidence.candidates if record.is_able]
                 check_word_draws(evidence.last, references[0].program, able)
@@ -340,12 +353,13 @@ def _collect_evidence(
     reduced: Sequence[ReferenceRun],
     programs: Sequence[Program],
     progress: ProofProgress,
+    later: State | None,
     brief: bool,
 ) -> tuple[Evidence, dict[int, FreeRunResult]]:
     """Returns the evidence of single steps, and the free run of each Program that can take the steps, by its id."""
     nudging = next((one for one in reduced or references if one.unit), None)
     asked, others = ([one for one in every if not (brief and one.unit)] for every in (references, reduced))
-    collector = StepCollector(truth, asked, others, programs, free_run_steps(programs), nudging)
+    collector = StepCollector(truth, asked, others, programs, free_run_steps(programs), nudging, later)
     evidence = collector.collect(lambda states: progress(states, STATES))
     if evidence.unproven:
         return evidence, {}

@@ -69,6 +69,7 @@ class StepCollector:
     Args:
         ahead: steps of the free run after the last State.
         nudging: the reference to nudge where a candidate's error is large.
+        later: see `walk_states`.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class StepCollector:
         candidates: Sequence[Program],
         ahead: int = 0,
         nudging: ReferenceRun | None = None,
+        later: State | None = None,
     ) -> None:
         self.truth, self.candidates, self._ahead, self._nudging = truth, candidates, ahead, nudging
+        self._later = later
         self.references, self.peers = list(references), list(peers)
         self.walker = references[0].program
         self._nudged_states = 0
@@ -92,7 +95,7 @@ class StepCollector:
     def collect(self, progress: Callable[[int], None] = lambda states: None) -> Evidence:
         """Walks the path until its end, or until nothing can be proven."""
         evidence = self.evidence
-        for number, point in enumerate(walk_states(self.walker)):
+        for number, point in enumerate(walk_states(self.walker, later=self._later)):
             here = replace(point.state, position=self.walker.position)
             left = self.walker.steps_left()
             evidence.last = here if left is None or left >= self._ahead else evidence.last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,15 +40,29 @@ def translate_baseline_errors(program: Program) -> Iterator[None]:
         raise explain_error(error, program, None) from error
 
 
-def walk_states(program: Program, count: int = STATES) -> Iterator[PathState]:
+def walk_states(program: Program, count: int = STATES, later: State | None = None) -> Iterator[PathState]:
     """Runs the Program along its path and yields `count` States; all States of a shorter training or schedule.
 
     The epoch's last batch is among them if it is smaller than the others, even if the path ends before it.
+
+    Args:
+        later: a State of the training, at which the path goes on after its first States.
     """
-    taken, wanted, most = 0, 0, _steps_between(program, count)
+    taken = 0
+    if later is not None:
+        taken = yield from _walk(program, _FIRST_STEPS)
+        program.restore(later)
+    taken += yield from _walk(program, count - taken)
+    if taken == count and (last := _last_state(program)) is not None:  # else the path includes the last batch
+        yield last
+
+
+def _walk(program: Program, count: int) -> Generator[PathState, None, int]:
+    """Yields up to `count` States from the Program's position on; returns their number."""
+    taken, wanted, most = 0, program.position.step, _steps_between(program, count)
     apart = most
     while taken < count:
-        for batch, _ in program.feed.epoch(program.position.epoch):
+        for batch, _ in program.feed.epoch(program.position.epoch, program.position.batch):
             if program.position.step == wanted:
                 yield PathState(program.state(), batch)
                 taken += 1
@@ -62,21 +76,21 @@ def walk_states(program: Program, count: int = STATES) -> Iterator[PathState]:
         if program.position.epoch + 1 >= program.parts.task.epochs or program.steps_left() == 0 or taken == count:
             break
         program.end_epoch(1.0)
-    if taken == count and (last := _last_state(program)) is not None:  # else the path includes the last batch
-        yield last
+    return taken
 
 
 def _steps_between(program: Program, count: int) -> int:
     """Returns the steps between States so that all fit into the training and few are at the epoch's last batch."""
-    parts = program.parts
+    parts, position = program.parts, program.position
     batches = parts.splits.batches
-    lengths = (None if batches is None else batches * parts.task.epochs, program.steps_left())
+    lengths = (None if batches is None else batches * parts.task.epochs - position.step, program.steps_left())
     steps = min((length for length in lengths if length is not None), default=None)
     most = _APART if steps is None else min(_APART, max(1, (steps - _FIRST_STEPS) // (count - _FIRST_STEPS + 1)))
 
     def count_last_batches(apart: int) -> int:
         numbers = range(1, count - _FIRST_STEPS + 1)
-        return sum((_FIRST_STEPS + apart * number) % batches == 0 for number in numbers) if batches else 0
+        places = (position.batch + _FIRST_STEPS + apart * number for number in numbers)
+        return sum(place % batches == 0 for place in places) if batches else 0
 
     return min(range(most, 0, -1), key=count_last_batches)
 

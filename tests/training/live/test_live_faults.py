@@ -30,23 +30,29 @@ def candidates(path: Path) -> list[dict[str, Any]]:
     return [row for row in Run.open(path).journal() if row["event"] == "plan_candidate"]
 
 
-@pytest.mark.parametrize("fault", ["dies", "fails", "is wrong"])
+@pytest.mark.parametrize("fault", ["dies", "hangs", "fills the disk", "is wrong"])
 def test_a_candidate_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     def work(*arguments: Any) -> dict[str, Any]:
         if fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "fails":
-            raise OSError("no space left on device")
+        if fault == "hangs":
+            time.sleep(1000)
+        if fault == "fills the disk":
+            Path("/dev/full").write_bytes(b"0")
         parity = {"plan": "", "parity": "broken", "reason": "the weights differ", "states": 16}
         return {"gain": 2.0, "parity": parity}
 
     patch_search(monkeypatch.setattr, child=None)
     monkeypatch.setattr(candidate_process, "_prepare", work)
+    if fault == "hangs":
+        monkeypatch.setattr(candidate_process, "_MIN_LIMIT_S", 0.05)
+        monkeypatch.setattr(candidate_process, "_LIMIT_FACTOR", 0.0)
     run = hotloop.fit(task(40), run=tmp_path / "run", plan="auto", progress=False)
     assert run.reason == "finished" and len(run.epochs) == 40
-    expected = {"dies": "died", "fails": "no space left", "is wrong": "the weights differ"}[fault]
+    expected = {"dies": "died", "hangs": "did not end within", "is wrong": "the weights differ"}
+    expected |= {"fills the disk": "No space left on device"}
     found = candidates(tmp_path / "run")
-    assert found and all(expected in row["reason"] and not row["used"] for row in found)
+    assert found and all(expected[fault] in row["reason"] and not row["used"] for row in found)
     assert len(switches(tmp_path / "run")) == 1
 
 
@@ -69,7 +75,7 @@ def test_a_candidate_that_becomes_slower_is_replaced(tmp_path: Path, monkeypatch
     monkeypatch.setattr(live_search, "_RECENT_SPANS", 5)
     monkeypatch.setattr(live_search, "_MIN_REST_S", 0.0)
     only_bf16 = lambda context, eager, memory: [eager.with_axes(precision="bf16")]  # noqa: E731
-    monkeypatch.setattr("hotloop.tuning.auto.recall.compiled_candidates", only_bf16)
+    monkeypatch.setattr("hotloop.tuning.auto.recall.live_candidates", only_bf16)
 
     def turn(view: hotloop.View) -> None:
         slow[0] = "first" if view.step < 200 else "rival"

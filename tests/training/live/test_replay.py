@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -22,9 +21,12 @@ from hotloop.plan import Plan
 from hotloop.training.run import Run
 from tests.support.killed_training import Killed, at_step, kill
 from tests.support.live_runs import differences, patch_search, switches
-from tests.support.tasks.full_state_task import STEPS_PER_EPOCH, task
+from tests.support.processes.forked_server import Process, Server
+from tests.support.tasks.full_state_task import task
 
-EPOCHS = 6
+EPOCHS, LAST_KILL = 6, 26
+"""Epochs of a run, and the step before which real processes are killed: the races end later."""
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -148,7 +150,7 @@ def test_a_user_who_may_hold_the_model_gets_no_live_search(
     assert switches(tmp_path / "run") == []
 
 
-def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_step(run: Path, step: int, process: Process) -> None:
     """Waits until a process may have done so many steps of a run."""
     until = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < until:
@@ -158,31 +160,46 @@ def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> No
         time.sleep(0.002)
 
 
-def _killed_and_resumed(folder: Path, rng: random.Random, kills: int) -> None:
-    """Real processes, killed at random steps and moments; the last one ends by itself."""
+def _begin(folder: Path, server: Server) -> Process:
+    """Starts or resumes the run in a real process."""
+    root = Path(__file__).parents[3]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tests.support.live_runs", str(folder / "run"), str(EPOCHS)]
-    root, steps = Path(__file__).parents[3], EPOCHS * STEPS_PER_EPOCH
-    killed_at = sorted(rng.randrange(1, steps) for _ in range(kills))
-    for step in [*killed_at, None]:
-        process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.DEVNULL)
-        if step is not None:
-            _wait_for_step(folder / "run", step, process)
-            time.sleep(rng.uniform(0.0, 0.02))
-            process.send_signal(signal.SIGKILL)
-        process.wait(300)
-    assert process.returncode == 0
+    script = folder / "training.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(root)!r})\nfrom tests.support import live_runs\nlive_runs.main()\n"
+    )
+    return server.start(script, folder / "run", str(EPOCHS), script=True, cwd=root, env=environment)
+
+
+def _killed_and_resumed(folder: Path, rng: random.Random, kills: int, server: Server) -> None:
+    """Kills real processes at random moments of the search, which goes on after each kill; the last one ends by itself."""
+    windows = []
+    for step in sorted(rng.randrange(1, LAST_KILL) for _ in range(kills)):
+        process = _begin(folder, server)
+        _wait_for_step(folder / "run", step, process)
+        time.sleep(rng.uniform(0.0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(300) == -signal.SIGKILL
+        windows.append(_count_windows(folder / "run"))
+    process = _begin(folder, server)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert max(windows) < _count_windows(folder / "run"), "a kill was after the last race"
+
+
+def _count_windows(path: Path) -> int:
+    return sum(is_window for *_, is_window in switches(path))
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("seed", range(6))
-def test_a_run_killed_at_random_times_equals_its_own_replay(tmp_path: Path, seed: int) -> None:
-    _killed_and_resumed(tmp_path, random.Random(seed), kills=3)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_killed_three_times_equals_its_own_replay(tmp_path: Path, server: Server, seed: int) -> None:
+    _killed_and_resumed(tmp_path, random.Random(seed), 3, server)
     replayed(tmp_path / "again", tmp_path / "run")
     assert differences(tmp_path / "run", tmp_path / "again") == []
 
 
-def test_a_run_killed_once_equals_its_own_replay(tmp_path: Path) -> None:
-    _killed_and_resumed(tmp_path, random.Random(99), kills=1)
+def test_a_run_killed_once_equals_its_own_replay(tmp_path: Path, server: Server) -> None:
+    _killed_and_resumed(tmp_path, random.Random(99), 1, server)
     replayed(tmp_path / "again", tmp_path / "run")
     assert differences(tmp_path / "run", tmp_path / "again") == []

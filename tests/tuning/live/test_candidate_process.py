@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -13,17 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
-from hotloop.core.hardware import machine
 from hotloop.core.records.race import TRUSTED_CLASSES
+from hotloop.core.state import differing_paths
 from hotloop.errors import DiskError, PlanError
 from hotloop.lowering.build import lower
 from hotloop.lowering.compile import package_cache
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.tuning.live import candidate_process
 from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
 from hotloop.tuning.live.live_payoff import LivePayoff
-from tests.support.planted_step_faults import loss_scaled
-from tests.support.programs import a_task
+from tests.support.planted_step_faults import loss_scaled, loss_scaled_if
+from tests.support.programs import a_task, advance
+from tests.support.tasks.model_families import family
 
 FUSED = Plan(optimizer="fused")
 PAYOFF = LivePayoff(Plan(), 10**9, 1e-3, normed=False, has_rewrites=False, gain=2.0)
@@ -31,8 +34,9 @@ PAYOFF = LivePayoff(Plan(), 10**9, 1e-3, normed=False, has_rewrites=False, gain=
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def begun(plan: Plan = FUSED, payoff: LivePayoff = PAYOFF) -> CandidateProcess:
-    return CandidateProcess(a_task(epochs=4), [plan], TRUSTED_CLASSES, payoff, 1e-3)
+def begun(plan: Plan = FUSED, payoff: LivePayoff = PAYOFF, training: Program | None = None) -> CandidateProcess:
+    training = training or lower(a_task(epochs=4), Plan())
+    return CandidateProcess(training.parts.task, training, [plan], TRUSTED_CLASSES, payoff, 1e-3)
 
 
 def result(child: CandidateProcess, seconds: float = 300.0) -> PreparedPlan:
@@ -56,6 +60,13 @@ def test_an_equal_plan_is_proven() -> None:
     assert found.why_not == "" and found.parity is not None and found.parity.parity in TRUSTED_CLASSES
 
 
+def test_an_eager_plan_is_proven_without_a_compiler() -> None:
+    training = lower(family("cnn"), Plan())
+    advance(training, 6)
+    found = result(begun(Plan(layout="channels_last"), replace(PAYOFF, is_compiled=False), training))
+    assert found.why_not == "" and found.compile_s == 0.0
+
+
 def test_a_wrong_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(task: Any, plan: Plan, *arguments: Any) -> Any:
         program = lower(task, plan, *arguments)
@@ -65,6 +76,31 @@ def test_a_wrong_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidate_process, "lower", faulty)
     found = result(begun())
     assert found.parity is not None and found.parity.parity == "broken" and found.why_not.startswith("it's broken")
+
+
+def test_a_plan_that_is_wrong_for_the_weights_of_the_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is right for the small weights with which a training begins."""
+    first, training = (lower(a_task(epochs=100), Plan()) for _ in range(2))
+    advance(training, 150)
+    limit = weight_size(training)
+    advance(training, 150)
+    assert weight_size(training) > limit
+
+    def faulty(task: Any, plan: Plan, *arguments: Any) -> Any:
+        program = lower(task, plan, *arguments)
+        loss_scaled_if(program, lambda: weight_size(program) > limit)
+        return program
+
+    monkeypatch.setattr(candidate_process, "lower", faulty)
+    assert result(begun(training=first)).why_not == ""
+    before = training.state()
+    found = result(begun(training=training))
+    assert found.parity is not None and found.parity.parity == "broken" and found.why_not.startswith("it's broken")
+    assert differing_paths(training.state(), before) == []
+
+
+def weight_size(program: Program) -> float:
+    return sum(float(value.detach().norm()) for value in program.model.parameters())
 
 
 def test_a_plan_of_fewer_bits_is_refused_unless_it_was_asked_for() -> None:
@@ -126,11 +162,30 @@ def test_a_package_that_can_not_be_stored_is_not_used(monkeypatch: pytest.Monkey
     def full(path: Path, content: bytes) -> None:
         raise DiskError("no space left on device", expected="free space", fix="free some")
 
-    monkeypatch.setattr(machine, "_is_glibc_malloc", lambda: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(package_cache, "write_atomic", full)
     found = result(begun(Plan(compile="package")), 600.0)
     assert "isn't cached for later runs: no space left" in found.why_not
+
+
+@pytest.mark.more
+def test_a_child_without_space_for_the_compilers_files_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def limited(*arguments: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # in the child alone
+        return lower(*arguments)
+
+    for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(candidate_process, "lower", limited)
+    child = begun(Plan(compile="package"))
+    found = result(child, 600.0)
+    assert found.why_not and found.parity is None and found.pays
+    assert has_ended(child.pid)
+    assert not list(tmp_path.rglob("*.pt2"))
+    monkeypatch.setattr(candidate_process, "lower", lower)
+    assert result(begun(Plan(compile="package")), 600.0).why_not == "", "another child can't use what the first wrote"
 
 
 @pytest.mark.more

@@ -14,7 +14,14 @@ from hotloop.plan import Plan
 from hotloop.tuning.cuda_rules import AxisChange
 from hotloop.tuning.search import step_profile
 from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.candidates import combine_changes, compiled_changes, eager_changes, likely, not_fixed
+from hotloop.tuning.search.candidates import (
+    combine_changes,
+    compiled_changes,
+    eager_changes,
+    eager_variants,
+    likely,
+    not_fixed,
+)
 from hotloop.tuning.search.compile_payoff import estimate_compile_gain
 from hotloop.tuning.search.findings import BASELINE
 from hotloop.tuning.search.step_profile import StepProfile, profile_step
@@ -50,6 +57,17 @@ def test_on_cuda_several_steps_are_recorded_at_once_where_the_data_lies_there() 
         assert graphs == [(how, one) for how in ("step", "none") for one in recorded]
         assert ways[: len(recorded)] == [{"compile": "step", "graphs": one} for one in recorded]
         assert {"compile": "step"} in ways
+
+
+def test_channels_last_is_tried_eagerly_for_normalised_images_alone() -> None:
+    facts, hardware = told(family("cnn"))
+    assert facts.convolutions
+    eager = Plan(device="cpu", optimizer="fused")
+    normed, plain = (facts.model_copy(update={"normed": value}) for value in (True, False))
+    assert eager_variants(normed, hardware, eager, ()) == [eager.with_axes(layout="channels_last")]
+    assert eager_variants(plain, hardware, eager, ()) == []
+    assert eager_variants(normed, hardware, eager, {"layout"}) == []
+    assert eager_variants(normed, hardware, eager.with_axes(layout="channels_last"), ()) == []
 
 
 def test_samples_of_one_epoch_are_not_read_first() -> None:

@@ -16,7 +16,7 @@ from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.training.live.plan_switcher import PlanSwitcher
 from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
-from hotloop.tuning.live.live_payoff import LATER_GAIN, LivePayoff
+from hotloop.tuning.live.live_payoff import EAGER_GAIN, LATER_GAIN, LivePayoff
 from hotloop.tuning.live.stored_speed import ProvenPlan
 from hotloop.tuning.live.window_race import WindowRace
 from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio
@@ -45,7 +45,7 @@ class SearchSettings:
     """What a live search may do.
 
     Attributes:
-        candidates: plans to compile, best first.
+        candidates: plans to try, best first; eager plans after the compiled ones.
         eager: the plan that needs no compiling.
         accepted: classes of a proof that are enough.
         normed: whether the step normalises over the batch.
@@ -151,18 +151,13 @@ class LiveSearch:
             )
             self._begin_race(race)
             return
+        if self._switcher.plan.compile != "none":  # an eager plan is slower
+            self._waiting = [one for one in self._waiting if one.compile != "none"]
         while self._waiting:
             plan = self._waiting[0]
-            payoff = LivePayoff(
-                self._settings.eager,
-                self._steps_left(step_s),
-                step_s,
-                self._settings.normed,
-                plan.rewrites != "none",
-                LATER_GAIN if self._has_gain else None,
-            )
+            payoff = self._payoff(plan, step_s)
             if not payoff.is_worthwhile:
-                self._stop_search(str(payoff))
+                self._skip_alike(plan, str(payoff))
             elif why := self._settings.why_no_memory(self._switcher.loop.program):
                 self._stop_search(why)
             else:
@@ -170,6 +165,18 @@ class LiveSearch:
                 return
         if is_long:
             self._race_baseline()
+
+    def _payoff(self, plan: Plan, step_s: float) -> LivePayoff:
+        gain = EAGER_GAIN if plan.compile == "none" else LATER_GAIN if self._has_gain else None
+        return LivePayoff(
+            self._settings.eager,
+            self._steps_left(step_s),
+            step_s,
+            self._settings.normed,
+            plan.rewrites != "none",
+            gain,
+            is_compiled=plan.compile != "none",
+        )
 
     def _race_baseline(self) -> None:
         """Begins the race that later runs profit from, once."""
@@ -183,20 +190,31 @@ class LiveSearch:
         self._say(f"auto tries no further plan: {why}")
         self._waiting.clear()
 
+    def _skip_alike(self, plan: Plan, why: str) -> None:
+        """Tries no further compiled plan, or no further plan at all if this one is eager."""
+        eager = [one for one in self._waiting if one.compile == "none"]
+        if not eager or plan.compile == "none":
+            self._stop_search(why)
+        else:
+            self._say(f"auto compiles no further plan: {why}")
+            self._waiting = eager
+
     def _start_child(self, payoff: LivePayoff, step_s: float) -> None:
-        plans = list(self._waiting)
+        plans = [one for one in self._waiting if (one.compile != "none") == payoff.is_compiled]
         try:
-            self._child = CandidateProcess(self._task, plans, self._settings.accepted, payoff, step_s)
+            training = self._switcher.loop.program
+            self._child = CandidateProcess(self._task, training, plans, self._settings.accepted, payoff, step_s)
         except OSError as error:  # the system allows no further process
             self._stop_search(f"a child process can't be started: {describe_error(error)}")
             return
-        self._say(f"auto compiles {plans[0].brief() if payoff.gain else 'a plan'} beside the training")
+        verb = "compiles" if payoff.is_compiled else "proves"
+        self._say(f"auto {verb} {plans[0].brief() if payoff.gain else 'a plan'} beside the training")
 
     def _finish_child(self, found: PreparedPlan, lost_s: float) -> None:
         self._recent.clear()
         self._waiting.remove(found.plan)
         if not found.pays:
-            self._stop_search(found.why_not)
+            self._skip_alike(found.plan, found.why_not)
         elif found.why_not:
             self._leave_out(found.plan, found.why_not)
         else:
@@ -209,7 +227,8 @@ class LiveSearch:
                 alike = {one for one in self._waiting if one.compile != "none" and one.layout == found.plan.layout}
                 self._waiting = [one for one in self._waiting if one not in alike]
                 load_s = self._switcher.prepare(found.plan).compile_s
-                self._proven[found.plan] = ProvenPlan(found.parity, found.compile_s, load_s, time.monotonic())
+                if found.plan.compile != "none":  # a later run with a stored eager plan would compile nothing
+                    self._proven[found.plan] = ProvenPlan(found.parity, found.compile_s, load_s, time.monotonic())
 
     def _begin_race(self, race: WindowRace, *, is_stored: bool = False) -> bool:
         """Begins a race unless the rival can't be lowered; returns whether it begins."""

@@ -28,7 +28,7 @@ from hotloop.task import Task
 from hotloop.tuning import cuda_rules
 from hotloop.tuning.rules import open_questions, rank_plans, skipped_hints, why_not_compiled
 from hotloop.tuning.run_context import RunContext
-from hotloop.tuning.search.candidates import layout_changes, not_fixed, rewrite_changes
+from hotloop.tuning.search.candidates import eager_variants, layout_changes, not_fixed, rewrite_changes
 from hotloop.tuning.search.payoff import Payoff, RaceHistory, accepted_parities, estimate_payoff
 from hotloop.tuning.search.step_profile import StepProfile
 
@@ -75,12 +75,16 @@ def lower_requested(
     return program
 
 
-def compiled_candidates(context: RunContext, eager: Plan, memory: RaceHistory) -> list[Plan]:
-    """Returns the compiled forms of an eager plan that `auto` may try and that a package stores, best first."""
+def live_candidates(context: RunContext, eager: Plan, memory: RaceHistory) -> list[Plan]:
+    """Returns what `auto` may try while a run trains, best first: compiled forms that a package stores, then eager plans."""
     considered = list_options(context.task, context.wanted.plan, context.done, context.facts)
+    facts, fixed = considered.facts, context.wanted.plan.model_fields_set
+    if _why_not_raced(facts, eager):
+        return []
     choices = _without_rejected(considered.choices, memory, lambda line: None)
-    ways, _ = _plans_to_compile(choices, eager, considered.facts, context.wanted, memory, context.say)
-    return [] if _why_not_raced(considered.facts, eager) else [way for way in ways if way.compile == "package"]
+    ways, _ = _plans_to_compile(choices, eager, facts, context.wanted, memory, context.say)
+    others = eager_variants(facts, probe_hardware(eager.device), eager, fixed)
+    return [way for way in ways if way.compile == "package"] + [one for one in others if not memory.why_refused(one)]
 
 
 def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Report) -> list[RankedPlan]:

@@ -21,7 +21,7 @@ from hotloop.lowering.program import Program
 from hotloop.lowering.task_facts import task_facts
 from hotloop.plan import BASELINE, Plan
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.auto import EMPTY_HISTORY, compiled_candidates, forecast, lower_requested, remaining_facts
+from hotloop.tuning.auto.auto import EMPTY_HISTORY, forecast, live_candidates, lower_requested, remaining_facts
 from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.payoff import RaceHistory, accepted_parities
 from hotloop.tuning.search.race_cache import (
@@ -219,7 +219,7 @@ def why_not_live(context: RunContext, facts: TaskFacts) -> str:
 
 
 def _lower_live(context: RunContext, facts: TaskFacts, memory: RaceHistory) -> Program:
-    """Lowers the plan that needs no compiling, and adds the plans to compile to the context's candidates."""
+    """Lowers the plan that needs no compiling, and adds the plans to try later to the context's candidates."""
     program = lower_requested(context, memory, is_search_later=True)
-    context.candidates.extend(compiled_candidates(context, program.parts.plan, memory))
+    context.candidates.extend(live_candidates(context, program.parts.plan, memory))
     return program

@@ -15,6 +15,7 @@ from hotloop.core.records.race import Parity
 from hotloop.errors import describe_error
 from hotloop.lowering.build import lower
 from hotloop.lowering.compile.package_cache import NOT_CACHED
+from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
 from hotloop.task import Task
@@ -57,6 +58,7 @@ class CandidateProcess:
     """One child, beside the training.
 
     Args:
+        training: the Program of the training; the proof has its State at the child's start.
         plans: best first; the child takes the first, or the first that a profile of the step favours.
         accepted: classes of a proof that are enough.
         payoff: what a plan may save.
@@ -64,12 +66,18 @@ class CandidateProcess:
     """
 
     def __init__(
-        self, task: Task, plans: Sequence[Plan], accepted: tuple[str, ...], payoff: LivePayoff, step_s: float
+        self,
+        task: Task,
+        training: Program,
+        plans: Sequence[Plan],
+        accepted: tuple[str, ...],
+        payoff: LivePayoff,
+        step_s: float,
     ) -> None:
         self._plans, self._accepted, self._began = plans, accepted, time.monotonic()
         self.limit_s = max(_MIN_LIMIT_S, _LIMIT_FACTOR * payoff.prepare_s)
         threads = torch.get_num_threads()
-        self._process = CompileProcess(lambda: _prepare(task, plans, payoff, threads))
+        self._process = CompileProcess(lambda: _prepare(task, training, plans, payoff, threads))
         self.spare_time = SpareTime(step_s, self._process.pause, self._process.proceed)
 
     @property
@@ -105,9 +113,10 @@ class CandidateProcess:
         self._process.end()
 
 
-def _prepare(task: Task, plans: Sequence[Plan], payoff: LivePayoff, threads: int) -> dict[str, Any]:
+def _prepare(task: Task, training: Program, plans: Sequence[Plan], payoff: LivePayoff, threads: int) -> dict[str, Any]:
     """Compiles and proves one of the plans in the child; see `CandidateProcess`."""
     os.nice(_NICE)
+    later = training.state()  # before other Programs change the Task's objects
     torch.set_num_threads(threads)  # the package is for this number; a new thread has torch's default
     from torch._inductor import config  # imports torch's compiler, which takes seconds
 
@@ -124,5 +133,5 @@ def _prepare(task: Task, plans: Sequence[Plan], payoff: LivePayoff, threads: int
         return estimate | {"failure": describe_error(error)}
     if missing := [line for line in lines if line.startswith(NOT_CACHED)]:
         return estimate | {"failure": missing[0]}
-    (parity,) = prove_programs(task, [program])
+    (parity,) = prove_programs(task, [program], later=later)
     return estimate | {"parity": parity.model_dump(mode="json"), "compile_s": program.compile_s}

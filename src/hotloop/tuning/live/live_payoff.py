@@ -20,6 +20,9 @@ _HOPE = 3.0
 LATER_GAIN = 1.1
 """Assumed speedup of a further candidate over the plan in use, once one was raced."""
 
+EAGER_GAIN = 1.15
+"""Assumed speedup of an eager candidate over the eager plan in use."""
+
 _SHARED_CORES = 1.5
 """Factor on the seconds of compiling and proving, since the training uses the same cores."""
 
@@ -40,6 +43,7 @@ class LivePayoff:
         gain: expected speedup; None before an estimate.
         operations: of a step; None if unknown.
         has_pooling: whether the step has pooling that rewrites support.
+        is_compiled: whether the candidate is compiled.
     """
 
     eager: Plan
@@ -50,11 +54,12 @@ class LivePayoff:
     gain: float | None = None
     operations: int | None = 0
     has_pooling: bool = False
+    is_compiled: bool = True
 
     @property
     def prepare_s(self) -> float:
         """Seconds to compile and prove the candidate beside the training."""
-        compile_s = estimate_compile_s(self.operations)
+        compile_s = estimate_compile_s(self.operations) if self.is_compiled else 0.0
         return _SHARED_CORES * (compile_s + estimate_proof_s(self.step_s, 0.0, self.normed))
 
     @property
