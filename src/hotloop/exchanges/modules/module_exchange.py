@@ -158,9 +158,10 @@ class ModuleExchange:
             part.refuse(unfit)
 
     def _may_begin(self, site: ModuleSite) -> bool:
+        is_early = self._began_s is None or time.monotonic() - self._began_s < _MIN_TRAINED_S
+        if is_early and not site.part.was_faster and not site.part.proven:
+            return False
         if any(other.process is not None for other in self._sites.values()):
             return False
         is_busy = any(other is not site and other.part.stage == "race" for other in self._sites.values())
-        if self._began_s is None or is_busy or self._is_waiting():
-            return False
-        return site.part.was_faster or site.part.proven > 0 or time.monotonic() - self._began_s >= _MIN_TRAINED_S
+        return not is_busy and not self._is_waiting()

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hotloop.core.hardware.machine import find_compiler
 from hotloop.core.tensor_distance import difference_norm
 from hotloop.errors import describe_error
 from hotloop.exchanges.modules.module_call import RecordedCall
+from hotloop.lowering.compile.dynamo_backend import NO_COMPILER
 from hotloop.parity.comparison import FLOAT32_UNIT
 
 Results = dict[str, Tensor]
@@ -41,6 +43,8 @@ _LOWEST_PRIORITY = 19
 def compile_and_prove(call: RecordedCall, compiled: Callable[..., Any], threads: int) -> dict[str, Any]:
     """Returns the fields of `prove`, with `compile_s` and `ratio`: seconds of a pass of the module over the compiled module's."""
     os.nice(_LOWEST_PRIORITY)
+    if find_compiler() is None:
+        return {"failure": NO_COMPILER}
     torch.set_num_threads(threads)
     began = time.perf_counter()
     try:

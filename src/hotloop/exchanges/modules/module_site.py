@@ -45,6 +45,9 @@ _TRIES = 5
 _MOST_PROCESS_S = 600.0
 """Seconds after which a fork that compiles or proves is ended."""
 
+_READ_S = 10.0
+"""Seconds for the end of a result that a fork has begun to write."""
+
 _MIN_GAIN = 1.02
 
 _IN_PLACE_S = 5.0
@@ -168,7 +171,8 @@ class ModuleSite:
         module = self._module()
         assert module is not None  # its caller
         plain = module._call_impl
-        if torch.compiler.is_compiling() or self.part.stage == "off" or not self._is_mine():
+        is_off = self.part.stage == "off" or (self.part.stage == "use" and not self._is_enabled())
+        if is_off or torch.compiler.is_compiling() or not self._is_mine():
             return plain(*args, **kwargs)
         try:
             form = self._choose(module, plain, args, kwargs)
@@ -185,12 +189,14 @@ class ModuleSite:
         self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any]:
         """Returns the form of a call."""
-        if self.process is not None:
-            if (found := self.process.poll()) is not None:
-                self._process_ended(found)
-            elif time.monotonic() > self._process_until:
-                self.leave(f"compiling and comparing did not finish within {_MOST_PROCESS_S:.0f} s")
+        if self.process is not None and self.process.is_ready:
+            self._process_ended(self.process.result(_READ_S))
+        elif self.process is not None and time.monotonic() > self._process_until:
+            self.leave(f"compiling and comparing did not finish within {_MOST_PROCESS_S:.0f} s")
         self._check_hooks(module)
+        if self._is_resting():  # most calls of a short run, so before all that takes longer
+            self._calls += module.training
+            return plain
         if self.part.stage == "off" or not is_plain_training_call(module) or has_differentiated_input(args, kwargs):
             return plain
         signature = call_signature(args, kwargs)
@@ -203,12 +209,23 @@ class ModuleSite:
         self.calls_in_step += 1
         if self._phase == "record" and self._may_begin(self):
             return self._recorded
-        if self._phase == "ready" and (self.part.was_faster or self._calls * self._saved_s >= _IN_PLACE_S):
+        if self._phase == "ready" and self._has_paid:
             self._compile(module, args, kwargs)
             return plain
         if not self._is_in_place:
             return plain
         return self._choose_in_place(plain)
+
+    def _is_resting(self) -> bool:
+        """Whether a call can't begin anything: the module waits for its time or for its fork."""
+        if self._phase == "record":
+            return not self._may_begin(self)
+        return self._phase == "wait" or (self._phase == "ready" and not self._has_paid)
+
+    @property
+    def _has_paid(self) -> bool:
+        """Whether the calls so far would have saved what compiling in place takes."""
+        return self.part.was_faster or self._calls * self._saved_s >= _IN_PLACE_S
 
     def _choose_in_place(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         stage = self.part.stage
@@ -278,21 +295,21 @@ class ModuleSite:
             self.leave(_first_line(error))
 
     def _begin_process(self, call: RecordedCall) -> None:
-        from hotloop.core.hardware.machine import find_compiler  # these imports take about a second
-        from hotloop.exchanges.modules.module_proof import compile_and_prove, prove
-        from hotloop.lowering.compile.dynamo_backend import NO_COMPILER
-
         threads, self._process_until = torch.get_num_threads(), time.monotonic() + _MOST_PROCESS_S
         if self._compiled is None:
-            if find_compiler() is None:
-                self.leave(NO_COMPILER)
-                return
             self._compiled = _torch_compile(_inlined(call.module), backend=self._backend, fullgraph=True, dynamic=False)
         compiled = self._compiled
-        work = prove if self._is_in_place else compile_and_prove
-        self._phase = self._phase if self._is_in_place else "wait"
+        is_in_place = self._is_in_place
+        self._phase = self._phase if is_in_place else "wait"
+
+        def work() -> dict[str, Any]:
+            from hotloop.exchanges.modules import module_proof  # takes about a second, so in the fork alone
+
+            prove = module_proof.prove if is_in_place else module_proof.compile_and_prove
+            return prove(call, compiled, threads)
+
         with self.part.own_work():
-            self.process = CompileProcess(lambda: work(call, compiled, threads))
+            self.process = CompileProcess(work)
 
     def _process_ended(self, found: dict[str, Any]) -> None:
         self.end()
