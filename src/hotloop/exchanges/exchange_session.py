@@ -56,15 +56,15 @@ class ExchangeSession:
         )
         self._modules = ModuleExchange(
             self._make_part,
-            self._is_mine,
+            self._is_exchanging,
             self._is_enabled,
             exact=self._exact,
             is_waiting=lambda: self._options.is_undecided("threads"),
         )
         self._exchanges: list[OptimizerExchange | LoaderExchange | ModuleExchange] = [
             self._modules,
-            OptimizerExchange(self._make_part, self._is_mine, self._is_enabled),
-            LoaderExchange(self._make_part, self._is_mine, self._is_enabled),
+            OptimizerExchange(self._make_part, self._is_exchanging, self._is_enabled),
+            LoaderExchange(self._make_part, self._is_exchanging, self._is_enabled),
         ]
 
     def install(self) -> None:
@@ -96,6 +96,10 @@ class ExchangeSession:
 
     def _is_mine(self) -> bool:
         return not self._is_over and threading.get_ident() == self._thread
+
+    def _is_exchanging(self) -> bool:
+        """Whether a call may be exchanged; a window without exchanges has none of hotloop's own work."""
+        return self._is_mine() and not self._windows.is_plain
 
     def _is_enabled(self) -> bool:
         return self._windows.enabled

@@ -68,7 +68,7 @@ class LoaderExchange:
             @functools.wraps(original)
             def fetch(fetcher: Any, index: Any) -> Any:
                 try:
-                    if not self._is_enabled() or not self._is_mine() or not _is_plain(fetcher, index):
+                    if not self._is_mine() or not _is_plain(fetcher, index):
                         return original(fetcher, index)
                     return self._fetch(functools.partial(original, fetcher, index), fetcher.dataset, index)
                 except BaseException as error:

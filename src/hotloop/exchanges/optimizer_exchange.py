@@ -73,7 +73,7 @@ class OptimizerExchange:
 
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                if compiling() or len(args) != lists or not self._is_enabled() or not self._is_mine():
+                if compiling() or len(args) != lists or not self._is_mine():
                     return original(*args, **kwargs)
                 try:
                     return self._update(name, original, args, kwargs)

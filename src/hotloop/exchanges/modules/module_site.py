@@ -171,8 +171,7 @@ class ModuleSite:
         module = self._module()
         assert module is not None  # its caller
         plain = module._call_impl
-        is_off = self.part.stage == "off" or (self.part.stage == "use" and not self._is_enabled())
-        if is_off or torch.compiler.is_compiling() or not self._is_mine():
+        if torch.compiler.is_compiling() or self.part.stage == "off" or not self._is_mine():
             return plain(*args, **kwargs)
         try:
             form = self._choose(module, plain, args, kwargs)

@@ -54,6 +54,11 @@ class StepWindows:
         """Number of steps so far."""
         return self._times.steps
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a window without exchanges is measured now."""
+        return not self.enabled and self._pairs.is_open
+
     def restart(self) -> None:
         """Discards the pairs, since an exchange was added or taken back."""
         self._pairs.restart()
