@@ -218,8 +218,9 @@ class LiveSearch:
         elif found.why_not:
             self._leave_out(found.plan, found.why_not)
         else:
+            done = "proven" if found.plan.compile == "none" else "compiled and proven"
             self._say(
-                f"auto: {found.plan.brief()} was compiled and proven in {found.seconds:.0f} s, which took {lost_s:.1f} s "
+                f"auto: {found.plan.brief()} was {done} in {found.seconds:.0f} s, which took {lost_s:.1f} s "
                 "from the training, and races in real steps"
             )
             assert found.parity is not None
