@@ -128,7 +128,7 @@ def _parts_of_code(value: Any) -> Iterator[Any]:
         yield value.fget
     elif isinstance(value, functools.cached_property):
         yield value.func
-    elif is_library_object(value):
+    elif _is_library_code(value):
         return
     elif isinstance(value, type):
         yield from (
@@ -151,6 +151,10 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
         value = function.__globals__.get(name)
         if not isinstance(value, ModuleType):
             yield value
+
+
+def _is_library_code(value: Any) -> bool:
+    return is_library_object(value) or str(value.__module__).partition(".")[0] in sys.stdlib_module_names
 
 
 def _content(value: Any) -> Any:

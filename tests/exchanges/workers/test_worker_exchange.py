@@ -206,6 +206,14 @@ def test_the_pass_ends_with_a_break_and_with_its_iterator(workers) -> None:
     assert_same(workers, lambda: loader, 1)
 
 
+def test_samples_in_memory_need_no_workers(workers, loaders, tmp_path: Path) -> None:
+    """The table of samples is filled from the workers' batches, and then used."""
+    dataset = Decoded(tmp_path)
+    assert_same(workers, lambda: DataLoader(dataset, batch_size=8, shuffle=True), 5)
+    assert workers.fetched > 10 and workers.part.reason == "its samples are cut from memory"
+    assert loaders.part.proven >= 3
+
+
 class Draws(Plain):
     def value(self, row: int) -> Any:
         return super().value(row) + torch.rand(3, 5)
@@ -480,7 +488,7 @@ def test_a_worker_that_dies_is_replaced_by_the_script_s_own_process(workers) -> 
     before = signal.getsignal(signal.SIGCHLD)
     found = [batch["y"].tolist() for batch, _ in steps(DataLoader(dataset, batch_size=4), 2, kill_once)]
     assert [row for rows in found for row in rows] == list(range(SAMPLES)) * 2
-    assert "its workers ended" in workers.parts[0].notes[0] and signal.getsignal(signal.SIGCHLD) is before
+    assert "its workers failed" in workers.parts[0].notes[0] and signal.getsignal(signal.SIGCHLD) is before
 
 
 def test_a_fork_of_the_script_ends_no_worker(workers) -> None:

@@ -86,7 +86,7 @@ class LoaderPass:
             if self._pool is not None:
                 self._pool.pause()
         except Exception as error:  # such as a limit of processes, or the death of a worker
-            self._site.leave(f"its workers ended: {describe_error(error).splitlines()[0][:200]}")
+            self._site.leave(f"its workers failed: {describe_error(error).splitlines()[0][:200]}")
         if not self._site.is_tried:
             self.end()
         return None
