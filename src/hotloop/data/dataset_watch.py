@@ -154,7 +154,9 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
 
 
 def _is_library_code(value: Any) -> bool:
-    return is_library_object(value) or str(value.__module__).partition(".")[0] in sys.stdlib_module_names
+    return (
+        is_library_object(value) or str(getattr(value, "__module__", "")).partition(".")[0] in sys.stdlib_module_names
+    )
 
 
 def _content(value: Any) -> Any:
