@@ -33,7 +33,7 @@ DRAWS, CHANGES = "its samples draw random numbers", "reading a sample changes th
 
 
 class WatchedBatches(Dataset):
-    """The script's batches, with what makes a worker's batch differ from that of the script's own process.
+    """The script's batches, with the reason why a worker's batch may differ from that of the script's own process.
 
     Args:
         fetch: returns the batch of some rows.

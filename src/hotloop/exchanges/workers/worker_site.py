@@ -36,7 +36,7 @@ _MAX_CHANGES = 3
 
 
 class WorkerSite:
-    """What is known of one data set.
+    """The facts of one data set.
 
     Attributes:
         part: None until the fetch is known to be slow.
