@@ -97,14 +97,12 @@ def _is_other(parts: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
 
 def _parts(value: Any) -> tuple[Any, ...]:
     """Returns the objects that a value refers to, in a fixed order."""
-    if isinstance(value, Tensor | ModuleType):
+    if isinstance(value, Tensor | ModuleType) or _is_table(value):
         return ()
     if isinstance(value, np.ndarray):
         return tuple(value.flat) if value.dtype.hasobject else ()
     if isinstance(value, _CODE):
         return tuple(_parts_of_code(value))
-    if _is_table(value):
-        return tuple(item for column in _columns(value) if column.dtype.hasobject for item in column)
     items: tuple[Any, ...] = ()
     if isinstance(value, Mapping):
         items = (*value.keys(), *value.values())
@@ -166,7 +164,8 @@ def _content(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject or _is_constant(value) else value.tobytes()
     if _is_table(value):
-        return tuple(column.tobytes() for column in _columns(value) if not column.dtype.hasobject)
+        numbers = sys.modules["pandas"].util.hash_pandas_object(value).to_numpy()
+        return tuple(getattr(value, "columns", ())), numbers.tobytes()
     return None
 
 
@@ -192,7 +191,7 @@ def _why_unfit(value: Any) -> str:
             return "" if all(map(_is_flat, value.flat)) else unnoticed
         return "" if value.nbytes <= _MAX_BYTES or _is_constant(value) else unnoticed
     if _is_table(value):
-        return "" if all(_is_flat(item) for item in _parts(value)) else unnoticed
+        return "" if all(map(_is_flat, value.to_numpy().flat)) else unnoticed
     if isinstance(value, Mapping | list | tuple | set | frozenset | deque):
         items = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
         if len(value) > _MAX_ITEMS and not all(map(_is_flat, items)):
@@ -238,12 +237,6 @@ def _is_constant(array: np.ndarray) -> bool:
 def _is_table(value: Any) -> bool:
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(value, pandas.DataFrame | pandas.Series)
-
-
-def _columns(table: Any) -> list[np.ndarray]:
-    if table.ndim == 1:
-        return [table.to_numpy()]
-    return [table.iloc[:, place].to_numpy() for place in range(table.shape[1])]
 
 
 def _described(value: Any) -> str:

@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from hotloop.core.random.rng import generator_states
 from hotloop.exchanges import part as part_module
-from hotloop.exchanges.workers import worker_pool, worker_site
+from hotloop.exchanges.workers import fetch_pool, worker_site
 from hotloop.exchanges.workers.worker_limits import difference
 
 SCRIPTS = Path(__file__).parents[2] / "support/scripts"
@@ -338,11 +338,11 @@ class HeldImages(Plain):
 
 
 REFUSED: dict[Callable[[], Any], str] = {
-    Draws: worker_pool.DRAWS,
-    DrawsFromPython: worker_pool.DRAWS,
-    Counted: worker_pool.CHANGES,
-    CountedInList: worker_pool.CHANGES,
-    CountedGlobally: worker_pool.CHANGES,
+    Draws: fetch_pool.DRAWS,
+    DrawsFromPython: fetch_pool.DRAWS,
+    Counted: fetch_pool.CHANGES,
+    CountedInList: fetch_pool.CHANGES,
+    CountedGlobally: fetch_pool.CHANGES,
     OwnGenerator: "random generator of its own",
     GlobalGenerator: "random generator of its own",
     Hidden: "differs when it is read again",
@@ -382,7 +382,7 @@ def test_a_draw_at_the_500th_sample_ends_the_use_before_it(workers) -> None:
     assert_same(workers, lambda: DataLoader(dataset, batch_size=8), epochs=2)
     assert workers.fetched > 40
     (note,) = workers.parts[0].notes
-    assert "was taken back: " + worker_pool.DRAWS in note and "\n" not in note
+    assert "was taken back: " + fetch_pool.DRAWS in note and "\n" not in note
 
 
 class Failing(Plain):
@@ -456,8 +456,8 @@ def test_a_change_at_each_batch_ends_the_use(workers) -> None:
 
 
 def test_a_wrong_batch_is_refused(workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = worker_pool.WatchedBatches.__getitem__
-    monkeypatch.setattr(worker_pool.WatchedBatches, "__getitem__", lambda batches, rows: real(batches, rows[::-1]))
+    real = fetch_pool.WatchedBatches.__getitem__
+    monkeypatch.setattr(fetch_pool.WatchedBatches, "__getitem__", lambda batches, rows: real(batches, rows[::-1]))
     found = [batch["y"].tolist() for batch, _ in steps(DataLoader(Plain(), batch_size=8), 1, workers.use)]
     assert workers.part.stage == "off" and "a worker's batch differs" in workers.part.reason
     assert [row for rows in found for row in rows] == list(range(SAMPLES))
@@ -465,13 +465,13 @@ def test_a_wrong_batch_is_refused(workers, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_batch_that_becomes_wrong_is_taken_back(workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_module, "RECHECK_CALLS", 5)
-    real = worker_pool.WatchedBatches.__getitem__
+    real = fetch_pool.WatchedBatches.__getitem__
 
     def later_wrong(batches: Any, rows: Any) -> Any:
         wrong, batch = real(batches, rows)
         return wrong, {**batch, "y": batch["y"] + 1} if rows[0] > 40 else batch
 
-    monkeypatch.setattr(worker_pool.WatchedBatches, "__getitem__", later_wrong)
+    monkeypatch.setattr(fetch_pool.WatchedBatches, "__getitem__", later_wrong)
     list(steps(DataLoader(Plain(400), batch_size=4), 1, workers.use))
     assert workers.part.stage == "off" and "was taken back" in workers.part.notes[0]
 
@@ -501,7 +501,7 @@ def test_a_fork_of_the_script_ends_no_worker(workers) -> None:
             worker = children()[0]
             if (child := os.fork()) == 0:
                 try:
-                    worker_pool.abandon_pools()  # as the session does after a fork
+                    fetch_pool.abandon_pools()  # as the session does after a fork
                     import gc
 
                     gc.collect()

@@ -12,7 +12,7 @@ from hotloop.data.dataset_watch import DatasetWatch
 from hotloop.errors import describe_error
 from hotloop.exchanges.workers.batch_order import BatchOrder
 from hotloop.exchanges.workers.worker_limits import why_unfit_data
-from hotloop.exchanges.workers.worker_pool import WatchedBatches, WorkerPool
+from hotloop.exchanges.workers.fetch_pool import WatchedBatches, FetchPool
 from hotloop.exchanges.workers.worker_site import WorkerSite
 
 
@@ -33,7 +33,7 @@ class LoaderPass:
         self._site, self._is_enabled, self._dataset = site, is_enabled, fetcher.dataset
         # Another object than the iterator's own, whose end is the end of this pass.
         self._fetch = _MapDatasetFetcher(fetcher.dataset, True, fetcher.collate_fn, fetcher.drop_last).fetch
-        self._pool: WorkerPool | None = None
+        self._pool: FetchPool | None = None
         self._watch: DatasetWatch | None = None
         self._last_s: float | None = None
         self._fetch_s: float | None = None
@@ -132,5 +132,5 @@ class LoaderPass:
             self._site.leave(why)
             return
         batches = WatchedBatches(self._fetch, watch, is_proof=part.stage == "proof")
-        self._watch, self._pool = watch, WorkerPool(self.order, batches, self._site.workers)
+        self._watch, self._pool = watch, FetchPool(self.order, batches, self._site.workers)
         self._pool.begin()

@@ -62,7 +62,7 @@ class WatchedBatches(Dataset):
         return (wrong, None) if wrong else ("", batch)
 
 
-class WorkerPool:
+class FetchPool:
     """Forks workers at the first `begin`; they end with this object.
 
     Args:
