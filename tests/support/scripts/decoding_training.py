@@ -37,6 +37,7 @@ class Images(Dataset):
 
 
 torch.manual_seed(0)
+np.random.seed(0)
 loader = DataLoader(Images(), batch_size=8, shuffle=arguments.fail_at < 0)
 model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 30 * 30, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
