@@ -78,7 +78,7 @@ class FetchPool:
         self._loader = DataLoader(
             batches,
             batch_size=None,
-            sampler=_Ahead(order),  # type: ignore[arg-type]  # any iterable
+            sampler=_Ahead(order),
             num_workers=workers,
             collate_fn=_same,
             worker_init_fn=_begin_worker(os.getpid()),
@@ -139,7 +139,7 @@ class _Ahead:
         return self._order.read_ahead()
 
 
-def _same(fetched: Fetched) -> Fetched:
+def _same(fetched: Any) -> Any:
     return fetched
 
 
