@@ -17,8 +17,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from hotloop.core.patches import Patches
 from hotloop.exchanges.workers.batch_order import BatchOrder, ahead_limit
-from hotloop.exchanges.workers.loader_pass import LoaderPass
 from hotloop.exchanges.workers.fetch_pool import abandon_pools
+from hotloop.exchanges.workers.loader_pass import LoaderPass
 from hotloop.exchanges.workers.worker_site import MakePart, WorkerSite
 from hotloop.profiler.base.transparency import hide_from_warnings
 from hotloop.scripts.traceback_frames import strip_own_frames
