@@ -13,6 +13,8 @@ from hotloop.exchanges.modules import module_exchange, module_limits, module_sit
 from hotloop.exchanges.modules.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
+from hotloop.exchanges.workers import worker_site
+from hotloop.exchanges.workers.worker_exchange import WorkerExchange
 
 
 class Exchanged:
@@ -51,6 +53,45 @@ def optimizers() -> Iterator[Exchanged]:
 @pytest.fixture
 def loaders() -> Iterator[Exchanged]:
     yield from _installed(LoaderExchange)
+
+
+class ExchangedWorkers(Exchanged):
+    """The parts of an installed worker exchange; `fetched` counts batches that the script got from workers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.fetched, self._monkeypatch = 0, monkeypatch
+
+    def use(self) -> None:
+        """Uses all exchanges that are proven, without a race."""
+        for part in self.parts:
+            part.stage = "use" if part.stage == "race" else part.stage
+
+    def leave(self) -> None:
+        """Leaves all batches, also those of new data sets, to the test's own process."""
+        self._monkeypatch.setattr(worker_site, "_TIMED_BATCHES", 10**9)
+        for part in self.parts:
+            part.stage = "off"
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExchangedWorkers]:
+    """Tries workers for each data set, after two batches."""
+    for name, value in {"_TIMED_BATCHES": 2, "_MIN_FETCH_S": 0.0, "_MIN_SHARE": 0.0, "_MIN_PASS_S": 0.0}.items():
+        monkeypatch.setattr(worker_site, name, value)
+    exchanged, copy = ExchangedWorkers(monkeypatch), worker_site._copy
+
+    def counted(batch: Any) -> Any:
+        exchanged.fetched += 1
+        return copy(batch)
+
+    monkeypatch.setattr(worker_site, "_copy", counted)
+    exchange = WorkerExchange(exchanged.make_part, lambda: True, lambda: exchanged.enabled)
+    exchange.install()
+    try:
+        yield exchanged
+    finally:
+        exchange.remove()
 
 
 class ExchangedModules(Exchanged):

@@ -112,6 +112,8 @@ ORDER = (
     "exchanges/part",
     "exchanges/options/*",
     "exchanges/modules/*",
+    "exchanges/sample_table",
+    "exchanges/workers/*",
     "exchanges/*",
     "advisor/*",
     "hardware_advice/*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 from collections import deque
@@ -18,7 +19,7 @@ _MAX_OBJECTS, _MAX_ITEMS = 20_000, 1_000
 _MAX_BYTES, _SAMPLED_ELEMENTS = 1 << 16, 1_024
 """Largest array that is compared in full, and number of compared elements of a larger array."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = (
     "torch",
     "torchvision",
@@ -41,7 +42,7 @@ def dataset_summary(dataset: Any) -> tuple[Any, ...]:
     """
     summary = list[Any]()
     for value in reachable_values(dataset):
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             summary.append(repr(value) if isinstance(value, float | complex) else value)
         else:
             summary.append(_object_summary(value))
@@ -53,7 +54,7 @@ def reachable_values(dataset: Any) -> Iterator[Any]:
     visited, waiting, count = set[int](), deque([dataset]), 0
     while waiting and count < _MAX_OBJECTS:
         value = waiting.popleft()
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             count += 1
             yield value
         elif id(value) not in visited:
@@ -92,7 +93,7 @@ def names_in_sample_code(dataset: Any) -> set[str]:
             waiting = [getattr(owner, name, None) for name in _SAMPLE_METHODS]
         while waiting:
             function = waiting.pop()
-            if not isinstance(function, FunctionType) or _is_library_object(function) or id(function) in done:
+            if not isinstance(function, FunctionType) or is_library_object(function) or id(function) in done:
                 continue
             done.add(id(function))
             found = set(names_in_code(function.__code__))
@@ -146,15 +147,15 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
     elif isinstance(value, FunctionType):
         yield from _parts_of_function(value)
     elif isinstance(value, type):
-        if not _is_library_object(value):
+        if not is_library_object(value):
             yield from (part for name, part in vars(value).items() if not name.startswith("__") or callable(part))
     else:
-        yield from _attributes(value)
+        yield from attribute_values(value)
         yield from type(value).__mro__
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[Any]:
-    if _is_library_object(function):
+    if is_library_object(function):
         return
     for cell in function.__closure__ or ():
         try:
@@ -162,13 +163,24 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
         except ValueError:  # the cell is still empty
             continue
     yield function.__defaults__
-    for name in function.__code__.co_names:
+    for name in global_names(function.__code__):
         value = function.__globals__.get(name)
-        if isinstance(value, (*_PLAIN, list, dict, Tensor, np.ndarray)):
+        if isinstance(value, (*PLAIN, list, dict, Tensor, np.ndarray)):
             yield value
 
 
-def _attributes(value: Any) -> Iterator[Any]:
+@functools.lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Returns the names of the globals that the code, and functions within, read."""
+    names = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            names += global_names(const)
+    return tuple(dict.fromkeys(names))
+
+
+def attribute_values(value: Any) -> Iterator[Any]:
+    """Yields the values of an object's attributes and slots, without those of its class."""
     if hasattr(value, "__dict__"):
         yield from vars(value).values()
     for owner in type(value).__mro__:
@@ -182,5 +194,5 @@ def _first_items(items: Any) -> Iterator[Any]:
     return itertools.islice(items, _MAX_ITEMS)
 
 
-def _is_library_object(value: Any) -> bool:
+def is_library_object(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] in _LIBRARIES

@@ -21,6 +21,7 @@ from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
 from hotloop.exchanges.options.process_options import ProcessOption, process_options
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.windows.step_windows import StepWindows
+from hotloop.exchanges.workers.worker_exchange import WorkerExchange
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.child import write_result
 
@@ -52,7 +53,7 @@ class ExchangeSession:
             self._report_slower,
             dry_run=self._dry_run,
             switched=self._options.switch,
-            races=self._options.step_ended,
+            races=lambda step_s: self._workers.races_now() or self._options.step_ended(step_s),
         )
         self._modules = ModuleExchange(
             self._make_part,
@@ -61,8 +62,10 @@ class ExchangeSession:
             exact=self._exact,
             is_waiting=lambda: self._options.is_undecided("threads"),
         )
-        self._exchanges: list[OptimizerExchange | LoaderExchange | ModuleExchange] = [
+        self._workers = WorkerExchange(self._make_part, self._is_mine, self._is_enabled)
+        self._exchanges: list[OptimizerExchange | LoaderExchange | ModuleExchange | WorkerExchange] = [
             self._modules,
+            self._workers,
             OptimizerExchange(self._make_part, self._is_exchanging, self._is_enabled),
             LoaderExchange(self._make_part, self._is_exchanging, self._is_enabled),
         ]
@@ -107,6 +110,7 @@ class ExchangeSession:
     def _abandon(self) -> None:
         """In a forked process: all calls are the script's own."""
         self._is_over = True
+        self._workers.abandon()
 
     def _update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if not self._is_mine():
@@ -138,6 +142,7 @@ class ExchangeSession:
         if os.getpid() != self._process:
             return
         self._modules.end()
+        self._workers.end()
         found = {
             part.title: (part.exchange, ratio)
             for part in self._known_parts

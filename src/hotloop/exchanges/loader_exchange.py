@@ -22,7 +22,7 @@ from hotloop.data.batch_difference import batch_difference
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison, Part
-from hotloop.exchanges.sample_table import SampleTable, TableRefusal
+from hotloop.exchanges.sample_table import SampleTable, TableRefusal, describe_dataset
 from hotloop.profiler.base.transparency import hide_from_warnings
 from hotloop.scripts.traceback_frames import strip_own_frames
 
@@ -116,7 +116,7 @@ class LoaderExchange:
             if self._made >= _MAX_PARTS:
                 return None, rows
             self._made += 1
-            part = self._make_part("data loader", _describe(dataset), _FROM_MEMORY)
+            part = self._make_part("data loader", describe_dataset(dataset), _FROM_MEMORY)
             key = id(dataset)
             known = self._known[key] = _LoadedDataset(dataset, part, lambda _: self._known.pop(key, None))
         return known, rows
@@ -141,13 +141,6 @@ def _choose_form(known: _LoadedDataset, rows: list[int]) -> str:
             part.notes.append(f"{part.title}: the data set changed, so its samples are read anew")
         return _RECORDED
     return _FROM_TENSORS
-
-
-def _describe(dataset: Any) -> str:
-    try:
-        return f"{type(dataset).__name__}, {len(dataset):,} samples"
-    except Exception:  # the script's own `__len__` may raise anything; the name only describes
-        return type(dataset).__name__
 
 
 def _is_plain(fetcher: Any, index: Any) -> bool:

@@ -32,7 +32,7 @@ set is compared as well, and a change clears the table."""
 _REPEATED_SAMPLES = 256
 """Samples that were read twice with the same bits, after which one read of the others is enough."""
 
-_SIDE_EFFECTS = frozenset(
+SIDE_EFFECTS = frozenset(
     (
         *("print", "write", "writelines", "input", "system", "Popen", "info", "warning", "warn"),
         *("time", "time_ns", "perf_counter", "monotonic", "sleep", "now", "today"),
@@ -169,6 +169,14 @@ class SampleTable:
         return ""
 
 
+def describe_dataset(dataset: Any) -> str:
+    """Returns kind and size of a data set."""
+    try:
+        return f"{type(dataset).__name__}, {len(dataset):,} samples"
+    except Exception:  # the script's own `__len__` may raise anything; the name only describes
+        return type(dataset).__name__
+
+
 def _why_unfit(dataset: Any) -> str:
     try:
         count = len(dataset)
@@ -176,7 +184,7 @@ def _why_unfit(dataset: Any) -> str:
         return "it has no length"
     if not 0 < count <= _MAX_SAMPLES:
         return f"it has {count:,} samples"
-    if found := sorted(_SIDE_EFFECTS.intersection(names_in_sample_code(dataset))):
+    if found := sorted(SIDE_EFFECTS.intersection(names_in_sample_code(dataset))):
         return f"its code uses {found[0]}, so it may do more than return a sample"
     if part := unchecked_part(dataset):
         return f"it refers to {part}, whose changes can't be noticed at each batch"

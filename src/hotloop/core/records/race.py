@@ -324,7 +324,7 @@ class ExchangedPart(Record):
     """A part of the script that hotloop could exchange.
 
     Attributes:
-        kind: `optimizer`, `data loader`, `module`, or `process` for an option of the whole process.
+        kind: `optimizer`, `data loader`, `workers` (processes that load data), `module`, or `process` for an option of the whole process.
         name: the part in the script's words, such as `TensorDataset, 4,096 samples`.
         exchange: the form that was tried last, such as `fused`.
         used: whether the exchange was in use at the script's end.
@@ -335,7 +335,7 @@ class ExchangedPart(Record):
         reason: why the exchange is not used; empty if it is.
     """
 
-    kind: Literal["optimizer", "data loader", "module", "process"]
+    kind: Literal["optimizer", "data loader", "workers", "module", "process"]
     name: str
     exchange: str
     used: bool

@@ -9,20 +9,12 @@ import psutil
 
 from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.exchanges.part import Part
-from hotloop.exchanges.windows.window_pairs import WindowPairs
-from hotloop.margins import MARGIN
-from hotloop.tuning.races.statistics import Ratio, verdict_of
+from hotloop.exchanges.windows.window_pairs import WindowPairs, is_over
 
 _WARM_UP_STEPS = 5
 
-_CHECKED_PAIRS = (12, 24, 48)
-"""Numbers of pairs after which the interval is computed."""
-
 _LEAST_FREE = 0.1
 """Share of the memory that must be free while freed memory stays with the process."""
-
-_HOPELESS = ((2, 0.7), (4, 0.9))
-"""Numbers of pairs, and medians below which a race ends after so many pairs."""
 
 
 class OptionPart(Part):
@@ -112,7 +104,7 @@ class OptionRaces:
     def _judge(self, part: OptionPart, pairs: WindowPairs) -> None:
         ratio = pairs.ratio()
         assert ratio is not None
-        if not _is_over(pairs.count, ratio):
+        if not is_over(pairs.count, ratio):
             return
         self._racing = None
         conflict = part.option.conflict()
@@ -122,12 +114,3 @@ class OptionRaces:
         else:
             part.decide(ratio)
         part.option.switch(part.stage == "use")
-
-
-def _is_over(pairs: int, ratio: Ratio) -> bool:
-    """Whether a race is over: surely faster or surely not, clearly slower after few pairs, or long enough."""
-    if any(pairs >= least and ratio.median < median for least, median in _HOPELESS):
-        return True
-    if pairs not in _CHECKED_PAIRS or ratio.high is None:
-        return False
-    return verdict_of(ratio) == "faster" or ratio.high < 1 + MARGIN or pairs == _CHECKED_PAIRS[-1]

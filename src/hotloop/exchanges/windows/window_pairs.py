@@ -7,13 +7,20 @@ import random
 import statistics
 from collections.abc import Callable
 
-from hotloop.tuning.races.statistics import Ratio, ratio_of
+from hotloop.margins import MARGIN
+from hotloop.tuning.races.statistics import Ratio, ratio_of, verdict_of
 
 _MIN_STEPS, _MIN_WINDOW_S = 6, 0.05
 """Least steps and seconds of a window; the first step of a window is not timed."""
 
 _SLOW_STEPS, _SLOW_WINDOW_S = 2, 0.5
 """Least steps of a window that has lasted so many seconds."""
+
+_CHECKED_PAIRS = (12, 24, 48)
+"""Numbers of pairs after which the interval is computed."""
+
+_HOPELESS = ((2, 0.7), (4, 0.9))
+"""Numbers of pairs, and medians below which a race ends after so many pairs."""
 
 
 class WindowPairs:
@@ -84,3 +91,12 @@ class WindowPairs:
 
 def _is_enough(steps: int, seconds: float) -> bool:
     return (steps >= _MIN_STEPS and seconds >= _MIN_WINDOW_S) or (steps >= _SLOW_STEPS and seconds >= _SLOW_WINDOW_S)
+
+
+def is_over(pairs: int, ratio: Ratio) -> bool:
+    """Whether a race is over: surely faster or surely not, clearly slower after few pairs, or long enough."""
+    if any(pairs >= least and ratio.median < median for least, median in _HOPELESS):
+        return True
+    if pairs not in _CHECKED_PAIRS or ratio.high is None:
+        return False
+    return verdict_of(ratio) == "faster" or ratio.high < 1 + MARGIN or pairs == _CHECKED_PAIRS[-1]
