@@ -476,8 +476,10 @@ def test_a_batch_that_becomes_wrong_is_taken_back(workers, monkeypatch: pytest.M
     assert workers.part.stage == "off" and "was taken back" in workers.part.notes[0]
 
 
-def test_a_worker_that_dies_is_replaced_by_the_script_s_own_process(workers) -> None:
+def test_a_worker_that_dies_is_replaced_by_the_script_s_own_process(workers, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = Plain()
+
+    monkeypatch.setattr(worker_site, "_MIN_TIMEOUT_S", 2.0)
 
     def kill_once() -> None:
         workers.use()
@@ -489,6 +491,21 @@ def test_a_worker_that_dies_is_replaced_by_the_script_s_own_process(workers) -> 
     found = [batch["y"].tolist() for batch, _ in steps(DataLoader(dataset, batch_size=4), 2, kill_once)]
     assert [row for rows in found for row in rows] == list(range(SAMPLES)) * 2
     assert "its workers failed" in workers.parts[0].notes[0] and signal.getsignal(signal.SIGCHLD) is before
+
+
+def test_a_worker_that_hangs_is_replaced_by_the_script_s_own_process(workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_site, "_MIN_TIMEOUT_S", 0.5)
+    real = fetch_pool.WatchedBatches.__getitem__
+
+    def hanging(batches: Any, rows: Any) -> Any:
+        if rows[0] == 60:
+            time.sleep(1000)
+        return real(batches, rows)
+
+    monkeypatch.setattr(fetch_pool.WatchedBatches, "__getitem__", hanging)
+    found = [batch["y"].tolist() for batch, _ in steps(DataLoader(Plain(), batch_size=4), 2, workers.use)]
+    assert [row for rows in found for row in rows] == list(range(SAMPLES)) * 2
+    assert "timed out" in workers.part.reason and workers.fetched and not children()
 
 
 def test_a_fork_of_the_script_ends_no_worker(workers) -> None:

@@ -69,9 +69,10 @@ class FetchPool:
         order: the script's batches.
         batches: what the workers fetch.
         workers: number of processes.
+        timeout_s: seconds after which a batch that is still missing is an error.
     """
 
-    def __init__(self, order: BatchOrder, batches: WatchedBatches, workers: int) -> None:
+    def __init__(self, order: BatchOrder, batches: WatchedBatches, workers: int, timeout_s: float) -> None:
         self._order = order
         self._next: int | None = None
         self._results: Any = None
@@ -81,6 +82,7 @@ class FetchPool:
             sampler=_Ahead(order),
             num_workers=workers,
             collate_fn=_same,
+            timeout=timeout_s,
             worker_init_fn=_begin_worker(os.getpid()),
             multiprocessing_context="fork",
             generator=torch.Generator(),  # the base seed of the workers isn't drawn from the script's generator
@@ -107,7 +109,7 @@ class FetchPool:
         """Returns the batch that the script has taken last, waiting for it; None if the workers don't fetch this one.
 
         Raises:
-            RuntimeError: a worker died.
+            RuntimeError: a worker died or hangs.
         """
         if self._next != self._order.taken - 1:
             self.pause()

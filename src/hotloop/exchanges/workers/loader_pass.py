@@ -60,6 +60,8 @@ class LoaderPass:
             own: fetches in the script's own process.
         """
         self._is_fetched = True
+        if self._site.is_fast:
+            return own()
         if self._site.part is None:
             return self._timed(own)
         found = self._take()
@@ -132,5 +134,5 @@ class LoaderPass:
             self._site.leave(why)
             return
         batches = WatchedBatches(self._fetch, watch, is_proof=part.stage == "proof")
-        self._watch, self._pool = watch, FetchPool(self.order, batches, self._site.workers)
+        self._watch, self._pool = watch, FetchPool(self.order, batches, self._site.workers, self._site.timeout_s)
         self._pool.begin()

@@ -31,6 +31,9 @@ _MIN_PASS_S = 2.0
 _WARM_UP_BATCHES = 2
 """Batches after a switch that the race leaves out, besides the first one of each window: workers begin or finish."""
 
+_MIN_TIMEOUT_S, _TIMEOUT_FETCHES = 10.0, 20
+"""Seconds, and multiples of a fetch's time, after which a worker that hangs is ended."""
+
 _MAX_CHANGES = 3
 """Changes of the data set within a pass, after each of which new workers start."""
 
@@ -42,6 +45,8 @@ class WorkerSite:
         part: None until the fetch is known to be slow.
         is_fast: whether the fetch is too fast for workers.
         uses_workers: whether the race's present window has workers.
+        workers: number of processes of a pass.
+        timeout_s: most seconds that the script waits for a worker's batch.
 
     Args:
         dataset: the script's.
@@ -54,7 +59,7 @@ class WorkerSite:
         self.dataset, self._batches, self._make_part = ref(dataset, ended), batches, make_part
         self.part: Part | None = None
         self.is_fast = self.uses_workers = False
-        self.workers = 0
+        self.workers, self.timeout_s = 0, _MIN_TIMEOUT_S
         self._times: list[tuple[float, float]] = []
         self._pairs = WindowPairs(self._switch)
         self._skipped = self._changes = self._batch_bytes = 0
@@ -87,7 +92,7 @@ class WorkerSite:
         """Notes the size of a batch that the script's own process has fetched."""
         self._batch_bytes = sum(value.nbytes for value in tree_tensors(batch))
         if self.part is None and why_unfit_batch(batch):
-            self.is_fast = True  # no part: nothing is known of its speed
+            self.is_fast = True  # without a part, since its batches can not be compared
 
     def end_batch(self, batch_s: float, fetch_s: float | None) -> None:
         """Adds a batch's time to the race, or to what is known before.
@@ -96,7 +101,7 @@ class WorkerSite:
             batch_s: seconds since the batch before.
             fetch_s: seconds of its fetch in the script's own process; None if unknown.
         """
-        if self.part is None and fetch_s is not None:
+        if self.part is None and fetch_s is not None and not self.is_fast:
             self._times.append((batch_s, fetch_s))
             if len(self._times) >= _TIMED_BATCHES:
                 self._choose()
@@ -125,6 +130,7 @@ class WorkerSite:
             return
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self.workers = min(cores, math.ceil(fetch_s / max(batch_s - fetch_s, 1e-2 * fetch_s)))
+        self.timeout_s = max(_MIN_TIMEOUT_S, _TIMEOUT_FETCHES * fetch_s)
         name = "1 process fetches ahead" if self.workers == 1 else f"{self.workers} processes fetch ahead"
         self.part = self._make_part("workers", describe_dataset(self.dataset()), [name])
         why = why_unfit_process() or why_short_of_memory(self.workers, self._batch_bytes)
