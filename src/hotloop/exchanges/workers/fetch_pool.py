@@ -1,4 +1,4 @@
-"""Worker processes that fetch the batches of one pass over a loader ahead of the script: torch's own loader and workers."""
+"""Worker processes that fetch the batches of one pass of a loader ahead of the script: torch's own loader and workers."""
 
 from __future__ import annotations
 

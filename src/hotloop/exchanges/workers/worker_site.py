@@ -26,7 +26,7 @@ _MIN_FETCH_S, _MIN_SHARE = 1e-3, 0.2
 """Least seconds of a fetch, and least share of the time of a batch, for which workers are tried."""
 
 _MIN_PASS_S = 2.0
-"""Least seconds of all fetches of a pass over the loader: each pass starts its workers anew, in about 0.05 s."""
+"""Least seconds of all fetches of a pass of the loader: each pass starts its workers anew, in about 0.05 s."""
 
 _WARM_UP_BATCHES = 2
 """Batches after a switch that the race leaves out, besides the first one of each window: workers begin or finish."""
@@ -79,7 +79,7 @@ class WorkerSite:
             self.part.refuse(reason)
 
     def begin_pass(self) -> None:
-        """Notes that a pass over the loader begins, with cold workers."""
+        """Notes that a pass of the loader begins, with cold workers."""
         self._skipped = 0
 
     def note_change(self) -> None:
