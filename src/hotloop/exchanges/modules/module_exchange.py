@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hotloop.core.patches import Patches
+from hotloop.exchanges.modules.child_limit import ChildLimit
 from hotloop.exchanges.modules.module_limits import why_unfit_module
 from hotloop.exchanges.modules.module_site import ModuleSite
 from hotloop.exchanges.part import Part
@@ -63,6 +64,7 @@ class ModuleExchange:
         self._is_waiting = is_waiting
         self._sites: dict[int, ModuleSite] = {}
         self._calls, self._compilations = Patches(), Patches()
+        self._child_limit = ChildLimit()
         self._is_watching = self._is_inside = self._has_compiled = False
         self._began_s: float | None = None
         self._step_s: float | None = None
@@ -96,6 +98,8 @@ class ModuleExchange:
             self._calls.undo()
             for site in self._sites.values():
                 site.install()
+        process = next((site.process for site in self._sites.values() if site.process is not None), None)
+        self._child_limit.step_ended(process, seconds)
         for site in self._sites.values():
             site.step_ended(seconds)
 

@@ -27,12 +27,14 @@ class SpareTime:
 
     Attributes:
         step_s: seconds of a step without the child.
+        most_loss: largest share of the time that the child may cost.
         lost_s, passed_s: seconds that the steps lost, of all seconds since the child's start.
     """
 
     step_s: float
     pause: Callable[[], None]
     proceed: Callable[[], None]
+    most_loss: float = MAX_LOSS
     lost_s: float = 0.0
     passed_s: float = 0.0
     is_paused: bool = False
@@ -50,7 +52,7 @@ class SpareTime:
         else:
             self._spans += 1
             self.lost_s = max(0.0, self.lost_s + seconds - steps * self.step_s)
-        allowed_s = MAX_LOSS * self.passed_s
+        allowed_s = self.most_loss * self.passed_s
         if self.is_paused and self.lost_s <= _RESUME_SHARE * allowed_s + _SLACK_S:
             self.is_paused, self._spans = False, 0
             self.proceed()
