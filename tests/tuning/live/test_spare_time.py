@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from hotloop.tuning.live.spare_time import MAX_LOSS, SpareTime
+from hotloop.core.hardware.limits import allowed_cores
+from hotloop.plan import Plan
+from hotloop.tuning.live.live_payoff import LivePayoff
+from hotloop.tuning.live.spare_time import MAX_LOSS, IdleCores, SpareTime
 
 ALONE_S = 1e-3
 
@@ -53,3 +58,21 @@ def test_a_child_goes_on_after_the_load_of_the_machine_has_changed() -> None:
     machine.alone_s *= 3  # another program on the same machine
     machine.train(1000)
     assert machine.child_s / machine.seconds > 0.8 * before
+
+
+def test_cores_that_work_are_not_idle() -> None:
+    cores = IdleCores()
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        pass
+    assert cores.measure() <= len(allowed_cores()) - 0.5
+
+
+def test_a_child_without_an_idle_core_takes_longer() -> None:
+    payoffs = [
+        LivePayoff(Plan(), 40_000, 1e-3, normed=False, has_rewrites=False, gain=2.0, operations=40, idle_cores=idle)
+        for idle in (2.0, 1.0, 0.5, 0.0)
+    ]
+    times_s = [payoff.prepare_s for payoff in payoffs]
+    assert times_s[0] == times_s[1] < times_s[2] < times_s[3]
+    assert payoffs[0].is_worthwhile and not payoffs[3].is_worthwhile

@@ -51,6 +51,7 @@ class SearchSettings:
         normed: whether the step normalises over the batch.
         baseline: races last, so that the speed over it can be stored; None if nothing is stored.
         store: stores the race of the plan in use with the baseline; returns a note on failure.
+        idle_cores: returns the number of cores without work.
         why_no_memory: returns why there is no memory for a further Program like this and a proof; empty if there is.
     """
 
@@ -61,6 +62,7 @@ class SearchSettings:
     why_no_memory: Callable[[Program], str]
     baseline: Plan | None = None
     store: Callable[[WindowRace, ProvenPlan], list[str]] = lambda race, proven: []
+    idle_cores: Callable[[], float] = lambda: 1.0
 
 
 class LiveSearch:
@@ -153,9 +155,10 @@ class LiveSearch:
             return
         if self._switcher.plan.compile != "none":  # an eager plan is slower
             self._waiting = [one for one in self._waiting if one.compile != "none"]
+        idle_cores = self._settings.idle_cores() if self._waiting else 0.0
         while self._waiting:
             plan = self._waiting[0]
-            payoff = self._payoff(plan, step_s)
+            payoff = self._payoff(plan, step_s, idle_cores)
             if not payoff.is_worthwhile:
                 self._skip_alike(plan, str(payoff))
             elif why := self._settings.why_no_memory(self._switcher.loop.program):
@@ -166,7 +169,7 @@ class LiveSearch:
         if is_long:
             self._race_baseline()
 
-    def _payoff(self, plan: Plan, step_s: float) -> LivePayoff:
+    def _payoff(self, plan: Plan, step_s: float, idle_cores: float) -> LivePayoff:
         gain = EAGER_GAIN if plan.compile == "none" else LATER_GAIN if self._has_gain else None
         return LivePayoff(
             self._settings.eager,
@@ -176,6 +179,7 @@ class LiveSearch:
             plan.rewrites != "none",
             gain,
             is_compiled=plan.compile != "none",
+            idle_cores=idle_cores,
         )
 
     def _race_baseline(self) -> None:

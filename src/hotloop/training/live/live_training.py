@@ -20,6 +20,7 @@ from hotloop.training.live.plan_switcher import PlanSwitcher, record_switch
 from hotloop.training.live.replay import replayed_history
 from hotloop.training.loop import TrainingLoop
 from hotloop.training.run import FollowerRun, Run
+from hotloop.tuning.live.spare_time import IdleCores
 from hotloop.tuning.live.stored_speed import store_speed
 from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.payoff import accepted_parities
@@ -95,7 +96,14 @@ def _settings(context: RunContext, handle: Run, eager: Plan, candidates: list[Pl
             return "there is no memory for a second program beside the training"
         return missing_memory([program])
 
-    settings = SearchSettings(tuple(candidates), eager, accepted_parities(eager), facts.normed, why_no_memory)
+    settings = SearchSettings(
+        tuple(candidates),
+        eager,
+        accepted_parities(eager),
+        facts.normed,
+        why_no_memory,
+        idle_cores=IdleCores().measure,
+    )
     known = context.facts  # with the fingerprint that stored results have; None for a Task from Python
     if known is None or context.source.record is None:
         return settings

@@ -44,6 +44,7 @@ class LivePayoff:
         operations: of a step; None if unknown.
         has_pooling: whether the step has pooling that rewrites support.
         is_compiled: whether the candidate is compiled.
+        idle_cores: cores without work; without any, the child gets what the training may lose.
     """
 
     eager: Plan
@@ -55,12 +56,14 @@ class LivePayoff:
     operations: int | None = 0
     has_pooling: bool = False
     is_compiled: bool = True
+    idle_cores: float = 1.0
 
     @property
     def prepare_s(self) -> float:
         """Seconds to compile and prove the candidate beside the training."""
         compile_s = estimate_compile_s(self.operations) if self.is_compiled else 0.0
-        return _SHARED_CORES * (compile_s + estimate_proof_s(self.step_s, 0.0, self.normed))
+        share = min(1.0, max(MAX_LOSS, self.idle_cores))
+        return _SHARED_CORES * (compile_s + estimate_proof_s(self.step_s, 0.0, self.normed)) / share
 
     @property
     def costs_s(self) -> float:

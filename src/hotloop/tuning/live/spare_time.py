@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import psutil
+
+from hotloop.core.hardware.limits import allowed_cores
 
 MAX_LOSS = 0.15
 """Largest share of the training's time that the child may cost."""
@@ -59,3 +64,21 @@ class SpareTime:
         elif not self.is_paused and (self._spans >= _PERIOD or self.lost_s > allowed_s + _SLACK_S):
             self.is_paused = True
             self.pause()
+
+
+class IdleCores:
+    """Measures how many of the allowed cores have no work; a thread that waits in a loop counts as work."""
+
+    def __init__(self) -> None:
+        self._cores = allowed_cores()
+        self._before = self._read()
+
+    def measure(self) -> float:
+        """Returns the mean number of idle cores since the last call; at least 0."""
+        (idle_s, at), (before_s, since) = (now := self._read()), self._before
+        self._before = now
+        return max(0.0, (idle_s - before_s) / max(at - since, 1e-3))
+
+    def _read(self) -> tuple[float, float]:
+        times = psutil.cpu_times(percpu=True)
+        return sum(times[core].idle for core in self._cores if core < len(times)), time.monotonic()
