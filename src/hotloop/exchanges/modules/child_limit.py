@@ -1,4 +1,4 @@
-"""Limits the time that the script's steps lose to a fork that compiles or proves beside them."""
+"""Limits the time that the script's steps lose to a fork that compiles or proves at the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_WORK = 4.0
 
 
 class ChildLimit:
-    """Pauses a fork while the steps beside it are too slow; a fork on an idle core is never paused for long."""
+    """Pauses a fork while the steps at the same time are too slow; a fork on an idle core is never paused for long."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_RECENT_SPANS)
