@@ -110,7 +110,7 @@ class Part:
         Args:
             original, exchanged: the two forms.
             compare: calls both and returns the original's result with the comparison.
-            enabled: whether a used exchange is on; False in windows without exchanges.
+            enabled: whether a used exchange is on; False in a dry run, once the gain is known.
         """
         if self.stage == "proof":
             return self._compare(compare)

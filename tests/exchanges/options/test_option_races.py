@@ -74,6 +74,15 @@ def test_long_steps_need_all_threads() -> None:
     assert part.reason == "a step takes 0.01 s, so its race would cost more than its gain"
 
 
+def test_one_long_step_refuses_no_race() -> None:
+    machine = Machine({"threads": 0.5})
+    part = part_of(replace(machine.option("threads"), longest_step_s=0.05))
+    races = OptionRaces([part])
+    for _ in range(5):
+        races.step_ended(0.01)
+    assert races.step_ended(0.3) and part.stage == "race"
+
+
 def test_an_option_of_an_earlier_run_needs_no_race() -> None:
     machine = Machine({"first": 0.8})
     part = part_of(machine.option("first"), ("on", Ratio(1.25, 1.2, 1.3, 12)))

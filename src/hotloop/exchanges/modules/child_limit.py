@@ -9,7 +9,8 @@ from hotloop.core.processes.compile_process import CompileProcess
 from hotloop.tuning.live.spare_time import SpareTime
 
 _MOST_LOSS = 0.02
-"""Largest share of the script's time that forks may cost: nobody knows whether the run is long enough to win it back."""
+"""Largest share of the script's time that forks may cost. The length of the run is unknown, so a larger cost might not be
+saved later."""
 
 _SPAN_S, _RECENT_SPANS = 0.1, 20
 """Seconds of a span of steps, and the last spans without a fork that give the seconds of a step."""

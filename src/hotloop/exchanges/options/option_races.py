@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,14 +42,16 @@ class OptionRaces:
     def __init__(self, parts: Sequence[OptionPart]) -> None:
         self._parts = list(parts)
         self._steps = 0
+        self._recent: deque[float] = deque(maxlen=_WARM_UP_STEPS)
         self._racing: tuple[OptionPart, WindowPairs] | None = None
 
     def step_ended(self, seconds: float) -> bool:
         """Records a step; returns whether a race needed this step."""
         self._steps += 1
+        self._recent.append(seconds)
         if self._steps <= _WARM_UP_STEPS:
             return False
-        if self._racing is None and not self._begin(seconds):
+        if self._racing is None and not self._begin(statistics.median(self._recent)):  # one step may have an evaluation
             return False
         assert self._racing is not None
         part, pairs = self._racing

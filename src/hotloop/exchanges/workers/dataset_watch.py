@@ -202,7 +202,7 @@ def _why_unfit(value: Any) -> str:
 
 
 def _global_generators() -> tuple[Any, ...]:
-    return random.random.__self__, np.random.rand.__self__, torch.default_generator  # type: ignore[attr-defined]
+    return random.random.__self__, np.random.rand.__self__, torch.default_generator  # type: ignore[attr-defined]  # types lack `__self__`
 
 
 def _is_opaque(value: Any) -> bool:
@@ -215,7 +215,7 @@ def _is_copyable(value: Any) -> bool:
     """Whether Python can copy an object; locks, sockets and connections can't be copied."""
     try:
         return type(value) in copyreg.dispatch_table or value.__reduce_ex__(2) is not None
-    except Exception:  # of the script's own class, or TypeError
+    except Exception:  # `__reduce_ex__` of the script's own class may raise anything
         return False
 
 

@@ -160,7 +160,7 @@ def _hide(results: Any) -> None:
     _started.add(results)
     results._worker_pids_set = False
     for process in results._workers:
-        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # Python has no public way
 
 
 @contextmanager
