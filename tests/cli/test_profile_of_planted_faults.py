@@ -18,7 +18,7 @@ from tests.planted.cases import CASES, is_there, script
 from tests.support.processes.forked_server import Process, Server
 from tests.support.processes.in_process_command import Hotloop, commands
 
-STEPS, OF_SCRIPT = 12, 48
+STEPS, OF_SCRIPT = 40, 100
 """Steps that are measured, and steps that the script makes."""
 
 

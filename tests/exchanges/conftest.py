@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from hotloop.exchanges.loader_exchange import LoaderExchange
@@ -61,6 +62,12 @@ class ExchangedWorkers(Exchanged):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.fetched, self._monkeypatch = 0, monkeypatch
+        self._others = psutil.Process().children()
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes that the test has started and that run, without those of fixtures that other tests share."""
+        started = [one for one in psutil.Process().children() if one not in self._others]
+        return [one for one in started if one.status() != psutil.STATUS_ZOMBIE]
 
     def use(self) -> None:
         """Uses all exchanges that are proven, without a race."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -101,10 +98,6 @@ def assert_same(workers: Any, make: Callable[[], DataLoader], epochs: int = 3) -
         assert not difference(own_batch, batch) and states == own_states
 
 
-def children() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
-
-
 def sampler_options(name: str, dataset: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     return {
@@ -127,7 +120,7 @@ def test_batches_and_random_numbers_are_those_of_the_loader(workers, tmp_path: P
     dataset = Decoded(tmp_path)
     assert_same(workers, lambda: DataLoader(dataset, batch_size=8, **sampler_options(order, dataset)))
     assert workers.part.proven >= 3 and workers.fetched > 10 and workers.part.is_bitwise
-    assert not children()
+    assert not workers.processes()
 
 
 @pytest.mark.parametrize("kind", [Plain, lambda: Subset(Plain(), range(5, 80))], ids=["dicts and texts", "Subset"])
@@ -191,18 +184,18 @@ def test_the_pass_ends_with_a_break_and_with_its_iterator(workers) -> None:
     dataset = Plain()
     loader = DataLoader(dataset, batch_size=4)
     list(steps(loader, 1, workers.use))
-    assert workers.part.stage == "use" and not children()
+    assert workers.part.stage == "use" and not workers.processes()
     for number, _ in enumerate(loader):
         if number == 4:
-            assert children()
+            assert workers.processes()
             break
-    assert not children()
+    assert not workers.processes()
     iterator = iter(loader)
     next(iterator)
     next(iterator)
-    assert children()
+    assert workers.processes()
     del iterator
-    assert not children()
+    assert not workers.processes()
     assert_same(workers, lambda: loader, 1)
 
 
@@ -369,7 +362,7 @@ def test_a_data_set_that_workers_can_not_read_is_refused(workers, kind: Callable
 
     exchanged, *counts = outcome()
     assert workers.part.stage == "off" and REFUSED[kind] in workers.part.reason, workers.part.reason
-    assert not workers.fetched and not children()
+    assert not workers.fetched and not workers.processes()
     workers.leave()
     own, *own_counts = outcome()
     assert counts == own_counts
@@ -402,7 +395,7 @@ def test_an_error_of_the_data_set_is_the_scripts_own(workers) -> None:
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert frames[-1].name == "value" and not [one for one in frames if "/hotloop/exchanges/" in one.filename]
     assert caught.value.__cause__ is None and caught.value.__context__ is None
-    assert "a worker raised KeyError" in workers.part.reason and not children()
+    assert "a worker raised KeyError" in workers.part.reason and not workers.processes()
 
 
 def change_an_item(dataset: Plain) -> None:
@@ -484,7 +477,7 @@ def test_a_worker_that_dies_is_replaced_by_the_script_s_own_process(workers, mon
     def kill_once() -> None:
         workers.use()
         if workers.fetched == 5:
-            for one in children():
+            for one in workers.processes():
                 one.kill()
 
     before = signal.getsignal(signal.SIGCHLD)
@@ -505,7 +498,7 @@ def test_a_worker_that_hangs_is_replaced_by_the_script_s_own_process(workers, mo
     monkeypatch.setattr(fetch_pool.WatchedBatches, "__getitem__", hanging)
     found = [batch["y"].tolist() for batch, _ in steps(DataLoader(Plain(), batch_size=4), 2, workers.use)]
     assert [row for rows in found for row in rows] == list(range(SAMPLES)) * 2
-    assert "timed out" in workers.part.reason and workers.fetched and not children()
+    assert "timed out" in workers.part.reason and workers.fetched and not workers.processes()
 
 
 def test_a_fork_of_the_script_ends_no_worker(workers) -> None:
@@ -515,14 +508,14 @@ def test_a_fork_of_the_script_ends_no_worker(workers) -> None:
     for number, batch in enumerate(loader):
         found += batch["y"].tolist()
         if number == 5:
-            worker = children()[0]
+            worker = workers.processes()[0]
             if (child := os.fork()) == 0:
                 try:
                     fetch_pool.abandon_pools()  # as the session does after a fork
                     import gc
 
                     gc.collect()
-                    os._exit(0 if not __import__("multiprocessing").active_children() else 1)
+                    os._exit(0 if not active_children() else 1)
                 finally:
                     os._exit(2)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -568,52 +561,3 @@ def test_the_race_compares_batches(workers, with_workers_s: float, stage: str) -
         if part.stage == "race":
             site.end_batch(with_workers_s if site.uses_workers else 2.0, None)
     assert part.stage == stage and part.ratio.median == pytest.approx(2.0 / with_workers_s)
-
-
-@pytest.fixture
-def jpegs(tmp_path: Path) -> Path:
-    """A folder of files that take some milliseconds each."""
-    generator = np.random.default_rng(0)
-    for row in range(20):
-        pixels = Image.fromarray(generator.integers(0, 255, (40, 40, 3), dtype=np.uint8))
-        pixels.resize((500, 500)).save(tmp_path / f"{row:02}.jpg")
-    return tmp_path
-
-
-def script(*arguments: str, hosted: bool, record: Path | None = None) -> subprocess.Popen:
-    command = [sys.executable, *(["-m", "hotloop", "run"] if hosted else []), str(SCRIPTS / "decoding_training.py")]
-    command += (["--exact"] if hosted else []) + (["--record", str(record)] if record else [])
-    command += (["--"] if hosted else []) + list(arguments)
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-@pytest.mark.slow
-@pytest.mark.few("plain")
-@pytest.mark.parametrize("case", [(), ("--draw-at", "500"), ("--fail-at", "900")], ids=["plain", "draws", "fails"])
-def test_a_script_prints_the_same(case: tuple[str, ...], jpegs: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    ends = []
-    for hosted in (False, True):
-        process = script(str(jpegs), *case, hosted=hosted, record=tmp_path / "record.json" if hosted else None)
-        stdout, stderr = process.communicate()
-        ends.append((process.returncode, stdout, stderr.partition("hotloop: ")[0]))
-    assert ends[0] == ends[1] and ends[0][0] == (1 if "--fail-at" in case else 0)
-    parts = json.loads((tmp_path / "record.json").read_text())["parts"]
-    (part,) = [part for part in parts if part["kind"] == "workers"]
-    assert part["proven"] >= 3 and part["proof"] == "bitwise"
-
-
-@pytest.mark.slow
-def test_a_killed_script_leaves_no_worker(jpegs: Path) -> None:
-    process = script(str(jpegs), "--epochs", "50", hosted=True)
-    until, workers = time.monotonic() + 120, []
-    while not workers and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.1)
-        scripts = psutil.Process(process.pid).children()
-        workers = scripts[0].children() if scripts else []
-    assert workers
-    scripts[0].kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(workers, 20)
-    assert not alive

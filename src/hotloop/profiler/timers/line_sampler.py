@@ -38,6 +38,9 @@ With Python's default of 5 ms, shorter runs of plain Python would be missed, and
 that releases the GIL.
 """
 
+_READY_S = 0.01
+"""Longest wait for the sampling thread at the start of a step."""
+
 _MAX_LINES = 10_000
 
 _STEP_LIBRARIES = ("torch", "numpy", "contextlib", "array_api_compat", "cupy", "random")
@@ -122,7 +125,7 @@ class StackSampler:
         self._spent: dict[StackLine, _LineTotals] = defaultdict(_LineTotals)
         self._callers: dict[StackLine, Counter[Line]] = defaultdict(Counter)
         self._lock = threading.Lock()
-        self._on, self._closed = threading.Event(), False
+        self._on, self._ready, self._closed = threading.Event(), threading.Event(), False
         self._running, self._over = 0, threading.Event()
         self._sampled = 0
         self._steps, self._since = 0, 0.0
@@ -134,9 +137,10 @@ class StackSampler:
         self._switch_s = sys.getswitchinterval()
 
     def begin(self) -> None:
-        self._sampled, self._since = threading.get_ident(), time.perf_counter()
-        self._began, self._recent_samples = self._since, []
+        """Begins a step once the sampling thread runs: a thread that wakes up in a step would miss the step's start."""
+        self._sampled, self._recent_samples = threading.get_ident(), []
         self._steps += 1
+        self._ready.clear()
         spent = {line: replace(totals) for line, totals in self._spent.items()}
         self._before = spent, self.samples.copy(), self.shifted_s.copy()
         if not self._running:
@@ -146,6 +150,8 @@ class StackSampler:
             self._switch_s = sys.getswitchinterval()
             sys.setswitchinterval(min(self._switch_s, SWITCH_INTERVAL_S, self._pause_s / 2))
         self._on.set()
+        self._ready.wait(_READY_S)
+        self._began = self._since = time.perf_counter()
 
     def end(self) -> None:
         """Ends the step; no sample is taken after the return."""
@@ -205,6 +211,8 @@ class StackSampler:
         try:
             while self._on.wait() and not self._closed:
                 first, step = step != self._steps, self._steps
+                if first:
+                    self._ready.set()
                 time.sleep(self._pause_s * (self._random.random() if first else 1.0))
                 with self._lock:
                     if self._on.is_set() and not self._closed and step == self._steps:
