@@ -30,7 +30,7 @@ OTHERS: tuple[dict[str, str], ...] = ({"precision": "bf16"}, {"optimizer": "forl
 class ProvenAtOnce:
     """In place of a child process."""
 
-    lost_s = 0.0
+    lost_s, is_paused = 0.0, False
 
     def __init__(self, task: Any, training: Any, plans: list[Plan], *arguments: Any) -> None:
         self.plan, self.spare_time, self._polls = plans[0], self, 0

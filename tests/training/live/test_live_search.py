@@ -11,27 +11,31 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.race import TRUSTED_CLASSES
+from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.plan import Plan
 from hotloop.training.live import live_search
 from hotloop.training.live.live_search import LiveSearch, SearchSettings
 from hotloop.tuning.live.candidate_process import PreparedPlan
+from hotloop.tuning.live.spare_time import MAX_LOSS, SpareTime
 from tests.support.live_runs import ProvenAtOnce
 
 FIRST, RIVAL, EAGER = Plan(), Plan(compile="package"), Plan(layout="channels_last")
+FEWER = Plan(threads=1)
 SPAN = 10
 
 
 class Training:
     """A training in which each plan has its seconds of a step; stands for the switcher and the loop of a search, too."""
 
-    def __init__(self, steps: int, *candidates: Plan) -> None:
-        self.step_s = {FIRST: 2e-3, RIVAL: 1e-3, EAGER: 1.4e-3}
+    def __init__(self, steps: int, *candidates: Plan, idle_cores: float = 1.0) -> None:
+        self.step_s = {FIRST: 2e-3, RIVAL: 1e-3, EAGER: 1.4e-3, FEWER: 2.6e-3}
         self.plan, self.now, self.load, self.steps = FIRST, 0.0, 1.0, steps
         self.lines: list[tuple[float, str]] = []
         program = SimpleNamespace(position=SimpleNamespace(step=0))
         self.loop = SimpleNamespace(program=program, run=SimpleNamespace(log=lambda event, **fields: None))
         settings = SearchSettings(candidates, FIRST, TRUSTED_CLASSES, normed=False, why_no_memory=lambda program: "")
+        settings = replace(settings, fewer=FEWER, idle_cores=lambda: idle_cores)
+        self.taken: list[tuple[float, Plan]] = []
         training: Any = self
         self.search = LiveSearch(training, training, settings, (), lambda step_s: self.steps, self._say)
 
@@ -49,6 +53,7 @@ class Training:
 
     def span(self, times: float = 1.0) -> None:
         steps = self.search.before_span(SPAN)
+        self.taken.append((self.now, self.plan))
         seconds = steps * self.step_s[self.plan] * self.load * times
         self.now, self.steps = self.now + seconds, self.steps - steps
         self.search.after_span(steps, seconds)
@@ -64,8 +69,10 @@ class Training:
         return [now for now, line in self.lines if "races again" in line]
 
 
-def begun(monkeypatch: pytest.MonkeyPatch, steps: int, *candidates: Plan, child: type = ProvenAtOnce) -> Training:
-    made = Training(steps, *candidates)
+def begun(
+    monkeypatch: pytest.MonkeyPatch, steps: int, *candidates: Plan, child: type = ProvenAtOnce, idle_cores: float = 1.0
+) -> Training:
+    made = Training(steps, *candidates, idle_cores=idle_cores)
     monkeypatch.setattr(live_search, "CandidateProcess", child)
     monkeypatch.setattr(live_search, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
@@ -171,3 +178,57 @@ def test_no_race_opens_again_soon_before_the_end(training: Training) -> None:
     training.load, training.steps = 2.0, 9_000  # 18 s
     training.train(100)
     assert training.steps <= 0 and training.reopened == []
+
+
+class Long(ProvenAtOnce):
+    """A child that works for 4 s of its own, and stays within its share of the training's time."""
+
+    def __init__(self, task: Any, training: Any, plans: list[Plan], accepted: Any, payoff: Any, step_s: float) -> None:
+        self.plan, self.training, self.worked_s, self.is_stopped = plans[0], training, 0.0, False
+        self.spare_time = SpareTime(step_s, self._pause, self._proceed)
+        task.child = self
+
+    def _pause(self) -> None:
+        self.is_stopped = True
+
+    def _proceed(self) -> None:
+        self.is_stopped = False
+
+    def poll(self) -> PreparedPlan | None:
+        proof = Parity(plan=self.plan.brief(), parity="bitwise", reason="", states=1)
+        return PreparedPlan(self.plan, proof, "", 0.1) if self.worked_s > 4 else None
+
+
+def test_steps_use_a_thread_less_beside_a_child_where_no_core_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = begun(monkeypatch, 10**5, RIVAL, child=Long, idle_cores=0.0)
+    child: Long | None = None
+    beside_s, alone_s = 0.0, 0.0
+    while child is None or child.worked_s <= 4:
+        before, is_stopped = made.now, None if child is None else child.is_stopped
+        made.span()
+        child = getattr(made, "child", None)
+        if child is not None and is_stopped is not None:
+            assert made.plan == (FIRST if is_stopped else FEWER)
+            beside_s += (made.now - before) * (not is_stopped)
+            alone_s += (made.now - before) * is_stopped
+            child.worked_s += (made.now - before) * (not is_stopped)
+    assert child is not None and beside_s > 3.5 and alone_s > 0
+    lost_s = beside_s * (1 - made.step_s[FIRST] / made.step_s[FEWER])
+    assert lost_s <= MAX_LOSS * (beside_s + alone_s) + 0.4
+    ended = len(made.taken)
+    made.train(5)
+    assert made.plan == RIVAL and FEWER not in {plan for _, plan in made.taken[ended:]}
+
+
+def test_the_plan_with_a_thread_less_stays_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = begun(monkeypatch, 10**5, RIVAL, idle_cores=0.0)
+    made.step_s |= {FEWER: 1.2e-3, RIVAL: 3e-3}
+    made.train(30)
+    assert made.plan == FEWER
+
+
+@pytest.mark.parametrize(("steps", "idle_cores"), [(10**5, 1.0), (5_000, 0.0)], ids=["an idle core", "too short"])
+def test_no_thread_is_spared_without_need(monkeypatch: pytest.MonkeyPatch, steps: int, idle_cores: float) -> None:
+    made = begun(monkeypatch, steps, RIVAL, idle_cores=idle_cores)
+    made.train(20)
+    assert FEWER not in {plan for _, plan in made.taken}

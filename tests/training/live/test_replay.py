@@ -18,9 +18,13 @@ import hotloop
 from hotloop.core.files.plan_history import EVENT
 from hotloop.errors import PlanError, RunError
 from hotloop.plan import Plan
+from hotloop.training.live import live_training
 from hotloop.training.run import Run
+from hotloop.tuning.auto import recall
+from hotloop.tuning.live.spare_time import IdleCores
+from hotloop.tuning.live.window_race import WindowRace
 from tests.support.killed_training import Killed, at_step, kill
-from tests.support.live_runs import differences, patch_search, switches
+from tests.support.live_runs import ProvenAtOnce, differences, patch_search, switches
 from tests.support.processes.forked_server import Process, Server
 from tests.support.tasks.full_state_task import task
 
@@ -54,6 +58,49 @@ def test_a_run_that_switched_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     assert Run.open(tmp_path / "again").plan == Run.open(tmp_path / "run").plan != Plan()
     trained(tmp_path / "plain", plan=None)
     assert differences(tmp_path / "run", tmp_path / "plain") != [], "the switches change no bit: the test shows nothing"
+
+
+def _spare_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves a core to each child; the plan for that has other bits, and the child is paused in turn."""
+
+    def fewer(plan: Plan) -> Plan:
+        return plan.with_axes(precision="bf16", threads=1)
+
+    monkeypatch.setattr(live_training, "with_fewer_threads", fewer)
+    monkeypatch.setattr(IdleCores, "measure", lambda self: 0.0)
+    monkeypatch.setattr(WindowRace, "winner", property(lambda race: race.plan if race.rival.threads else race.rival))
+    monkeypatch.setattr(ProvenAtOnce, "is_paused", property(lambda child: child._polls % 2))
+    monkeypatch.setattr(
+        recall, "live_candidates", lambda context, eager, memory: [eager.with_axes(optimizer="forloop")]
+    )
+
+
+@pytest.mark.usefixtures("searching")
+@pytest.mark.parametrize("step", [None, 6, 7, *(pytest.param(step, marks=pytest.mark.more) for step in range(8, 16))])
+def test_steps_that_leave_a_core_to_the_child_are_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    _spare_a_core(monkeypatch)
+    if step is None:
+        trained(tmp_path / "run")
+    else:
+        with pytest.raises(Killed):
+            killer = at_step(step, kill)
+            killer.read_only = True  # type: ignore[attr-defined]
+            trained(tmp_path / "run", callbacks=[killer])
+        hotloop.fit(task(EPOCHS), run=tmp_path / "run", resume=True, progress=False)
+    rows = [row for row in Run.open(tmp_path / "run").journal() if row["event"] == EVENT]
+    reasons = [row["reason"] for row in rows]
+    assert all(row["window"] for row in rows if row["reason"].startswith("a thread less"))
+    for reason in (
+        "a thread less while the child runs",
+        "all threads while the child is paused",
+        "since no child runs",
+    ):
+        assert any(reason in one for one in reasons), reasons
+    replayed(tmp_path / "again", tmp_path / "run")
+    assert differences(tmp_path / "run", tmp_path / "again") == []
+    assert Run.open(tmp_path / "run").plan.optimizer == "forloop"
 
 
 @pytest.mark.usefixtures("searching")

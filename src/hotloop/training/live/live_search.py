@@ -15,6 +15,7 @@ from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.training.live.plan_switcher import PlanSwitcher
+from hotloop.training.live.spare_core import BUSY_CORES, SpareCore
 from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
 from hotloop.tuning.live.live_payoff import EAGER_GAIN, LATER_GAIN, LivePayoff
 from hotloop.tuning.live.stored_speed import ProvenPlan
@@ -51,7 +52,8 @@ class SearchSettings:
         normed: whether the step normalises over the batch.
         baseline: races last, so that the speed over it can be stored; None if nothing is stored.
         store: stores the race of the plan in use with the baseline; returns a note on failure.
-        idle_cores: returns the number of cores without work.
+        fewer: the eager plan with a thread less, for steps beside a child; None if there is no such plan.
+        idle_cores: returns the number of cores without work since the last call.
         why_no_memory: returns why there is no memory for a further Program like this and a proof; empty if there is.
     """
 
@@ -62,6 +64,7 @@ class SearchSettings:
     why_no_memory: Callable[[Program], str]
     baseline: Plan | None = None
     store: Callable[[WindowRace, ProvenPlan], list[str]] = lambda race, proven: []
+    fewer: Plan | None = None
     idle_cores: Callable[[], float] = lambda: 1.0
 
 
@@ -90,24 +93,30 @@ class LiveSearch:
         self._steps_left = steps_left
         self._child: CandidateProcess | None = None
         self._race: WindowRace | None = None
-        self._is_stored = False
+        self._is_stored = self._is_of_threads = False
         self._watch: _Watch | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT_SPANS)
         self._proven: dict[Plan, ProvenPlan] = {}
         self._trained_s, self._spans = 0.0, 0
+        self._spare_core: SpareCore | None = None
+        self._switch_s = 0.0
 
     def before_span(self, steps: int) -> int:
         """Chooses the plan of the next span, and returns its steps, at most `steps`."""
         if self._child is not None and self._left_s < _LAST_S:
             self.close()
+            self._use_all_threads()
             self._stop_search("the run ends soon")
         if self._child is not None and (found := self._child.poll()) is not None:
             lost_s, self._child = self._child.spare_time.lost_s, None
+            self._use_all_threads()
             self._finish_child(found, lost_s)
         if self._race is not None and self._race.is_over:
             self._finish_race(self._race)
         if self._race is None and self._child is None:
             self._begin_next()
+        if self._child is not None:
+            self._share_cores(self._child)
         if self._race is None:
             return steps
         plan, in_use = self._race.next_plan, self._race.plan
@@ -124,8 +133,10 @@ class LiveSearch:
             return
         self._spans += 1
         self._trained_s += seconds
+        if self._spans == 1:
+            self._settings.idle_cores()  # the start of a run uses one core
         if self._child is not None:
-            self._child.spare_time.record(steps, seconds)
+            self._child.spare_time.record(steps, seconds + self._switch_s)
         else:
             self._recent.append(seconds / steps)
 
@@ -156,6 +167,10 @@ class LiveSearch:
         if self._switcher.plan.compile != "none":  # an eager plan is slower
             self._waiting = [one for one in self._waiting if one.compile != "none"]
         idle_cores = self._settings.idle_cores() if self._waiting else 0.0
+        if self._waiting and idle_cores < BUSY_CORES and self._begin_thread_race(step_s):
+            return
+        if self._spare_core is not None and self._spare_core.plan == self._switcher.plan:
+            idle_cores = max(idle_cores, self._spare_core.share)
         while self._waiting:
             plan = self._waiting[0]
             payoff = self._payoff(plan, step_s, idle_cores)
@@ -181,6 +196,31 @@ class LiveSearch:
             is_compiled=plan.compile != "none",
             idle_cores=idle_cores,
         )
+
+    def _begin_thread_race(self, step_s: float) -> bool:
+        """Begins the race of the plan in use with the same plan with a thread less, once; returns whether it begins."""
+        fewer = self._settings.fewer
+        is_of_use = fewer is not None and self._switcher.plan == self._settings.eager
+        if fewer is None or not is_of_use or not self._payoff(self._waiting[0], step_s, 1.0).is_worthwhile:
+            return False
+        self._settings = replace(self._settings, fewer=None)
+        if self._settings.why_no_memory(self._switcher.loop.program):
+            return False
+        return self._begin_race(WindowRace(self._switcher.plan, fewer), is_of_threads=True)
+
+    def _share_cores(self, child: CandidateProcess) -> None:
+        """Takes the next steps with a thread less while the child runs, and with all threads while the child is paused."""
+        spare = self._spare_core
+        if spare is None or self._switcher.plan not in (spare.plan, spare.beside):
+            return
+        began, plan = time.monotonic(), spare.plan if child.spare_time.is_paused else spare.beside
+        reason = "all threads while the child is paused" if plan == spare.plan else "a thread less while the child runs"
+        self._switcher.switch(plan, reason, is_window=plan == spare.beside)
+        self._switch_s = time.monotonic() - began
+
+    def _use_all_threads(self) -> None:
+        if self._spare_core is not None and self._switcher.plan == self._spare_core.beside:
+            self._switcher.switch(self._spare_core.plan, "all threads, since no child runs")
 
     def _race_baseline(self) -> None:
         """Begins the race that later runs profit from, once."""
@@ -212,7 +252,13 @@ class LiveSearch:
             self._stop_search(f"a child process can't be started: {describe_error(error)}")
             return
         verb = "compiles" if payoff.is_compiled else "proves"
-        self._say(f"auto {verb} {plans[0].brief() if payoff.gain else 'a plan'} beside the training")
+        spare = self._spare_core
+        fewer = (
+            ""
+            if spare is None or spare.plan != self._switcher.plan
+            else f", whose steps have {spare.beside.brief()} meanwhile"
+        )
+        self._say(f"auto {verb} {plans[0].brief() if payoff.gain else 'a plan'} beside the training{fewer}")
 
     def _finish_child(self, found: PreparedPlan, lost_s: float) -> None:
         self._recent.clear()
@@ -235,7 +281,7 @@ class LiveSearch:
                 if found.plan.compile != "none":  # a later run with a stored eager plan would compile nothing
                     self._proven[found.plan] = ProvenPlan(found.parity, found.compile_s, load_s, time.monotonic())
 
-    def _begin_race(self, race: WindowRace, *, is_stored: bool = False) -> bool:
+    def _begin_race(self, race: WindowRace, *, is_stored: bool = False, is_of_threads: bool = False) -> bool:
         """Begins a race unless the rival can't be lowered; returns whether it begins."""
         try:
             self._switcher.prepare(race.rival)
@@ -243,12 +289,11 @@ class LiveSearch:
             self._leave_out(race.rival, describe_error(error))
             self._watch = None
             return False
-        self._race, self._is_stored = race, is_stored
+        self._race, self._is_stored, self._is_of_threads = race, is_stored, is_of_threads
         return True
 
     def _finish_race(self, race: WindowRace) -> None:
         self._race = None
-        self._has_gain = True
         self._recent.clear()
         winner = race.winner
         loser = race.plan if winner == race.rival else race.rival
@@ -257,12 +302,22 @@ class LiveSearch:
         fields = {"step": self._switcher.loop.program.position.step, "plan": race.rival.brief(), "reason": speed}
         self._switcher.loop.run.log(EVENT, **fields, used=winner == race.rival)
         self._say(f"auto: {speed}; the training goes on with {winner.brief()}")
+        if self._is_of_threads:
+            self._finish_thread_race(race)
+            return
+        self._has_gain = True
         if not self._is_stored or winner == race.rival:
             self._watch = _Watch(winner, loser, race.step_s(winner), self._watch)
         self._switcher.drop(loser)
         if self._is_stored and winner == race.plan:
             for note in self._settings.store(race, self._proven[winner]):
                 self._say(note)
+
+    def _finish_thread_race(self, race: WindowRace) -> None:
+        if race.winner == race.rival:
+            self._switcher.drop(race.plan)
+        else:
+            self._spare_core = SpareCore.from_race(race)
 
     def _leave_out(self, plan: Plan, why: str) -> None:
         step = self._switcher.loop.program.position.step

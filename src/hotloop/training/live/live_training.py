@@ -18,6 +18,7 @@ from hotloop.training.live.live_search import EVENT as CANDIDATE
 from hotloop.training.live.live_search import LiveSearch, SearchSettings
 from hotloop.training.live.plan_switcher import PlanSwitcher, record_switch
 from hotloop.training.live.replay import replayed_history
+from hotloop.training.live.spare_core import with_fewer_threads
 from hotloop.training.loop import TrainingLoop
 from hotloop.training.run import FollowerRun, Run
 from hotloop.tuning.live.spare_time import IdleCores
@@ -102,6 +103,7 @@ def _settings(context: RunContext, handle: Run, eager: Plan, candidates: list[Pl
         accepted_parities(eager),
         facts.normed,
         why_no_memory,
+        fewer=with_fewer_threads(eager),
         idle_cores=IdleCores().measure,
     )
     known = context.facts  # with the fingerprint that stored results have; None for a Task from Python
