@@ -25,6 +25,7 @@ from hotloop.lowering.checks.single_sample import check_single_samples
 from hotloop.lowering.context import LoweringContext, move_to_device
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.lowering.object_state.attributes import preserve_attributes
+from hotloop.lowering.package_use import PackageUse
 from hotloop.lowering.parameter_server.server import StalenessPolicy
 from hotloop.lowering.parameter_server.server_program import parameter_server_program
 from hotloop.lowering.program import Program
@@ -79,6 +80,7 @@ def lower(
     say: Report = lambda line: None,
     during: ProgressReporter | None = None,
     make_step: Callable[[LoweringContext], EagerStep] | None = None,
+    package: str = "",
 ) -> Program:
     """Makes a Task runnable under a Plan; the caller's random generators keep their state.
 
@@ -86,6 +88,7 @@ def lower(
         say: shows a line to the user, such as the size of data read into memory.
         during: shows the progress of slow operations; `say` gets lines by default.
         make_step: builds the step in place of the plan's own.
+        package: SHA-256 of the only package that a compiled step may use; empty for any package.
 
     Raises:
         DeviceError: this machine lacks the plan's device.
@@ -97,7 +100,8 @@ def lower(
     if plan.ranked:
         plan = plan.with_axes(ranks=World.from_group(plan).ranks)  # a resumed run may have another number of ranks
     with translate_memory_errors(plan), preserve_generators():
-        parts = replace(LoweringContext.from_task(task, plan), reporter=Reporter(say, during))
+        parts = LoweringContext.from_task(task, plan)
+        parts = replace(parts, reporter=Reporter(say, during), package=PackageUse(package))
         parts = replace(parts, trial_optimizer=trial_optimizer(task, parts.model))
         _check_plan(parts)
         for transform in TRANSFORMS:

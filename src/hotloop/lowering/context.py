@@ -28,6 +28,7 @@ from hotloop.distributed.world import SINGLE_RANK, World
 from hotloop.errors import DataError, TaskError, call_user_code, type_name
 from hotloop.lowering.losses.loss_copy import copy_loss
 from hotloop.lowering.object_state.attributes import pass_initial_values, preserve_attributes
+from hotloop.lowering.package_use import PackageUse
 from hotloop.plan import Plan
 from hotloop.task import StepResult, Task, forward
 
@@ -53,6 +54,7 @@ class LoweringContext:
         in_eval: names of the modules that stay in evaluation mode while the model trains.
         trial_optimizer: an optimizer over stand-ins for the parameters, for inspection; built before the optimizer that
             trains, because a factory may record its last result.
+        package: of the compiled step.
     """
 
     task: Task
@@ -73,6 +75,7 @@ class LoweringContext:
     elsewhere: tuple[torch.device, ...] = ()
     in_eval: frozenset[str] = frozenset()
     trial_optimizer: torch.optim.Optimizer | None = None
+    package: PackageUse = field(default_factory=PackageUse)
 
     @property
     def say(self) -> Report:

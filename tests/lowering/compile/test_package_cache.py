@@ -61,6 +61,20 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
     assert lowered() == [] and len(made) == 4  # compiled for another processor, it would end in an illegal instruction
 
 
+def test_another_package_than_the_expected_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proven = hotloop.lower(a_task(), PACKAGE)
+    digest = proven.parts.package.digest
+    again = hotloop.lower(a_task(), PACKAGE, package=digest)
+    assert again.parts.package.digest == digest != ""
+    advance(again, 2)
+    with pytest.raises(PlanError, match="isn't the one that was proven"):
+        hotloop.lower(a_task(), PACKAGE, package="0" * 64)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(package_cache, "_build_package", lambda *given: pytest.fail("compiled without a proof"))
+    with pytest.raises(PlanError, match="isn't in the cache"):
+        hotloop.lower(a_task(), PACKAGE, package=digest)
+
+
 @pytest.mark.more
 def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from hotloop.core.records.race import TRUSTED_CLASSES, Parity
+from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.training.live import live_search
 from hotloop.training.live.live_search import LiveSearch, SearchSettings
 from hotloop.tuning.live.candidate_process import PreparedPlan
+from hotloop.tuning.live.live_payoff import LivePayoff
 from hotloop.tuning.live.spare_time import MAX_LOSS, SpareTime
 from tests.support.live_runs import ProvenAtOnce
 
@@ -36,6 +38,7 @@ class Training:
         settings = SearchSettings(candidates, FIRST, TRUSTED_CLASSES, normed=False, why_no_memory=lambda program: "")
         settings = replace(settings, fewer=FEWER, idle_cores=lambda: idle_cores)
         self.taken: list[tuple[float, Plan]] = []
+        self.cached = "proven"
         training: Any = self
         self.search = LiveSearch(training, training, settings, (), lambda step_s: self.steps, self._say)
 
@@ -45,7 +48,9 @@ class Training:
     def switch(self, plan: Plan, reason: str, *, is_window: bool = False) -> None:
         self.plan = plan
 
-    def prepare(self, plan: Plan) -> Any:
+    def prepare(self, plan: Plan, package: str = "") -> Any:
+        if package not in ("", self.cached):
+            raise PlanError("the package in the cache isn't the one that was proven", expected="", fix="")
         return SimpleNamespace(compile_s=0.0)
 
     def drop(self, plan: Plan) -> None:
@@ -95,6 +100,23 @@ class Profiled(ProvenAtOnce):
         if found is None or self.plan.compile == "none":
             return found
         return replace(found, parity=None, why_not="it saves nothing", pays=False)
+
+
+class Packaged(ProvenAtOnce):
+    """A child that names the package that it has proven."""
+
+    def poll(self) -> PreparedPlan | None:
+        found = super().poll()
+        return None if found is None else replace(found, package="proven")
+
+
+@pytest.mark.parametrize("cached", ["proven", "another"])
+def test_only_the_package_that_was_proven_races(monkeypatch: pytest.MonkeyPatch, cached: str) -> None:
+    made = begun(monkeypatch, 10**6, RIVAL, child=Packaged)
+    made.cached = cached
+    made.train(20)
+    assert made.plan == (RIVAL if cached == "proven" else FIRST)
+    assert any("leaves out" in line for _, line in made.lines) == (cached != "proven")
 
 
 @pytest.mark.parametrize(
@@ -181,11 +203,15 @@ def test_no_race_opens_again_soon_before_the_end(training: Training) -> None:
 
 
 class Long(ProvenAtOnce):
-    """A child that works for 4 s of its own, and stays within its share of the training's time."""
+    """A child that works for `needs_s` seconds of its own, and stays within its share of the training's time."""
 
-    def __init__(self, task: Any, training: Any, plans: list[Plan], accepted: Any, payoff: Any, step_s: float) -> None:
-        self.plan, self.training, self.worked_s, self.is_stopped = plans[0], training, 0.0, False
-        self.spare_time = SpareTime(step_s, self._pause, self._proceed)
+    needs_s = 4.0
+
+    def __init__(
+        self, task: Any, training: Any, plans: list[Plan], accepted: Any, payoff: LivePayoff, step_s: float
+    ) -> None:
+        self.plan, self.worked_s, self.is_stopped = plans[0], 0.0, False
+        self.spare_time = SpareTime(step_s, self._pause, self._proceed, budget_s=payoff.budget_s)
         task.child = self
 
     def _pause(self) -> None:
@@ -196,28 +222,53 @@ class Long(ProvenAtOnce):
 
     def poll(self) -> PreparedPlan | None:
         proof = Parity(plan=self.plan.brief(), parity="bitwise", reason="", states=1)
-        return PreparedPlan(self.plan, proof, "", 0.1) if self.worked_s > 4 else None
+        return PreparedPlan(self.plan, proof, "", 0.1) if self.worked_s > self.needs_s else None
+
+
+class Endless(Long):
+    needs_s = 1e9
+
+
+def beside_child(made: Training) -> tuple[float, float]:
+    """Trains until the child or the run ends; returns the seconds of steps with a thread less, and with all threads."""
+    child: Long | None = None
+    beside_s, alone_s = 0.0, 0.0
+    while made.steps > 0 and (child is None or child.worked_s <= child.needs_s):
+        before, is_stopped = made.now, None if child is None else child.is_stopped
+        made.span()
+        child = getattr(made, "child", None)
+        if child is not None and is_stopped is not None and made.plan in (FIRST, FEWER):
+            assert is_stopped == (made.plan == FIRST) or made.search._child is None
+            beside_s += (made.now - before) * (made.plan == FEWER)
+            alone_s += (made.now - before) * (made.plan == FIRST)
+            child.worked_s += (made.now - before) * (not is_stopped)
+    return beside_s, alone_s
 
 
 def test_steps_use_a_thread_less_beside_a_child_where_no_core_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     made = begun(monkeypatch, 10**5, RIVAL, child=Long, idle_cores=0.0)
-    child: Long | None = None
-    beside_s, alone_s = 0.0, 0.0
-    while child is None or child.worked_s <= 4:
-        before, is_stopped = made.now, None if child is None else child.is_stopped
-        made.span()
-        child = getattr(made, "child", None)
-        if child is not None and is_stopped is not None:
-            assert made.plan == (FIRST if is_stopped else FEWER)
-            beside_s += (made.now - before) * (not is_stopped)
-            alone_s += (made.now - before) * is_stopped
-            child.worked_s += (made.now - before) * (not is_stopped)
-    assert child is not None and beside_s > 3.5 and alone_s > 0
-    lost_s = beside_s * (1 - made.step_s[FIRST] / made.step_s[FEWER])
-    assert lost_s <= MAX_LOSS * (beside_s + alone_s) + 0.4
+    beside_s, alone_s = beside_child(made)
+    assert beside_s > 3.9 and 0 < alone_s < 0.15 * beside_s, "all threads are for measurements alone"
     ended = len(made.taken)
     made.train(5)
     assert made.plan == RIVAL and FEWER not in {plan for _, plan in made.taken[ended:]}
+
+
+def test_a_child_that_takes_too_long_costs_a_share_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 10**5
+    made = begun(monkeypatch, steps, RIVAL, child=Endless, idle_cores=0.0)
+    beside_s, alone_s = beside_child(made)
+    lost_s = beside_s * (1 - made.step_s[FIRST] / made.step_s[FEWER])
+    run_s = steps * made.step_s[FIRST]
+    assert 0.12 * run_s < lost_s < MAX_LOSS * made.now + 1.0
+    assert alone_s > 0.2 * run_s
+
+
+def test_no_child_starts_that_would_cost_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = begun(monkeypatch, 30_000, RIVAL, child=Long, idle_cores=0.0)
+    made.step_s[FEWER] = 20e-3  # nine tenths of the speed
+    made.train(100)
+    assert not hasattr(made, "child") and made.plan == FIRST
 
 
 def test_the_plan_with_a_thread_less_stays_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

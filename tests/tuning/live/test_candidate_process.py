@@ -208,7 +208,9 @@ def test_a_wrong_package_is_refused_and_a_right_one_is_used(monkeypatch: pytest.
         patch.setattr(package_cache, "_load_package", wrong)
         found = result(begun(Plan(compile="package")), 600.0)
         assert found.parity is not None and found.why_not.startswith("it's broken")
-    assert result(begun(Plan(compile="package")), 600.0).why_not == ""
+    found = result(begun(Plan(compile="package")), 600.0)
+    assert found.why_not == ""
+    assert lower(a_task(epochs=4), Plan(compile="package"), package=found.package).parts.package.digest == found.package
 
 
 def test_pooling_favours_the_usual_layout() -> None:

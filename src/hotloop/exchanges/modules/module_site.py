@@ -75,12 +75,13 @@ class _SealedBackend:
     def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
         if self.is_sealed:
             raise RuntimeError("the module changed, so it would be compiled again")
-        from hotloop.lowering.compile.dynamo_backend import OPTIONS, compile_rewritten
+        from hotloop.lowering.compile.dynamo_backend import compile_rewritten
+        from hotloop.lowering.compile.inductor_options import inductor_options
 
         # A script may call backward twice on one graph; torch compiles the backward at once if asked to.
         settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
         with torch._functorch.config.patch(settings):
-            return compile_rewritten(graph, examples, {**OPTIONS, "compile_threads": 1})
+            return compile_rewritten(graph, examples, {**inductor_options(), "compile_threads": 1})
 
 
 @hide_from_compiler

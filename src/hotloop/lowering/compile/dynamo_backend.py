@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from hotloop.core.hardware.machine import find_compiler
 from hotloop.errors import PlanError
+from hotloop.lowering.compile.inductor_options import inductor_options
 from hotloop.lowering.compile.inductor_patches import inductor_patches
 from hotloop.lowering.compile.inductor_patches.decompositions import fix_graph_for_inductor
 from hotloop.lowering.rewrites import GPU_REWRITES, REWRITE_FUNCTIONS
@@ -32,9 +33,6 @@ from hotloop.lowering.rewrites.fx_nodes import (
     replace_node,
     result_part,
 )
-
-OPTIONS = {"fallback_random": True}
-"""Draws from torch's generators, as the eager module does, instead of Inductor's own."""
 
 NO_COMPILER = "there is no C++ compiler"
 
@@ -66,7 +64,7 @@ def hotloop(
     if device.type == "cpu" and find_compiler() is None:
         warnings.warn(f"hotloop: {NO_COMPILER}, so this graph runs uncompiled; install g++", stacklevel=2)
         return graph.forward
-    return compile_rewritten(graph, examples, {**OPTIONS, **(options or {})})
+    return compile_rewritten(graph, examples, {**inductor_options(), **(options or {})})
 
 
 def compile_rewritten(graph: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:

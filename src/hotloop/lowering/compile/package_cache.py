@@ -28,6 +28,7 @@ from hotloop.lowering.compile.capture import CapturedStep, StepCapture
 from hotloop.lowering.compile.guards import constant_contents
 from hotloop.lowering.compile.inductor_patches import INDUCTOR_PATCH_VERSION, inductor_patches
 from hotloop.lowering.context import LoweringContext
+from hotloop.lowering.package_use import PackageUse
 
 _MAX_PACKAGES = 64
 """Maximum number of packages, and of records of steps; the least recently used are deleted."""
@@ -40,20 +41,26 @@ NOT_CACHED = "the package isn't cached for later runs"
 
 
 def load_or_build_package(
-    captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Report
+    captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Report, use: PackageUse
 ) -> Callable[[list[Tensor]], Any]:
     """Returns the captured step as a program from a package, cached or new.
 
     A package that can't be stored serves this call alone; one that can't be loaded is built again. `say` gets a line
     for either.
+
+    Raises:
+        PlanError: `use` expects another package.
     """
     path = package_folder() / f"{_package_key(captured, device, options)}.pt2"
     if _is_in_folder(path):
+        use.record(path.read_bytes())
         try:
             return _load_package(path)
         except Exception as error:
             say(f"the cached package can't be loaded, and is compiled again: {describe_error(error)}")
+    use.check_build()
     content = _build_package(captured, device, options)
+    use.record(content)
     try:
         write_atomic(path, content)
     except HotloopError as error:

@@ -17,6 +17,7 @@ from hotloop.errors import PlanError, describe_error
 from hotloop.lowering.compile.capture import CapturedStep, StepCapture, UpdateStyle, unalias
 from hotloop.lowering.compile.compiled_rng import has_no_draws
 from hotloop.lowering.compile.host_scalars import split_host_scalars
+from hotloop.lowering.compile.inductor_options import inductor_options
 from hotloop.lowering.compile.inductor_patches import inductor_patches
 from hotloop.lowering.compile.inputs import (
     FixedScalarChanged,
@@ -39,9 +40,6 @@ _PendingResult = tuple[Tensor, Any, int]
 
 _AT_ONCE, _SMALL = 256, 64
 """Number of losses that are summed at once, which limits memory; and bytes of storage that each may keep alive."""
-
-_INDUCTOR_OPTIONS = {"fallback_random": True}
-"""Draws from torch's generators, as in the eager step, instead of Inductor's own."""
 
 _EAGER_STEPS = 2
 """Eager steps before a step is compiled; afterwards the optimizer has all its state."""
@@ -369,12 +367,12 @@ def build_program(captured: CapturedStep, parts: LoweringContext) -> Runner:
 
 
 def _compile(captured: CapturedStep, parts: LoweringContext) -> Runner:
-    options = _INDUCTOR_OPTIONS | _compiler_options()
+    options = inductor_options()
     try:
         with warnings.catch_warnings(), silence_loggers("torch"):
             warnings.simplefilter("ignore")  # they concern torch's own code
             if parts.plan.compile == "package":
-                return load_or_build_package(captured, parts.device, options, parts.say)
+                return load_or_build_package(captured, parts.device, options, parts.say, parts.package)
             return _compile_now(captured, parts.device, options)
     except Exception as error:
         raise PlanError(
@@ -382,15 +380,6 @@ def _compile(captured: CapturedStep, parts: LoweringContext) -> Runner:
             expected="a step that the compiler accepts",
             fix="choose compile=none",
         ) from error
-
-
-def _compiler_options() -> dict[str, Any]:
-    """Skips torch's test compilations of 9 s: compilers that accept its headers support AVX2 and AVX-512.
-
-    Torch still tests the compiler for VNNI, bfloat16 and AMX (torch 2.13), in less than a second each.
-    """
-    is_avx = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return {"cpp.vec_isa_ok": True} if is_avx else {}
 
 
 def _compile_now(captured: CapturedStep, device: torch.device, options: dict[str, Any]) -> Runner:

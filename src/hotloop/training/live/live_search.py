@@ -18,6 +18,7 @@ from hotloop.training.live.plan_switcher import PlanSwitcher
 from hotloop.training.live.spare_core import BUSY_CORES, SpareCore
 from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
 from hotloop.tuning.live.live_payoff import EAGER_GAIN, LATER_GAIN, LivePayoff
+from hotloop.tuning.live.spare_time import MAX_LOSS
 from hotloop.tuning.live.stored_speed import ProvenPlan
 from hotloop.tuning.live.window_race import WindowRace
 from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio
@@ -99,7 +100,7 @@ class LiveSearch:
         self._proven: dict[Plan, ProvenPlan] = {}
         self._trained_s, self._spans = 0.0, 0
         self._spare_core: SpareCore | None = None
-        self._switch_s = 0.0
+        self._switch_s, self._lost_s = 0.0, 0.0
 
     def before_span(self, steps: int) -> int:
         """Chooses the plan of the next span, and returns its steps, at most `steps`."""
@@ -109,6 +110,7 @@ class LiveSearch:
             self._stop_search("the run ends soon")
         if self._child is not None and (found := self._child.poll()) is not None:
             lost_s, self._child = self._child.spare_time.lost_s, None
+            self._lost_s += lost_s
             self._use_all_threads()
             self._finish_child(found, lost_s)
         if self._race is not None and self._race.is_over:
@@ -169,8 +171,6 @@ class LiveSearch:
         idle_cores = self._settings.idle_cores() if self._waiting else 0.0
         if self._waiting and idle_cores < BUSY_CORES and self._begin_thread_race(step_s):
             return
-        if self._spare_core is not None and self._spare_core.plan == self._switcher.plan:
-            idle_cores = max(idle_cores, self._spare_core.share)
         while self._waiting:
             plan = self._waiting[0]
             payoff = self._payoff(plan, step_s, idle_cores)
@@ -186,7 +186,7 @@ class LiveSearch:
 
     def _payoff(self, plan: Plan, step_s: float, idle_cores: float) -> LivePayoff:
         gain = EAGER_GAIN if plan.compile == "none" else LATER_GAIN if self._has_gain else None
-        return LivePayoff(
+        payoff = LivePayoff(
             self._settings.eager,
             self._steps_left(step_s),
             step_s,
@@ -196,6 +196,11 @@ class LiveSearch:
             is_compiled=plan.compile != "none",
             idle_cores=idle_cores,
         )
+        spare = self._spare_core
+        if spare is None or spare.plan != self._switcher.plan:
+            return payoff
+        budget_s = MAX_LOSS * (self._trained_s + self._left_s) - self._lost_s
+        return replace(payoff, idle_cores=1.0, loss=spare.loss, budget_s=max(0.0, budget_s))
 
     def _begin_thread_race(self, step_s: float) -> bool:
         """Begins the race of the plan in use with the same plan with a thread less, once; returns whether it begins."""
@@ -274,17 +279,19 @@ class LiveSearch:
                 "from the training, and races in real steps"
             )
             assert found.parity is not None
-            if self._begin_race(WindowRace(self._switcher.plan, found.plan)):
+            if self._begin_race(WindowRace(self._switcher.plan, found.plan), package=found.package):
                 alike = {one for one in self._waiting if one.compile != "none" and one.layout == found.plan.layout}
                 self._waiting = [one for one in self._waiting if one not in alike]
                 load_s = self._switcher.prepare(found.plan).compile_s
                 if found.plan.compile != "none":  # a later run with a stored eager plan would compile nothing
                     self._proven[found.plan] = ProvenPlan(found.parity, found.compile_s, load_s, time.monotonic())
 
-    def _begin_race(self, race: WindowRace, *, is_stored: bool = False, is_of_threads: bool = False) -> bool:
+    def _begin_race(
+        self, race: WindowRace, *, is_stored: bool = False, is_of_threads: bool = False, package: str = ""
+    ) -> bool:
         """Begins a race unless the rival can't be lowered; returns whether it begins."""
         try:
-            self._switcher.prepare(race.rival)
+            self._switcher.prepare(race.rival, package)
         except Exception as error:  # the plan is left out, and training goes on
             self._leave_out(race.rival, describe_error(error))
             self._watch = None

@@ -71,8 +71,11 @@ class PlanSwitcher:
         """Takes the plan of the epoch's last step for its evaluation."""
         self.enter(self.history.at(self.loop.program.position.step - 1).plan)
 
-    def prepare(self, plan: Plan) -> Program:
+    def prepare(self, plan: Plan, package: str = "") -> Program:
         """Returns the Program of a plan, lowered if it isn't in memory.
+
+        Args:
+            package: SHA-256 of the only package that the plan may use; empty for any package.
 
         Raises:
             PlanError: the plan can't be run here.
@@ -80,7 +83,7 @@ class PlanSwitcher:
         if plan not in self._programs:
             state = self.loop.program.state()
             try:
-                self._programs[plan] = lower(self._task, runnable_plan(plan), self._say)
+                self._programs[plan] = lower(self._task, runnable_plan(plan), self._say, package=package)
             finally:
                 self.loop.program.restore(state)  # building a second model may call functions of the Task
         return self._programs[plan]

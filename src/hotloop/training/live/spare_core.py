@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from hotloop.plan import Plan
-from hotloop.tuning.live.spare_time import MAX_LOSS
 from hotloop.tuning.live.window_race import WindowRace
 
 BUSY_CORES = 0.5
@@ -39,8 +38,3 @@ class SpareCore:
     @classmethod
     def from_race(cls, race: WindowRace) -> SpareCore:
         return cls(race.plan, race.rival, max(0.0, 1 - race.step_s(race.plan) / race.step_s(race.rival)))
-
-    @property
-    def share(self) -> float:
-        """The share of a core that a child gets within the loss that the training may have."""
-        return min(1.0, MAX_LOSS / max(self.loss, 1e-9))

@@ -43,6 +43,7 @@ class PreparedPlan:
         compile_s: of them, in the compiler.
         gain: estimated speedup; None if it isn't estimated.
         pays: False if the child found that the plan can't win back its cost.
+        package: SHA-256 of the package that was proven; empty without a package.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class PreparedPlan:
     compile_s: float = 0.0
     gain: float | None = None
     pays: bool = True
+    package: str = ""
 
 
 class CandidateProcess:
@@ -78,7 +80,7 @@ class CandidateProcess:
         self.limit_s = max(_MIN_LIMIT_S, _LIMIT_FACTOR * payoff.prepare_s)
         threads = torch.get_num_threads()
         self._process = CompileProcess(lambda: _prepare(task, training, plans, payoff, threads))
-        self.spare_time = SpareTime(step_s, self._process.pause, self._process.proceed)
+        self.spare_time = SpareTime(step_s, self._process.pause, self._process.proceed, budget_s=payoff.budget_s)
 
     @property
     def pid(self) -> int:
@@ -106,7 +108,7 @@ class CandidateProcess:
             return PreparedPlan(plan, None, str(why), seconds, compile_s, gain, bool(found.get("pays", True)))
         parity = Parity.model_validate(found["parity"])
         why_not = "" if parity.parity in self._accepted else f"it's {parity.parity}: {parity.reason}"
-        return PreparedPlan(plan, parity, why_not, seconds, compile_s, gain)
+        return PreparedPlan(plan, parity, why_not, seconds, compile_s, gain, package=str(found.get("package", "")))
 
     def end(self) -> None:
         """Ends the child and its compilers."""
@@ -134,4 +136,8 @@ def _prepare(task: Task, training: Program, plans: Sequence[Plan], payoff: LiveP
     if missing := [line for line in lines if line.startswith(NOT_CACHED)]:
         return estimate | {"failure": missing[0]}
     (parity,) = prove_programs(task, [program], later=later)
-    return estimate | {"parity": parity.model_dump(mode="json"), "compile_s": program.compile_s}
+    return estimate | {
+        "parity": parity.model_dump(mode="json"),
+        "compile_s": program.compile_s,
+        "package": program.parts.package.digest,
+    }

@@ -23,8 +23,8 @@ LATER_GAIN = 1.1
 EAGER_GAIN = 1.15
 """Assumed speedup of an eager candidate over the eager plan in use."""
 
-_SHARED_CORES = 1.5
-"""Factor on the seconds of compiling and proving, since the training uses the same cores."""
+_SHARED_CORES = 2.0
+"""Factor on the seconds of compiling and proving, for imports, and since the training uses the same cache and memory."""
 
 _RACE_S = 2.0
 """Seconds that a race costs: loading the package, and half of the windows with the slower plan."""
@@ -45,6 +45,8 @@ class LivePayoff:
         has_pooling: whether the step has pooling that rewrites support.
         is_compiled: whether the candidate is compiled.
         idle_cores: cores without work; without any, the child gets what the training may lose.
+        loss: share of the training's speed that the child costs.
+        budget_s: seconds that the training may lose to the child before a saving; 0 for a share of the time that passed.
     """
 
     eager: Plan
@@ -57,6 +59,8 @@ class LivePayoff:
     has_pooling: bool = False
     is_compiled: bool = True
     idle_cores: float = 1.0
+    loss: float = MAX_LOSS
+    budget_s: float = 0.0
 
     @property
     def prepare_s(self) -> float:
@@ -67,7 +71,7 @@ class LivePayoff:
 
     @property
     def costs_s(self) -> float:
-        return MAX_LOSS * self.prepare_s + _RACE_S
+        return self.loss * self.prepare_s + _RACE_S
 
     @property
     def saves_s(self) -> float:
@@ -76,7 +80,8 @@ class LivePayoff:
 
     @property
     def is_worthwhile(self) -> bool:
-        return self.saves_s > self.costs_s
+        is_allowed = self.loss * self.prepare_s <= max(self.budget_s, MAX_LOSS * self.prepare_s)
+        return is_allowed and self.saves_s > self.costs_s
 
     def estimated(self, task: Task) -> LivePayoff:
         """Returns the payoff with the gain by a profile of some eager steps, unless it is known already."""

@@ -13,7 +13,7 @@ import psutil
 from hotloop.core.hardware.limits import allowed_cores
 
 MAX_LOSS = 0.15
-"""Largest share of the training's time that the child may cost."""
+"""Largest share of the run's time that children may cost."""
 
 _RESUME_SHARE = 0.8
 """Share of the allowed loss at which a paused child goes on."""
@@ -32,7 +32,8 @@ class SpareTime:
 
     Attributes:
         step_s: seconds of a step without the child.
-        most_loss: largest share of the time that the child may cost.
+        most_loss: largest share of the time until now that the child may cost.
+        budget_s: seconds that the child may cost at any time: a saving later makes up for them.
         lost_s, passed_s: seconds that the steps lost, of all seconds since the child's start.
     """
 
@@ -40,6 +41,7 @@ class SpareTime:
     pause: Callable[[], None]
     proceed: Callable[[], None]
     most_loss: float = MAX_LOSS
+    budget_s: float = 0.0
     lost_s: float = 0.0
     passed_s: float = 0.0
     is_paused: bool = False
@@ -57,7 +59,7 @@ class SpareTime:
         else:
             self._spans += 1
             self.lost_s = max(0.0, self.lost_s + seconds - steps * self.step_s)
-        allowed_s = self.most_loss * self.passed_s
+        allowed_s = max(self.budget_s, self.most_loss * self.passed_s)
         if self.is_paused and self.lost_s <= _RESUME_SHARE * allowed_s + _SLACK_S:
             self.is_paused, self._spans = False, 0
             self.proceed()
