@@ -265,7 +265,7 @@ def test_a_child_that_takes_too_long_costs_a_share_of_the_run(monkeypatch: pytes
 
 
 def test_no_child_starts_that_would_cost_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = begun(monkeypatch, 30_000, RIVAL, child=Long, idle_cores=0.0)
+    made = begun(monkeypatch, 60_000, RIVAL, child=Long, idle_cores=0.0)
     made.step_s[FEWER] = 20e-3  # nine tenths of the speed
     made.train(100)
     assert not hasattr(made, "child") and made.plan == FIRST
