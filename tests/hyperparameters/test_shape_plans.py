@@ -8,7 +8,8 @@ import pytest
 
 import hotloop
 from hotloop.core.files import user_folders
-from hotloop.hyperparameters.shape_plans import shape_key
+from hotloop.core.records.study import ParameterRecord, StudyRecord
+from hotloop.hyperparameters.shape_plans import expected_trials, shape_key
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.training.run import Run
@@ -28,6 +29,25 @@ def test_a_shape_is_that_of_trials_that_differ_in_numbers() -> None:
     assert shape_key(task(lr=0.01), Plan()) == first
     assert shape_key(task(lr=0.1, width=8), Plan()) != first
     assert shape_key(task(lr=0.1), Plan(threads=1)) != first
+
+
+@pytest.mark.parametrize(
+    ("space", "fields", "expected"),
+    [
+        ({"lr": {"low": 1e-4, "high": 0.1}}, {}, 40),
+        ({"width": {"choices": [64, 128]}, "lr": {"low": 1e-4, "high": 0.1}}, {}, 20),
+        ({"width": {"choices": [64, 128]}, "epochs": {"choices": [1]}}, {"repeats": 3}, 60),
+        ({"width": {"low": 8, "high": 32, "is_int": True, "step": 8.0}}, {}, 10),
+        ({"width": {"low": 1, "high": 1000, "is_int": True}}, {}, 1),
+        ({"lr": {"low": 1e-4, "high": 0.1}}, {"rungs": [1, 3]}, 20),
+        ({"lr": {"low": 1e-4, "high": 0.1}}, {"trials": 0}, 1),
+    ],
+    ids=["one shape", "a choice", "repeats", "a range of whole numbers", "a shape for each trial", "pruned", "unknown"],
+)
+def test_a_plan_pays_in_all_trials_of_its_shape(space: dict, fields: dict, expected: int) -> None:
+    parameters = {name: ParameterRecord(**value) for name, value in space.items()}
+    given = {"trials": 40, "repeats": 1, "rungs": [], **fields}
+    assert expected_trials(StudyRecord.model_construct(space=parameters, **given)) == expected
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from filelock import FileLock
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.study import ParameterRecord, StudyRecord
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.task_parts.named_optimizers import member_optimizers
 from hotloop.plan import Plan
@@ -20,12 +22,13 @@ from hotloop.tuning.auto.auto import feasibility_facts
 from hotloop.tuning.tune import cached_or_tuned_plan
 
 
-def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan) -> Plan:
+def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan, trials: int) -> Plan:
     """Returns the plan for trials that differ in numbers alone; the first trial of a shape finds the plan.
 
     Args:
         folder: where the study stores plans.
         base: axes that are set.
+        trials: expected number of trials of the shape: the plan has to pay in all of them together.
     """
     path = folder / f"{shape_key(loaded.task, base)}.toml"
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,10 +37,26 @@ def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan) -> Plan:
     with FileLock(folder / "search.lock"):  # one search at a time: two would change each other's times
         if not path.is_file():
             print(f"finding the plan for {path.stem}", flush=True)
-            plan, reason = cached_or_tuned_plan(loaded, PlanRequest(base, is_auto=True))
+            together = {"epochs": loaded.task.epochs * trials}
+            plan, reason = cached_or_tuned_plan(loaded, PlanRequest(base, is_auto=True), overrides=together)
             print(reason, flush=True)
             write_atomic(path, (plan or base).to_toml())
     return Plan.read(path)
+
+
+def expected_trials(study: StudyRecord) -> int:
+    """Returns the number of trials of one shape if each choice, and each whole number of a range, makes another shape.
+
+    A study that prunes trains half of its trials' epochs.
+    """
+    shapes = math.prod(_different_values(one) for one in study.space.values())
+    return max(1, study.trials * study.repeats // (shapes * (2 if study.rungs else 1)))
+
+
+def _different_values(parameter: ParameterRecord) -> int:
+    if parameter.low is None or parameter.high is None:
+        return max(1, len(parameter.choices))
+    return int((parameter.high - parameter.low) // (parameter.step or 1)) + 1 if parameter.is_int else 1
 
 
 def shape_key(task: Task, base: Plan) -> str:

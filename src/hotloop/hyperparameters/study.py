@@ -107,6 +107,7 @@ def _create(
         rungs=samplers.rungs(options.settings["pruner"], epochs),
         task_epochs=found.epochs,
         task_seed=found.seed,
+        trials=options.trials or DEFAULT_TRIALS,
         versions=found.versions,
     )
     samplers.check_settings(record)

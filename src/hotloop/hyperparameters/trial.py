@@ -344,9 +344,10 @@ def _plans(folder: Path, study: StudyRecord, context: RunContext, base: Plan) ->
     """Returns the plans to try, best first: the plan of the shape, or those of the rules without a compilation."""
     context = context.with_overrides()
     if study.plan == AUTO:
-        from hotloop.hyperparameters.shape_plans import plan_of_shape
+        from hotloop.hyperparameters.shape_plans import expected_trials, plan_of_shape
 
-        return [plan_of_shape(folder / "plans", context.source, base), *rules_plans(context.task, base)]
+        plan = plan_of_shape(folder / "plans", context.source, base, expected_trials(study))
+        return [plan, *rules_plans(context.task, base)]
     return rules_plans(context.task, base)
 
 

@@ -57,6 +57,7 @@ class StudyRecord(Record):
         rungs: epochs after which trials are compared for pruning.
         task_epochs, task_seed: values of the Task.
         pack: the largest number of trials that train together in one program; 0 for none.
+        trials: number of trials that the study began with; 0 if it isn't recorded.
     """
 
     version: int = 1
@@ -81,6 +82,7 @@ class StudyRecord(Record):
     task_epochs: int
     task_seed: int
     pack: int = 0
+    trials: int = 0
     versions: dict[str, str]
 
 
