@@ -9,7 +9,9 @@ import pytest
 import hotloop
 from hotloop.core.files import user_folders
 from hotloop.core.records.study import ParameterRecord, StudyRecord
-from hotloop.hyperparameters.shape_plans import expected_trials, shape_key
+from hotloop.errors import PlanError
+from hotloop.hyperparameters.shape_plans import ShapePlan, expected_trials, shape_key
+from hotloop.lowering.compile import package_cache
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.training.run import Run
@@ -56,6 +58,37 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert user_folders.cache_folder() == tmp_path / "cache" / "hotloop"
     return tmp_path / "cache" / "hotloop"
+
+
+@pytest.mark.parametrize(("steps", "reason"), [(50, "wouldn't pay"), (150, "compiled now"), (None, "compiled now")])
+def test_a_trial_compiles_a_package_of_its_own_only_where_that_pays(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None, reason: str
+) -> None:
+    def build(*given: object) -> bytes:
+        raise RuntimeError("compiled now")
+
+    monkeypatch.setattr(package_cache, "_build_package", build)
+    plan = ShapePlan(Plan(compile="package"), pays_after=100)
+    with pytest.raises(PlanError, match=reason):
+        plan.lower(task(), steps, lambda line: None)
+
+
+@pytest.mark.more
+def test_trials_whose_own_package_would_not_pay_use_the_plan_of_the_rules(tmp_path: Path, cache: Path) -> None:
+    """The rate of a dropout is a constant of the compiled step."""
+    source = STUDIED.replace("nn.Dropout(0.1)", "nn.Dropout(drop)").replace(
+        "width: int = 4", "width: int = 4, drop: float = 0.1"
+    )
+    (tmp_path / "task.py").write_text(source)
+    space = {"drop": "0.1..0.5", "epochs": 1}
+    hotloop.study(tmp_path / "task.py", space, folder=tmp_path / "s", trials=2, progress=False, plan="auto")
+    (path,) = (tmp_path / "s/plans").glob("*.toml")
+    path.write_text(Plan(compile="package", threads=1).to_toml())
+    path.with_suffix(".json").write_text('{"pays_after": 1000000}')
+    study = hotloop.study(tmp_path / "task.py", resume=tmp_path / "s", trials=4, progress=False)
+    assert [one.state for one in study.trials] == ["complete"] * 4
+    assert {Run.open(one.runs[0]).plan.compile for one in study.trials} == {"none"}
+    assert "the step's package isn't in the cache" in (tmp_path / "s/logs/0003.txt").read_text()
 
 
 @pytest.mark.more

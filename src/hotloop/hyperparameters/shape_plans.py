@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ from filelock import FileLock
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.plan_request import PlanRequest
+from hotloop.core.records.race import Verdict
 from hotloop.core.records.study import ParameterRecord, StudyRecord
 from hotloop.core.records.training import TaskFacts
+from hotloop.core.reporter import Report
 from hotloop.core.task_parts.named_optimizers import member_optimizers
+from hotloop.lowering.build import lower
+from hotloop.lowering.package_use import PackageUse
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.task_file import LoadedTask
@@ -22,7 +28,29 @@ from hotloop.tuning.auto.auto import feasibility_facts
 from hotloop.tuning.tune import cached_or_tuned_plan
 
 
-def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan, trials: int) -> Plan:
+@dataclass(frozen=True)
+class ShapePlan:
+    """The plan of a shape.
+
+    Attributes:
+        pays_after: steps of one trial from which compiling the plan for this trial alone pays; None if unknown.
+    """
+
+    plan: Plan
+    pays_after: int | None
+
+    def lower(self, task: Task, steps: int | None, say: Report) -> Program:
+        """Lowers the plan for one trial. A number that is a constant of the compiled step, such as the rate of a dropout,
+        makes another package: it is compiled only if that pays in this trial.
+
+        Raises:
+            PlanError: the trial needs a package of its own that wouldn't pay, or the plan can't be run.
+        """
+        may_build = steps is None or self.pays_after is None or steps > self.pays_after
+        return lower(task, self.plan, say, package=PackageUse(may_build=may_build))
+
+
+def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan, trials: int) -> ShapePlan:
     """Returns the plan for trials that differ in numbers alone; the first trial of a shape finds the plan.
 
     Args:
@@ -33,15 +61,26 @@ def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan, trials: int) -> 
     path = folder / f"{shape_key(loaded.task, base)}.toml"
     folder.mkdir(parents=True, exist_ok=True)
     if path.is_file():
-        return Plan.read(path)
+        return _read(path)
     with FileLock(folder / "search.lock"):  # one search at a time: two would change each other's times
         if not path.is_file():
             print(f"finding the plan for {path.stem}", flush=True)
             together = {"epochs": loaded.task.epochs * trials}
-            plan, reason = cached_or_tuned_plan(loaded, PlanRequest(base, is_auto=True), overrides=together)
+            searches: list[Verdict] = []
+            request = PlanRequest(base, is_auto=True)
+            plan, reason = cached_or_tuned_plan(loaded, request, overrides=together, searches=searches)
             print(reason, flush=True)
+            winners = [one.plan(one.winner) for one in searches if one.winner]
+            write_atomic(
+                path.with_suffix(".json"), json.dumps({"pays_after": winners[-1].pays_after if winners else None})
+            )
             write_atomic(path, (plan or base).to_toml())
-    return Plan.read(path)
+    return _read(path)
+
+
+def _read(path: Path) -> ShapePlan:
+    facts = path.with_suffix(".json")  # a study of an earlier version has none
+    return ShapePlan(Plan.read(path), json.loads(facts.read_text())["pays_after"] if facts.is_file() else None)
 
 
 def expected_trials(study: StudyRecord) -> int:

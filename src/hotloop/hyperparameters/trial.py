@@ -39,6 +39,7 @@ from hotloop.errors import (
     type_name,
 )
 from hotloop.hyperparameters.space import TASK_FIELDS, Space, as_text, first_values
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.task_file import (
@@ -53,7 +54,7 @@ from hotloop.task_file import (
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
 from hotloop.training.run import Run, is_run
 from hotloop.training.start import resume_run, start_run
-from hotloop.tuning.auto.auto import list_options
+from hotloop.tuning.auto.auto import feasibility_facts, list_options
 from hotloop.tuning.run_context import RunContext
 
 _LOCK_S = 60.0
@@ -286,12 +287,16 @@ def _train(
     if study.plan not in (RULES_PLAN, AUTO):
         named = folder / study.plan if study.plan.endswith(".toml") else study.plan
         return start_run(replace(context, plan=named, axes=axes), path)[1]
-    plans = _plans(folder, study, context, PlanRequest.from_value(AUTO, axes).plan)
-    for plan in plans:
+    base = PlanRequest.from_value(AUTO, axes).plan
+    context = context.with_overrides()
+    ways: list[tuple[Plan, Program | None]] = [(plan, None) for plan in rules_plans(context.task, base)]
+    if study.plan == AUTO:
+        ways = [*_plan_of_shape(folder, study, context, base), *ways]
+    for plan, program in ways:
         try:
-            return start_run(replace(context, plan=plan), path)[1]
+            return start_run(replace(context, plan=plan, program=program), path)[1]
         except (PlanError, MemoryExhausted) as error:
-            if isinstance(error, DeviceError) or plan is plans[-1] or is_run(path):
+            if isinstance(error, DeviceError) or plan is ways[-1][0] or is_run(path):
                 raise
             print(f"{plan.brief()}: {error.given}", flush=True)
     raise AssertionError("the rules always name the baseline")
@@ -340,15 +345,22 @@ def repeat_params(study: StudyRecord, repeat: int, params: Mapping[str, Value]) 
     return {**params, "seed": int(params.get("seed", study.task_seed) or 0) + repeat}
 
 
-def _plans(folder: Path, study: StudyRecord, context: RunContext, base: Plan) -> list[Plan]:
-    """Returns the plans to try, best first: the plan of the shape, or those of the rules without a compilation."""
-    context = context.with_overrides()
-    if study.plan == AUTO:
-        from hotloop.hyperparameters.shape_plans import expected_trials, plan_of_shape
+def _plan_of_shape(
+    folder: Path, study: StudyRecord, context: RunContext, base: Plan
+) -> list[tuple[Plan, Program | None]]:
+    """Returns the plan of the trial's shape, with its Program if the plan is compiled; empty if the trial can't use it."""
+    from hotloop.hyperparameters.shape_plans import expected_trials, plan_of_shape
 
-        plan = plan_of_shape(folder / "plans", context.source, base, expected_trials(study))
-        return [plan, *rules_plans(context.task, base)]
-    return rules_plans(context.task, base)
+    found = plan_of_shape(folder / "plans", context.source, base, expected_trials(study))
+    if found.plan.compile == "none":
+        return [(found.plan, None)]
+    try:
+        return [(found.plan, found.lower(context.task, feasibility_facts(context.task, base)[0].steps, context.say))]
+    except (PlanError, MemoryExhausted) as error:
+        if isinstance(error, DeviceError):
+            raise
+        print(f"{found.plan.brief()}: {error.given}", flush=True)
+        return []
 
 
 def rules_plans(task: Task, base: Plan) -> list[Plan]:

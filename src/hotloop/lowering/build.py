@@ -80,7 +80,7 @@ def lower(
     say: Report = lambda line: None,
     during: ProgressReporter | None = None,
     make_step: Callable[[LoweringContext], EagerStep] | None = None,
-    package: str = "",
+    package: PackageUse | None = None,
 ) -> Program:
     """Makes a Task runnable under a Plan; the caller's random generators keep their state.
 
@@ -88,7 +88,7 @@ def lower(
         say: shows a line to the user, such as the size of data read into memory.
         during: shows the progress of slow operations; `say` gets lines by default.
         make_step: builds the step in place of the plan's own.
-        package: SHA-256 of the only package that a compiled step may use; empty for any package.
+        package: which packages a compiled step may use; None for any, also a new one.
 
     Raises:
         DeviceError: this machine lacks the plan's device.
@@ -101,7 +101,7 @@ def lower(
         plan = plan.with_axes(ranks=World.from_group(plan).ranks)  # a resumed run may have another number of ranks
     with translate_memory_errors(plan), preserve_generators():
         parts = LoweringContext.from_task(task, plan)
-        parts = replace(parts, reporter=Reporter(say, during), package=PackageUse(package))
+        parts = replace(parts, reporter=Reporter(say, during), package=package or PackageUse())
         parts = replace(parts, trial_optimizer=trial_optimizer(task, parts.model))
         _check_plan(parts)
         for transform in TRANSFORMS:

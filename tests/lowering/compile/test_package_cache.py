@@ -18,6 +18,7 @@ from hotloop.core.hardware import machine
 from hotloop.errors import PlanError
 from hotloop.lowering.compile import package_cache
 from hotloop.lowering.compile.capture import CapturedStep, StepCapture, capture_step
+from hotloop.lowering.package_use import PackageUse
 from hotloop.plan import Plan
 from tests.support.programs import a_task, advance, labelled
 
@@ -64,15 +65,19 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
 def test_another_package_than_the_expected_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proven = hotloop.lower(a_task(), PACKAGE)
     digest = proven.parts.package.digest
-    again = hotloop.lower(a_task(), PACKAGE, package=digest)
+    again = hotloop.lower(a_task(), PACKAGE, package=PackageUse(digest))
     assert again.parts.package.digest == digest != ""
     advance(again, 2)
     with pytest.raises(PlanError, match="isn't the one that was proven"):
-        hotloop.lower(a_task(), PACKAGE, package="0" * 64)
+        hotloop.lower(a_task(), PACKAGE, package=PackageUse("0" * 64))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(package_cache, "_build_package", lambda *given: pytest.fail("compiled without a proof"))
-    with pytest.raises(PlanError, match="isn't in the cache"):
-        hotloop.lower(a_task(), PACKAGE, package=digest)
+    for use, reason in (
+        (PackageUse(digest), "proven isn't in the cache"),
+        (PackageUse(may_build=False), "wouldn't pay"),
+    ):
+        with pytest.raises(PlanError, match=reason):
+            hotloop.lower(a_task(), PACKAGE, package=use)
 
 
 @pytest.mark.more

@@ -32,7 +32,9 @@ def traced(network: Network, **options):
 )
 def test_peak_memory_is_that_of_a_real_step(name: str) -> None:
     if name == "convolutional autoencoder" and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        pytest.skip("oneDNN's copies for transposed convolutions are known with AVX2 alone; with AVX-512 it copies less")
+        pytest.skip(
+            "oneDNN's copies for transposed convolutions are known with AVX2 alone; with AVX-512 it copies less"
+        )
     assert traced(BY_NAME[name]).peak_bytes == pytest.approx(measured_peak(BY_NAME[name]), rel=0.05)
 
 

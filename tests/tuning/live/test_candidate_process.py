@@ -19,6 +19,7 @@ from hotloop.core.state import differing_paths
 from hotloop.errors import DiskError, PlanError
 from hotloop.lowering.build import lower
 from hotloop.lowering.compile import package_cache
+from hotloop.lowering.package_use import PackageUse
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.tuning.live import candidate_process
@@ -210,7 +211,10 @@ def test_a_wrong_package_is_refused_and_a_right_one_is_used(monkeypatch: pytest.
         assert found.parity is not None and found.why_not.startswith("it's broken")
     found = result(begun(Plan(compile="package")), 600.0)
     assert found.why_not == ""
-    assert lower(a_task(epochs=4), Plan(compile="package"), package=found.package).parts.package.digest == found.package
+    assert (
+        lower(a_task(epochs=4), Plan(compile="package"), package=PackageUse(found.package)).parts.package.digest
+        == found.package
+    )
 
 
 def test_pooling_favours_the_usual_layout() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hotloop.core.files.plan_history import EVENT, PlanHistory, PlanSwitch
 from hotloop.lowering.build import lower
+from hotloop.lowering.package_use import PackageUse
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
@@ -83,7 +84,7 @@ class PlanSwitcher:
         if plan not in self._programs:
             state = self.loop.program.state()
             try:
-                self._programs[plan] = lower(self._task, runnable_plan(plan), self._say, package=package)
+                self._programs[plan] = lower(self._task, runnable_plan(plan), self._say, package=PackageUse(package))
             finally:
                 self.loop.program.restore(state)  # building a second model may call functions of the Task
         return self._programs[plan]
