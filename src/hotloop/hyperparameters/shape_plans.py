@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.files.package_use import PackageUse
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.study import ParameterRecord, StudyRecord
@@ -19,7 +20,6 @@ from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import Report
 from hotloop.core.task_parts.named_optimizers import member_optimizers
 from hotloop.lowering.build import lower
-from hotloop.lowering.package_use import PackageUse
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from hotloop.core.feasibility.violations import check, is_plain
+from hotloop.core.files.package_use import PackageUse
 from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.random.rng import preserve_generators
@@ -25,7 +26,6 @@ from hotloop.lowering.checks.single_sample import check_single_samples
 from hotloop.lowering.context import LoweringContext, move_to_device
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.lowering.object_state.attributes import preserve_attributes
-from hotloop.lowering.package_use import PackageUse
 from hotloop.lowering.parameter_server.server import StalenessPolicy
 from hotloop.lowering.parameter_server.server_program import parameter_server_program
 from hotloop.lowering.program import Program

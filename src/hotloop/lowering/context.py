@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hotloop.core.feasibility.rank_plans import JOINT_MODES
+from hotloop.core.files.package_use import PackageUse
 from hotloop.core.number_formats import Float32Switches
 from hotloop.core.reporter import SILENT, Report, Reporter, SampleProgress
 from hotloop.core.state import put_values
@@ -28,7 +29,6 @@ from hotloop.distributed.world import SINGLE_RANK, World
 from hotloop.errors import DataError, TaskError, call_user_code, type_name
 from hotloop.lowering.losses.loss_copy import copy_loss
 from hotloop.lowering.object_state.attributes import pass_initial_values, preserve_attributes
-from hotloop.lowering.package_use import PackageUse
 from hotloop.plan import Plan
 from hotloop.task import StepResult, Task, forward
 

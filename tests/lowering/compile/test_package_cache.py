@@ -14,11 +14,11 @@ import torch
 from torch.fx.experimental import symbolic_shapes
 
 import hotloop
+from hotloop.core.files.package_use import PackageUse
 from hotloop.core.hardware import machine
 from hotloop.errors import PlanError
 from hotloop.lowering.compile import package_cache
 from hotloop.lowering.compile.capture import CapturedStep, StepCapture, capture_step
-from hotloop.lowering.package_use import PackageUse
 from hotloop.plan import Plan
 from tests.support.programs import a_task, advance, labelled
 

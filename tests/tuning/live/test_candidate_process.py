@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from hotloop.core.files.package_use import PackageUse
 from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.core.state import differing_paths
 from hotloop.errors import DiskError, PlanError
 from hotloop.lowering.build import lower
 from hotloop.lowering.compile import package_cache
-from hotloop.lowering.package_use import PackageUse
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.tuning.live import candidate_process

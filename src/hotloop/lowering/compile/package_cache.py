@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hotloop import __version__
 from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.files.package_use import PackageUse
 from hotloop.core.files.user_folders import cache_folder
 from hotloop.core.hardware import machine
 from hotloop.core.reporter import Report
@@ -28,7 +29,6 @@ from hotloop.lowering.compile.capture import CapturedStep, StepCapture
 from hotloop.lowering.compile.guards import constant_contents
 from hotloop.lowering.compile.inductor_patches import INDUCTOR_PATCH_VERSION, inductor_patches
 from hotloop.lowering.context import LoweringContext
-from hotloop.lowering.package_use import PackageUse
 
 _MAX_PACKAGES = 64
 """Maximum number of packages, and of records of steps; the least recently used are deleted."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hotloop.core.files.package_use import PackageUse
 from hotloop.core.files.plan_history import EVENT, PlanHistory, PlanSwitch
 from hotloop.lowering.build import lower
-from hotloop.lowering.package_use import PackageUse
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
