@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
+import sys
 import traceback
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -205,6 +208,12 @@ class Counted(Own):
         return self.inputs[row]
 
 
+class CountedByOwnObject(Own):
+    def __getitem__(self, row: int) -> Any:
+        options.reads += 1
+        return super().__getitem__(row)
+
+
 class Printed(Own):
     def __getitem__(self, row: int) -> Any:
         return self.shown(row)
@@ -247,6 +256,7 @@ REFUSED = {
     RandomPython: "draw random numbers",
     RandomOwn: "differs when it is read again",
     Counted: "changes the data set",
+    CountedByOwnObject: "changes the data set",
     Printed: "its code uses print",
     LongList: "a list of 5,000 items",
     LargeArray: "an array of shape 50x1000",
@@ -261,6 +271,69 @@ def test_a_data_set_that_can_not_be_stored_is_refused(loaders, kind: Any) -> Non
     for _ in range(4):
         list(loader)
     assert loaders.part.stage == "off" and REFUSED[kind] in loaders.part.reason
+
+
+class Factor:
+    """A class whose attribute a sample depends on."""
+
+    value = 1.0
+
+
+class Halved:
+    value = 0.5
+
+
+def scaled(value: Tensor) -> Tensor:
+    return value * scale * options.factor * Factor.value * script_settings.factor * Halved.value
+
+
+scale, options = 1.0, argparse.Namespace(factor=1.0, reads=0)
+
+script_settings = types.ModuleType("script_settings")
+"""A module of the script's own."""
+
+
+class Helped(Own):
+    """Samples depend on globals that other functions, objects, classes and modules have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        announce()
+
+    def __getitem__(self, row: int) -> Any:
+        return scaled(self.inputs[row])
+
+
+def announce() -> None:
+    print("made", end="")  # the constructor calls this function, and a sample does not
+
+
+HELPERS = {
+    "a global of a function": (globals(), "scale"),
+    "a global object": (vars(options), "factor"),
+    "a module": (vars(script_settings), "factor"),
+    "a global class": (globals(), "Factor"),
+}
+
+
+@pytest.mark.parametrize("case", HELPERS)
+def test_a_change_of_what_a_helper_function_uses_is_seen(loaders, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setitem(sys.modules, "script_settings", script_settings)
+    script_settings.__file__, script_settings.factor = __file__, 1.0
+    dataset = Helped()
+    loader = trained(loaders, dataset)
+    names, name = HELPERS[case]
+    monkeypatch.setitem(names, name, Halved if case == "a global class" else 2.0)
+    assert torch.equal(torch.cat(list(loader)), scaled(dataset.inputs))
+
+
+def test_a_change_of_a_class_attribute_is_seen(loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "script_settings", script_settings)
+    script_settings.__file__, script_settings.factor = __file__, 1.0
+    dataset = Helped()
+    loader = trained(loaders, dataset)
+    monkeypatch.setattr(Factor, "value", 3.0)
+    assert torch.equal(torch.cat(list(loader)), scaled(dataset.inputs))
 
 
 class Once(Own):
