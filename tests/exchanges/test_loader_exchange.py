@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_
 
 from hotloop.core.random.rng import generator_states
 from hotloop.data.batch_difference import batch_difference
-from hotloop.exchanges import loader_exchange
+from hotloop.exchanges import loader_exchange, sample_table
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal
 
@@ -413,6 +413,23 @@ def test_an_error_of_the_data_set_is_the_scripts_own(loaders) -> None:
     assert frames[-1].name == "__getitem__" and not [frame for frame in frames if "/hotloop/" in frame.filename]
     with pytest.raises(IndexError):
         list(DataLoader(TensorDataset(*arrays()), batch_size=2, sampler=[0, SAMPLES]))
+
+
+@pytest.mark.parametrize("place", ["_cut", "_compare"])
+def test_an_error_of_a_signals_handler_reaches_the_script(loaders, monkeypatch, end_by_signal, place: str) -> None:
+    loader = DataLoader(TensorDataset(*arrays()), batch_size=10)
+    if place == "_cut":
+        trained(loaders, loader.dataset)
+    monkeypatch.setattr(loader_exchange, "_cut" if place == "_cut" else "batch_difference", end_by_signal)
+    with pytest.raises(TimeoutError):
+        list(loader)
+    assert loaders.part.stage in ("use", "proof") and not loaders.part.notes
+
+
+def test_a_sample_that_is_recorded_when_a_signal_arrives(monkeypatch: pytest.MonkeyPatch, end_by_signal) -> None:
+    monkeypatch.setattr(sample_table, "dataset_summary", end_by_signal)
+    with pytest.raises(TimeoutError):
+        SampleTable(exact=False).record(Own(), [0], lambda: None)
 
 
 def test_a_data_set_is_freed_with_its_samples(loaders) -> None:

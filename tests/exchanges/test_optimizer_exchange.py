@@ -191,6 +191,17 @@ def test_an_exchange_that_fails_is_taken_back_and_the_step_is_made(optimizers, m
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+def test_an_error_of_a_signals_handler_reaches_the_script(optimizers, monkeypatch, end_by_signal) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 3)
+    use(optimizers.part)
+    planted(monkeypatch, "_fused_sgd_", end_by_signal)
+    with pytest.raises(TimeoutError):
+        train(model, optimizer, 1)
+    assert optimizers.part.stage == "use" and not optimizers.part.notes
+
+
 def test_groups_and_optimizers_are_parts_of_their_own(optimizers) -> None:
     model, other = network(), network(1)
     layers = list(model)

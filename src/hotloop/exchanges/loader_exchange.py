@@ -24,7 +24,7 @@ from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison, Part
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal, describe_dataset
 from hotloop.profiler.base.transparency import hide_from_warnings
-from hotloop.scripts.traceback_frames import strip_own_frames
+from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
 MakePart = Callable[[str, str, Sequence[str]], Part]
 
@@ -83,7 +83,8 @@ class LoaderExchange:
         try:
             known, rows = self._source(dataset, index)
             form = _NO_EXCHANGE if known is None or known.part.stage == "off" else _choose_form(known, rows)
-        except Exception:  # such as a data set without weak references
+        except Exception as error:  # such as a data set without weak references
+            raise_signal_error(error)
             return original()
         if known is None or form == _NO_EXCHANGE:
             return original()
@@ -176,6 +177,7 @@ def _cut_or_load(cut: Callable[[], Any], original: Callable[[], Any], part: Part
     try:
         return cut()
     except Exception as error:
+        raise_signal_error(error)
         part.take_back(f"it raised {describe_error(error)}")
         return original()
 
@@ -187,5 +189,6 @@ def _compare(original: Callable[[], Any], cut: Callable[[], Any]) -> tuple[Any, 
         wrong = batch_difference(batch, cut())
         numbers = sum(value.numel() for value in tree_tensors(batch))
     except Exception as error:
+        raise_signal_error(error)
         return batch, CallComparison(False, 0, f"it raised {describe_error(error)}")
     return batch, CallComparison(not wrong, numbers, wrong and f"its batch differs: {wrong}")

@@ -20,7 +20,7 @@ from hotloop.core.task_parts.memory_layout import is_gapless
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.update_proof import Tensors, compare_update
 from hotloop.profiler.base.transparency import hide_from_warnings
-from hotloop.scripts.traceback_frames import strip_own_frames
+from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
 _LIST_COUNTS = {"sgd": 3, "adam": 6, "adagrad": 4}
 """Torch's functional updates with a fused kernel on the CPU, and the number of their tensor lists (torch 2.13)."""
@@ -90,7 +90,8 @@ class OptimizerExchange:
             return original(*lists, **kwargs)
         try:
             part = self._fit_part(name, lists, kwargs)
-        except Exception:  # such as an object in the place of a tensor
+        except Exception as error:  # such as an object in the place of a tensor
+            raise_signal_error(error)
             part = None
         if part is None:
             return original(*lists, **kwargs)
@@ -155,6 +156,7 @@ def _run_exchange(
     except Exception as error:
         if _versions(lists) != versions:
             raise
+        raise_signal_error(error)
         part.take_back(f"it raised {type(error).__name__}: {error}")
         original(*lists, **kwargs)
 

@@ -19,6 +19,7 @@ from hotloop.core.random.rng import generator_states
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.dataset_changes import dataset_summary, names_in_sample_code, reachable_values, unchecked_part
 from hotloop.errors import describe_error
+from hotloop.scripts.traceback_frames import raise_signal_error
 
 _MAX_MEMORY_SHARE = 0.25
 """Largest share of the free memory for the table."""
@@ -98,11 +99,13 @@ class SampleTable:
             before, states = dataset_summary(dataset), generator_states()
             why = self._begin(dataset, before)
         except Exception as error:
+            raise_signal_error(error)
             why = f"its objects can't be followed: {describe_error(error)}"
         batch = original()
         try:
             why = why or self._end(dataset, rows, batch, before, states)
         except Exception as error:
+            raise_signal_error(error)
             why = f"its samples can't be stored: {describe_error(error)}"
         if why:
             self.clear()
