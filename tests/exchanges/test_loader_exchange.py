@@ -336,6 +336,25 @@ def test_a_change_of_a_class_attribute_is_seen(loaders, monkeypatch: pytest.Monk
     assert torch.equal(torch.cat(list(loader)), scaled(dataset.inputs))
 
 
+def test_a_data_set_that_changes_at_each_pass_is_not_recorded_for_ever(loaders) -> None:
+    dataset = Own()
+    loader = trained(loaders, dataset)
+    for _ in range(4):
+        dataset.scale += 1
+        assert torch.equal(torch.cat([batch["x"] for batch in loader]), dataset.transform(dataset.inputs))
+    assert loaders.part.stage == "off" and loaders.part.reason == "the script changes the data set at each pass"
+
+
+def test_a_data_set_that_changes_now_and_then_is_used_between_the_changes(loaders) -> None:
+    dataset = Own()
+    loader = trained(loaders, dataset)
+    for _ in range(4):
+        dataset.scale += 1
+        for _ in range(4):
+            assert torch.equal(torch.cat([batch["x"] for batch in loader]), dataset.transform(dataset.inputs))
+    assert loaders.part.stage == "use"
+
+
 class Once(Own):
     """Returns another sample from the fifth epoch on, for a reason that is outside its own objects."""
 

@@ -137,7 +137,7 @@ def _choose_form(known: _LoadedDataset, rows: list[int]) -> str:
     if not table.is_complete(rows):
         return _RECORDED
     if table.has_changed(dataset):
-        table.clear()
+        table.note_change()
         if part.proven:
             part.notes.append(f"{part.title}: the data set changed, so its samples are read anew")
         return _RECORDED

@@ -33,6 +33,9 @@ set is compared as well, and a change clears the table."""
 _REPEATED_SAMPLES = 256
 """Samples that were read twice with the same bits, after which one read of the others is enough."""
 
+_MAX_CHANGES = 3
+"""Changes of the data set in a row, without a batch from memory between them, after which recording is without benefit."""
+
 SIDE_EFFECTS = frozenset(
     (
         *("print", "write", "writelines", "input", "system", "Popen", "info", "warning", "warn"),
@@ -59,7 +62,7 @@ class SampleTable:
     """
 
     def __init__(self, *, exact: bool) -> None:
-        self._is_checked, self._exact = False, exact
+        self._is_checked, self._exact, self._changes = False, exact, 0
         self.clear()
 
     def clear(self) -> None:
@@ -69,6 +72,11 @@ class SampleTable:
         self._reads = bytearray()
         self._summary: tuple[Any, ...] = ()
         self._tensors: list[ref[Tensor]] = []
+
+    def note_change(self) -> None:
+        """Forgets all samples, since the data set has changed."""
+        self._changes += 1
+        self.clear()
 
     def is_complete(self, rows: Sequence[int]) -> bool:
         """Whether each of these samples was read often enough."""
@@ -85,6 +93,7 @@ class SampleTable:
 
     def cut(self, rows: Sequence[int]) -> Any:
         """Returns a new batch of these samples."""
+        self._changes = 0
         index = torch.tensor(rows)
         return map_tensors(lambda column: column.index_select(0, index), self._columns)
 
@@ -119,8 +128,8 @@ class SampleTable:
             if why := _why_unfit(dataset):
                 return why
         if self._reads and self._differs(summary):
-            self.clear()
-        return ""
+            self.note_change()
+        return "the script changes the data set at each pass" if self._changes >= _MAX_CHANGES else ""
 
     def _end(self, dataset: Any, rows: Sequence[int], batch: Any, before: tuple, states: dict[str, Any]) -> str:
         """Stores a batch; returns why its samples are unfit, else ""."""
