@@ -41,7 +41,7 @@ def _headline(run: ScriptRun, used: list[ExchangedPart]) -> str:
     if run.dry_run:
         return f"a dry run, {_gain(run.ratio)}" if run.ratio else "a dry run"
     if not used:
-        if run.notes:  # such as an exchange that was taken back
+        if run.parts and run.notes:  # such as an exchange that was taken back
             return "no exchange was in use at the script's end"
         return "nothing was exchanged, and the script ran as under python"
     return (
