@@ -355,6 +355,42 @@ def test_a_data_set_that_changes_now_and_then_is_used_between_the_changes(loader
     assert loaders.part.stage == "use"
 
 
+def test_the_race_counts_the_check_for_changes(loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a data set of many objects, the check takes longer than the script's own batches."""
+    dataset, clock, has_changed = Own(), [0.0], SampleTable.has_changed
+
+    def check(table: SampleTable, source: Any) -> bool:
+        clock[0] += 1.0
+        return has_changed(table, source)
+
+    monkeypatch.setattr(SampleTable, "has_changed", check)
+    monkeypatch.setattr(part_module, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    loader = DataLoader(dataset, batch_size=10)
+    for _ in range(12):
+        list(loader)
+    assert loaders.part.stage == "off" and loaders.part.reason.startswith("not faster: 0.00 times")
+
+
+def test_recording_is_work_of_hotloop_and_the_script_s_own_loading_is_none(
+    loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, clock = Own(), [0.0]
+    read = dataset.transform
+    dataset.transform = lambda value: (clock.__setitem__(0, clock[0] + 1.0), read(value))[1]
+    for module in (part_module, loader_exchange):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    summarize, compared = sample_table.dataset_summary, [0.0]
+
+    def summarize_slowly(source: Any) -> Any:
+        clock[0] += 0.5
+        compared[0] += 0.5
+        return summarize(source)
+
+    monkeypatch.setattr(sample_table, "dataset_summary", summarize_slowly)
+    list(DataLoader(dataset, batch_size=10))
+    assert clock[0] == SAMPLES + compared[0] and loaders.part.own_work_s == compared[0] > 0
+
+
 class Once(Own):
     """Returns another sample from the fifth epoch on, for a reason that is outside its own objects."""
 

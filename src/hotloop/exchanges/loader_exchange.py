@@ -7,6 +7,7 @@ iterator's base seed stay the script's own, and each batch is a new tensor.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -91,14 +92,12 @@ class LoaderExchange:
         part, table, source = known.part, known.table, known.dataset()
         assert source is not None
         if form == _RECORDED and table is not None:
-            try:
-                return table.record(source, rows, original)
-            except TableRefusal as refusal:
-                part.refuse(refusal.reason)
-                return refusal.batch
+            return _record(table, source, rows, original, part)
         cut: Callable[[], Any] = (
             functools.partial(_cut, source.tensors, rows) if table is None else functools.partial(table.cut, rows)
         )
+        if table is not None and part.stage == "race":
+            cut = functools.partial(_check_and_cut, table, source, cut)
         return part.call(
             original,
             lambda: _cut_or_load(cut, original, part),
@@ -121,6 +120,33 @@ class LoaderExchange:
             key = id(dataset)
             known = self._known[key] = _LoadedDataset(dataset, part, lambda _: self._known.pop(key, None))
         return known, rows
+
+
+def _record(table: SampleTable, dataset: Any, rows: list[int], original: Callable[[], Any], part: Part) -> Any:
+    """Loads a batch as the script does, and records its samples; all but the script's own loading is hotloop's work."""
+    own_s = 0.0
+
+    def load() -> Any:
+        nonlocal own_s
+        began = time.perf_counter()
+        batch = original()
+        own_s = time.perf_counter() - began
+        return batch
+
+    try:
+        with part.own_work():
+            return table.record(dataset, rows, load)
+    except TableRefusal as refusal:
+        part.refuse(refusal.reason)
+        return refusal.batch
+    finally:
+        part.own_work_s -= own_s
+
+
+def _check_and_cut(table: SampleTable, dataset: Any, cut: Callable[[], Any]) -> Any:
+    """Cuts a batch in a race: the check for changes, which each later batch needs, counts as the exchange's time."""
+    table.has_changed(dataset)
+    return cut()
 
 
 _NO_EXCHANGE, _RECORDED, _FROM_TENSORS = "no exchange", "recorded", "cut"
