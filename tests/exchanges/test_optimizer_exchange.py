@@ -216,6 +216,20 @@ def test_groups_and_optimizers_are_parts_of_their_own(optimizers) -> None:
     assert all(part.stage == "race" for part in optimizers.parts)
 
 
+def test_a_search_tries_no_exchange_that_equal_optimizers_did_not_need(optimizers) -> None:
+    def try_rate(lr: float, momentum: float = 0.0) -> None:
+        model = network()
+        train(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum), 1)
+        if optimizers.parts[-1].stage == "proof":
+            optimizers.parts[-1].refuse("not faster")
+
+    for trial in range(4):
+        try_rate(0.1 * (trial + 1))
+    try_rate(0.1, momentum=0.9)
+    assert [part.proven for part in optimizers.parts] == [1, 1, 0, 0, 1]
+    assert all(part.reason == "not faster" for part in optimizers.parts)
+
+
 def test_other_settings_need_another_proof_and_another_learning_rate_does_not(optimizers) -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ _DTYPES = (torch.float32, torch.float64)
 
 _MAX_PARTS = 64
 
+_REFUSALS = 2
+"""Equal parts without an exchange, such as those of a search over learning rates, after which the next one is not tried."""
+
 MakePart = Callable[[str, str, Sequence[str]], Part]
 
 
@@ -55,6 +59,7 @@ class OptimizerExchange:
     def __init__(self, make_part: MakePart, is_mine: Callable[[], bool], is_enabled: Callable[[], bool]) -> None:
         self._make_part, self._is_mine, self._is_enabled = make_part, is_mine, is_enabled
         self._groups: dict[tuple[str, int, int], _Group] = {}
+        self._alike: defaultdict[Any, list[Part]] = defaultdict(list)
         self._patches = Patches()
         self._made = 0
 
@@ -127,13 +132,20 @@ class OptimizerExchange:
             kind = "AdamW" if kwargs.get("decoupled_weight_decay") else _CLASS_NAMES[name]
             numbers = sum(value.numel() for value in parameters if value is not None)
             shown = f"{kind}, {numbers:,} numbers in {len(parameters)} tensor{'s' * (len(parameters) > 1)}"
-            group = _Group(first, self._make_part("optimizer", shown, list(_FLAGS)), settings)
+            group = _Group(first, self._made_part(shown, settings), settings)
             self._groups = {one: known for one, known in self._groups.items() if known.first() is not None}
             self._groups[key] = group
         elif group.settings != settings:
             group.settings = settings
             group.part.restart(list(_FLAGS))
         return group.part
+
+    def _made_part(self, shown: str, settings: tuple[Any, ...]) -> Part:
+        part, alike = self._make_part("optimizer", shown, list(_FLAGS)), self._alike[shown, settings]
+        if len(alike) >= _REFUSALS and all(one.stage == "off" for one in alike):
+            part.refuse(alike[-1].reason)
+        alike.append(part)
+        return part
 
 
 def _setting_key(value: Any) -> Any:
