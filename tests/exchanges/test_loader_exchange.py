@@ -343,6 +343,7 @@ def test_a_data_set_that_changes_at_each_pass_is_not_recorded_for_ever(loaders) 
         dataset.scale += 1
         assert torch.equal(torch.cat([batch["x"] for batch in loader]), dataset.transform(dataset.inputs))
     assert loaders.part.stage == "off" and loaders.part.reason == "the script changes the data set at each pass"
+    assert "was taken back" in loaders.part.notes[-1]
 
 
 def test_a_data_set_that_changes_now_and_then_is_used_between_the_changes(loaders) -> None:

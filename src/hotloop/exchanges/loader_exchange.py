@@ -137,7 +137,7 @@ def _record(table: SampleTable, dataset: Any, rows: list[int], original: Callabl
         with part.own_work():
             return table.record(dataset, rows, load)
     except TableRefusal as refusal:
-        part.refuse(refusal.reason)
+        (part.take_back if part.stage == "use" else part.refuse)(refusal.reason)
         return refusal.batch
     finally:
         part.own_work_s -= own_s
