@@ -379,4 +379,7 @@ class ModuleSite:
 
 
 def _first_line(error: BaseException) -> str:
+    """Returns an error's kind and the first line of its text; of a compiler's error the cause."""
+    while (inside := getattr(error, "inner_exception", None)) is not None:
+        error = inside
     return describe_error(error).splitlines()[0][:200]
