@@ -97,6 +97,18 @@ def test_exact_accepts_bitwise_updates_only(optimizers, kind: str) -> None:
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+def test_exact_allows_no_fused_update_that_has_equal_bits_by_chance(optimizers, monkeypatch) -> None:
+    """With a learning rate of 0 a fused update of few numbers often has equal bits."""
+    optimizers.exact = True
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    planted(monkeypatch, "_fused_adam_", lambda *args, **kwargs: pytest.fail("a fused update"))
+    for lr in (0.1, 0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = lr
+        train(model, optimizer, 3)
+        assert optimizers.part.exchange == "foreach" and optimizers.part.proven >= 3
+
+
 def planted(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[..., Any]) -> None:
     real = getattr(torch, name)
     monkeypatch.setattr(torch, name, lambda *args, **kwargs: change(real, *args, **kwargs))

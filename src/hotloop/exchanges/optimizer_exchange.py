@@ -28,6 +28,10 @@ _LIST_COUNTS = {"sgd": 3, "adam": 6, "adagrad": 4}
 
 _FLAGS = {"fused": {"fused": True, "foreach": False}, "foreach": {"fused": False, "foreach": True}}
 
+_EXACT_FORMS = ["foreach"]
+"""With `--exact`: the form that calls the operations of the original. Most updates of a fused Adam have equal bits, until a
+number among some ten thousand is rounded otherwise, so compared calls can't prove equal bits."""
+
 _UNFIT_SETTINGS = ("capturable", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
 
 _DTYPES = (torch.float32, torch.float64)
@@ -137,11 +141,13 @@ class OptimizerExchange:
             self._groups[key] = group
         elif group.settings != settings:
             group.settings = settings
-            group.part.restart(list(_FLAGS))
+            group.part.restart(_EXACT_FORMS if group.part.exact else list(_FLAGS))
         return group.part
 
     def _made_part(self, shown: str, settings: tuple[Any, ...]) -> Part:
         part, alike = self._make_part("optimizer", shown, list(_FLAGS)), self._alike[shown, settings]
+        if part.exact:
+            part.restart(_EXACT_FORMS)
         if len(alike) >= _REFUSALS and all(one.stage == "off" for one in alike):
             part.refuse(alike[-1].reason)
         alike.append(part)
