@@ -242,6 +242,15 @@ def test_a_search_tries_no_exchange_that_equal_optimizers_did_not_need(optimizer
     assert all(part.reason == "not faster" for part in optimizers.parts)
 
 
+def test_a_schedule_that_returns_to_zero_needs_one_proof(optimizers) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    for lr in (0.0, 0.1, 0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = lr
+        train(model, optimizer, 2)
+    assert optimizers.part.stage == "race" and optimizers.part.proven == 3
+
+
 def test_other_settings_need_another_proof_and_another_learning_rate_does_not(optimizers) -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())

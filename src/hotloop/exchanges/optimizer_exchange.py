@@ -114,6 +114,8 @@ class OptimizerExchange:
 
     def _fit_part(self, name: str, lists: Sequence[Tensors], kwargs: dict) -> Part | None:
         """Returns the part of a call; None if the call is not exchanged."""
+        if kwargs.get("lr") == 0:
+            return None  # such as the first step of a warm-up, which shows no error of an update
         part = self._part(name, lists[0], kwargs)
         if part is None or part.stage == "off":
             return None
