@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,18 @@ from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.workers import worker_site
 from hotloop.exchanges.workers.worker_exchange import WorkerExchange
+
+
+@pytest.fixture
+def end_by_signal() -> Iterator[Callable[..., None]]:
+    """A function in which a signal arrives, whose handler raises TimeoutError, as a script's own handler may do."""
+
+    def raise_error(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGTERM, raise_error)
+    yield lambda *args, **kwargs: signal.raise_signal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
 
 
 class Exchanged:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
+import sys
 import traceback
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_
 
 from hotloop.core.random.rng import generator_states
 from hotloop.data.batch_difference import batch_difference
-from hotloop.exchanges import loader_exchange
+from hotloop.exchanges import loader_exchange, sample_table
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal
 
@@ -205,6 +208,12 @@ class Counted(Own):
         return self.inputs[row]
 
 
+class CountedByOwnObject(Own):
+    def __getitem__(self, row: int) -> Any:
+        options.reads += 1
+        return super().__getitem__(row)
+
+
 class Printed(Own):
     def __getitem__(self, row: int) -> Any:
         return self.shown(row)
@@ -247,6 +256,7 @@ REFUSED = {
     RandomPython: "draw random numbers",
     RandomOwn: "differs when it is read again",
     Counted: "changes the data set",
+    CountedByOwnObject: "changes the data set",
     Printed: "its code uses print",
     LongList: "a list of 5,000 items",
     LargeArray: "an array of shape 50x1000",
@@ -261,6 +271,125 @@ def test_a_data_set_that_can_not_be_stored_is_refused(loaders, kind: Any) -> Non
     for _ in range(4):
         list(loader)
     assert loaders.part.stage == "off" and REFUSED[kind] in loaders.part.reason
+
+
+class Factor:
+    """A class whose attribute a sample depends on."""
+
+    value = 1.0
+
+
+class Halved:
+    value = 0.5
+
+
+def scaled(value: Tensor) -> Tensor:
+    return value * scale * options.factor * Factor.value * script_settings.factor * Halved.value
+
+
+scale, options = 1.0, argparse.Namespace(factor=1.0, reads=0)
+
+script_settings = types.ModuleType("script_settings")
+"""A module of the script's own."""
+
+
+class Helped(Own):
+    """Samples depend on globals that other functions, objects, classes and modules have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        announce()
+
+    def __getitem__(self, row: int) -> Any:
+        return scaled(self.inputs[row])
+
+
+def announce() -> None:
+    print("made", end="")  # the constructor calls this function, and a sample does not
+
+
+HELPERS = {
+    "a global of a function": (globals(), "scale"),
+    "a global object": (vars(options), "factor"),
+    "a module": (vars(script_settings), "factor"),
+    "a global class": (globals(), "Factor"),
+}
+
+
+@pytest.mark.parametrize("case", HELPERS)
+def test_a_change_of_what_a_helper_function_uses_is_seen(loaders, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setitem(sys.modules, "script_settings", script_settings)
+    script_settings.__file__, script_settings.factor = __file__, 1.0
+    dataset = Helped()
+    loader = trained(loaders, dataset)
+    names, name = HELPERS[case]
+    monkeypatch.setitem(names, name, Halved if case == "a global class" else 2.0)
+    assert torch.equal(torch.cat(list(loader)), scaled(dataset.inputs))
+
+
+def test_a_change_of_a_class_attribute_is_seen(loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "script_settings", script_settings)
+    script_settings.__file__, script_settings.factor = __file__, 1.0
+    dataset = Helped()
+    loader = trained(loaders, dataset)
+    monkeypatch.setattr(Factor, "value", 3.0)
+    assert torch.equal(torch.cat(list(loader)), scaled(dataset.inputs))
+
+
+def test_a_data_set_that_changes_at_each_pass_is_not_recorded_for_ever(loaders) -> None:
+    dataset = Own()
+    loader = trained(loaders, dataset)
+    for _ in range(4):
+        dataset.scale += 1
+        assert torch.equal(torch.cat([batch["x"] for batch in loader]), dataset.transform(dataset.inputs))
+    assert loaders.part.stage == "off" and loaders.part.reason == "the script changes the data set at each pass"
+    assert "was taken back" in loaders.part.notes[-1]
+
+
+def test_a_data_set_that_changes_now_and_then_is_used_between_the_changes(loaders) -> None:
+    dataset = Own()
+    loader = trained(loaders, dataset)
+    for _ in range(4):
+        dataset.scale += 1
+        for _ in range(4):
+            assert torch.equal(torch.cat([batch["x"] for batch in loader]), dataset.transform(dataset.inputs))
+    assert loaders.part.stage == "use"
+
+
+def test_the_race_counts_the_check_for_changes(loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a data set of many objects, the check takes longer than the script's own batches."""
+    dataset, clock, has_changed = Own(), [0.0], SampleTable.has_changed
+
+    def check(table: SampleTable, source: Any) -> bool:
+        clock[0] += 1.0
+        return has_changed(table, source)
+
+    monkeypatch.setattr(SampleTable, "has_changed", check)
+    monkeypatch.setattr(part_module, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    loader = DataLoader(dataset, batch_size=10)
+    for _ in range(12):
+        list(loader)
+    assert loaders.part.stage == "off" and loaders.part.reason.startswith("not faster: 0.00 times")
+
+
+def test_recording_is_work_of_hotloop_and_the_script_s_own_loading_is_none(
+    loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, clock = Own(), [0.0]
+    read = dataset.transform
+    dataset.transform = lambda value: (clock.__setitem__(0, clock[0] + 1.0), read(value))[1]
+    for module in (part_module, loader_exchange):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    summarize, compared = sample_table.dataset_summary, [0.0]
+
+    def summarize_slowly(source: Any) -> Any:
+        clock[0] += 0.5
+        compared[0] += 0.5
+        return summarize(source)
+
+    monkeypatch.setattr(sample_table, "dataset_summary", summarize_slowly)
+    list(DataLoader(dataset, batch_size=10))
+    assert clock[0] == SAMPLES + compared[0] and loaders.part.own_work_s == compared[0] > 0
 
 
 class Once(Own):
@@ -340,6 +469,23 @@ def test_an_error_of_the_data_set_is_the_scripts_own(loaders) -> None:
     assert frames[-1].name == "__getitem__" and not [frame for frame in frames if "/hotloop/" in frame.filename]
     with pytest.raises(IndexError):
         list(DataLoader(TensorDataset(*arrays()), batch_size=2, sampler=[0, SAMPLES]))
+
+
+@pytest.mark.parametrize("place", ["_cut", "_compare"])
+def test_an_error_of_a_signals_handler_reaches_the_script(loaders, monkeypatch, end_by_signal, place: str) -> None:
+    loader = DataLoader(TensorDataset(*arrays()), batch_size=10)
+    if place == "_cut":
+        trained(loaders, loader.dataset)
+    monkeypatch.setattr(loader_exchange, "_cut" if place == "_cut" else "batch_difference", end_by_signal)
+    with pytest.raises(TimeoutError):
+        list(loader)
+    assert loaders.part.stage in ("use", "proof") and not loaders.part.notes
+
+
+def test_a_sample_that_is_recorded_when_a_signal_arrives(monkeypatch: pytest.MonkeyPatch, end_by_signal) -> None:
+    monkeypatch.setattr(sample_table, "dataset_summary", end_by_signal)
+    with pytest.raises(TimeoutError):
+        SampleTable(exact=False).record(Own(), [0], lambda: None)
 
 
 def test_a_data_set_is_freed_with_its_samples(loaders) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import io
 import json
@@ -152,9 +153,30 @@ class Opaque(Planted):
         return result
 
 
+CALLS = argparse.Namespace(count=0)
+
+
+class CountingElsewhere(Planted):
+    def forward(self, inputs: Tensor) -> Tensor:
+        CALLS.count += 1
+        return self.layer(inputs)
+
+
+class PlainTensor(Planted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(8)  # no buffer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen.add_(inputs.detach().sum(0))
+        return self.layer(inputs)
+
+
 FAULTS = {
     Printing: "it can't be compiled",
     Counting: "its forward changes calls",
+    CountingElsewhere: "its forward changes an object",
+    PlainTensor: "neither parameter nor buffer",
     Branching: "it can't be compiled",
     NumpyNoise: "draws from Python's or NumPy's generator",
     FixedDtype: "float64 copy",
@@ -162,7 +184,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.few("NumpyNoise", "Opaque", "Printing")
+@pytest.mark.few("NumpyNoise", "Opaque", "Printing", "PlainTensor")
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
 def test_a_module_that_can_not_be_compared_stays(modules, kind: type[nn.Module], capsys) -> None:
     model, plain = kind(), kind()
@@ -359,6 +381,16 @@ def test_an_exchange_that_fails_later_is_taken_back_and_the_run_goes_on(modules,
     assert "\n" not in part.notes[0] and model._compiled_call_impl is None
     assert losses == train(plain, 5)
     assert_same_state(model, plain, bitwise=True)
+
+
+@pytest.mark.more
+def test_an_error_of_a_signals_handler_reaches_the_script(modules, used, end_by_signal) -> None:
+    model, part = used
+    (site,) = modules.exchange._sites.values()
+    site._compiled = end_by_signal
+    with pytest.raises(TimeoutError):
+        train(model, 1, modules.step_ended)
+    assert part.stage == "use" and not part.notes
 
 
 @pytest.mark.more

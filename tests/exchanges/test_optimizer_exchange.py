@@ -97,6 +97,18 @@ def test_exact_accepts_bitwise_updates_only(optimizers, kind: str) -> None:
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+def test_exact_allows_no_fused_update_that_has_equal_bits_by_chance(optimizers, monkeypatch) -> None:
+    """With a learning rate of 0 a fused update of few numbers often has equal bits."""
+    optimizers.exact = True
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    planted(monkeypatch, "_fused_adam_", lambda *args, **kwargs: pytest.fail("a fused update"))
+    for lr in (0.1, 0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = lr
+        train(model, optimizer, 3)
+        assert optimizers.part.exchange == "foreach" and optimizers.part.proven >= 3
+
+
 def planted(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[..., Any]) -> None:
     real = getattr(torch, name)
     monkeypatch.setattr(torch, name, lambda *args, **kwargs: change(real, *args, **kwargs))
@@ -191,6 +203,17 @@ def test_an_exchange_that_fails_is_taken_back_and_the_step_is_made(optimizers, m
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+def test_an_error_of_a_signals_handler_reaches_the_script(optimizers, monkeypatch, end_by_signal) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 3)
+    use(optimizers.part)
+    planted(monkeypatch, "_fused_sgd_", end_by_signal)
+    with pytest.raises(TimeoutError):
+        train(model, optimizer, 1)
+    assert optimizers.part.stage == "use" and not optimizers.part.notes
+
+
 def test_groups_and_optimizers_are_parts_of_their_own(optimizers) -> None:
     model, other = network(), network(1)
     layers = list(model)
@@ -203,6 +226,29 @@ def test_groups_and_optimizers_are_parts_of_their_own(optimizers) -> None:
         "SGD, 1,501 numbers in 6 tensors",
     ]
     assert all(part.stage == "race" for part in optimizers.parts)
+
+
+def test_a_search_tries_no_exchange_that_equal_optimizers_did_not_need(optimizers) -> None:
+    def try_rate(lr: float, momentum: float = 0.0) -> None:
+        model = network()
+        train(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum), 1)
+        if optimizers.parts[-1].stage == "proof":
+            optimizers.parts[-1].refuse("not faster")
+
+    for trial in range(4):
+        try_rate(0.1 * (trial + 1))
+    try_rate(0.1, momentum=0.9)
+    assert [part.proven for part in optimizers.parts] == [1, 1, 0, 0, 1]
+    assert all(part.reason == "not faster" for part in optimizers.parts)
+
+
+def test_a_schedule_that_returns_to_zero_needs_one_proof(optimizers) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    for lr in (0.0, 0.1, 0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = lr
+        train(model, optimizer, 2)
+    assert optimizers.part.stage == "race" and optimizers.part.proven == 3
 
 
 def test_other_settings_need_another_proof_and_another_learning_rate_does_not(optimizers) -> None:

@@ -80,6 +80,8 @@ def test_the_next_exchange_is_tried(monkeypatch: pytest.MonkeyPatch, changes: li
     calls.comparison = CallComparison(False, 10, "its error is large")
     calls.make(part, 1)
     assert (part.exchange, part.stage) == ("foreach", "proof")
+    reason = part.as_record(used=True)["reason"]
+    assert reason == "the script ended before a decision on foreach; fused: its error is large"
     calls.comparison = EQUAL
     calls.make(part, 27)
     assert part.stage == "use" and part.as_record(used=True)["reason"] == ""

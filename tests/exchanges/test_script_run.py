@@ -240,6 +240,15 @@ def test_options_that_can_not_be_are_one_line(options: list[str], line: str, tmp
     assert "Traceback" not in done.stderr
 
 
+def test_an_option_of_the_script_needs_two_hyphens(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('out')")
+    done = subprocess.run([*RUN, str(script), "--epochs", "3"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    line = "error: no such option: --epochs. Put the script's own options after --. See: hotloop run --help"
+    assert done.stderr.splitlines() == [line]
+
+
 @pytest.mark.more
 def test_a_dry_run_uses_no_exchange(tmp_path: Path, cache: Path) -> None:
     record, found = record_of(tmp_path, "--dry-run")

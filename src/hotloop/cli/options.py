@@ -179,7 +179,9 @@ def _usage(error: Any) -> str:
     message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
     command = error.ctx.command_path if error.ctx is not None else "hotloop"
     stop = "" if message.endswith("?") else "."
-    return f"{message[:1].lower()}{message[1:]}{stop} See: {command} --help"
+    takes_arguments = error.ctx is not None and any(one.name == "arguments" for one in error.ctx.command.params)
+    hint = " Put the script's own options after --." if takes_arguments and hasattr(error, "option_name") else ""
+    return f"{message[:1].lower()}{message[1:]}{stop}{hint} See: {command} --help"
 
 
 def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -33,6 +35,8 @@ _LIBRARIES = (
     "hotloop",
 )
 
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
 
 def dataset_summary(dataset: Any) -> tuple[Any, ...]:
     """Returns a summary of the objects that a data set refers to: attributes, items, closures, globals of functions.
@@ -40,17 +44,22 @@ def dataset_summary(dataset: Any) -> tuple[Any, ...]:
     Two summaries differ if a number, text, tensor or array among these objects was changed or replaced. Objects beyond
     the size limits are skipped, and large arrays are compared at sampled elements.
     """
-    summary = list[Any]()
-    for value in reachable_values(dataset):
-        if isinstance(value, PLAIN):
-            summary.append(repr(value) if isinstance(value, float | complex) else value)
-        else:
-            summary.append(_object_summary(value))
-    return tuple(summary)
+    return tuple(map(value_summary, reachable_values(dataset)))
 
 
-def reachable_values(dataset: Any) -> Iterator[Any]:
-    """Yields what a data set refers to, within the size limits; each object once, plain values each time."""
+def value_summary(value: Any) -> Any:
+    """Returns what differs if the value itself, without the objects that it refers to, was changed."""
+    if isinstance(value, PLAIN):
+        return repr(value) if isinstance(value, float | complex) else value
+    return _object_summary(value)
+
+
+def reachable_values(dataset: Any, *, through_code: bool = True) -> Iterator[Any]:
+    """Yields what a data set refers to, within the size limits; each object once, plain values each time.
+
+    Args:
+        through_code: whether functions, classes and objects count that the code of a function only names.
+    """
     visited, waiting, count = set[int](), deque([dataset]), 0
     while waiting and count < _MAX_OBJECTS:
         value = waiting.popleft()
@@ -61,7 +70,7 @@ def reachable_values(dataset: Any) -> Iterator[Any]:
             visited.add(id(value))
             count += 1
             yield value
-            waiting.extend(_referenced_objects(value))
+            waiting.extend(_referenced_objects(value, through_code))
 
 
 def unchecked_part(dataset: Any) -> str:
@@ -82,7 +91,7 @@ _SAMPLE_METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
 
 def names_in_sample_code(dataset: Any) -> set[str]:
     """Returns the names in the user's functions that make a sample, as far as the code shows them."""
-    values = list(reachable_values(dataset))
+    values = list(reachable_values(dataset, through_code=False))  # a constructor's code makes no sample
     methods = {id(part) for value in values if isinstance(value, type) for part in vars(value).values()}
     names, done = set[str](), set[int]()
     for value in values:
@@ -130,7 +139,7 @@ def _content(array: np.ndarray) -> bytes:
     return array[tuple(slice(None, None, max(1, size // per_dim)) for size in array.shape)].tobytes()
 
 
-def _referenced_objects(value: Any) -> Iterator[Any]:
+def _referenced_objects(value: Any, through_code: bool) -> Iterator[Any]:
     """Yields the referenced objects in a fixed order."""
     if isinstance(value, Tensor | np.ndarray | ModuleType):
         return
@@ -145,7 +154,7 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
-        yield from _parts_of_function(value)
+        yield from _parts_of_function(value, through_code)
     elif isinstance(value, type):
         if not is_library_object(value):
             yield from (part for name, part in vars(value).items() if not name.startswith("__") or callable(part))
@@ -154,7 +163,7 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
         yield from type(value).__mro__
 
 
-def _parts_of_function(function: FunctionType) -> Iterator[Any]:
+def _parts_of_function(function: FunctionType, through_code: bool) -> Iterator[Any]:
     if is_library_object(function):
         return
     for cell in function.__closure__ or ():
@@ -163,10 +172,34 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
         except ValueError:  # the cell is still empty
             continue
     yield function.__defaults__
-    for name in global_names(function.__code__):
-        value = function.__globals__.get(name)
-        if isinstance(value, (*PLAIN, list, dict, Tensor, np.ndarray)):
+    follows_code = through_code and function.__name__ != "__init__" and _is_of_script(str(function.__module__))
+    for value in named_globals(function):
+        is_followed = follows_code and not isinstance(value, ModuleType)
+        if isinstance(value, type | FunctionType):
+            is_followed = is_followed and _is_of_script(str(value.__module__))
+        if is_followed or isinstance(value, (*PLAIN, list, dict, Tensor, np.ndarray)):
             yield value
+
+
+def named_globals(function: FunctionType) -> Iterator[Any]:
+    """Yields the globals that the function's code names, and what it names of the script's own modules."""
+    names, visited = tuple(names_in_code(function.__code__)), set[int]()
+    waiting = deque(function.__globals__.get(name) for name in global_names(function.__code__))
+    while waiting:
+        value = waiting.popleft()
+        yield value
+        if isinstance(value, ModuleType) and id(value) not in visited and _is_of_script(value.__name__):
+            visited.add(id(value))
+            waiting.extend(vars(value)[name] for name in names if name in vars(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_script(module: str) -> bool:
+    """Whether a module is neither Python's nor installed."""
+    if module == "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return isinstance(file, str) and not file.startswith(_INSTALLED)
 
 
 @functools.lru_cache(maxsize=4096)

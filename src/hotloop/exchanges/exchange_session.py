@@ -24,6 +24,7 @@ from hotloop.exchanges.windows.step_windows import StepWindows
 from hotloop.exchanges.workers.worker_exchange import WorkerExchange
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.child import write_result
+from hotloop.scripts.traceback_frames import raise_signal_error
 
 _WRITE_INTERVAL_S = 30.0
 """Seconds between two writes of the facts, for scripts that are killed."""
@@ -122,6 +123,7 @@ class ExchangeSession:
                 self._options.check_memory()
                 self._write()
         except Exception as error:
+            raise_signal_error(error)
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

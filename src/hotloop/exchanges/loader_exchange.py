@@ -7,6 +7,7 @@ iterator's base seed stay the script's own, and each batch is a new tensor.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -24,7 +25,7 @@ from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison, Part
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal, describe_dataset
 from hotloop.profiler.base.transparency import hide_from_warnings
-from hotloop.scripts.traceback_frames import strip_own_frames
+from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
 MakePart = Callable[[str, str, Sequence[str]], Part]
 
@@ -83,21 +84,20 @@ class LoaderExchange:
         try:
             known, rows = self._source(dataset, index)
             form = _NO_EXCHANGE if known is None or known.part.stage == "off" else _choose_form(known, rows)
-        except Exception:  # such as a data set without weak references
+        except Exception as error:  # such as a data set without weak references
+            raise_signal_error(error)
             return original()
         if known is None or form == _NO_EXCHANGE:
             return original()
         part, table, source = known.part, known.table, known.dataset()
         assert source is not None
         if form == _RECORDED and table is not None:
-            try:
-                return table.record(source, rows, original)
-            except TableRefusal as refusal:
-                part.refuse(refusal.reason)
-                return refusal.batch
+            return _record(table, source, rows, original, part)
         cut: Callable[[], Any] = (
             functools.partial(_cut, source.tensors, rows) if table is None else functools.partial(table.cut, rows)
         )
+        if table is not None and part.stage == "race":
+            cut = functools.partial(_check_and_cut, table, source, cut)
         return part.call(
             original,
             lambda: _cut_or_load(cut, original, part),
@@ -122,6 +122,33 @@ class LoaderExchange:
         return known, rows
 
 
+def _record(table: SampleTable, dataset: Any, rows: list[int], original: Callable[[], Any], part: Part) -> Any:
+    """Loads a batch as the script does, and records its samples; all but the script's own loading is hotloop's work."""
+    own_s = 0.0
+
+    def load() -> Any:
+        nonlocal own_s
+        began = time.perf_counter()
+        batch = original()
+        own_s = time.perf_counter() - began
+        return batch
+
+    try:
+        with part.own_work():
+            return table.record(dataset, rows, load)
+    except TableRefusal as refusal:
+        (part.take_back if part.stage == "use" else part.refuse)(refusal.reason)
+        return refusal.batch
+    finally:
+        part.own_work_s -= own_s
+
+
+def _check_and_cut(table: SampleTable, dataset: Any, cut: Callable[[], Any]) -> Any:
+    """Cuts a batch in a race: the check for changes, which each later batch needs, counts as the exchange's time."""
+    table.has_changed(dataset)
+    return cut()
+
+
 _NO_EXCHANGE, _RECORDED, _FROM_TENSORS = "no exchange", "recorded", "cut"
 
 
@@ -136,7 +163,7 @@ def _choose_form(known: _LoadedDataset, rows: list[int]) -> str:
     if not table.is_complete(rows):
         return _RECORDED
     if table.has_changed(dataset):
-        table.clear()
+        table.note_change()
         if part.proven:
             part.notes.append(f"{part.title}: the data set changed, so its samples are read anew")
         return _RECORDED
@@ -176,6 +203,7 @@ def _cut_or_load(cut: Callable[[], Any], original: Callable[[], Any], part: Part
     try:
         return cut()
     except Exception as error:
+        raise_signal_error(error)
         part.take_back(f"it raised {describe_error(error)}")
         return original()
 
@@ -187,5 +215,6 @@ def _compare(original: Callable[[], Any], cut: Callable[[], Any]) -> tuple[Any, 
         wrong = batch_difference(batch, cut())
         numbers = sum(value.numel() for value in tree_tensors(batch))
     except Exception as error:
+        raise_signal_error(error)
         return batch, CallComparison(False, 0, f"it raised {describe_error(error)}")
     return batch, CallComparison(not wrong, numbers, wrong and f"its batch differs: {wrong}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,18 +21,25 @@ from hotloop.core.task_parts.memory_layout import is_gapless
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.update_proof import Tensors, compare_update
 from hotloop.profiler.base.transparency import hide_from_warnings
-from hotloop.scripts.traceback_frames import strip_own_frames
+from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
 _LIST_COUNTS = {"sgd": 3, "adam": 6, "adagrad": 4}
 """Torch's functional updates with a fused kernel on the CPU, and the number of their tensor lists (torch 2.13)."""
 
 _FLAGS = {"fused": {"fused": True, "foreach": False}, "foreach": {"fused": False, "foreach": True}}
 
+_EXACT_FORMS = ["foreach"]
+"""With `--exact`: the form that calls the operations of the original. Most updates of a fused Adam have equal bits, until a
+number among some ten thousand is rounded otherwise, so compared calls can't prove equal bits."""
+
 _UNFIT_SETTINGS = ("capturable", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
 
 _DTYPES = (torch.float32, torch.float64)
 
 _MAX_PARTS = 64
+
+_REFUSALS = 2
+"""Equal parts without an exchange, such as those of a search over learning rates, after which the next one is not tried."""
 
 MakePart = Callable[[str, str, Sequence[str]], Part]
 
@@ -55,6 +63,7 @@ class OptimizerExchange:
     def __init__(self, make_part: MakePart, is_mine: Callable[[], bool], is_enabled: Callable[[], bool]) -> None:
         self._make_part, self._is_mine, self._is_enabled = make_part, is_mine, is_enabled
         self._groups: dict[tuple[str, int, int], _Group] = {}
+        self._alike: defaultdict[Any, list[Part]] = defaultdict(list)
         self._patches = Patches()
         self._made = 0
 
@@ -90,7 +99,8 @@ class OptimizerExchange:
             return original(*lists, **kwargs)
         try:
             part = self._fit_part(name, lists, kwargs)
-        except Exception:  # such as an object in the place of a tensor
+        except Exception as error:  # such as an object in the place of a tensor
+            raise_signal_error(error)
             part = None
         if part is None:
             return original(*lists, **kwargs)
@@ -104,6 +114,8 @@ class OptimizerExchange:
 
     def _fit_part(self, name: str, lists: Sequence[Tensors], kwargs: dict) -> Part | None:
         """Returns the part of a call; None if the call is not exchanged."""
+        if kwargs.get("lr") == 0:
+            return None  # such as the first step of a warm-up, which shows no error of an update
         part = self._part(name, lists[0], kwargs)
         if part is None or part.stage == "off":
             return None
@@ -126,13 +138,22 @@ class OptimizerExchange:
             kind = "AdamW" if kwargs.get("decoupled_weight_decay") else _CLASS_NAMES[name]
             numbers = sum(value.numel() for value in parameters if value is not None)
             shown = f"{kind}, {numbers:,} numbers in {len(parameters)} tensor{'s' * (len(parameters) > 1)}"
-            group = _Group(first, self._make_part("optimizer", shown, list(_FLAGS)), settings)
+            group = _Group(first, self._made_part(shown, settings), settings)
             self._groups = {one: known for one, known in self._groups.items() if known.first() is not None}
             self._groups[key] = group
         elif group.settings != settings:
             group.settings = settings
-            group.part.restart(list(_FLAGS))
+            group.part.restart(_EXACT_FORMS if group.part.exact else list(_FLAGS))
         return group.part
+
+    def _made_part(self, shown: str, settings: tuple[Any, ...]) -> Part:
+        part, alike = self._make_part("optimizer", shown, list(_FLAGS)), self._alike[shown, settings]
+        if part.exact:
+            part.restart(_EXACT_FORMS)
+        if len(alike) >= _REFUSALS and all(one.stage == "off" for one in alike):
+            part.refuse(alike[-1].reason)
+        alike.append(part)
+        return part
 
 
 def _setting_key(value: Any) -> Any:
@@ -155,6 +176,7 @@ def _run_exchange(
     except Exception as error:
         if _versions(lists) != versions:
             raise
+        raise_signal_error(error)
         part.take_back(f"it raised {type(error).__name__}: {error}")
         original(*lists, **kwargs)
 

@@ -214,7 +214,8 @@ class Part:
         if not self._waiting:
             self.refuse(reason)
             return
-        self.exchange = self._waiting.pop(0)
+        refused, self.exchange = self.exchange, self._waiting.pop(0)
+        self.reason = f"the script ended before a decision on {self.exchange}; {refused}: {reason}"
         self.stage = "proof"
         self._reset()
 

@@ -19,6 +19,7 @@ from hotloop.core.random.rng import generator_states
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.dataset_changes import dataset_summary, names_in_sample_code, reachable_values, unchecked_part
 from hotloop.errors import describe_error
+from hotloop.scripts.traceback_frames import raise_signal_error
 
 _MAX_MEMORY_SHARE = 0.25
 """Largest share of the free memory for the table."""
@@ -31,6 +32,9 @@ set is compared as well, and a change clears the table."""
 
 _REPEATED_SAMPLES = 256
 """Samples that were read twice with the same bits, after which one read of the others is enough."""
+
+_MAX_CHANGES = 3
+"""Changes of the data set in a row, without a batch from memory between them, after which recording is without benefit."""
 
 SIDE_EFFECTS = frozenset(
     (
@@ -58,7 +62,7 @@ class SampleTable:
     """
 
     def __init__(self, *, exact: bool) -> None:
-        self._is_checked, self._exact = False, exact
+        self._is_checked, self._exact, self._changes = False, exact, 0
         self.clear()
 
     def clear(self) -> None:
@@ -68,6 +72,11 @@ class SampleTable:
         self._reads = bytearray()
         self._summary: tuple[Any, ...] = ()
         self._tensors: list[ref[Tensor]] = []
+
+    def note_change(self) -> None:
+        """Forgets all samples, since the data set has changed."""
+        self._changes += 1
+        self.clear()
 
     def is_complete(self, rows: Sequence[int]) -> bool:
         """Whether each of these samples was read often enough."""
@@ -84,6 +93,7 @@ class SampleTable:
 
     def cut(self, rows: Sequence[int]) -> Any:
         """Returns a new batch of these samples."""
+        self._changes = 0
         index = torch.tensor(rows)
         return map_tensors(lambda column: column.index_select(0, index), self._columns)
 
@@ -98,11 +108,13 @@ class SampleTable:
             before, states = dataset_summary(dataset), generator_states()
             why = self._begin(dataset, before)
         except Exception as error:
+            raise_signal_error(error)
             why = f"its objects can't be followed: {describe_error(error)}"
         batch = original()
         try:
             why = why or self._end(dataset, rows, batch, before, states)
         except Exception as error:
+            raise_signal_error(error)
             why = f"its samples can't be stored: {describe_error(error)}"
         if why:
             self.clear()
@@ -116,8 +128,8 @@ class SampleTable:
             if why := _why_unfit(dataset):
                 return why
         if self._reads and self._differs(summary):
-            self.clear()
-        return ""
+            self.note_change()
+        return "the script changes the data set at each pass" if self._changes >= _MAX_CHANGES else ""
 
     def _end(self, dataset: Any, rows: Sequence[int], batch: Any, before: tuple, states: dict[str, Any]) -> str:
         """Stores a batch; returns why its samples are unfit, else ""."""

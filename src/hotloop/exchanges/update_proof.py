@@ -13,6 +13,7 @@ from hotloop.core.tensor_distance import difference_norm
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison
 from hotloop.margins import TYPICAL_LIMIT
+from hotloop.scripts.traceback_frames import raise_signal_error
 
 Tensors = list[Tensor | None]
 """Parameters, gradients or one kind of state, in the same order."""
@@ -56,6 +57,7 @@ def compare_update(
             _copies(lists, lambda value: _widen(sample(value))),
         )
     except Exception as error:
+        raise_signal_error(error)
         update(*lists, **settings)
         return CallComparison(False, 0, f"it can't be proven: {error}")
     update(*lists, **settings)
@@ -65,6 +67,7 @@ def compare_update(
             return CallComparison(True, _numbers(lists))
         return _judge(update, settings, _copies(lists, sample), _copies(own, sample), nudged, wide)
     except Exception as error:
+        raise_signal_error(error)
         return CallComparison(False, 0, f"it raised {describe_error(error)}")
 
 

@@ -22,16 +22,27 @@ def script_run_page(run: ScriptRun) -> str:
     lines = [f"hotloop: {_headline(run, used)}"]
     if run.own_work_s >= _SHOWN_S:
         lines.append(f"  comparing and compiling took {run.own_work_s:.1f} s of {run.seconds:.0f} s")
-    lines += [f"  exchanged {_title(part)}: {part.exchange}, {_figures(part)}" for part in used]
-    lines += [f"  {_label(run, part)} {_title(part)}: {_unused(part)}" for part in others]
-    lines += [f"  {note}" for note in run.notes]
+    lines += [f"  exchanged {_title(part)}: {part.exchange}, {_figures(part)}{more}" for part, more in _alike(used)]
+    lines += [f"  {_label(run, part)} {_title(part)}: {_unused(part)}{more}" for part, more in _alike(others)]
+    lines += [f"  {note}" for note in dict.fromkeys(run.notes)]
     return "\n".join(lines)
+
+
+def _alike(parts: list[ExchangedPart]) -> list[tuple[ExchangedPart, str]]:
+    """Returns the first of all parts with the same name and end, such as those of ten folds, and how many others follow."""
+    found: dict[tuple[str, ...], list[ExchangedPart]] = {}
+    for part in parts:
+        end = part.reason.partition(":")[0]
+        found.setdefault((_title(part), part.exchange, part.proof, end), []).append(part)
+    return [(same[0], f"; {len(same) - 1} more alike" if len(same) > 1 else "") for same in found.values()]
 
 
 def _headline(run: ScriptRun, used: list[ExchangedPart]) -> str:
     if run.dry_run:
         return f"a dry run, {_gain(run.ratio)}" if run.ratio else "a dry run"
     if not used:
+        if run.parts and run.notes:  # such as an exchange that was taken back
+            return "no exchange was in use at the script's end"
         return "nothing was exchanged, and the script ran as under python"
     return (
         _gain(run.ratio) if run.ratio else "the gain of a whole step is unknown: too few steps followed the exchanges"

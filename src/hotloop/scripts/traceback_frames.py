@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from types import TracebackType
+from types import CodeType, TracebackType
+from typing import Any
 
 HIDDEN = "<hotloop, left out as importlib._bootstrap is>"
 """File name of hotloop's functions that a script's code calls unknowingly."""
@@ -20,6 +22,27 @@ def leave_out_our_frames() -> None:
         before(kind, error, strip_own_frames(error))
 
     sys.excepthook = hook
+
+
+def raise_signal_error(error: BaseException) -> None:
+    """Raises an error again if a handler of a signal raised it, since the signal may arrive in hotloop's code as well.
+
+    Does nothing with another error.
+    """
+    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    current: BaseException | None = error
+    while current is not None:
+        trace = current.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code in codes:
+                raise current
+            trace = trace.tb_next
+        current = current.__cause__ or current.__context__
+
+
+def _code(handler: Any) -> CodeType | None:
+    function = getattr(handler, "func", handler)  # of a partial
+    return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
 def strip_own_frames(error: BaseException) -> TracebackType | None:

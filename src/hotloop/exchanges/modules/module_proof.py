@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hotloop.core.hardware.machine import find_compiler
 from hotloop.core.tensor_distance import difference_norm
+from hotloop.data.dataset_changes import reachable_values, value_summary
 from hotloop.errors import describe_error
 from hotloop.exchanges.modules.module_call import RecordedCall
 from hotloop.lowering.compile.dynamo_backend import NO_COMPILER
@@ -212,15 +213,24 @@ def _to_channels_last(value: Tensor) -> Tensor:
 
 
 def _changed_attributes(call: RecordedCall) -> str:
-    """Returns which attribute the module's forward changes, besides parameters and buffers; empty if none."""
+    """Returns what the module's forward changes, besides parameters and buffers; empty if nothing."""
     before = {name: _attributes(part) for name, part in call.module.named_modules()}
+    outside = _outside_state(call.module)
     _run_pass(call, call.module._call_impl, call.module)
     for name, part in call.module.named_modules():
         after = _attributes(part)
         changed = {key for key in before.get(name, {}).keys() | after if _differs(before.get(name, {}), after, key)}
         if changed:
             return f"its forward changes {'.'.join(filter(None, (name, min(changed))))}"
+    if _outside_state(call.module) != outside:
+        return "its forward changes an object or a tensor that is neither parameter nor buffer"
     return ""
+
+
+def _outside_state(module: nn.Module) -> list[Any]:
+    """Returns the state of what the module's attributes and code refer to, without parameters and buffers."""
+    tensors = {id(value) for value in (*module.parameters(), *module.buffers())}
+    return [value_summary(value) for value in reachable_values(module) if id(value) not in tensors]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from hotloop.exchanges.modules.module_limits import (
 from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
 from hotloop.profiler.base.transparency import hide_from_compiler
-from hotloop.scripts.traceback_frames import strip_own_frames
+from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
 _KNOWN_CALLS, _LEAST_SHARE = 10, 0.6
 """Calls after which the most frequent kind of call is known, and its least share."""
@@ -177,6 +177,7 @@ class ModuleSite:
         try:
             form = self._choose(module, plain, args, kwargs)
         except Exception as error:
+            raise_signal_error(error)
             self.leave(f"an internal error of hotloop: {_first_line(error)}")
             form = plain
         try:
@@ -268,6 +269,7 @@ class ModuleSite:
             if call.unfit:
                 self.leave(call.unfit)
         except Exception as error:
+            raise_signal_error(error)
             self.leave(f"an internal error of hotloop: {_first_line(error)}")
         return result
 
@@ -279,6 +281,7 @@ class ModuleSite:
         try:
             return RecordedCall(module, args, kwargs)
         except Exception as error:  # such as too little memory for copies; the script's call goes on
+            raise_signal_error(error)
             self.leave(f"its call can't be recorded: {_first_line(error)}")
             return None
 
@@ -292,6 +295,7 @@ class ModuleSite:
             elif self.part.stage != "off" and self._may_begin(self) and call.has_its_parameters:
                 self._begin_process(call)
         except Exception as error:  # such as a limit of processes; the script's backward goes on
+            raise_signal_error(error)
             self.leave(_first_line(error))
 
     def _begin_process(self, call: RecordedCall) -> None:
@@ -350,6 +354,7 @@ class ModuleSite:
                 with self.part.own_work():
                     compiled(*copies, **keywords)
         except Exception as error:
+            raise_signal_error(error)
             self.leave(f"it can't be compiled: {_first_line(error)}")
         finally:
             torch.set_rng_state(call.random)
@@ -368,10 +373,14 @@ class ModuleSite:
         try:
             return compiled(*args, **kwargs)
         except Exception as error:
+            raise_signal_error(error)
             torch.set_rng_state(state)
             self.leave(f"it raised {_first_line(error)}")
             return module._call_impl(*args, **kwargs)
 
 
 def _first_line(error: BaseException) -> str:
+    """Returns an error's kind and the first line of its text; of a compiler's error the cause."""
+    while (inside := getattr(error, "inner_exception", None)) is not None:
+        error = inside
     return describe_error(error).splitlines()[0][:200]

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotloop.data.dataset_changes import PLAIN, attribute_values, global_names, is_library_object
+from hotloop.data.dataset_changes import PLAIN, attribute_values, is_library_object, named_globals
 
 _MAX_OBJECTS, _MAX_ITEMS = 20_000, 1_000
 """Limits of followed objects in total, and of items of a container that are followed; further items must be constants."""
@@ -145,10 +145,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
         except ValueError:  # the cell is still empty
             continue
     yield from (function.__defaults__, function.__kwdefaults__)
-    for name in global_names(function.__code__):
-        value = function.__globals__.get(name)
-        if not isinstance(value, ModuleType):
-            yield value
+    yield from (value for value in named_globals(function) if not isinstance(value, ModuleType))
 
 
 def _is_library_code(value: Any) -> bool:

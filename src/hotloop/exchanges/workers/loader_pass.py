@@ -14,6 +14,7 @@ from hotloop.exchanges.workers.dataset_watch import DatasetWatch
 from hotloop.exchanges.workers.fetch_pool import FetchPool, WatchedBatches
 from hotloop.exchanges.workers.worker_limits import why_unfit_data
 from hotloop.exchanges.workers.worker_site import WorkerSite
+from hotloop.scripts.traceback_frames import raise_signal_error
 
 
 class LoaderPass:
@@ -88,6 +89,7 @@ class LoaderPass:
             if self._pool is not None:
                 self._pool.pause()
         except Exception as error:  # such as a limit of processes, or the death of a worker
+            raise_signal_error(error)
             self._site.leave(f"its workers failed: {describe_error(error).splitlines()[0][:200]}")
         if not self._site.is_tried:
             self.end()
