@@ -139,6 +139,8 @@ def test_stored_exchanges_are_those_of_the_script_and_the_machine(tmp_path: Path
     assert exchange_cache.read_exchanges(tmp_path, key) == (stored, [])
     for other in ({"script": "other"}, {"torch": "1.0"}, {"threads": 99}, {"hotloop": "0"}, {"processor": "x"}):
         assert exchange_cache.read_exchanges(tmp_path, {**key, **other}) == ({}, [])
+    exact = exchange_cache.script_key("a digest", is_exact=True)
+    assert exchange_cache.read_exchanges(tmp_path, exact) == ({}, []), "fused is not for --exact"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": {}, "parts": {}}'])

@@ -21,14 +21,16 @@ StoredExchange = tuple[str, Ratio]
 """The exchange's name, and the time of the original over that of the exchange."""
 
 
-def script_key(script: str) -> dict[str, Any]:
+def script_key(script: str, *, is_exact: bool = False) -> dict[str, Any]:
     """Returns what the stored exchanges depend on: script, packages and machine.
 
     Args:
         script: digest of the script's text, or a module's name.
+        is_exact: whether only bitwise exchanges are allowed; other runs may have faster exchanges.
     """
     return {
         "script": script,
+        "exact": is_exact,
         "host": key_digest({"name": platform.node()}),
         "processor": torch.cpu.get_capabilities().get("cpu_name") or platform.processor(),
         "threads": torch.get_num_threads(),

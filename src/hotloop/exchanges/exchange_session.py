@@ -41,7 +41,7 @@ class ExchangeSession:
         self._out, self._exact, self._dry_run = settings["out"], settings["exact"], settings["dry_run"]
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._parts: list[Part] = []
-        self._cache, self._key = Path(settings["cache"]), script_key(settings["script"])
+        self._cache, self._key = Path(settings["cache"]), script_key(settings["script"], is_exact=self._exact)
         self._earlier, self._notes = read_exchanges(self._cache, self._key)
         self._is_over = False
         self._written_at = time.monotonic()

@@ -22,6 +22,9 @@ _EXACT_PROOFS, _EXACT_NUMBERS = 64, 2**14
 RECHECK_CALLS = 1000
 """Calls of a used exchange between two comparisons; a comparison takes as long as about five calls."""
 
+_NOISE = 1.02
+"""A median speed above which a part that isn't used may be faster."""
+
 
 @dataclass(frozen=True)
 class CallComparison:
@@ -207,7 +210,7 @@ class Part:
         if verdict_of(ratio) == "faster":
             self._use()
         else:
-            self._try_next(f"not faster: {_describe(ratio)}")
+            self._try_next(f"not {'surely ' if ratio.median > _NOISE else ''}faster: {_describe(ratio)}")
 
     def _try_next(self, reason: str) -> None:
         self.reason = reason
