@@ -83,6 +83,7 @@ def _create(
             reference=source.reference,
             make_task=source.make_task,
             space=space,
+            device=options.device,
         )
     if isinstance(found, HotloopError):
         raise found
