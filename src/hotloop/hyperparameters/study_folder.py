@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ from hotloop.hyperparameters.samplers import STUDY_NAME, direction
 
 _FILE = "study.json"
 
+_LOCK_S = 5.0
+"""Seconds to wait for a folder: the last processes of a killed study end within seconds."""
+
 
 class StudyFolder:
     """A study's files; one process at a time works in the folder."""
 
     def __init__(self, path: Path, record: StudyRecord) -> None:
         self.path, self.record = path, record
-        self._lock = FileLock(path / ".lock")
+        self._lock = _lock_of(path)
         self._optuna: optuna.Study | None = None
 
     @classmethod
@@ -53,7 +57,7 @@ class StudyFolder:
     @staticmethod
     def check_new(path: Path) -> None:
         """Raises StudyError if `path` can't become a new study."""
-        with translate_write_errors(path):
+        with translate_write_errors(path, "--study"):
             if (path / _FILE).is_file():
                 raise StudyError(
                     f"{path} holds a study already",
@@ -86,11 +90,7 @@ class StudyFolder:
         Raises:
             StudyError: another process works in the folder.
         """
-        with translate_write_errors(self.path):
-            try:
-                self._lock.acquire(timeout=5)  # a killed study's last processes end within seconds
-            except Timeout:
-                raise StudyError(f"{self.path} is in use by another process", fix="wait for it, or stop it") from None
+        _acquire(self._lock, self.path)
 
     def unlock(self) -> None:
         if self._optuna is not None:
@@ -174,8 +174,43 @@ def _reduce_syncs(connection: Any, record: object) -> None:
     connection.execute("PRAGMA synchronous=normal")
 
 
-def unused_folder(name: str) -> Path:
-    """Returns `studies/<name>-<date>-<time>`, with a number if that exists."""
+def _lock_of(path: Path) -> FileLock:
+    """Returns the lock of a study's folder; a process that has the lock may acquire the lock again."""
+    return FileLock(path / ".lock", is_singleton=True)
+
+
+def _acquire(lock: FileLock, path: Path) -> None:
+    with translate_write_errors(path):
+        try:
+            lock.acquire(timeout=_LOCK_S)
+        except Timeout:
+            raise StudyError(f"{path} is in use by another process", fix="wait for it, or stop it") from None
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[None]:
+    """Makes the folder of a new study, and locks the folder within the context.
+
+    Raises:
+        StudyError: the folder can't become a new study, or another process works in the folder.
+    """
+    StudyFolder.check_new(path)
+    with translate_write_errors(path, "--study"):
+        path.mkdir(parents=True, exist_ok=True)
+    _acquire(lock := _lock_of(path), path)
+    try:
+        StudyFolder.check_new(path)  # another process may have made a study meanwhile
+        yield
+    finally:
+        lock.release()
+
+
+def make_folder(name: str) -> Path:
+    """Makes and returns `studies/<name>-<date>-<time>`, with a number if that exists."""
     path = Path("studies") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
+    for candidate in itertools.chain([path], numbered):
+        with translate_write_errors(candidate, "--study"), suppress(FileExistsError):
+            candidate.mkdir(parents=True)
+            return candidate
+    raise AssertionError("the numbers never end")
