@@ -113,6 +113,22 @@ def test_a_study_without_a_winner_ends_with_an_error_and_its_document(hotloop: H
     assert "no winner: no trial is complete" in done.err
 
 
+@pytest.mark.slow
+def test_a_damaged_study_is_one_line_and_trains_no_trial(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    arguments = ["-p", "lr=0.1,1", "-p", "epochs=1", "--sampler", "grid", "--trials", "1", "--study", "s"]
+    assert hotloop("study", "task.py", *arguments).code == 0
+    stored = Path("s/study.db").read_bytes()
+    Path("s/study.db").write_bytes(b"text" * 500)
+    done = hotloop("study", "--resume", "s", "--trials", "2")
+    assert (done.code, len(done.err.splitlines())) == (1, 1) and "study.db is damaged" in done.err
+    Path("s/study.db").write_bytes(stored)
+    Path("s/source/task.py").unlink()
+    done = hotloop("study", "--resume", "s", "--trials", "2")
+    assert (done.code, len(done.err.splitlines())) == (1, 1) and "the Task's source in s/source was changed" in done.err
+    assert not Path("s/trials/0001").exists()
+
+
 OTHERS = {
     "--seed 1": "--seed 1, and the study has 0",
     "--round 2": "--round 2, and the study has 8",

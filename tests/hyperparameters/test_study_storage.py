@@ -16,9 +16,10 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy
 
 import hotloop
-from hotloop.errors import StudyError
+from hotloop.errors import DiskError, StudyError
 from hotloop.hyperparameters import study_folder
 from hotloop.hyperparameters.samplers import rungs, silence_optuna
 from hotloop.hyperparameters.study_folder import StudyFolder
@@ -240,3 +241,23 @@ def test_two_studies_of_one_second_have_two_folders(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study_folder.time, "strftime", lambda form: "20261128-120000")
     assert [study_folder.make_folder("a").name for _ in range(2)] == ["a-20261128-120000", "a-20261128-120000-2"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind", "line"),
+    [
+        ("insert into t values (1)", DiskError, "study.db can't be used: attempt to write a readonly database"),
+        ("select * from t", StudyError, "study.db is damaged: file is not a database"),
+    ],
+)
+def test_an_error_of_sqlite_is_one_line(tmp_path: Path, statement: str, kind: type[Exception], line: str) -> None:
+    path = tmp_path / "study.db"
+    if kind is DiskError:
+        sqlite3.connect(path).execute("create table t (a int)").connection.close()
+    else:
+        path.write_text("no database, but a text that is long enough for a header" * 20)
+    engine = sqlalchemy.create_engine(f"sqlite:///file:{path}?mode=ro&uri=true")
+    with pytest.raises(kind) as error, study_folder.translate_storage_errors(tmp_path), engine.begin() as connection:
+        connection.exec_driver_sql(statement)
+    assert line in str(error.value) and "\n" not in str(error.value)
+    engine.dispose()

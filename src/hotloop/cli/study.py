@@ -168,7 +168,7 @@ def study(
     print_result(as_json, result.model_dump(), lambda: study_table(result))
     for line in [] if as_json else study_lines(result):
         say(line)
-    if result.winner is None:
+    if result.winner is None and result.ended == "finished":
         if as_json:
             say(no_winner_line(result))
         raise typer.Exit(FAILED)

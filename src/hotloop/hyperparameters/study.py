@@ -23,7 +23,7 @@ from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters import samplers
 from hotloop.hyperparameters.results import CHANGES, link_winner, study_result
 from hotloop.hyperparameters.space import Space, check_names, check_same_space, largest, parse_space
-from hotloop.hyperparameters.study_folder import StudyFolder, make_folder, new_folder
+from hotloop.hyperparameters.study_folder import StudyFolder, make_folder, new_folder, translate_storage_errors
 from hotloop.hyperparameters.study_options import PLAN_FILE, RAY, StudyOptions, TaskSource
 from hotloop.hyperparameters.trial_processes import TrialProcesses, Workers
 from hotloop.hyperparameters.trial_rounds import FINISHED, Rounds
@@ -175,12 +175,14 @@ def _open(path: Path, make_task: bytes | None, say: Report, trust: bool) -> Stud
             fix=f"go on from Python: hotloop.study(make_task, resume={str(path)!r})",
         )
     if folder.record.source is not None:
+        folder.check_source()
         require_trust(folder.record, path, trust, say)
     return folder
 
 
 def _locked(folder: StudyFolder) -> ExitStack:
     stack = ExitStack()
+    stack.enter_context(translate_storage_errors(folder.path))
     folder.lock()
     stack.callback(folder.unlock)
     return stack

@@ -24,12 +24,13 @@ import optuna
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from sqlalchemy import event
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from hotloop.core.files.atomic_files import read_regular, translate_write_errors, write_atomic
 from hotloop.core.files.journal import read_step
+from hotloop.core.files.source_files import files_of, source_digest
 from hotloop.core.records.study import StudyRecord, TrialProgress
-from hotloop.errors import StudyError
+from hotloop.errors import DiskError, StudyError
 from hotloop.hyperparameters.samplers import STUDY_NAME, direction
 
 _FILE = "study.json"
@@ -83,6 +84,16 @@ class StudyFolder:
             return cls(path, StudyRecord.model_validate_json(content))
         except ValidationError as error:
             raise StudyError(f"{path / _FILE} is damaged", fix="restore it from a copy") from error
+
+    def check_source(self) -> None:
+        """Raises StudyError if the folder lacks the source of the study's start, with which all trials train."""
+        source = self.record.source
+        if source is not None and source_digest(files_of(self.path / "source")) != source.digest:
+            raise StudyError(
+                f"the Task's source in {self.path / 'source'} was changed since the study was started",
+                expected=f"the files with digest {source.digest[:12]}",
+                fix="put them back, or start a new study",
+            )
 
     def lock(self) -> None:
         """Locks the folder for this process.
@@ -151,6 +162,28 @@ class StudyFolder:
         new.unlink(missing_ok=True)
         new.symlink_to(os.path.relpath(run, self.path))
         new.replace(link)
+
+
+@contextmanager
+def translate_storage_errors(path: Path) -> Iterator[None]:
+    """Translates errors of SQLite, in the study's folder `path`, into DiskError or StudyError."""
+    try:
+        yield
+    except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        failure = error if isinstance(error, DBAPIError) else error.__cause__
+        if not isinstance(failure, DBAPIError):
+            raise
+        if isinstance(failure, OperationalError):
+            raise DiskError(
+                f"{path / 'study.db'} can't be used: {failure.orig}",
+                expected="a file that can be written, on a disk with free space",
+                fix=f"correct this, and go on with: hotloop study --resume {path}",
+            ) from error
+        raise StudyError(
+            f"{path / 'study.db'} is damaged: {failure.orig}",
+            expected="a database of SQLite",
+            fix="restore the file from a copy, or remove the file: --resume makes it again from the trials, with --trials",
+        ) from error
 
 
 def _engine(study: optuna.Study) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 from filelock import FileLock, Timeout
 
+from hotloop.core.files.source_files import files_of
 from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.machine import read_processor
 from hotloop.core.hardware.versions import result_versions
@@ -44,7 +45,6 @@ from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.task_file import (
     LoadedTask,
-    files_of,
     load_from_run,
     load_task,
     named_parameters,

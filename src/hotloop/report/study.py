@@ -31,9 +31,11 @@ def study_table(result: StudyResult) -> RenderableType:
     has_spread = any(trial.spread is not None for trial in result.trials)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("trial", *names, result.figure.replace("_", " "), *(["spread"] if has_spread else [])):
-        table.add_column(Text(heading), justify="right")
-    table.add_column("epochs", justify="right")
-    table.add_column("state")
+        table.add_column(Text(heading), justify="right", overflow="fold", no_wrap=heading not in names)
+    table.add_column("epochs", justify="right", no_wrap=True)
+    table.add_column(
+        "state", overflow="fold", min_width=min(8, max((len(_state(one)) for one in result.trials), default=0))
+    )
     for trial in _shown(result):
         cells = [
             str(trial.number),
