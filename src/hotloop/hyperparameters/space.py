@@ -76,7 +76,7 @@ def parse_space(table: Mapping[str, Any], place: str = "") -> Space:
 
 
 def _check_conditions(parameter: ParameterRecord, space: Space) -> None:
-    """Raises StudyError for a condition on a value that is none of the choices beside it."""
+    """Raises StudyError for a condition on a value that a choice of the same space doesn't have."""
     for name, values in parameter.when.items():
         choices = space[name].choices if name in space and not space[name].is_fixed else []
         for value in values if choices else []:
@@ -122,10 +122,10 @@ def _parse_table(name: str, table: Mapping[str, Any], place: str) -> ParameterRe
         numbers = [table["low"], table.get("high"), *([table["step"]] if "step" in table else [])]
         if any(isinstance(one, bool) or not isinstance(one, int | float) for one in numbers):
             raise StudyError(place, expected="low, high and step as numbers")
-        flags = [table.get(key, False) for key in ("log", "int")]
-        if not all(isinstance(flag, bool) for flag in flags):
+        is_log, is_int = table.get("log", False), table.get("int", False)
+        if not (isinstance(is_log, bool) and isinstance(is_int, bool)):
             raise StudyError(place, expected="log and int as true or false")
-        parameter = _range(numbers[0], numbers[1], *flags, table.get("step"), place)
+        parameter = _range(numbers[0], numbers[1], is_log, is_int, table.get("step"), place)
     return parameter.model_copy(update={"when": _conditions(table.get("when", {}), place)})
 
 
