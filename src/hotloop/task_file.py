@@ -18,11 +18,11 @@ from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from hotloop.core.files.atomic_files import read_regular
 from hotloop.core.files.source_files import (
     SourceCopies,
     enclosing_package,
     file_of_reference,
+    files_of,
     forget_copies,
     is_taken,
     local_sources,
@@ -123,12 +123,6 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
     copies.install()
     module = _execute(copies.spec(record.module, record.file), record.file)
     return _task_in(module, record.attribute, record.parameters, record.reference)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Returns the source files in a run folder, like `LoadedTask.files`."""
-    files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
-    return {name: content for name, content in files.items() if content is not None}
 
 
 def _load_file(path: Path) -> tuple[ModuleType, Path]:

@@ -65,6 +65,14 @@ def test_a_run_without_metrics_and_journal_has_a_report(hotloop: Hotloop, tmp_pa
     assert [(row["run"], row["state"], row["epochs"]) for row in listed] == [("run", "new", 0)]
 
 
+def test_a_run_that_is_given_twice_is_no_comparison(hotloop: Hotloop, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_run(tmp_path / name)
+    (tmp_path / "best").symlink_to("second")
+    done = hotloop("compare", "first", "second", "best")
+    assert done.code == 2 and done.err.startswith("error: best is the folder of a run that is given twice")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -18,6 +18,7 @@ MISTAKES = {
     "pruner": (["-p", "lr=0.1,1", "--prune", "halvin"], "error: --prune halvin; expected one of none"),
     "trials": (["-p", "lr=0.1,1", "--trials", "0"], "error: --trials 0; expected 1 or more"),
     "limit": (["-p", "lr=0.1,1", "--require", "time < 3"], "error: --require 'time < 3'; expected a limit such as"),
+    "number": (["-p", "lr=0.1,1", "--require", "memory < 1.2.3GB"], "error: --require 'memory < 1.2.3GB'; expected a"),
     "time": (["-p", "lr=0.1,1", "--time-limit", "soon"], "error: time-limit='soon'"),
     "plan": (["-p", "lr=0.1,1", "--plan", "none.toml"], "error: no plan at 'none.toml'"),
     "jobs on": (["-p", "lr=0.1,1", "--jobs-on", "rya"], "error: --jobs-on rya; expected one of processes, ray"),
@@ -51,6 +52,11 @@ USAGE = {
     "folder": (["--resume", "s", "--study", "t"], "--study is for a new study"),
     "continue": (["task.py", "--continue", "1"], "--continue is for a trial of a study"),
     "trust": (["task.py", "--trust"], "--trust is for the code in a study's folder"),
+    "find": (["task.py", "--find", "lr", "--trials", "4"], "--trials has no effect beside --find: leave it out"),
+    "continue with jobs": (
+        ["--resume", "s", "--continue", "1", "--jobs", "2"],
+        "--jobs has no effect beside --continue",
+    ),
 }
 
 
@@ -87,6 +93,40 @@ def test_a_name_or_a_type_of_no_argument_is_one_line_and_leaves_no_folder(
     assert done.code == 1
     assert done.document["error"]["message"].startswith(line)
     assert not Path("s").exists()
+
+
+@pytest.mark.slow
+def test_a_missing_device_is_one_line_and_leaves_no_folder(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    done = hotloop("study", "task.py", "-p", "lr=0.1,1", "--device", "cuda:77", "--study", "s")
+    assert done.code == 1
+    assert done.err.startswith("error: device 'cuda:77' isn't on this machine") and len(done.err.splitlines()) == 1
+    assert not Path("s").exists()
+
+
+@pytest.mark.slow
+def test_a_study_without_a_winner_ends_with_an_error_and_its_document(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    done = hotloop("study", "task.py", "-p", "mode=raising,exit", "--sampler", "grid", "--study", "s", "--json")
+    assert done.code == 1
+    assert [one["state"] for one in done.document["trials"]] == ["failed", "failed"]
+    assert "no winner: no trial is complete" in done.err
+
+
+@pytest.mark.slow
+def test_a_damaged_study_is_one_line_and_trains_no_trial(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(STUDIED)
+    arguments = ["-p", "lr=0.1,1", "-p", "epochs=1", "--sampler", "grid", "--trials", "1", "--study", "s"]
+    assert hotloop("study", "task.py", *arguments).code == 0
+    stored = Path("s/study.db").read_bytes()
+    Path("s/study.db").write_bytes(b"text" * 500)
+    done = hotloop("study", "--resume", "s", "--trials", "2")
+    assert (done.code, len(done.err.splitlines())) == (1, 1) and "study.db is damaged" in done.err
+    Path("s/study.db").write_bytes(stored)
+    Path("s/source/task.py").unlink()
+    done = hotloop("study", "--resume", "s", "--trials", "2")
+    assert (done.code, len(done.err.splitlines())) == (1, 1) and "the Task's source in s/source was changed" in done.err
+    assert not Path("s/trials/0001").exists()
 
 
 OTHERS = {

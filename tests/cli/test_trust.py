@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import hotloop as library
-from hotloop.core.files.source_files import source_digest
+from hotloop.core.files.source_files import files_of, source_digest
 from hotloop.errors import RunError
-from hotloop.task_file import files_of
 from hotloop.training.run import Run
 from tests.support.processes.in_process_command import Hotloop, commands
 from tests.support.tasks.task_sources import put

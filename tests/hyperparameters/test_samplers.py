@@ -67,6 +67,12 @@ def test_a_grid_needs_a_finite_number_of_values() -> None:
         check_settings(record(sampler="grid", space=parse_space({"lr": "0.1..1"})))
 
 
+@pytest.mark.parametrize("space", [{"width": "1..1000000000:int"}, dict.fromkeys("abcd", "1..100:int")])
+def test_a_grid_of_too_many_points_is_one_line(space: dict) -> None:
+    with pytest.raises(StudyError, match="expected a grid of at most 100,000 points"):
+        check_settings(record(sampler="grid", space=parse_space(space)))
+
+
 def test_a_space_of_fixed_values_is_no_search() -> None:
     with pytest.raises(StudyError, match="no parameter with several values"):
         check_settings(record(space=parse_space({"lr": 1})))

@@ -99,6 +99,12 @@ TABLE_MISTAKES = {
     "lr = []": "space.toml: lr = []; expected one value or more",
     "lr = [[1], [2]]": "space.toml: lr = [[1], [2]]: a list; expected numbers",
     'lr = { range = "1..2", when = 3 }': "space.toml: lr = {'range': '1..2', 'when': 3}: when is an int",
+    'lr = { range = "1..2", log = true }': "space.toml: lr = {'range': '1..2', 'log': True}: log beside range; expected log",
+    "lr = { choices = [1, 2], step = 1 }": "space.toml: lr = {'choices': [1, 2], 'step': 1}: step beside choices",
+    'lr = { low = 1, high = 2, log = "no" }': "space.toml: lr = {'low': 1, 'high': 2, 'log': 'no'}; expected log and int",
+    'o = ["sgd", "adam"]\nm = { value = 1, when = { o = "sdg" } }': (
+        "space.toml: m = {'value': 1, 'when': {'o': 'sdg'}}: when o is 'sdg'; expected one of sgd, adam. Did you mean 'sgd'?"
+    ),
 }
 
 
@@ -121,12 +127,20 @@ def test_a_mistake_in_a_file_is_one_line_with_the_place(text: str, tmp_path: Pat
         ({"epochs": ["many"]}, "epochs is 'many'"),
         ({"seed": "0.5..4"}, "seed is 0.5"),
         ({"layers": "1..2.5"}, "layers takes whole numbers"),
+        ({"layers": "1..4:step=0.5"}, "layers takes whole numbers; expected whole ends and steps"),
     ],
 )
 def test_a_name_or_a_condition_that_is_unknown_is_one_line(table: dict, line: str) -> None:
     with pytest.raises(StudyError) as error:
         check_names(parse_space(table), ["lr", "layers"], {"layers": "int", "batch_size": "int"})
     assert line in str(error.value)
+
+
+def test_a_condition_names_none_and_true_as_texts() -> None:
+    table = {"norm": "none,batch", "bias": [True, False]}
+    space = parse_space(table | {"depth": {"value": 1, "when": {"norm": "none", "bias": "true"}}})
+    assert "depth" in all_params(space, {"norm": None, "bias": True})
+    assert "depth" not in all_params(space, {"norm": "batch", "bias": True})
 
 
 def test_a_range_of_a_whole_number_parameter_has_whole_numbers() -> None:

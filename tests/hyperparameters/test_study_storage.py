@@ -9,13 +9,18 @@ import math
 import random
 import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy
 
+import hotloop
+from hotloop.errors import DiskError, StudyError
+from hotloop.hyperparameters import study_folder
 from hotloop.hyperparameters.samplers import rungs, silence_optuna
 from hotloop.hyperparameters.study_folder import StudyFolder
 from hotloop.hyperparameters.trial_rounds import FINISHED, TIME_LIMIT, Rounds
@@ -217,3 +222,42 @@ def test_the_time_limit_ends_the_study_after_a_round(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     assert run(folder) == FINISHED
     assert stored_rows(tmp_path / "s") == whole(tmp_path / "whole", settings())
+
+
+def test_a_second_new_study_leaves_the_first_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_folder, "_LOCK_S", 0.1)
+    (tmp_path / "task.py").touch()
+    first = study_folder.new_folder(tmp_path / "s")
+    with ThreadPoolExecutor(1) as other:  # has its own lock, as another process
+        other.submit(first.__enter__).result()
+        (tmp_path / "s" / "source").mkdir()
+        with pytest.raises(StudyError, match="is in use by another process"):
+            hotloop.study(tmp_path / "task.py", {"lr": [1, 2]}, folder=tmp_path / "s", progress=False)
+        assert (tmp_path / "s" / "source").is_dir()
+        other.submit(first.__exit__, None, None, None).result()
+
+
+def test_two_studies_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study_folder.time, "strftime", lambda form: "20261128-120000")
+    assert [study_folder.make_folder("a").name for _ in range(2)] == ["a-20261128-120000", "a-20261128-120000-2"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind", "line"),
+    [
+        ("insert into t values (1)", DiskError, "study.db can't be used: attempt to write a readonly database"),
+        ("select * from t", StudyError, "study.db is damaged: file is not a database"),
+    ],
+)
+def test_an_error_of_sqlite_is_one_line(tmp_path: Path, statement: str, kind: type[Exception], line: str) -> None:
+    path = tmp_path / "study.db"
+    if kind is DiskError:
+        sqlite3.connect(path).execute("create table t (a int)").connection.close()
+    else:
+        path.write_text("no database, but a text that is long enough for a header" * 20)
+    engine = sqlalchemy.create_engine(f"sqlite:///file:{path}?mode=ro&uri=true")
+    with pytest.raises(kind) as error, study_folder.translate_storage_errors(tmp_path), engine.begin() as connection:
+        connection.exec_driver_sql(statement)
+    assert line in str(error.value) and "\n" not in str(error.value)
+    engine.dispose()

@@ -231,6 +231,22 @@ def test_an_argument_comes_before_the_field_of_its_name(tmp_path: Path) -> None:
     assert "-p batch_size=" in study.result.command and "--epochs 1" in study.result.command
 
 
+OPTIONAL = STUDIED.replace('mode: str = "plain"', 'mode: str = "plain", share: float = 0.25').replace(
+    "validation=0.25", "validation=share or None"
+)
+
+
+@pytest.mark.slow
+def test_a_trial_without_the_figure_of_the_study_has_failed_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(OPTIONAL)
+    space, settings = {"share": [0.25, 0.0], "epochs": 2}, dict(sampler="grid", pruner="median", progress=False)
+    study = hotloop.study(tmp_path / "task.py", space, folder=tmp_path / "s", **settings)
+    by_share = {one.params["share"]: one for one in study.trials}
+    assert by_share[0.25] == study.best
+    assert by_share[0.0].state == "failed"
+    assert by_share[0.0].error == "the run has no validation loss, by which the study compares its trials"
+
+
 @pytest.mark.slow
 def test_a_limit_on_memory_leaves_out_trials_and_is_one_line(folder: Path, tmp_path: Path) -> None:
     space, limit = {"width": [2, 4], "epochs": 1}, "memory < 1MB"

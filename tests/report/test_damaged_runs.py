@@ -17,6 +17,7 @@ from hotloop.report.notebook import run_html
 from hotloop.report.run_comparison import compare_runs
 from hotloop.report.run_list import SORT_KEYS, list_runs, runs_table, sorted_rows
 from hotloop.report.run_report import run_report
+from hotloop.training.early_stopping import PAUSED
 from tests.support.stored_runs import write_run
 
 ODD = [
@@ -31,6 +32,7 @@ ODD = [
     "1e308",
     '"<b>"',
     "99999999999999999999999",
+    '"inf"',
     r'"\ud800"',
 ]
 
@@ -123,3 +125,20 @@ def test_an_accuracy_of_a_sample_is_shown_as_such(good: Path) -> None:
     run = StoredRun.read(good)
     assert [row.get("train_accuracy") for row in run.epochs] == [0.5, 0.5, None]
     assert "accuracy on training data is of a fixed sample" in run_report(run)
+
+
+@pytest.mark.parametrize(("file", "field"), [("journal.jsonl", "time"), ("metrics.jsonl", "train_loss")])
+@pytest.mark.parametrize("text", ["inf", "nan"])
+def test_a_text_of_a_number_that_is_not_finite_stands_for_no_number(
+    good: Path, tmp_path: Path, file: str, field: str, text: str
+) -> None:
+    rows = [json.loads(line) for line in (good / file).read_text().splitlines()]
+    rows[-1][field] = text
+    (good / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read_all(tmp_path / "runs", good, write_run(tmp_path / "other", epochs=EPOCHS))
+
+
+def test_a_paused_trial_of_a_study_counts_as_stopped(tmp_path: Path) -> None:
+    events = [{"event": "start", "time": 1.0, "step": 0}, {"event": "stop", "time": 2.0, "step": 4, "reason": PAUSED}]
+    run = StoredRun.read(write_run(tmp_path / "trial", epochs=EPOCHS[:1], events=events))
+    assert run.state == "stopped"

@@ -35,6 +35,9 @@ def compare(
 
     if len(runs) < 2:
         raise typer.BadParameter("a comparison needs two runs or more")
+    folders = [path.resolve() for path in runs]
+    if repeated := [path for number, path in enumerate(runs) if folders[number] in folders[:number]]:
+        raise typer.BadParameter(f"{repeated[0]} is the folder of a run that is given twice: give each run once")
     if out is not None:
         check_writable(out, "--out")
     stored = [StoredRun.read(path) for path in runs]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hotloop.cli.options import (
+    FAILED,
     DeviceOption,
     JsonOption,
     SetOption,
@@ -131,6 +132,16 @@ def study(
     if find is not None and resume is not None:
         raise typer.BadParameter("--find is for a Task: give it without --resume")
     axes = axes_of_options(settings, device=device)
+    alone = "--find" if find is not None else "--continue" if continued is not None else ""
+    searched = {
+        "--space": space, "--trials": trials, "--sampler": sampler, "--prune": prune, "--jobs": jobs,
+        "--jobs-on": None if jobs_on == "processes" else jobs_on, "--round": round_size, "--seed": seed,
+        "--repeats": repeats, "--require": require, "--time-limit": time_limit, "--plan": plan, "--pack": pack,
+        "--study": folder, "--param": param if continued is not None else None,
+        "--set": axes if continued is not None else None,
+    }  # fmt: skip
+    if alone and (unused := [option for option, value in searched.items() if value not in (None, [], {})]):
+        raise typer.BadParameter(f"{unused[0]} has no effect beside {alone}: leave it out")
     if find is not None:
         assert task is not None
         _find(find, task, param or [], axes, as_json)
@@ -142,7 +153,7 @@ def study(
     given = {**(read_space(space) if space else {}), **parse_options(param or [])}
     with stdout_for(as_json), TrialProcesses() as processes:  # the processes import torch while this one imports Optuna
         from hotloop.hyperparameters import study as studies
-        from hotloop.report.study import study_lines, study_table
+        from hotloop.report.study import no_winner_line, study_lines, study_table
 
         options = studies.StudyOptions(
             trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on, pack
@@ -157,6 +168,10 @@ def study(
     print_result(as_json, result.model_dump(), lambda: study_table(result))
     for line in [] if as_json else study_lines(result):
         say(line)
+    if result.winner is None and result.ended == "finished":
+        if as_json:
+            say(no_winner_line(result))
+        raise typer.Exit(FAILED)
 
 
 def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json: bool) -> None:

@@ -38,6 +38,11 @@ def format_digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def format_figure(value: float) -> str:
+    """Returns a figure of a training with four decimals, or with four digits where decimals would hide or pad them."""
+    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 100 else f"{value:.4g}"
+
+
 def format_percent(share: float | None) -> str:
     """Returns a text such as `12 %`, or `0.4 %` for small shares; empty for None."""
     if share is None:

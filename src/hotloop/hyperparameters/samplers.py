@@ -23,6 +23,9 @@ PRUNERS = ("none", "median", "hyperband", "halving")
 _MEDIAN_RUNGS = 8
 """Largest number of comparisons of a trial by the median: each one pauses the trial."""
 
+_MAX_POINTS = 100_000
+"""Points of a grid; Optuna lists all of them in each round."""
+
 _HYPERBAND_FACTOR = 3
 _HALVING_FACTOR = 4  # Optuna's default
 
@@ -95,6 +98,8 @@ def _grid_values(name: str, parameter: ParameterRecord) -> list[Value]:
         )
     step = parameter.step or 1
     count = math.floor((parameter.high - parameter.low) / step + 1e-9) + 1
+    if count > _MAX_POINTS:
+        raise _too_many_points_error(f"{parameter.place}: {count:,} values")
     values = [parameter.low + index * step for index in range(count)]
     return [int(value) if parameter.is_int else value for value in values]
 
@@ -107,8 +112,14 @@ def check_settings(study: StudyRecord) -> None:
             expected="a range or a choice",
             fix="write for example -p lr=1e-4..1e-1:log",
         )
-    if study.sampler == "grid":
-        grid(study.space)
+    if study.sampler == "grid" and (points := math.prod(map(len, grid(study.space).values()))) > _MAX_POINTS:
+        raise _too_many_points_error(f"the grid has {points:,} points")
+
+
+def _too_many_points_error(given: str) -> StudyError:
+    return StudyError(
+        given, expected=f"a grid of at most {_MAX_POINTS:,} points", fix="give fewer values, or use another --sampler"
+    )
 
 
 def trial_limit(study: StudyRecord) -> int | None:

@@ -22,7 +22,8 @@ TASK_FIELDS = ("batch_size", "epochs", "seed")
 """Fields of a Task that a space may set."""
 
 _FORMS = "LOW..HIGH with :log, :int or :step=STEP, or values such as 0.5,1,2, or one value"
-_KEYS = ("low", "high", "log", "int", "step", "choices", "value", "range", "when")
+_KEYS_OF_LOW = ("high", "log", "int", "step")
+_KEYS = ("low", *_KEYS_OF_LOW, "choices", "value", "range", "when")
 
 
 def parse_options(texts: Sequence[str]) -> Space:
@@ -66,9 +67,25 @@ def parse_space(table: Mapping[str, Any], place: str = "") -> Space:
     """
     if not isinstance(table, Mapping):
         raise StudyError(f"the space is {type_name(table)}", expected='a dict such as {"lr": "1e-4..1e-1:log"}')
-    return {
+    space = {
         str(name): _parse_entry(str(name), value, f"{place}{name} = {shorten(value)}") for name, value in table.items()
     }
+    for parameter in space.values():
+        _check_conditions(parameter, space)
+    return space
+
+
+def _check_conditions(parameter: ParameterRecord, space: Space) -> None:
+    """Raises StudyError for a condition on a value that a choice of the same space doesn't have."""
+    for name, values in parameter.when.items():
+        choices = space[name].choices if name in space and not space[name].is_fixed else []
+        for value in values if choices else []:
+            if not _is_one_of(value, choices):
+                raise StudyError(
+                    f"{parameter.place}: when {name} is {value!r}",
+                    expected="one of " + ", ".join(map(as_text, choices)),
+                    fix=did_you_mean(str(value), list(map(as_text, choices))),
+                )
 
 
 def _parse_entry(name: str, value: Any, place: str) -> ParameterRecord:
@@ -88,6 +105,13 @@ def _parse_table(name: str, table: Mapping[str, Any], place: str) -> ParameterRe
     forms = [key for key in ("range", "choices", "value", "low") if key in table]
     if len(forms) != 1:
         raise StudyError(place, expected="a range, choices, a value, or low and high: one of them")
+    unused = next((key for key in _KEYS_OF_LOW if key in table), "") if forms != ["low"] else ""
+    if unused:
+        raise StudyError(
+            f"{place}: {unused} beside {forms[0]}",
+            expected=f"{unused} beside low",
+            fix='or a text such as "1e-4..1e-1:log"',
+        )
     if "range" in table:
         parameter = _parse_text(name, str(table["range"]), place)
     elif "choices" in table:
@@ -98,7 +122,9 @@ def _parse_table(name: str, table: Mapping[str, Any], place: str) -> ParameterRe
         numbers = [table["low"], table.get("high"), *([table["step"]] if "step" in table else [])]
         if any(isinstance(one, bool) or not isinstance(one, int | float) for one in numbers):
             raise StudyError(place, expected="low, high and step as numbers")
-        is_int, is_log = bool(table.get("int")), bool(table.get("log"))
+        is_log, is_int = table.get("log", False), table.get("int", False)
+        if not (isinstance(is_log, bool) and isinstance(is_int, bool)):
+            raise StudyError(place, expected="log and int as true or false")
         parameter = _range(numbers[0], numbers[1], is_log, is_int, table.get("step"), place)
     return parameter.model_copy(update={"when": _conditions(table.get("when", {}), place)})
 
@@ -256,9 +282,9 @@ def _with_kind(name: str, parameter: ParameterRecord, kinds: Mapping[str, str]) 
     if kinds.get(name) != "int" or parameter.low is None or parameter.is_int:
         return parameter
     assert parameter.high is not None
-    if parameter.low.is_integer() and parameter.high.is_integer():
+    if all(number.is_integer() for number in (parameter.low, parameter.high, parameter.step or 1.0)):
         return parameter.model_copy(update={"is_int": True})
-    raise StudyError(f"{parameter.place}: {name} takes whole numbers", expected="whole ends, such as 16..256")
+    raise StudyError(f"{parameter.place}: {name} takes whole numbers", expected="whole ends and steps, such as 16..256")
 
 
 def sample(trial: Trial, space: Space) -> None:
@@ -299,7 +325,12 @@ def _low(parameter: ParameterRecord) -> Value:
 
 
 def _is_active(parameter: ParameterRecord, params: Mapping[str, Value]) -> bool:
-    return all(name in params and params[name] in values for name, values in parameter.when.items())
+    return all(name in params and _is_one_of(params[name], values) for name, values in parameter.when.items())
+
+
+def _is_one_of(value: Value, values: Sequence[Value]) -> bool:
+    """Returns whether a value equals one of the others; a text in a TOML file may stand for none, true or a number."""
+    return value in values or as_text(value) in map(as_text, values)
 
 
 def largest(space: Space, name: str, default: int) -> int:

@@ -23,7 +23,7 @@ from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters import samplers
 from hotloop.hyperparameters.results import CHANGES, link_winner, study_result
 from hotloop.hyperparameters.space import Space, check_names, check_same_space, largest, parse_space
-from hotloop.hyperparameters.study_folder import StudyFolder, unused_folder
+from hotloop.hyperparameters.study_folder import StudyFolder, make_folder, new_folder, translate_storage_errors
 from hotloop.hyperparameters.study_options import PLAN_FILE, RAY, StudyOptions, TaskSource
 from hotloop.hyperparameters.trial_processes import TrialProcesses, Workers
 from hotloop.hyperparameters.trial_rounds import FINISHED, Rounds
@@ -59,17 +59,17 @@ def start_study(
     """
     options.check()
     until = options.until
-    if path is not None:
-        StudyFolder.check_new(path)
-    path = path or unused_folder(Path(split_reference(source.reference)[0]).stem)
-    is_new, processes.log = not path.exists(), path / "logs"
-    try:
-        folder = _create(source, space, options, path, processes)
-    except BaseException:
-        if is_new:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
-    return _run(folder, processes, source.make_task, options, until, [], say)
+    is_new = path is None or not path.exists()
+    path = make_folder(Path(split_reference(source.reference)[0]).stem) if path is None else path
+    with new_folder(path):
+        processes.log = path / "logs"
+        try:
+            folder = _create(source, space, options, path, processes)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        return _run(folder, processes, source.make_task, options, until, [], say)
 
 
 def _create(
@@ -83,6 +83,7 @@ def _create(
             reference=source.reference,
             make_task=source.make_task,
             space=space,
+            device=options.device,
         )
     if isinstance(found, HotloopError):
         raise found
@@ -175,12 +176,14 @@ def _open(path: Path, make_task: bytes | None, say: Report, trust: bool) -> Stud
             fix=f"go on from Python: hotloop.study(make_task, resume={str(path)!r})",
         )
     if folder.record.source is not None:
+        folder.check_source()
         require_trust(folder.record, path, trust, say)
     return folder
 
 
 def _locked(folder: StudyFolder) -> ExitStack:
     stack = ExitStack()
+    stack.enter_context(translate_storage_errors(folder.path))
     folder.lock()
     stack.callback(folder.unlock)
     return stack

@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,19 @@ import optuna
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from sqlalchemy import event
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from hotloop.core.files.atomic_files import read_regular, translate_write_errors, write_atomic
 from hotloop.core.files.journal import read_step
+from hotloop.core.files.source_files import files_of, source_digest
 from hotloop.core.records.study import StudyRecord, TrialProgress
-from hotloop.errors import StudyError
+from hotloop.errors import DiskError, StudyError
 from hotloop.hyperparameters.samplers import STUDY_NAME, direction
 
 _FILE = "study.json"
+
+_LOCK_S = 5.0
+"""Seconds to wait for a folder: the last processes of a killed study end within seconds."""
 
 
 class StudyFolder:
@@ -39,7 +44,7 @@ class StudyFolder:
 
     def __init__(self, path: Path, record: StudyRecord) -> None:
         self.path, self.record = path, record
-        self._lock = FileLock(path / ".lock")
+        self._lock = _lock_of(path)
         self._optuna: optuna.Study | None = None
 
     @classmethod
@@ -53,7 +58,7 @@ class StudyFolder:
     @staticmethod
     def check_new(path: Path) -> None:
         """Raises StudyError if `path` can't become a new study."""
-        with translate_write_errors(path):
+        with translate_write_errors(path, "--study"):
             if (path / _FILE).is_file():
                 raise StudyError(
                     f"{path} holds a study already",
@@ -80,17 +85,23 @@ class StudyFolder:
         except ValidationError as error:
             raise StudyError(f"{path / _FILE} is damaged", fix="restore it from a copy") from error
 
+    def check_source(self) -> None:
+        """Raises StudyError if the folder lacks the source of the study's start, with which all trials train."""
+        source = self.record.source
+        if source is not None and source_digest(files_of(self.path / "source")) != source.digest:
+            raise StudyError(
+                f"the Task's source in {self.path / 'source'} was changed since the study was started",
+                expected=f"the files with digest {source.digest[:12]}",
+                fix="put them back, or start a new study",
+            )
+
     def lock(self) -> None:
         """Locks the folder for this process.
 
         Raises:
             StudyError: another process works in the folder.
         """
-        with translate_write_errors(self.path):
-            try:
-                self._lock.acquire(timeout=5)  # a killed study's last processes end within seconds
-            except Timeout:
-                raise StudyError(f"{self.path} is in use by another process", fix="wait for it, or stop it") from None
+        _acquire(self._lock, self.path)
 
     def unlock(self) -> None:
         if self._optuna is not None:
@@ -153,6 +164,28 @@ class StudyFolder:
         new.replace(link)
 
 
+@contextmanager
+def translate_storage_errors(path: Path) -> Iterator[None]:
+    """Translates errors of SQLite, in the study's folder `path`, into DiskError or StudyError."""
+    try:
+        yield
+    except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        failure = error if isinstance(error, DBAPIError) else error.__cause__
+        if not isinstance(failure, DBAPIError):
+            raise
+        if isinstance(failure, OperationalError):
+            raise DiskError(
+                f"{path / 'study.db'} can't be used: {failure.orig}",
+                expected="a file that can be written, on a disk with free space",
+                fix=f"correct this, and go on with: hotloop study --resume {path}",
+            ) from error
+        raise StudyError(
+            f"{path / 'study.db'} is damaged: {failure.orig}",
+            expected="a database of SQLite",
+            fix="restore the file from a copy, or remove the file: --resume makes it again from the trials, with --trials",
+        ) from error
+
+
 def _engine(study: optuna.Study) -> Any:
     return study._storage._backend.engine  # type: ignore[attr-defined]  # Optuna 5 has no public access to the engine
 
@@ -174,8 +207,43 @@ def _reduce_syncs(connection: Any, record: object) -> None:
     connection.execute("PRAGMA synchronous=normal")
 
 
-def unused_folder(name: str) -> Path:
-    """Returns `studies/<name>-<date>-<time>`, with a number if that exists."""
+def _lock_of(path: Path) -> FileLock:
+    """Returns the lock of a study's folder; a process that has the lock may acquire the lock again."""
+    return FileLock(path / ".lock", is_singleton=True)
+
+
+def _acquire(lock: FileLock, path: Path) -> None:
+    with translate_write_errors(path):
+        try:
+            lock.acquire(timeout=_LOCK_S)
+        except Timeout:
+            raise StudyError(f"{path} is in use by another process", fix="wait for it, or stop it") from None
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[None]:
+    """Makes the folder of a new study, and locks the folder within the context.
+
+    Raises:
+        StudyError: the folder can't become a new study, or another process works in the folder.
+    """
+    StudyFolder.check_new(path)
+    with translate_write_errors(path, "--study"):
+        path.mkdir(parents=True, exist_ok=True)
+    _acquire(lock := _lock_of(path), path)
+    try:
+        StudyFolder.check_new(path)  # another process may have made a study meanwhile
+        yield
+    finally:
+        lock.release()
+
+
+def make_folder(name: str) -> Path:
+    """Makes and returns `studies/<name>-<date>-<time>`, with a number if that exists."""
     path = Path("studies") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
+    for candidate in itertools.chain([path], numbered):
+        with translate_write_errors(candidate, "--study"), suppress(FileExistsError):
+            candidate.mkdir(parents=True)
+            return candidate
+    raise AssertionError("the numbers never end")

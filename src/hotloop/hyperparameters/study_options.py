@@ -148,6 +148,12 @@ class StudyOptions:
         return int(self.pack)
 
     @property
+    def device(self) -> str | None:
+        """The device of this machine that all trials use; None for any device, and for the machines of Ray."""
+        plan = PlanRequest.from_value(AUTO if self.plan is None else self.plan, self.axes).plan
+        return plan.device if "device" in plan.model_fields_set and self.jobs_on != RAY else None
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The settings of a new study that change its result, by their names in StudyRecord."""
         given = {name: getattr(self, name) for name in _DEFAULTS}

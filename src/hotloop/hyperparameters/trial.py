@@ -19,6 +19,8 @@ from typing import Any
 import cloudpickle
 from filelock import FileLock, Timeout
 
+from hotloop.core.files.source_files import files_of
+from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.machine import read_processor
 from hotloop.core.hardware.versions import result_versions
 from hotloop.core.plan_request import AUTO, PlanRequest
@@ -44,7 +46,6 @@ from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.task_file import (
     LoadedTask,
-    files_of,
     load_from_run,
     load_task,
     named_parameters,
@@ -103,17 +104,21 @@ class Description:
     versions: dict[str, str]
 
 
-def describe(reference: str, make_task: bytes | None, space: Space) -> Description:
+def describe(reference: str, make_task: bytes | None, space: Space, device: str | None) -> Description:
     """Returns the Description of a Task.
 
     Args:
         reference: the Task's file; for `make_task`, a name for messages.
         make_task: a function of Python, by cloudpickle.
+        device: of all trials; None for any device.
 
     Raises:
+        DeviceError: the device is missing.
         StudyError: an argument of `task(...)` doesn't take the values of the space.
         TaskError: the Task can't be loaded.
     """
+    if device is not None:
+        check_device(device)
     known = set(sys.modules)
     function = None if make_task is None else cloudpickle.loads(make_task)
     parameters = task_parameters(reference) if function is None else named_parameters(function)
@@ -191,8 +196,10 @@ def train(
     params: Mapping[str, Value],
     run: str,
     pause_after: int | None,
-) -> TrialProgress | StudyError:
+) -> TrialProgress | HotloopError:
     """Trains a run of a trial, from its last checkpoint if there is one, and returns its state, or an error of the study.
+
+    A missing device is an error of the study: the trials go on where the device is.
 
     Args:
         folder: of the study.
@@ -203,8 +210,10 @@ def train(
     began, error, outcome = time.monotonic(), "", None
     path = Path(run)
     try:
+        if "device" in study.axes:
+            check_device(study.axes["device"])
         lock = lock_run(Path(folder), number, repeat, path)
-    except StudyError as failure:
+    except (StudyError, DeviceError) as failure:
         return failure
     with lock:
         try:
@@ -244,7 +253,9 @@ def trial_progress(
         if not handle.record.facts.exact:
             inexact = inexact or ["the data has an order of its own"]
     speed = rows[-1].get("samples_per_s") if rows else None
-    values = [row[study.figure] for row in rows]
+    values = [row[study.figure] for row in rows if row.get(study.figure) is not None]
+    if len(values) < len(rows):
+        error = error or f"the run has no {study.figure.replace('_', ' ')}, by which the study compares its trials"
     if outcome is not None and outcome.is_finished and not any(map(math.isfinite, values)):
         error = error or f"{study.figure} is {values[-1] if values else 'missing'} after each epoch"
     return TrialProgress(

@@ -17,6 +17,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from hotloop.core.format import format_figure
 from hotloop.core.records.study import PackMember, PackPlan, StudyRecord, TrialProgress
 from hotloop.core.reporter import Report
 from hotloop.errors import HotloopError, StudyError
@@ -332,4 +333,4 @@ def _line(study: StudyRecord, trial: FrozenTrial, result: TrialProgress) -> str:
     if result.error:
         return f"{run}  {params}  failed: {result.error}"
     best, epochs = best_value(study, [result]), f"{result.epochs} epoch{'s' * (result.epochs > 1)}"
-    return f"{run}  {params}  best {study.figure.replace('_', ' ')} {best:.4f} of {epochs}"
+    return f"{run}  {params}  best {study.figure.replace('_', ' ')} {format_figure(best)} of {epochs}"

@@ -11,7 +11,7 @@ from hotloop.core.records.study import StudyRecord, TrialProgress
 from hotloop.errors import StudyError
 
 _UNITS = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_CONSTRAINT = re.compile(r"(memory|step_ms)\s*<=?\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?b?)", re.IGNORECASE)
+_CONSTRAINT = re.compile(r"(memory|step_ms)\s*<=?\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([kmgt]?b?)", re.IGNORECASE)
 
 
 def curve(runs: Sequence[TrialProgress]) -> list[float]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.format import format_percent
+from hotloop.core.format import format_figure, format_percent
 from hotloop.core.records.study import StudyResult, TrialRecord, Value
 from hotloop.report.report_page import Block, Section, facts, figure_of, figures, lines, render, table, text, tiles
 
@@ -31,9 +31,11 @@ def study_table(result: StudyResult) -> RenderableType:
     has_spread = any(trial.spread is not None for trial in result.trials)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("trial", *names, result.figure.replace("_", " "), *(["spread"] if has_spread else [])):
-        table.add_column(Text(heading), justify="right")
-    table.add_column("epochs", justify="right")
-    table.add_column("state")
+        table.add_column(Text(heading), justify="right", overflow="fold", no_wrap=heading not in names)
+    table.add_column("epochs", justify="right", no_wrap=True)
+    table.add_column(
+        "state", overflow="fold", min_width=min(8, max((len(_state(one)) for one in result.trials), default=0))
+    )
     for trial in _shown(result):
         cells = [
             str(trial.number),
@@ -63,13 +65,19 @@ def study_lines(result: StudyResult) -> list[str]:
 
 def _winner_lines(result: StudyResult) -> list[str]:
     if result.winner is None:
-        return ["no trial is complete"]
+        return [no_winner_line(result)]
     figure = result.figure.replace("_", " ")
     return [
         f"winner: trial {result.best}, {figure} {_number(result.winner.value)}, in {result.study}/best",
         f"repeat: {result.command}",
         *(["the line trains the winner alone: equal by its proof, not bit by bit"] if result.winner.packed else []),
     ]
+
+
+def no_winner_line(result: StudyResult) -> str:
+    """Returns why a study has no winner."""
+    has_ended = any(trial.state in ("complete", "continued") for trial in result.trials)
+    return f"no winner: {'no complete trial meets the limits of --require' if has_ended else 'no trial is complete'}"
 
 
 def _shown(result: StudyResult) -> list[TrialRecord]:
@@ -94,7 +102,7 @@ def format_value(value: Value) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}" if abs(value) >= 100 else f"{value:.4f}"
+    return "" if value is None else format_figure(value)
 
 
 def write_study(path: Path, result: StudyResult, study: optuna.Study) -> None:

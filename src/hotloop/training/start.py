@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.core.callback import Callback
+from hotloop.core.files.source_files import files_of
 from hotloop.core.files.trust import require_trust
 from hotloop.core.files.trust import store_trust as trust_run
 from hotloop.core.float32_switches import apply_switches, read_switches
@@ -40,7 +41,7 @@ from hotloop.lowering.transforms.cudnn import cudnn_inexact_reasons
 from hotloop.plan import Plan
 from hotloop.report.learning_curves import draw_curves
 from hotloop.task import Task, override_fields
-from hotloop.task_file import LoadedTask, files_of, load_from_run
+from hotloop.task_file import LoadedTask, load_from_run
 from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome

@@ -66,3 +66,7 @@ def test_an_optimizer_without_a_rate_is_one_line() -> None:
     with pytest.raises(hotloop.HotloopError, match="no learning rate above 0") as error:
         range_test(zero, hotloop.Plan(), steps=5)
     assert isinstance(error.value, StudyError)
+
+
+def test_a_loss_that_is_never_finite_gives_no_rate() -> None:
+    assert recommend([1e-6, 1e-5], smooth([])) is None

@@ -28,7 +28,8 @@ from hotloop.plan import Plan
 
 R = TypeVar("R", bound=BaseModel)
 
-INTERRUPTIONS = ("stop-after", "SIGHUP", "SIGTERM", "SIGINT")
+INTERRUPTIONS = ("stop-after", "SIGHUP", "SIGTERM", "SIGINT", "paused")
+"""Reasons of a stop before the end of training; a study pauses trials, and pruned trials stay paused."""
 
 _ALIVE_S = 60.0
 """Seconds after its last figures for which a training on another machine counts as going on."""
@@ -285,7 +286,7 @@ def _lines(path: Path, read: Callable[[Path], JournalRows], damages: list[str]) 
 
 
 def _coerced(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a valid row with numbers where texts of numbers were accepted, and events with a time."""
+    """Returns a valid row with finite numbers or None where texts of numbers were accepted, and events with a time."""
     numbers = {key: float(v) for key, v in row.items() if isinstance(v, str) and key != "event" and _is_number(v)}
     found = _with_finite_values(row | numbers)
     has_time = found.get("time") is not None or not {"event", "time"} & found.keys()
@@ -298,9 +299,10 @@ def _with_finite_values(row: dict[str, Any]) -> dict[str, Any]:
 
 def _is_number(text: str) -> bool:
     try:
-        return math.isfinite(float(text))
+        float(text)
     except ValueError:
         return False
+    return True
 
 
 def _latest(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from hotloop.core.files.atomic_files import read_regular
 from hotloop.errors import TaskError
 
 _VERSIONED_PACKAGES = ("hotloop", "torch", *sys.stdlib_module_names)
@@ -108,6 +109,12 @@ def _defines_name(statement: ast.stmt, name: str) -> bool:
         is_made = isinstance(statement.value, ast.Call | ast.Name | ast.IfExp)
         return is_made and any(isinstance(target, ast.Name) and target.id == name for target in targets)
     return False
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Returns the source files in the `source` folder of a run or a study, by their paths."""
+    files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
+    return {name: content for name, content in files.items() if content is not None}
 
 
 def source_digest(files: Mapping[str, bytes]) -> str:

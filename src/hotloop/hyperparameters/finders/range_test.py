@@ -137,6 +137,8 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 def recommend(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
     """Returns the rate of the steepest descent of the loss before its minimum; None if the loss doesn't fall."""
+    if not smoothed:
+        return None
     half = max(1, round(_WINDOW * len(smoothed)))
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     slopes = {
