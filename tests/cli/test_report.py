@@ -78,6 +78,7 @@ def test_a_run_that_is_given_twice_is_no_comparison(hotloop: Hotloop, tmp_path: 
     [
         (("report", "empty"), "is not a run"),
         (("report", "none"), "doesn't exist"),
+        (("report", "study"), "study is a study; expected a folder that `hotloop train` made. Open study/study.html"),
         (("report", "text.json"), "is no result of hotloop"),
         (("report", "run", "text.json"), "is no result of hotloop"),
         (("report", "run", "--out", "empty"), "empty"),
@@ -89,7 +90,9 @@ def test_a_run_that_is_given_twice_is_no_comparison(hotloop: Hotloop, tmp_path: 
 def test_a_wrong_call_is_one_line(hotloop: Hotloop, tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text.json").write_text('{"a": 1}')
+    (tmp_path / "study").mkdir()
+    for name in ("text.json", "study/study.json"):
+        (tmp_path / name).write_text('{"a": 1}')
     done = hotloop(*arguments)
     assert done.code == 1 and expected in done.err and len(done.err.splitlines()) == 1
 

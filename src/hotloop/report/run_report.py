@@ -180,8 +180,8 @@ def _next_step(run: StoredRun) -> dict[str, str] | None:
     command = f"hotloop train --resume {shlex.quote(str(run.path))}"
     said = {
         "stopped": f"The training was stopped ({run.reason}). Go on with:",
-        "killed": "The training process ended without a stop. Go on from the last checkpoint with:",
-        "failed": "After the fix, go on from the last checkpoint with:",
+        "killed": "The training process ended without a stop. Go on with:",
+        "failed": "After the fix, go on with:",
     }
     return {"text": said[run.state], "command": command} if run.state in said else None
 

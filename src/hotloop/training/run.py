@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from hotloop import __version__
 from hotloop.core.files.atomic_files import append, open_regular, read_regular, translate_write_errors, write_atomic
 from hotloop.core.files.journal import JournalRows, read_events, read_metrics, read_step
-from hotloop.core.files.run_folder import StoredRun
+from hotloop.core.files.run_folder import StoredRun, no_run_error
 from hotloop.core.hardware.versions import machine_name
 from hotloop.core.records.training import EpochRecord, RunRecord
 from hotloop.errors import HotloopError, PlanError, RunError
@@ -103,8 +103,7 @@ class Run:
         with translate_write_errors(path):
             found = is_run(path)
         if not found:
-            what = "is not a run" if path.exists() else "doesn't exist"
-            raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
+            raise no_run_error(path)
         document = _read_document(path / "run.json")
         try:
             record = RunRecord.model_validate({key: value for key, value in document.items() if key != "seal"})

@@ -264,13 +264,6 @@ def test_a_child_that_takes_too_long_costs_a_share_of_the_run(monkeypatch: pytes
     assert alone_s > 0.2 * run_s
 
 
-def test_no_child_starts_that_would_cost_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = begun(monkeypatch, 60_000, RIVAL, child=Long, idle_cores=0.0)
-    made.step_s[FEWER] = 20e-3  # nine tenths of the speed
-    made.train(100)
-    assert not hasattr(made, "child") and made.plan == FIRST
-
-
 def test_the_plan_with_a_thread_less_stays_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     made = begun(monkeypatch, 10**5, RIVAL, idle_cores=0.0)
     made.step_s |= {FEWER: 1.2e-3, RIVAL: 3e-3}

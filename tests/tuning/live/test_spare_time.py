@@ -76,3 +76,24 @@ def test_a_child_without_an_idle_core_takes_longer() -> None:
     times_s = [payoff.prepare_s for payoff in payoffs]
     assert times_s[0] == times_s[1] < times_s[2] < times_s[3]
     assert payoffs[0].is_worthwhile and not payoffs[3].is_worthwhile
+
+
+def test_a_child_that_costs_more_than_its_budget_takes_longer() -> None:
+    def payoff(loss: float, budget_s: float) -> LivePayoff:
+        return LivePayoff(
+            Plan(),
+            60_000,
+            1e-3,
+            normed=False,
+            has_rewrites=False,
+            gain=2.0,
+            operations=40,
+            loss=loss,
+            budget_s=budget_s,
+        )
+
+    in_time = payoff(0.3, 9.0)
+    assert in_time.prepare_s == in_time.work_s and in_time.is_worthwhile
+    late = payoff(0.5, 9.0)
+    assert late.prepare_s == pytest.approx(late.work_s + (0.5 * late.work_s - 9.0) / MAX_LOSS)
+    assert late.saves_s < in_time.saves_s and not payoff(0.9, 9.0).is_worthwhile

@@ -87,8 +87,7 @@ class StoredRun:
             RunError: there is no run.
         """
         if not is_run_folder(path):
-            what = "is not a run" if os.path.exists(path) else "doesn't exist"  # False for a name that is too long
-            raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
+            raise no_run_error(path)
         damages: list[str] = []
         files = [path / name for name in ("metrics.jsonl", "progress.jsonl", "system.jsonl")]
         epochs = _latest(_lines(files[0], read_metrics, damages), "epoch")
@@ -220,6 +219,18 @@ class StoredRun:
             for path in files[:_MAX_SOURCE_FILES]
             if "__pycache__" not in path.parts
         }
+
+
+def no_run_error(path: Path) -> RunError:
+    """Returns the error about a folder without a run."""
+    if os.path.isfile(path / "study.json"):
+        given, fix = (
+            f"{path} is a study",
+            f"open {path / 'study.html'}, or name the run of a trial, such as {path / 'best'}",
+        )
+        return RunError(given, expected="a folder that `hotloop train` made", fix=fix)
+    what = "is not a run" if os.path.exists(path) else "doesn't exist"  # False for a name that is too long
+    return RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
 
 
 def is_run_folder(path: Path) -> bool:

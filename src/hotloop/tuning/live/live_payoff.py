@@ -63,15 +63,21 @@ class LivePayoff:
     budget_s: float = 0.0
 
     @property
-    def prepare_s(self) -> float:
-        """Seconds to compile and prove the candidate beside the training."""
+    def work_s(self) -> float:
+        """Seconds that the child takes to compile and prove the candidate if the child is never paused."""
         compile_s = estimate_compile_s(self.operations) if self.is_compiled else 0.0
         share = min(1.0, max(MAX_LOSS, self.idle_cores))
         return _SHARED_CORES * (compile_s + estimate_proof_s(self.step_s, 0.0, self.normed)) / share
 
     @property
+    def prepare_s(self) -> float:
+        """Seconds until the candidate is compiled and proven; a child is paused when it has cost its budget."""
+        over_s = self.loss * self.work_s - max(self.budget_s, MAX_LOSS * self.work_s)
+        return self.work_s + max(0.0, over_s) / MAX_LOSS
+
+    @property
     def costs_s(self) -> float:
-        return self.loss * self.prepare_s + _RACE_S
+        return self.loss * self.work_s + _RACE_S
 
     @property
     def saves_s(self) -> float:
@@ -80,8 +86,7 @@ class LivePayoff:
 
     @property
     def is_worthwhile(self) -> bool:
-        is_allowed = self.loss * self.prepare_s <= max(self.budget_s, MAX_LOSS * self.prepare_s)
-        return is_allowed and self.saves_s > self.costs_s
+        return self.saves_s > self.costs_s
 
     def estimated(self, task: Task) -> LivePayoff:
         """Returns the payoff with the gain by a profile of some eager steps, unless it is known already."""
