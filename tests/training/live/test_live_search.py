@@ -230,7 +230,7 @@ class Endless(Long):
 
 
 def beside_child(made: Training) -> tuple[float, float]:
-    """Trains until the child or the run ends; returns the seconds of steps with a thread less, and with all threads."""
+    """Trains until the child or the run ends; returns the seconds of steps with one thread fewer, and with all threads."""
     child: Long | None = None
     beside_s, alone_s = 0.0, 0.0
     while made.steps > 0 and (child is None or child.worked_s <= child.needs_s):

@@ -91,9 +91,9 @@ def test_steps_that_leave_a_core_to_the_child_are_repeated(
         hotloop.fit(task(EPOCHS), run=tmp_path / "run", resume=True, progress=False)
     rows = [row for row in Run.open(tmp_path / "run").journal() if row["event"] == EVENT]
     reasons = [row["reason"] for row in rows]
-    assert all(row["window"] for row in rows if row["reason"].startswith("a thread less"))
+    assert all(row["window"] for row in rows if row["reason"].startswith("one thread fewer"))
     for reason in (
-        "a thread less while the child runs",
+        "one thread fewer while the child runs",
         "all threads while the child is paused",
         "since no child runs",
     ):

@@ -53,7 +53,7 @@ class SearchSettings:
         normed: whether the step normalises over the batch.
         baseline: races last, so that the speed over it can be stored; None if nothing is stored.
         store: stores the race of the plan in use with the baseline; returns a note on failure.
-        fewer: the eager plan with a thread less, for steps beside a child; None if there is no such plan.
+        fewer: the eager plan with one thread fewer, for steps beside a child; None if there is no such plan.
         idle_cores: returns the number of cores without work since the last call.
         why_no_memory: returns why there is no memory for a further Program like this and a proof; empty if there is.
     """
@@ -196,36 +196,43 @@ class LiveSearch:
             is_compiled=plan.compile != "none",
             idle_cores=idle_cores,
         )
-        spare = self._spare_core
-        if spare is None or spare.plan != self._switcher.plan:
+        if (spare := self._usable_core) is None:
             return payoff
         budget_s = MAX_LOSS * (self._trained_s + self._left_s) - self._lost_s
         return replace(payoff, idle_cores=1.0, loss=spare.loss, budget_s=max(0.0, budget_s))
 
     def _begin_thread_race(self, step_s: float) -> bool:
-        """Begins the race of the plan in use with the same plan with a thread less, once; returns whether it begins."""
+        """Begins the race of the plan in use with the same plan with one thread fewer, once; returns whether it begins."""
         fewer = self._settings.fewer
-        is_of_use = fewer is not None and self._switcher.plan == self._settings.eager
-        if fewer is None or not is_of_use or not self._payoff(self._waiting[0], step_s, 1.0).is_worthwhile:
+        if fewer is None or self._switcher.plan != self._settings.eager:
+            return False
+        if not self._payoff(self._waiting[0], step_s, 1.0).is_worthwhile:
             return False
         self._settings = replace(self._settings, fewer=None)
         if self._settings.why_no_memory(self._switcher.loop.program):
             return False
         return self._begin_race(WindowRace(self._switcher.plan, fewer), is_of_threads=True)
 
-    def _share_cores(self, child: CandidateProcess) -> None:
-        """Takes the next steps with a thread less while the child runs, and with all threads while the child is paused."""
+    @property
+    def _usable_core(self) -> SpareCore | None:
+        """The core that the plan in use can leave to a child; None if it can't."""
         spare = self._spare_core
-        if spare is None or self._switcher.plan not in (spare.plan, spare.beside):
+        return spare if spare is not None and self._switcher.plan in (spare.plan, spare.beside) else None
+
+    def _share_cores(self, child: CandidateProcess) -> None:
+        """Takes the next steps with one thread fewer while the child runs, and with all threads while the child is paused."""
+        if (spare := self._usable_core) is None:
             return
         began, plan = time.monotonic(), spare.plan if child.spare_time.is_paused else spare.beside
-        reason = "all threads while the child is paused" if plan == spare.plan else "a thread less while the child runs"
+        reason = (
+            "all threads while the child is paused" if plan == spare.plan else "one thread fewer while the child runs"
+        )
         self._switcher.switch(plan, reason, is_window=plan == spare.beside)
         self._switch_s = time.monotonic() - began
 
     def _use_all_threads(self) -> None:
-        if self._spare_core is not None and self._switcher.plan == self._spare_core.beside:
-            self._switcher.switch(self._spare_core.plan, "all threads, since no child runs")
+        if (spare := self._usable_core) is not None:
+            self._switcher.switch(spare.plan, "all threads, since no child runs")
 
     def _race_baseline(self) -> None:
         """Begins the race that later runs profit from, once."""
@@ -257,13 +264,8 @@ class LiveSearch:
             self._stop_search(f"a child process can't be started: {describe_error(error)}")
             return
         verb = "compiles" if payoff.is_compiled else "proves"
-        spare = self._spare_core
-        fewer = (
-            ""
-            if spare is None or spare.plan != self._switcher.plan
-            else f", whose steps have {spare.beside.brief()} meanwhile"
-        )
-        self._say(f"auto {verb} {plans[0].brief() if payoff.gain else 'a plan'} beside the training{fewer}")
+        meanwhile = "" if (spare := self._usable_core) is None else f", which meanwhile uses {spare.beside.brief()}"
+        self._say(f"auto {verb} {plans[0].brief() if payoff.gain else 'a plan'} beside the training{meanwhile}")
 
     def _finish_child(self, found: PreparedPlan, lost_s: float) -> None:
         self._recent.clear()

@@ -1,4 +1,4 @@
-"""A core for the child in a training that uses all cores: while the child runs, steps use a thread less."""
+"""A core for the child in a training that uses all cores: while the child runs, steps use one thread fewer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUSY_CORES = 0.5
 
 
 def with_fewer_threads(plan: Plan) -> Plan | None:
-    """Returns a plan for the CPU with a thread less; None with one thread, or where the user has set their number.
+    """Returns a plan for the CPU with one thread fewer; None with one thread, or where the user has set their number.
 
     The number of threads changes the order of sums alone, so the plan needs no proof.
     """
@@ -24,7 +24,7 @@ def with_fewer_threads(plan: Plan) -> Plan | None:
 
 @dataclass(frozen=True)
 class SpareCore:
-    """A plan, and the same plan with a thread less.
+    """A plan, and the same plan with one thread fewer.
 
     Attributes:
         plan, beside: while no child runs, and while one does.

@@ -33,7 +33,7 @@ class SpareTime:
     Attributes:
         step_s: seconds of a step without the child.
         most_loss: largest share of the time until now that the child may cost.
-        budget_s: seconds that the child may cost at any time: a saving later makes up for them.
+        budget_s: seconds that the child may cost at any time, since a later saving outweighs them.
         lost_s, passed_s: seconds that the steps lost, of all seconds since the child's start.
     """
 
