@@ -97,6 +97,7 @@ def fit(
         stop_after=stop_after,
         checkpoint_every=None if resume else checkpoint_every,
         rank_timeout=rank_timeout,
+        rehearse="auto",
         callbacks=[*callbacks, display],
         reporter=display.reporter,
     )

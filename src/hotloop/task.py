@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hotloop.core.random.generators import OwnedGenerators
 from hotloop.core.random.rng import RandomStreams
+from hotloop.core.state import host_copy
 from hotloop.core.task_parts.keras import call_arguments, default_device, restart_names
 from hotloop.core.task_parts.loss_info import LossInfo
 from hotloop.core.task_parts.model_copy import copy_model
@@ -119,6 +120,9 @@ class Task:
         stop_below: stop when the monitored figure falls below this (for a rising goal: rises above).
         patience: stop after so many epochs without progress.
         callbacks: called with a read-only `View` after each event; see `hotloop.view.Callback`.
+        state: what else training changes and a checkpoint should store, by name: an object with `state_dict` and
+            `load_state_dict`, or a pair `(get, set)` of functions. The values are numbers, texts, tensors, and lists,
+            tuples or dicts of them.
         loggers: some of `tensorboard`, `mlflow`, `wandb`, `trackio` and `csv`, which record the figures of each epoch.
         classes: names of the classes, for reports.
         name: for run folders; default the file's name.
@@ -153,6 +157,7 @@ class Task:
     stop_below: float | None = None
     patience: int | None = None
     callbacks: tuple[Callable[[Any], None], ...] | list[Callable[[Any], None]] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
     loggers: tuple[str, ...] | list[str] = ()
     classes: tuple[str, ...] | list[str] = field(default=())
     name: str = "task"
@@ -292,6 +297,20 @@ class Task:
             return self.weight(batch)
         rows = count_rows(batch, samples).number
         return self.objective.weight_of(batch[-1], rows) if isinstance(batch, tuple | list) and batch else rows
+
+    def read_state(self) -> dict[str, Any]:
+        """Returns copies of the values that `state` names."""
+        return {
+            name: host_copy(call_user_code(f"state {name!r}", one[0] if isinstance(one, tuple) else one.state_dict))
+            for name, one in self.state.items()
+        }
+
+    def restore_state(self, values: Mapping[str, Any]) -> None:
+        """Sets the values that `state` names; those that a checkpoint lacks stay as they are."""
+        for name, one in self.state.items():
+            if name in values:
+                put = one[1] if isinstance(one, tuple) else one.load_state_dict
+                call_user_code(f"state {name!r}", put, host_copy(values[name]))
 
     def owners(self, model: nn.Module) -> dict[str, Any]:
         """Returns the parts of a batch's computation that may have random generators, by their names in messages."""

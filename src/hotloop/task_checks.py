@@ -57,6 +57,25 @@ def check_fields(task: Any) -> None:
     if task.average is not None and not 0 < task.average < 1:
         raise TaskError(f"average={task.average!r}", expected="a decay between 0 and 1, such as 0.999")
     _check_words(task)
+    _check_state(task)
+
+
+def _check_state(task: Any) -> None:
+    if not isinstance(task.state, Mapping):
+        raise TaskError(
+            f"state is {type_name(task.state)}",
+            expected="a dict of names to objects or pairs of functions",
+            fix='write state={"name": (get, set)}',
+        )
+    for name, one in task.state.items():
+        is_pair = isinstance(one, tuple) and len(one) == 2 and all(map(callable, one))
+        has_methods = all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict"))
+        if not isinstance(name, str) or inspect.isclass(one) or not (is_pair or has_methods):
+            raise TaskError(
+                f"state has {type_name(one)} for {name!r}",
+                expected="an object with state_dict and load_state_dict, or a pair of functions",
+                fix=f"write {name!r}: (get, set), where get() returns the value and set(value) restores it",
+            )
 
 
 def _stale_optimizer_error(value: Any) -> TaskError:

@@ -94,6 +94,13 @@ def train(
             help="auto (at most 1 % of the time), a number of steps, or a time such as 5m.", show_default="auto"
         ),
     ] = None,
+    rehearse: Annotated[
+        str,
+        typer.Option(
+            help="How often a second process resumes the run while the run goes on, and compares its steps bit by bit: "
+            "auto (at most 1 % of the time), no, or a number."
+        ),
+    ] = "auto",
     log: Annotated[
         list[str] | None,
         typer.Option(
@@ -203,6 +210,7 @@ def train(
         stop_after=stop_after,
         checkpoint_every=checkpoint_every,
         rank_timeout=rank_timeout,
+        rehearse=rehearse,
         trust=trust,
         callbacks=[display, *_live_page(watch, host, open_page, display)],
         reporter=display.reporter,

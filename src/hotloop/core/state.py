@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class State:
         in_eval: names of modules in evaluation mode during training; None in checkpoints of older versions.
         drawn: whether a step used Python's or NumPy's generator; None in checkpoints of older versions.
         attributes: plain values in the Task's own objects, by path; None in checkpoints of older versions.
+        named: values that the Task's `state` names.
     """
 
     parameters: dict[str, Tensor]
@@ -68,6 +70,7 @@ class State:
     in_eval: list[str] | None = None
     drawn: bool | None = None
     attributes: dict[str, Any] | None = None
+    named: dict[str, Any] = field(default_factory=dict)
 
     def nbytes(self) -> int:
         tree = [self.parameters, self.buffers, self.extra, self.optimizer, self.average, self.loss]
@@ -102,6 +105,12 @@ def _is_same(a: Any, b: Any) -> bool:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Returns a tensor's bytes (uint8, 1-dim, on the CPU): NaN equals NaN, and -0.0 differs from 0.0."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest_of(value: Any) -> bytes:
+    """Returns 16 bytes that differ between values that differ by a bit."""
+    content = bytes_of(value).numpy().data if isinstance(value, Tensor) else repr(value).encode()
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

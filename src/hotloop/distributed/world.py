@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hotloop.core.state import State, bytes_of, tree_leaves
+from hotloop.core.state import State, digest_of, tree_leaves
 from hotloop.errors import HotloopError, OutOfStepError, PlanError, RankLostError
 from hotloop.plan import Plan
 
@@ -143,11 +142,12 @@ def check_in_step(world: World, state: State) -> list[str]:
     """
     if world.is_single:
         return []
-    content = vars(state) | {"position": (), "attributes": ()}
+    content = vars(state) | {"position": (), "attributes": (), "named": ()}
     of_ranks = world.all_gather(
         (
-            {path: _digest(value) for path, value in tree_leaves(content)},
-            {place: _digest(value) for place, value in (state.attributes or {}).items()},
+            {path: digest_of(value) for path, value in tree_leaves(content)},
+            {place: digest_of(value) for place, value in (state.attributes or {}).items()}
+            | {f"state{path}": digest_of(value) for path, value in tree_leaves(state.named)},
         )
     )
     first, first_attributes = of_ranks[0]
@@ -171,7 +171,3 @@ def check_in_step(world: World, state: State) -> list[str]:
 def _differing_parts(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
     return [path for path in {**one, **other} if one.get(path) != other.get(path)]
 
-
-def _digest(value: Any) -> bytes:
-    content = bytes_of(value).numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
-    return hashlib.blake2b(content, digest_size=16).digest()

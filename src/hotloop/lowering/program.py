@@ -313,6 +313,7 @@ class Program:
             in_eval=sorted(self._mode.in_eval),
             drawn=self._step.draws.drawn,
             attributes=self._changed_attributes(),
+            named=self.parts.task.read_state(),
         )
 
     def _changed_attributes(self) -> dict[str, Any]:
@@ -342,6 +343,7 @@ class Program:
         self._step.on_state_restored()
         self._step.draws.drawn = state.drawn is not False
         self._attributes.restore(state.attributes)
+        self.parts.task.restore_state(state.named)
         self.position = state.position
         self._batches.reset()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +28,15 @@ from hotloop.task import Task
 from hotloop.training.cadence import RANKS_SPAN_S, CheckpointCadence, SpanPacer
 from hotloop.training.checkpoint import BestEpoch, Checkpoint, check_storable, has_only_finite_parameters
 from hotloop.training.early_stopping import FINISHED, PAUSED, EarlyStopping, RunOutcome
+from hotloop.training.rehearsal import Rehearsals
+from hotloop.training.repeated_steps import ExpectedSteps, StepRecord
 from hotloop.training.resume import check_data, check_schedule, newest_valid_checkpoint, restore_program
 from hotloop.training.run import Run
+
+
+_NEXT_STEPS = 4
+_NEXT_STEPS_S = 0.2
+"""Most steps that a stopped training takes after its last checkpoint, and their largest duration."""
 
 
 def train_loop(
@@ -36,6 +44,8 @@ def train_loop(
     run: Run,
     *,
     resume: bool = False,
+    compares: bool = False,
+    rehearsals: Rehearsals | None = None,
     stop_after_s: float | None = None,
     pause_after_epoch: float = math.inf,
     callbacks: Sequence[Callback] = (),
@@ -48,6 +58,8 @@ def train_loop(
         relower: makes the Program; called again to replay an error from the last valid State.
         run: the run's folder, locked by the caller.
         resume: continue from the newest valid checkpoint.
+        compares: a resumed run takes the same steps as before, by plan and versions, so that equal bits are expected.
+        rehearsals: of the resume, beside the training.
         stop_after_s: stop cleanly after this number of seconds.
         pause_after_epoch: stop cleanly at the end of this epoch, from 1; the Task's `epochs` and schedule stay.
         drive: trains by the loop to its end, in place of the loop itself.
@@ -59,12 +71,15 @@ def train_loop(
     interrupts = StopSignals(stop_after_s)  # the time limit includes the preparation of data
     program = relower()
     with preserve_generators(*program.devices), translate_worker_death():
-        loop = TrainingLoop(program, run, relower, interrupts, callbacks, say, pause_after_epoch)
+        loop = TrainingLoop(program, run, relower, interrupts, callbacks, say, pause_after_epoch, rehearsals)
         try:
             with loop.interrupts.listen():
-                loop.begin(resume)
+                loop.begin(resume, compares)
                 return loop.end(loop.train()) if drive is None else drive(loop)
         finally:
+            loop.steps.close()
+            if rehearsals is not None:
+                rehearsals.close(loop, is_interrupted=interrupts.reason() is not None or not loop.is_ended)
             loop.program.close()
 
 
@@ -77,6 +92,7 @@ class TrainingLoop:
     callbacks: Sequence[Callback]
     say: Callable[[str], None]
     pause_after_epoch: float = math.inf
+    rehearsals: Rehearsals | None = None
     history: list[EpochRecord] = field(default_factory=list)
     best: BestEpoch | None = None
     pacer: SpanPacer = field(init=False)
@@ -91,6 +107,9 @@ class TrainingLoop:
         self._saved: Position | None = None
         self._shown: tuple[EpochRecord, ...] = ()
         self._loss: float | None = None
+        self.steps = StepRecord(self.run.path)
+        self.expected = ExpectedSteps(0, {})  # what the process before a resume had after the checkpoint
+        self.difference, self.is_ended = "", False
         self._comm = CommReport(self.world, self.run.log, self.say)
         self.program.set_stop(self.interrupts.reason, self.interrupts.check)
         self._begin_epoch()
@@ -103,10 +122,12 @@ class TrainingLoop:
     def world(self) -> World:
         return self.program.parts.world
 
-    def begin(self, resume: bool) -> None:
-        """Starts, or restores the newest valid checkpoint."""
+    def begin(self, resume: bool, compares: bool = False) -> None:
+        """Starts, or restores the newest valid checkpoint; see `train_loop` for `compares`."""
         if resume:
             self._restore_checkpoint()
+            if compares and self.world.is_rank_zero:
+                self.expected = self.steps.expected_after(self.program.position.step)
         else:
             self.run.log_start("start", step=0, **self.stopping.monitor())
         self.program.check_exactness()
@@ -154,10 +175,17 @@ class TrainingLoop:
         if position.batch == 0 and (verdict := self.stopping.verdict(self.history)):
             return verdict, 0
         heard, first = REASONS.index(self.interrupts.reason(self._reserve_s)), self.world.is_rank_zero
+        rehearsals = self.rehearsals
         is_due = first and position.step > 0 and self.cadence.is_due(position.step)
-        heard, steps, due = self.world.all_reduce_max([heard, self.pacer.steps() if first else 0, int(is_due)])
+        is_due = is_due or (rehearsals is not None and rehearsals.wants_checkpoint(self))
+        steps = self.pacer.steps() if first else 0
+        for left in (self.expected.steps_left(position.step), rehearsals and rehearsals.steps_left(self)):
+            steps = steps if left is None else min(steps, left)
+        heard, steps, due = self.world.all_reduce_max([heard, steps, int(is_due)])
         if due and not REASONS[heard] and position != self._saved:
             self._save()
+            if rehearsals is not None and (ahead := rehearsals.steps_left(self)) is not None:
+                steps = min(steps, ahead)
         left = self.cadence.steps_left(position.step)
         return REASONS[heard], steps if left is None else min(steps, left)
 
@@ -181,7 +209,27 @@ class TrainingLoop:
         self._call_callbacks("stop", reason=reason)
         if final is not None:
             self._call_callbacks("final", final=final)
+        self.is_ended = True
+        if interrupted and reason != PAUSED:
+            self._record_next_steps()
         return RunOutcome(reason, not interrupted, self.history, final)
+
+    def _record_next_steps(self) -> None:
+        """Takes a few steps after the last checkpoint and records their sums: the resumed run compares its own.
+
+        Nothing else of these steps remains, since the process ends here.
+        """
+        position, batches = self.program.position, self.program.feed.batches
+        is_open = position.batch > 0 or not self.program.parts.plan.workers  # starting workers takes seconds
+        step_s = self.pacer.step_s
+        if not self.world.is_single or self.run.record.source is None or step_s is None or not is_open:
+            return
+        steps = min(_NEXT_STEPS, int(_NEXT_STEPS_S / max(step_s, 1e-6)), (batches or 0) - position.batch)
+        self.program.set_stop(lambda: None)
+        with suppress(Exception):  # an error of these steps is reported by the run that takes them again
+            for _ in range(steps):
+                self.program.advance(1)
+                self.steps.add(self.program.position.step, self.program.read_sums())
 
     def run_span(self, steps: int, spent_s: float = 0.0) -> None:
         """Trains for up to `steps` steps of the epoch, which have taken `spent_s` seconds already."""
@@ -205,6 +253,8 @@ class TrainingLoop:
         if not math.isfinite(sums["loss"]):
             raise self._find_nonfinite(self.program.position.step)
         self._loss = self._recent_loss(sums)
+        if outcome.steps and self.world.is_rank_zero:
+            self._note_steps(sums)
         self.run.note_all_inexact(self.program.inexact, self.say)
         if not self.world.is_single and self._saved is None and before.batch + before.epoch == 0:
             check_in_step(self.world, self.program.state())
@@ -215,9 +265,30 @@ class TrainingLoop:
         else:
             self._end_epoch(sums)
 
+    def _note_steps(self, sums: dict[str, float]) -> None:
+        """Compares the steps done with those that an earlier process took from the same checkpoint, or records them."""
+        step = self.program.position.step
+        if step <= self.expected.last:
+            state = self.program.state(lent=True) if self.expected.has_state(step) else None
+            self.difference = self.expected.difference(step, sums, state)
+            if self.difference:
+                line = (
+                    f"the resumed run repeats the steps after step {self.expected.start:,} and gets other bits: "
+                    f"{self.difference}. Name what your code changes in Task(state=...), or go on without an exact resume"
+                )
+                self.run.note_all_inexact([line], self.say)
+                self.expected = ExpectedSteps(step, {})
+            elif step == self.expected.last:
+                self.run.log("repeated", step=step, steps=step - self.expected.start)
+        else:
+            self.steps.add(step, sums)
+        if self.rehearsals is not None:
+            self.rehearsals.after_span(self, sums)
+
     def _check_storable(self) -> None:
         if self.world.is_single:  # gathering the state of several ranks is a collective operation
             check_storable(self.program.optimizer_state(), "optimizer")
+            check_storable(self.task.read_state(), "state")
 
     def _end_epoch(self, sums: dict[str, float]) -> None:
         """Validates and records an epoch; after an interruption the position stays at the last batch."""
@@ -302,6 +373,10 @@ class TrainingLoop:
         self.run.log(
             "checkpoint", step=state.position.step, file=path.name, seconds=round(time.perf_counter() - started, 4)
         )
+        if state.position.step > self.expected.last:
+            self.steps.clear()
+        if self.rehearsals is not None:
+            self.rehearsals.begin(self, state, path)
 
     def _final_figures(self, reason: str) -> dict[str, Any]:
         """Returns metrics of the best epoch's weights by validation; without validation, of the last weights."""
@@ -361,7 +436,7 @@ class TrainingLoop:
     def _samples_per_s(self) -> float:
         return self._samples / (self._train_s or math.inf)
 
-    def _remaining_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         position, batches = self.program.position, self.program.feed.batches
         return self.pacer.remaining_s(self.history, self.task.epochs - position.epoch, batches, position.batch)
 
@@ -380,7 +455,7 @@ class TrainingLoop:
             batches=self.program.feed.batches,
             loss=self._loss,
             samples_per_s=self._samples_per_s,
-            remaining_s=self._remaining_s(),
+            remaining_s=self.remaining_s(),
             learning_rate=self.learning_rate,
             history=self._shown,
             reason=reason,

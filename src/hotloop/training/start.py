@@ -51,6 +51,7 @@ from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
 from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
 from hotloop.training.monitor import monitor_of
+from hotloop.training.rehearsal import RehearsalRequest, Rehearsals
 from hotloop.training.resume import check_files, check_overrides, describe_files
 from hotloop.training.run import FollowerRun, Run, is_run
 from hotloop.tuning.auto.recall import count_trained_steps, lower_cached_or_auto, with_facts_for_step_count
@@ -287,6 +288,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
         return ready.pop() if ready else lower(task, single_worker_plan(plan) if plan.parallel == "async" else plan)
 
     changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every", "switches")}
+    compares = _takes_same_steps(context, handle, plan)
     handle.keep(plan=plan, record=handle.as_written().record.model_copy(update=changed))
     handle.task = task
     if context.has_user_callbacks and not task.built_last(program.model):
@@ -307,6 +309,8 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
             relower,
             handle,
             resume=context.is_resumed,
+            compares=compares,
+            rehearsals=_rehearsals(context, handle),
             stop_after_s=None if math.isinf(context.until) else context.until - time.monotonic(),
             pause_after_epoch=context.pause_after_epoch,
             callbacks=[*_callbacks(context, program), *writers] if writers else (),
@@ -321,6 +325,21 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     ):
         say(line)
     return outcome
+
+
+def _takes_same_steps(context: RunContext, handle: Run, plan: Plan) -> bool:
+    """Returns whether the steps of a resumed run should have the bits that the process before it had."""
+    is_unchanged = context.plan is None and not context.axes and not context.overrides
+    then, now = handle.record.versions, result_versions()
+    is_same_plan = plan.with_axes(allocator=handle.plan.allocator) == handle.plan
+    return context.is_resumed and is_unchanged and is_same_plan and then == now and handle.record.facts.exact
+
+
+def _rehearsals(context: RunContext, handle: Run) -> Rehearsals | None:
+    request = RehearsalRequest.parse(context.rehearse)
+    if request.limit == 0 or isinstance(handle, FollowerRun):
+        return None
+    return Rehearsals(handle, request, context.say, started_s=time.process_time())
 
 
 def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:

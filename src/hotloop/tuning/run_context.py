@@ -31,6 +31,7 @@ class RunContext:
         stop_after: a time such as `11h`, after which training stops.
         checkpoint_every: `auto`, a number of steps or a time; None for the run's own.
         rank_timeout: see `join_ranks`.
+        rehearse: `auto`, `no`, or the number of rehearsals of the resume.
         trust: run the code in the folder of a run that somebody else started.
         callbacks: of the run, beside the Task's.
         wanted: what `plan` and `axes` mean.
@@ -54,6 +55,7 @@ class RunContext:
     stop_after: str | None = None
     checkpoint_every: str | None = None
     rank_timeout: str | None = None
+    rehearse: str = "no"
     trust: bool = False
     callbacks: Sequence[Callback] = ()
     reporter: Reporter = SILENT

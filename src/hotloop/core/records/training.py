@@ -142,6 +142,7 @@ class RunRecord(Record):
         has_class_scores: whether the model's outputs are class scores, by the loss.
         switches: torch's float32 switches at the run's start, such as `cudnn.conv: tf32`; empty in runs of older
             versions.
+        rehearsals: a line for each rehearsal of the resume, or why there was none.
     """
 
     version: int = 1
@@ -157,6 +158,7 @@ class RunRecord(Record):
     reader: dict[str, Any] = {}
     has_class_scores: bool = False
     switches: dict[str, str] = {}
+    rehearsals: list[str] = []
     versions: dict[str, str]
 
 
