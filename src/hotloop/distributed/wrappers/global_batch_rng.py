@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,13 +57,20 @@ class BatchDimension:
     def fits(self, shape: Sequence[int], rows: int) -> bool:
         return len(shape) == self.ndim and shape[self.dim] == rows * self.each
 
+    def fits_resized(self, shape: Sequence[int], rows: int) -> bool:
+        """Whether `shape` may be of this kind in batches with other sizes of a sample."""
+        return len(shape) == self.ndim and shape[self.dim] > 0 and shape[self.dim] % rows == 0
+
+    def resized(self, shape: Sequence[int], rows: int) -> BatchDimension:
+        return replace(self, each=shape[self.dim] // rows)
+
 
 @dataclass(frozen=True)
 class DrawPattern:
     """The random draws of a model's step.
 
     Attributes:
-        batchwise: draws for each sample.
+        batchwise: draws for each sample, by their sizes alone: draws in other memory orders count as one.
         single: shapes of draws whose shape doesn't depend on the batch.
         odd: an operator of neither kind; empty if there is none.
         count: number of draws.
@@ -105,16 +112,26 @@ class DrawPattern:
     ) -> tuple[tuple[int, ...], BatchDimension | None]:
         """Returns the shape of a draw for `samples` samples, and its batch dimension; None if the shape is fixed.
 
+        Batches that are padded to another length draw in other shapes, so a kind's dimensions decide if no size fits.
+
         Args:
             shape: the draw's shape for `rows` samples.
-            number: index of the draw, which decides between two possible kinds.
+            number: index of the draw, which decides between possible kinds, and of the memory order.
 
         Raises:
             TaskError: the draw fits no kind, or several.
         """
+        usual = self.sequence[number] if number < len(self.sequence) else None
         fitting: list[Any] = [one for one in self.batchwise if one.fits(shape, rows)]
         fitting += [shape] * (shape in self.single)
-        usual = self.sequence[number] if number < len(self.sequence) else None
+        if not fitting:
+            fitting = [one.resized(shape, rows) for one in self.batchwise if one.fits_resized(shape, rows)]
+            fitting += [shape] * any(len(one) == len(shape) for one in self.single)
+            if isinstance(usual, BatchDimension) and usual.fits_resized(shape, rows):
+                usual = usual.resized(shape, rows)
+            elif usual is not None and not isinstance(usual, BatchDimension) and len(usual) == len(shape):
+                usual = shape
+        fitting = list(dict.fromkeys(fitting))
         if len(fitting) != 1 and usual not in fitting:
             raise TaskError(
                 f"random numbers of shape {shape} are drawn in a step, "
@@ -126,7 +143,7 @@ class DrawPattern:
                 expected="draws for each sample, or the same for all",
                 fix="use parallel=none",
             )
-        found = fitting[0] if len(fitting) == 1 else usual
+        found = usual if usual in fitting else fitting[0]
         if not isinstance(found, BatchDimension):
             return shape, None
         return (*shape[: found.dim], samples * found.each, *shape[found.dim + 1 :]), found

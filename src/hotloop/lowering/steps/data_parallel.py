@@ -19,8 +19,9 @@ from hotloop.core.random.rng import RandomStreams, preserve_generators
 from hotloop.core.task_parts.loss_info import weight_mean
 from hotloop.core.task_parts.model_copy import copy_model
 from hotloop.core.task_parts.module_modes import set_training
-from hotloop.data.batch_tree import to_device
+from hotloop.data.batch_tree import map_tensors, to_device
 from hotloop.data.feeds.feed import first_batch
+from hotloop.data.feeds.rank_rows import non_tensor_parts
 from hotloop.data.order import rank_bounds
 from hotloop.distributed.wrappers.ddp import FIGURES, DdpModel, ModelWithLoss
 from hotloop.distributed.wrappers.fsdp import FsdpModel
@@ -32,7 +33,8 @@ from hotloop.lowering.context import LoweringContext, counts_samples
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.lowering.object_state.attributes import preserve_attributes
 from hotloop.lowering.steps.gradient_check import autograd_ancestors, check_shares
-from hotloop.lowering.steps.later_gradients import LaterGradients
+from hotloop.lowering.steps.later_gradients import LaterGradients, WholeStep
+from hotloop.lowering.transforms.accumulation import part_without_rows
 from hotloop.task import StepResult
 
 
@@ -58,6 +60,8 @@ class DataParallelStep(EagerStep):
         if paths := ", ".join(self.owned.of_batch.paths):
             parts.say(f"each rank draws its own numbers from {paths}, which differ from those of one process")
         self.draws.always = True  # ranks don't exchange which of them drew from Python's generator
+        self._draws_alike = not draws.odd and not self.owned.of_batch.paths and parts.plan.parallel != "local"
+        self._whole: WholeStep | None = None
         self._rows = self._samples = 0
         self._total: Any = 0
 
@@ -76,8 +80,16 @@ class DataParallelStep(EagerStep):
     def _backward(self, batch: Any, samples: int, step: int) -> StepResult:
         first, last = rank_bounds(samples, self.parts.world.rank, self.parts.world.ranks)
         self._rows, self._samples = last - first, samples
-        self._later.check(batch, self._rows, step, self.full_model)
+        seed = partial(self.draws.seed, step) if self._draws_alike else None
+        self._whole = self._later.check(batch, (self._rows, samples), step, self.full_model, seed)
         return super()._backward(batch, samples, step)
+
+    def _clip_unscaled(self) -> None:
+        if self._whole is not None:
+            scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+            self._later.compare(self._whole, self.holder, self._whole_loss, scale)
+            self._whole = None
+        super()._clip_unscaled()
 
     def _compute(self, batch: Any) -> StepResult:
         with self._global_result():
@@ -108,7 +120,8 @@ class DataParallelStep(EagerStep):
         figures = self._weighted(values, weight)
         # A profile separates waiting from communication, so figures are sent separately then.
         if isinstance(self._module, DdpModel) and len(figures) <= FIGURES and self.parts.meter.ear is None:
-            self._backward_counted(computed.loss, weight / samples)
+            counted = weight.to(figures.dtype) if isinstance(weight, Tensor) else weight  # an int's quotient is float32
+            self._backward_counted(computed.loss, counted / samples)
             totals = self._module.end_backward(figures)
             if not counts_samples(self.parts):
                 self._divide_gradients(totals[0] / samples)
@@ -121,6 +134,7 @@ class DataParallelStep(EagerStep):
                 self._module.end_backward(figures[:0])
         self._total = samples if counts_samples(self.parts) else totals[0]
         means = (totals[1:] / totals[0]).unbind()
+        self._whole_loss = means[0]
         return StepResult(means[0], None, dict(zip(computed.scalars, means[1:], strict=True)))
 
     def _weighted(self, values: list[Tensor], weight: Any) -> Tensor:
@@ -204,10 +218,13 @@ class JointOps:
 
 
 def find_joint_ops(parts: LoweringContext) -> JointOps:
-    """Runs a copy of the model on 2 and on 3 samples."""
+    """Runs a copy of the model on 2 and on 3 samples, which are padded to one length."""
     try:
         with preserve_generators(parts.device):
-            first, second = (_observe_copy(parts, samples) for samples in (2, 3))
+            more = to_device(first_batch(parts.splits, 3), parts.device)
+            is_cut = not part_without_rows(more, 3) and not non_tensor_parts(more)
+            few = map_tensors(lambda value: value[:2], more) if is_cut else first_batch(parts.splits, 2)
+            first, second = (_observe_copy(parts, batch) for batch in (to_device(few, parts.device), more))
     except Exception as error:
         return JointOps(True, DrawPattern(odd=f"a test on 2 and 3 samples failed to run ({describe_error(error)})"))
     return JointOps(
@@ -230,9 +247,8 @@ class _ObservedOps:
     scripted: str
 
 
-def _observe_copy(parts: LoweringContext, samples: int) -> _ObservedOps:
-    model = set_training(copy_model(parts.model), parts.in_eval)
-    batch = to_device(first_batch(parts.splits, samples), parts.device)
+def _observe_copy(parts: LoweringContext, batch: Any) -> _ObservedOps:
+    model, batch = set_training(copy_model(parts.model), parts.in_eval), map_tensors(torch.clone, batch)
     streams = RandomStreams(parts.task.seed, parts.device)
     streams.reseed("look")
     with DrawRecorder(parts.device) as draws, _CallRecorder() as calls:
