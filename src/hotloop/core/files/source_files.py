@@ -18,8 +18,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from hotloop.core.files.atomic_files import read_regular
-from hotloop.errors import TaskError
+from hotloop.core.files.atomic_files import open_regular, read_regular
+from hotloop.errors import RunError, TaskError
 
 _VERSIONED_PACKAGES = ("hotloop", "torch", *sys.stdlib_module_names)
 """Packages that are identified by their versions, whatever their path."""
@@ -112,9 +112,43 @@ def _defines_name(statement: ast.stmt, name: str) -> bool:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Returns the source files in the `source` folder of a run or a study, by their paths."""
-    files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
+    """Returns the Python files in the `source` folder of a run or a study, by their paths.
+
+    Raises:
+        RunError: the folder has a link, or can't be read.
+    """
+    files = {name: read_regular(path) for name, path in _listed(folder) if name.endswith(".py")}
     return {name: content for name, content in files.items() if content is not None}
+
+
+def folder_digest(folder: Path) -> str:
+    """Returns a digest of all files in a `source` folder except bytecode, which nothing reads.
+
+    A Task may read any of them as code: a shared object, C++ text, a pickle.
+
+    Raises:
+        RunError: the folder has a link, or can't be read.
+    """
+    total = hashlib.sha256()
+    for name, path in _listed(folder):
+        with open(open_regular(path), "rb") as file:
+            content = hashlib.file_digest(file, "sha256").digest()
+        total.update(f"{name}\0".encode(errors="surrogateescape") + content)
+    return total.hexdigest()
+
+
+def _listed(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields the files of a folder without bytecode, in the order of their paths; a link would lead out of the folder."""
+    try:
+        entries = [] if folder.is_symlink() or not folder.exists() else sorted(folder.rglob("*"))
+        for path in [folder, *entries]:
+            if path.is_symlink():
+                given = f"{path} is a link"
+                raise RunError(given, expected="files and folders, as hotloop wrote them", fix="remove it")
+            if not path.is_dir() and path.suffix != ".pyc":
+                yield path.relative_to(folder).as_posix(), path
+    except OSError as error:
+        raise RunError(f"{error.filename or folder} can't be read ({error.strerror})", fix="check the path") from error
 
 
 def source_digest(files: Mapping[str, bytes]) -> str:
@@ -331,16 +365,15 @@ def _is_below(module: ModuleType, root: Path) -> bool:
 
 
 class _CopyLoader(SourceFileLoader):
-    """Loads a copy of a file with the original's `__file__`, because the Task's data lies beside the original."""
+    """Loads the checked content of a copy with the original's `__file__`: the Task's data lies beside the original."""
 
-    def __init__(self, name: str, path: Path, original: Path) -> None:
+    def __init__(self, name: str, path: Path, original: Path, content: bytes) -> None:
         super().__init__(name, str(path))
-        self.original = original
+        self.original, self.content = original, content
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiles without bytecode files: a run folder has none, and a full disk damages them."""
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        """Compiles the content: neither the file, which may have changed meanwhile, nor bytecode is read."""
+        return self.source_to_code(self.content, self.get_filename(fullname))
 
     def exec_module(self, module: ModuleType) -> None:
         if self.original.parent.is_dir():
@@ -350,42 +383,76 @@ class _CopyLoader(SourceFileLoader):
 
 @dataclass(frozen=True, eq=False)
 class SourceCopies(MetaPathFinder):
-    """Finds modules among a run's copies before modules of the same names elsewhere.
+    """Imports a run's copies before modules of the same names elsewhere; nothing else in their folder can be imported.
 
     Attributes:
-        folder: of the copies.
+        folder: of the copies, which is not in `sys.path`.
         origin: the original folder.
-        files: paths relative to both.
+        files: content by path relative to both, whose digest was checked.
     """
 
     folder: Path
     origin: Path
-    files: frozenset[str]
+    files: Mapping[str, bytes]
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         stem = fullname.replace(".", "/")
-        return next((self.spec(fullname, f) for f in (f"{stem}/__init__.py", f"{stem}.py") if f in self.files), None)
+        for file in (f"{stem}/__init__.py", f"{stem}.py"):
+            if file in self.files:
+                return self.spec(fullname, file)
+        is_below = any(Path(entry).is_relative_to(self.folder) for entry in path or ())
+        is_package = any(name.startswith(f"{stem}/") for name in self.files)
+        if is_package and (is_below or PathFinder.find_spec(fullname, path) is None):
+            return self.spec(fullname, f"{stem}/__init__.py")
+        if is_below:  # the other finders would import what is in the folder
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+        return None
 
     def spec(self, name: str, file: str) -> ModuleSpec:
-        loader = _CopyLoader(name, self.folder / file, self.origin / file)
+        """Returns the spec of a file; a package without `__init__.py` is imported as if that were empty."""
+        loader = _CopyLoader(name, self.folder / file, self.origin / file, self.files.get(file, b""))
         spec = importlib.util.spec_from_file_location(name, self.folder / file, loader=loader)
         assert spec is not None
         return spec
 
     def install(self) -> None:
-        """Activates these copies; unloads modules of their names from elsewhere."""
+        """Activates these copies, here and in processes that inherit `sys.path`; unloads modules of their names."""
         forget_copies()
         for file in self.files:
             name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             if not is_taken(name.partition(".")[0]):
                 sys.modules.pop(name, None)
         sys.meta_path.insert(0, self)
-        make_importable(self.folder)
+        sys.path.append(_CopiesEntry(self))
+
+
+class _CopiesEntry(str):
+    """An entry of `sys.path` without files: a process that receives the entry by pickle installs the copies too.
+
+    Worker processes of `spawn` and `forkserver` receive `sys.path` before they unpickle the Task's data set.
+    """
+
+    copies: SourceCopies
+
+    def __new__(cls, copies: SourceCopies) -> _CopiesEntry:
+        entry = super().__new__(cls, "<copies of a run>")
+        entry.copies = copies
+        return entry
+
+    def __reduce__(self) -> Any:
+        return _install_copies, (self.copies.folder, self.copies.origin, dict(self.copies.files))
+
+
+def _install_copies(folder: Path, origin: Path, files: dict[str, bytes]) -> _CopiesEntry:
+    SourceCopies(folder, origin, files).install()
+    entry: _CopiesEntry = sys.path[-1]  # type: ignore[assignment]
+    return entry
 
 
 def forget_copies() -> None:
     """Reverts `SourceCopies.install`, so that originals can be imported again."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SourceCopies)]
+    sys.path[:] = [entry for entry in sys.path if not isinstance(entry, _CopiesEntry)]
     for name, module in list(sys.modules.items()):
         if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _CopyLoader):
             del sys.modules[name]
