@@ -85,8 +85,8 @@ def check_trusted(record: RunRecord | StudyRecord, path: Path) -> None:
         raise RunError(f"the runs that you trust are unknown, since {access}", fix=fix)
     if stored is not None and any(stored.parent.glob(f"{stored.name.partition('-')[0]}-*")):
         raise RunError(
-            f"{path / 'source'}, or what the run says of its source, was changed since you started or trusted the run,"
-            " and its code would run now",
+            f"the Task's source in {path / 'source'} was changed since you started or trusted the run, or the entry that"
+            " names the source was, and the code would run now",
             expected="the files and the entry of that time",
             fix=f"put them back; or {fix}",
         )
