@@ -18,12 +18,11 @@ from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from hotloop.core.files.source_copies import SourceCopies, forget_copies
 from hotloop.core.files.source_files import (
-    SourceCopies,
     enclosing_package,
     file_of_reference,
     files_of,
-    forget_copies,
     is_taken,
     local_sources,
     make_importable,
@@ -109,7 +108,7 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
     """Loads the Task from the copy of its source in a run folder.
 
     Raises:
-        TaskError: the copy was changed.
+        TaskError: the copy was changed, or the record's file isn't in the copy.
     """
     folder = folder.resolve()
     files = files_of(folder)
@@ -119,7 +118,13 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
             expected=f"the files with digest {record.digest[:12]}",
             fix="put them back, or start a new run",
         )
-    copies = SourceCopies(folder, Path(record.origin), frozenset(files))
+    if record.file not in files:
+        raise TaskError(
+            f"the run names {record.file} as the Task's file",
+            expected=f"one of the files in {folder}",
+            fix="restore run.json from a copy",
+        )
+    copies = SourceCopies(folder, Path(record.origin), files)
     copies.install()
     module = _execute(copies.spec(record.module, record.file), record.file)
     return _task_in(module, record.attribute, record.parameters, record.reference)

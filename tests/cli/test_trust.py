@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import py_compile
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,8 +99,104 @@ def test_other_code_under_a_trusted_id_is_foreign(hotloop: Hotloop, tmp_path: Pa
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     done = hotloop(*READERS["evaluate"])
     assert done.code == 1
-    assert "foreign" in done.err
+    assert "was changed since you started or trusted the run" in done.err
     assert not (tmp_path / "stolen").exists()
+
+
+PAYLOAD = "import pathlib\npathlib.Path('stolen').touch()\n"
+
+
+def _entry(run: Path, **fields: object) -> None:
+    record = json.loads((run / "run.json").read_text())
+    record["source"] |= fields
+    (run / "run.json").write_text(json.dumps(record))
+
+
+def _bytecode(run: Path) -> None:
+    (run / "x.py").write_text(PAYLOAD)
+    for name in ("sklearn", "pandas", "PIL", "sitecustomize"):
+        py_compile.compile(str(run / "x.py"), cfile=str(run / "source" / f"{name}.pyc"))
+    cached = importlib.util.cache_from_source(str(run / "source" / "task.py"))
+    py_compile.compile(str(run / "x.py"), cfile=cached, invalidation_mode=UNCHECKED)
+
+
+def _link(run: Path, name: str) -> None:
+    (run / "package").mkdir()
+    (run / "package" / "__init__.py").write_text(PAYLOAD)
+    (run / "source" / name).symlink_to("../package")
+
+
+def _whole_source_is_a_link(run: Path) -> None:
+    (run / "source").rename(run / "elsewhere")
+    (run / "source").symlink_to("elsewhere")
+
+
+def _archive(run: Path) -> None:
+    with zipfile.ZipFile(run / "source" / "sklearn.zip", "w") as file:
+        file.writestr("sklearn/__init__.py", PAYLOAD)
+
+
+UNCHECKED = py_compile.PycInvalidationMode.UNCHECKED_HASH
+CHANGED, LINK = "was changed since you started or trusted the run", "is a link"
+ATTACKS = {
+    "a parent folder": (lambda run: ((run / "a.py").write_text(PAYLOAD), _entry(run, file="../a.py")), CHANGED),
+    "an absolute path": (
+        lambda run: ((run / "a.py").write_text(PAYLOAD), _entry(run, file=str(run / "a.py"))),
+        CHANGED,
+    ),
+    "bytecode": (_bytecode, None),
+    "a linked package": (lambda run: _link(run, "sklearn"), LINK),
+    "a linked file": (lambda run: (run / "source" / "PIL.py").symlink_to("../a.py"), LINK),
+    "a linked source": (_whole_source_is_a_link, LINK),
+    "another torch": (lambda run: (run / "source" / "torch.py").write_text(PAYLOAD), CHANGED),
+    "sitecustomize": (lambda run: (run / "source" / "sitecustomize.py").write_text(PAYLOAD), CHANGED),
+    "a path file": (lambda run: (run / "source" / "a.pth").write_text(PAYLOAD), CHANGED),
+    "a shared object": (lambda run: (run / "source" / "sklearn.so").write_bytes(b"\x7fELF"), CHANGED),
+    "another case": (lambda run: (run / "source" / "Task.PY").write_text(PAYLOAD), CHANGED),
+    "a package without __init__": (
+        lambda run: ((run / "source/pandas").mkdir(), (run / "source/pandas/io.py").write_text(PAYLOAD)),
+        CHANGED,
+    ),
+    "an archive": (_archive, CHANGED),
+    "a pickle": (lambda run: (run / "source" / "weights.pt").write_bytes(b"cos\nsystem\n."), CHANGED),
+    "another origin": (lambda run: _entry(run, origin=str(run)), CHANGED),
+    "another module": (lambda run: _entry(run, module="torch"), CHANGED),
+    "another name": (lambda run: _entry(run, attribute="make"), CHANGED),
+    "other arguments": (lambda run: _entry(run, parameters={"path": "a.pt"}), CHANGED),
+}
+"""Changes of a trusted run, and a part of the line that refuses the code; None where the change is without effect."""
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_changed_copy_of_a_trusted_run_executes_nothing(hotloop: Hotloop, tmp_path: Path, attack: str) -> None:
+    change, refusal = ATTACKS[attack]
+    change(tmp_path / "run")
+    done = hotloop(*READERS["evaluate"])
+    assert not (tmp_path / "stolen").exists()
+    if refusal is None:
+        assert done.code == 0, done.err
+    else:
+        assert (done.code, done.err.count("\n")) == (1, 1), done.err
+        assert refusal in done.err
+        assert not (tmp_path / "ran").exists(), "the run's own code ran before the check"
+
+
+def test_a_name_outside_of_the_folder_is_refused_also_where_all_runs_are_trusted(
+    hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "a.py").write_text(PAYLOAD)
+    _entry(tmp_path / "run", file="../a.py")
+    monkeypatch.setenv("HOTLOOP_TRUST", "1")
+    done = hotloop(*READERS["evaluate"])
+    assert (done.code, "the run names ../a.py" in done.err) == (1, True), done.err
+    assert not (tmp_path / "stolen").exists()
+
+
+def test_trust_in_a_folder_that_others_can_write_is_refused(hotloop: Hotloop, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "hotloop" / "trusted").chmod(0o777)
+    done = hotloop(*READERS["evaluate"])
+    assert (done.code, "other users can write" in done.err) == (1, True), done.err
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_run_of_a_version_without_ids_is_trusted_once(hotloop: Hotloop, tmp_path: Path) -> None:

@@ -114,9 +114,9 @@ def _create(
     samplers.check_settings(record)
     if record.plan == PLAN_FILE:
         write_atomic(path / PLAN_FILE, PlanRequest.from_value(options.plan).plan.to_toml())
-    if record.source is not None:
-        store_trust(record, path)
-    return StudyFolder.create(path, record, found.files)
+    folder = StudyFolder.create(path, record, found.files)
+    store_trust(record, path)
+    return folder
 
 
 def resume_study(
@@ -176,8 +176,8 @@ def _open(path: Path, make_task: bytes | None, say: Report, trust: bool) -> Stud
             fix=f"go on from Python: hotloop.study(make_task, resume={str(path)!r})",
         )
     if folder.record.source is not None:
-        folder.check_source()
         require_trust(folder.record, path, trust, say)
+        folder.check_source()
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Finds the source files of a Task, and imports a run's copies of them."""
+"""Finds the source files of a Task, in the user's folders and in a run's."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+from types import ModuleType
 
-from hotloop.core.files.atomic_files import read_regular
-from hotloop.errors import TaskError
+from hotloop.core.files.atomic_files import open_regular, read_regular
+from hotloop.errors import RunError, TaskError
 
 _VERSIONED_PACKAGES = ("hotloop", "torch", *sys.stdlib_module_names)
 """Packages that are identified by their versions, whatever their path."""
@@ -112,9 +109,43 @@ def _defines_name(statement: ast.stmt, name: str) -> bool:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Returns the source files in the `source` folder of a run or a study, by their paths."""
-    files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
+    """Returns the Python files in the `source` folder of a run or a study, by their paths.
+
+    Raises:
+        RunError: the folder has a link, or can't be read.
+    """
+    files = {name: read_regular(path) for name, path in _listed(folder) if name.endswith(".py")}
     return {name: content for name, content in files.items() if content is not None}
+
+
+def folder_digest(folder: Path) -> str:
+    """Returns a digest of all files in a `source` folder except bytecode, which nothing reads.
+
+    A Task may read any of them as code: a shared object, C++ text, a pickle.
+
+    Raises:
+        RunError: the folder has a link, or can't be read.
+    """
+    total = hashlib.sha256()
+    for name, path in _listed(folder):
+        with open(open_regular(path), "rb") as file:
+            content = hashlib.file_digest(file, "sha256").digest()
+        total.update(f"{name}\0".encode(errors="surrogateescape") + content)
+    return total.hexdigest()
+
+
+def _listed(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields the files of a folder without bytecode, in the order of their paths; a link would lead out of the folder."""
+    try:
+        entries = [] if folder.is_symlink() or not folder.exists() else sorted(folder.rglob("*"))
+        for path in [folder, *entries]:
+            if path.is_symlink():
+                given = f"{path} is a link"
+                raise RunError(given, expected="files and folders, as hotloop wrote them", fix="remove it")
+            if not path.is_dir() and path.suffix != ".pyc":
+                yield path.relative_to(folder).as_posix(), path
+    except OSError as error:
+        raise RunError(f"{error.filename or folder} can't be read ({error.strerror})", fix="check the path") from error
 
 
 def source_digest(files: Mapping[str, bytes]) -> str:
@@ -328,64 +359,3 @@ def _is_below(module: ModuleType, root: Path) -> bool:
     if path is None or is_installed(str(path)) or path.is_relative_to(Path(__file__).resolve().parents[2]):
         return False
     return path.is_relative_to(root)
-
-
-class _CopyLoader(SourceFileLoader):
-    """Loads a copy of a file with the original's `__file__`, because the Task's data lies beside the original."""
-
-    def __init__(self, name: str, path: Path, original: Path) -> None:
-        super().__init__(name, str(path))
-        self.original = original
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Compiles without bytecode files: a run folder has none, and a full disk damages them."""
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if self.original.parent.is_dir():
-            module.__file__ = str(self.original)
-        super().exec_module(module)
-
-
-@dataclass(frozen=True, eq=False)
-class SourceCopies(MetaPathFinder):
-    """Finds modules among a run's copies before modules of the same names elsewhere.
-
-    Attributes:
-        folder: of the copies.
-        origin: the original folder.
-        files: paths relative to both.
-    """
-
-    folder: Path
-    origin: Path
-    files: frozenset[str]
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        stem = fullname.replace(".", "/")
-        return next((self.spec(fullname, f) for f in (f"{stem}/__init__.py", f"{stem}.py") if f in self.files), None)
-
-    def spec(self, name: str, file: str) -> ModuleSpec:
-        loader = _CopyLoader(name, self.folder / file, self.origin / file)
-        spec = importlib.util.spec_from_file_location(name, self.folder / file, loader=loader)
-        assert spec is not None
-        return spec
-
-    def install(self) -> None:
-        """Activates these copies; unloads modules of their names from elsewhere."""
-        forget_copies()
-        for file in self.files:
-            name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            if not is_taken(name.partition(".")[0]):
-                sys.modules.pop(name, None)
-        sys.meta_path.insert(0, self)
-        make_importable(self.folder)
-
-
-def forget_copies() -> None:
-    """Reverts `SourceCopies.install`, so that originals can be imported again."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SourceCopies)]
-    for name, module in list(sys.modules.items()):
-        if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _CopyLoader):
-            del sys.modules[name]

@@ -1,18 +1,20 @@
 """Permission to execute the code in a run folder: for the user's own runs, and for runs that the user trusts.
 
-The ids of trusted runs are stored outside the run folder. So a copied or moved run remains trusted, and a folder can't
-claim trust for itself.
+Trusted runs are stored outside of their folders: the id, with a digest of all that decides which code runs. So a copied
+or moved run remains trusted, a folder can't claim trust for itself, and a changed copy needs trust again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.files.user_folders import data_folder
+from hotloop.core.files.source_files import folder_digest
+from hotloop.core.files.user_folders import data_folder, foreign_access, make_private_folder
 from hotloop.core.records.study import StudyRecord
 from hotloop.core.records.training import RunRecord
 from hotloop.errors import HotloopError, RunError
@@ -46,15 +48,23 @@ def require_trust(record: RunRecord | StudyRecord, path: Path, asked: bool, say:
 
 
 def store_trust(record: RunRecord | StudyRecord, path: Path) -> list[str]:
-    """Stores trust in a run; returns a line for the user after a failure.
+    """Stores trust in the code of a run; returns a line for the user after a failure.
 
     Args:
-        path: the run folder, written into the file for its readers.
+        path: the run folder, with its source files.
+
+    Raises:
+        RunError: the source files have a link, or can't be read.
     """
-    stored = _trust_file(record)
+    if record.source is None:
+        return []
+    stored = _trust_file(record, path)
     if stored is None:
         return [f"the run can't be stored as yours, since you have no home folder: {_trust_hint()}"]
     try:
+        make_private_folder(stored.parent)
+        if (access := foreign_access(stored.parent)) is not None:
+            return [f"the run can't be stored as yours, since {access}: {_trust_hint()}"]
         if not stored.is_file():
             write_atomic(stored, f"{record.created} {path.absolute()}\n".encode(errors="backslashreplace"))
     except HotloopError as error:
@@ -63,26 +73,44 @@ def store_trust(record: RunRecord | StudyRecord, path: Path) -> list[str]:
 
 
 def check_trusted(record: RunRecord | StudyRecord, path: Path) -> None:
-    """Raises RunError if a run with code was neither started nor trusted by the user."""
+    """Raises RunError if a run with code was neither started nor trusted by the user, or was changed since."""
     if record.source is None or os.environ.get(TRUST_VARIABLE) == "1":
         return
-    stored = _trust_file(record)
-    if stored is None or not stored.is_file():
-        age = "" if record.id else ", or by a version of hotloop that stored no ids"
+    stored = _trust_file(record, path)
+    access = None if stored is None else foreign_access(stored.parent)
+    if stored is not None and stored.is_file() and access is None:
+        return
+    fix = f"read the code, then give --trust once; in a job that nobody attends, set {TRUST_VARIABLE}=1"
+    if access is not None:
+        raise RunError(f"the runs that you trust are unknown, since {access}", fix=fix)
+    if stored is not None and any(stored.parent.glob(f"{stored.name.partition('-')[0]}-*")):
         raise RunError(
-            f"{path} is a foreign run: it was started by somebody else, on another machine{age},"
-            f" and {path / 'source'} holds code that would run now",
-            expected="a run that you started here, or one that you trust",
-            fix=f"read the code, then give --trust once; in a job that nobody attends, set {TRUST_VARIABLE}=1",
+            f"the Task's source in {path / 'source'} was changed since you started or trusted the run, or the entry that"
+            " names the source was, and the code would run now",
+            expected="the files and the entry of that time",
+            fix=f"put them back; or {fix}",
         )
+    age = "" if record.id else ", or by a version of hotloop that stored no ids"
+    raise RunError(
+        f"{path} is a foreign run: it was started by somebody else, on another machine{age},"
+        f" and {path / 'source'} holds code that would run now",
+        expected="a run that you started here, or one that you trust",
+        fix=fix,
+    )
 
 
-def _trust_file(record: RunRecord | StudyRecord) -> Path | None:
-    """Returns the file that marks a run as trusted; its name depends on the code's digest, so changes end the trust."""
-    folder = data_folder()
-    digest = record.source.digest if record.source else ""
-    name = hashlib.sha256(f"{run_id(record)}\n{digest}".encode(errors="replace")).hexdigest()
-    return None if folder is None else folder / "trusted" / name[:32]
+def _trust_file(record: RunRecord | StudyRecord, path: Path) -> Path | None:
+    """Returns the file that marks a run's code as trusted.
+
+    The name consists of the id, and of a digest of the files and of the entry that says which of them runs with which
+    arguments and beside which data.
+    """
+    folder, source = data_folder(), record.source
+    entry = "" if source is None else json.dumps(source.model_dump(mode="json"), sort_keys=True)
+    code = [hashlib.sha256(entry.encode(errors="replace")).hexdigest(), folder_digest(path / "source")]
+    parts = [run_id(record), "\n".join([run_id(record), *code])]
+    name = "-".join(hashlib.sha256(part.encode(errors="replace")).hexdigest()[:32] for part in parts)
+    return None if folder is None else folder / "trusted" / name
 
 
 def _trust_hint() -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from hotloop.core.files.atomic_files import translate_write_errors
 
 
 def cache_folder() -> Path:
@@ -25,6 +28,55 @@ def data_folder() -> Path | None:
     import platformdirs
 
     return _home_folder(lambda: platformdirs.user_data_dir("hotloop", appauthor=False))
+
+
+def make_private_folder(folder: Path) -> None:
+    """Makes a folder that no other user can write, whatever the umask; leaves an existing folder as it is.
+
+    Raises:
+        RunError: the folder can't be made.
+    """
+    with translate_write_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+
+
+def foreign_access(path: Path) -> str | None:
+    """Returns why another user may have written a file or a folder; None if no other user can, or without a file.
+
+    Args:
+        path: in a folder of the user, which is checked too.
+    """
+    if not hasattr(os, "getuid"):  # Windows: the user's folders are private
+        return None
+    for part in (path, path.parent):
+        for status in _statuses(part):
+            if status.st_uid not in (os.getuid(), 0):
+                return f"{part} belongs to another user"
+            is_shared = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
+            if (is_shared or status.st_mode & stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
+                return f"other users can write {part} (chmod go-w)"
+    return None
+
+
+def _statuses(path: Path) -> list[os.stat_result]:
+    """Returns the status of a path and, for a link, of its target; empty for a missing path."""
+    try:
+        return [path.lstat(), path.stat()]
+    except FileNotFoundError:
+        return []
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether the group is the user's private one, with the same name and no other member."""
+    import grp
+    import pwd
+
+    try:
+        found, name = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return False
+    return found.gr_name == name and set(found.gr_mem) <= {name}
 
 
 def _home_folder(find: Callable[[], str | Path]) -> Path | None:
