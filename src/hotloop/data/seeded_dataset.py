@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from hotloop.core.random.generators import OwnedGenerators
-from hotloop.core.random.rng import RandomStreams, seed_for
+from hotloop.core.random.rng import RandomStreams, preserve_generators, seed_for
+from hotloop.core.state import digest_of, tree_leaves
 from hotloop.data.sources import Samples, Source, Stream
 
 SAMPLE_NOTE = "in sample "
@@ -72,6 +75,38 @@ class SeededDataset(torch.utils.data.Dataset):
             self.owned_generators.refresh()
             self._epoch = epoch
         self.owned_generators.seed(self._streams.reseed(name, epoch, sample))
+
+
+class SampleWatch:
+    """Reads a few samples of a data set anew, with the same seeds: they differ if the data set was changed.
+
+    A summary of the data set's objects misses values in objects of other kinds, such as a shared `ctypes` number.
+    A data set whose samples can't be repeated, or can't be read, is never reported.
+    """
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self._dataset, self._count = SeededDataset(samples, seed), len(samples)
+        first = self._read()
+        self._before = first if first == self._read() else None
+
+    def has_changed(self) -> bool:
+        """Returns whether samples differ from those of the last call."""
+        if self._before is None:
+            return False
+        before, self._before = self._before, self._read()
+        return self._before is not None and before != self._before
+
+    def _read(self) -> list[bytes] | None:
+        with preserve_generators(), suppress(Exception):  # the training reports errors of samples
+            items = [self._dataset[0, place] for place in sorted({0, self._count // 2, self._count - 1})]
+            return [_content(leaf) for _, leaf in tree_leaves(items)]
+        return None
+
+
+def _content(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return digest_of(value)
 
 
 def show_dataset() -> None:

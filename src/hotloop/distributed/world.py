@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hotloop.core.state import State, digest_of, tree_leaves
 from hotloop.errors import HotloopError, OutOfStepError, PlanError, RankLostError
@@ -170,4 +169,3 @@ def check_in_step(world: World, state: State) -> list[str]:
 
 def _differing_parts(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
     return [path for path in {**one, **other} if one.get(path) != other.get(path)]
-

@@ -33,7 +33,6 @@ from hotloop.training.repeated_steps import ExpectedSteps, StepRecord
 from hotloop.training.resume import check_data, check_schedule, newest_valid_checkpoint, restore_program
 from hotloop.training.run import Run
 
-
 _NEXT_STEPS = 4
 _NEXT_STEPS_S = 0.2
 """Most steps that a stopped training takes after its last checkpoint, and their largest duration."""
@@ -179,7 +178,8 @@ class TrainingLoop:
         is_due = first and position.step > 0 and self.cadence.is_due(position.step)
         is_due = is_due or (rehearsals is not None and rehearsals.wants_checkpoint(self))
         steps = self.pacer.steps() if first else 0
-        for left in (self.expected.steps_left(position.step), rehearsals and rehearsals.steps_left(self)):
+        ahead = None if rehearsals is None else rehearsals.steps_left(self)
+        for left in (self.expected.steps_left(position.step), ahead):
             steps = steps if left is None else min(steps, left)
         heard, steps, due = self.world.all_reduce_max([heard, steps, int(is_due)])
         if due and not REASONS[heard] and position != self._saved:

@@ -54,9 +54,7 @@ _LEAST_LIMIT_S = 120.0
 _LIMIT_FACTOR = 30.0
 """A rehearsal that takes so many times its predicted seconds is ended."""
 
-_REMEDY = (
-    "a resumed run ends with other bits. Name what your code changes in Task(state=...), or go on without an exact resume"
-)
+_REMEDY = "a resumed run ends with other bits. Name what your code changes in Task(state=...), or go on without an exact resume"
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,9 @@ class Rehearsals:
         if device.type == "cuda":
             needed, free = torch.cuda.max_memory_reserved(device), torch.cuda.mem_get_info(device)[0]
             if needed > 0.8 * free:
-                return f"a second process needs about {needed / 1e9:.1f} GB of {device}, and {free / 1e9:.1f} GB are free"
+                return (
+                    f"a second process needs about {needed / 1e9:.1f} GB of {device}, and {free / 1e9:.1f} GB are free"
+                )
         return ""
 
     def after_span(self, loop: TrainingLoop, sums: dict[str, float]) -> None:
@@ -259,7 +259,9 @@ class Rehearsals:
             self._note(line, is_said=self._rehearsed == 1)
         else:
             callbacks = " (the rehearsal calls no callbacks)" * bool(found.get("skips_callbacks"))
-            line = f"resume rehearsed: different, from step {found['start']:,}: {found['different']}{callbacks}; {_REMEDY}"
+            line = (
+                f"resume rehearsed: different, from step {found['start']:,}: {found['different']}{callbacks}; {_REMEDY}"
+            )
             self._note(line, is_said=False)
             self._run.note_all_inexact([line], self._say)
 
@@ -308,7 +310,7 @@ def _end(process: subprocess.Popen) -> None:
 
 def rehearse(folder: Path) -> dict[str, Any]:
     """Resumes the run around `folder` from its checkpoint there, and compares its steps with the recorded ones."""
-    from hotloop.training.loop import TrainingLoop, train_loop  # `loop` imports this module
+    from hotloop.training.loop import train_loop  # `loop` imports this module
     from hotloop.training.start import task_of_run
 
     original, plan = Run.open(folder.parent), Plan.read(folder / "plan.toml")

@@ -105,9 +105,9 @@ class ExpectedSteps:
             return ""
         between = f"at step {step}" if step == self.equal + 1 else f"between steps {self.equal + 1} and {step}"
         for name in {**row["sums"], **sums}:
-            before, now = row["sums"].get(name), sums.get(name)
-            if repr(before) != repr(now):
-                return f"the sum of {name!r} {between} is {now!r}, and was {before!r}"
+            was, found = row["sums"].get(name), sums.get(name)
+            if repr(was) != repr(found):
+                return f"the sum of {name!r} {between} is {found!r}, and was {was!r}"
         if state is not None and "state" in row:
             now = state_digests(state)
             for path in {**row["state"], **now}:

@@ -345,8 +345,7 @@ def _read_model(path: Path, model: type[R], damages: list[str], ignored: str = "
         if content is None:
             return None
         document = json.loads(content)
-        document.pop(ignored, None)
-        return model.model_validate(document)
+        return model.model_validate({name: value for name, value in document.items() if name != ignored})
 
     try:
         found: R | None = read()

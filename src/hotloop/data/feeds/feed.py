@@ -35,7 +35,7 @@ from hotloop.data.feeds.loader_workers import (
 from hotloop.data.feeds.prefetch import prefetch_to_device
 from hotloop.data.order import Order
 from hotloop.data.row_count import count_rows
-from hotloop.data.seeded_dataset import SAMPLE_NOTE, SeededDataset, generator_owners, iterate_loader
+from hotloop.data.seeded_dataset import SAMPLE_NOTE, SampleWatch, SeededDataset, generator_owners, iterate_loader
 from hotloop.data.sources import Samples, Stream, Table
 from hotloop.data.splits import DataSplits
 from hotloop.errors import DataError, HotloopError, dead_dataloader_worker, describe_error
@@ -147,6 +147,7 @@ class SamplesFeed:
     check: Check = field(default_factory=lambda: never_stop, init=False)
     _batches: Any = field(default=None, init=False)
     _summary: tuple[Any, ...] = field(default=(), init=False)
+    _watch: SampleWatch | None = field(default=None, init=False)
     _next: tuple[int, int] | None = field(default=None, init=False)
     reseeds: bool = field(default=True, init=False)
 
@@ -172,7 +173,11 @@ class SamplesFeed:
             yield self._load(), index, number
 
     def _has_changed(self) -> bool:
-        return self._uses_workers and self._summary != dataset_summary(self.samples.dataset)
+        """Whether the data set of this process differs from the copies of the workers, by its objects or its samples."""
+        if not self._uses_workers:
+            return False
+        is_other = self._watch is not None and self._watch.has_changed()
+        return is_other or self._summary != dataset_summary(self.samples.dataset)
 
     @property
     def _uses_workers(self) -> bool:
@@ -181,6 +186,7 @@ class SamplesFeed:
     def _start(self, epoch: int, start: int) -> None:
         self.close()
         if self._uses_workers:
+            self._watch = SampleWatch(self.samples, self.treatment.seed)
             self._summary = dataset_summary(self.samples.dataset)
         seed = self.treatment.seed
         pinned = {"pin_memory": True} if self.treatment.device.type == "cuda" else {}

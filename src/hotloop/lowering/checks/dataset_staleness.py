@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hotloop.data.dataset_changes import dataset_summary
+from hotloop.data.seeded_dataset import SampleWatch
 from hotloop.data.sources import Samples, Table
 from hotloop.lowering.context import LoweringContext
 
@@ -16,6 +17,8 @@ class DataChanges:
         given = parts.task.roles.train
         is_read = isinstance(given, Samples) and isinstance(parts.splits.train, Table)
         self._dataset = given.dataset if is_read and isinstance(given, Samples) else None
+        self._samples, self._seed = given, parts.task.seed
+        self._watch: SampleWatch | None = None
         self._say = parts.say
         self._summary: tuple[Any, ...] | None = None
 
@@ -23,8 +26,12 @@ class DataChanges:
         """Reports once that the data set has changed since it was read."""
         if self._dataset is None:
             return
-        now = dataset_summary(self._dataset)
-        if self._summary is not None and self._summary != now:
+        now, is_other = dataset_summary(self._dataset), False
+        if self._watch is None and isinstance(self._samples, Samples):
+            self._watch = SampleWatch(self._samples, self._seed)
+        elif self._watch is not None:
+            is_other = self._watch.has_changed()
+        if is_other or (self._summary is not None and self._summary != now):
             self._dataset = None
             self._say(
                 "the data set has changed since it was read into memory, and training goes on with what was read:"
