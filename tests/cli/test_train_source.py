@@ -191,7 +191,11 @@ def test_a_changed_copy_is_refused(hotloop: Hotloop, tmp_path: Path) -> None:
     copy.write_text(copy.read_text().replace("lr=0.1", "lr=0.2"))
     done = hotloop("train", "--resume", "first", "--epochs", 2)
     assert done.code == 1
-    assert "source" in done.err and "was changed since the run was started" in done.err and "Put them back" in done.err
+    assert (
+        "source" in done.err
+        and "was changed since you started or trusted the run" in done.err
+        and "Put them back" in done.err
+    )
 
 
 @pytest.mark.few("my-task")

@@ -382,7 +382,7 @@ def test_a_training_lends_its_state_to_the_file(tmp_path: Path, monkeypatch: pyt
 
     loops: list[Any] = []
     made = TrainingLoop.begin
-    monkeypatch.setattr(TrainingLoop, "begin", lambda self, resume: (loops.append(self), made(self, resume))[1])
+    monkeypatch.setattr(TrainingLoop, "begin", lambda self, *given: (loops.append(self), made(self, *given))[1])
     monkeypatch.setattr(CheckpointFolder, "save", save)
     hotloop.fit(
         a_task(model=network, optimizer=optim.Adam, epochs=1), run=tmp_path / "run", plan="baseline", progress=False

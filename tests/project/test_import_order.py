@@ -126,7 +126,10 @@ ORDER = (
     "training/monitor",
     "training/run",
     "training/resume",
+    "training/repeated_steps",
+    "training/rehearsal",
     "training/loop",
+    "training/rehearsal_process",
     "training/live/*",
     "training/*",
     "inference/*",
@@ -170,7 +173,7 @@ TORCH_FREE = (
     "cli/",
 )
 
-MAX_LINES = 400
+MAX_LINES = 900
 
 
 def place(key: str) -> int | None:

@@ -37,7 +37,7 @@ PACKAGES = (
 )
 """All packages at the top of the tree."""
 
-MOST_FILES = 13
+MOST_FILES = 16
 """Files of a folder, `__init__.py` included."""
 
 PLUGINS = ("cli", "arrays", "explainer/layers", "lowering/rewrites", "profiler/detectors", "report")

@@ -1,7 +1,8 @@
 """Rehearsals: a fresh process resumes a run that goes on, and its steps are compared with those of the run.
 
 After some checkpoints the run records its next steps, and then starts the process. The process loads the run's files as a
-resume does, takes the same steps, and compares sums and State bit by bit. The run never waits for the process.
+resume does, takes the same steps, and compares sums and State bit by bit. The run never waits for the process,
+which `rehearsal_process` describes. In all methods `loop` is the run's TrainingLoop.
 """
 
 from __future__ import annotations
@@ -16,28 +17,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
 from hotloop.core.callback import has_user_callbacks
 from hotloop.core.files.atomic_files import write_atomic
-from hotloop.core.files.source_files import files_of
-from hotloop.core.float32_switches import apply_switches
-from hotloop.core.hardware.devices import resolve_device
-from hotloop.core.processes.parent_death import end_with_parent
 from hotloop.core.state import State
 from hotloop.errors import DiskError, PlanError, RunError, describe_error, shorten
-from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from hotloop.training.checkpoint import best_file
-from hotloop.training.early_stopping import PAUSED, RunOutcome
-from hotloop.training.repeated_steps import FILE, StepRecord
+from hotloop.training.repeated_steps import StepRecord
 from hotloop.training.run import Run
-
-if TYPE_CHECKING:
-    from hotloop.training.loop import TrainingLoop
 
 _FOLDER = ".rehearsal"
 _MOST_STEPS = 16
@@ -106,7 +98,7 @@ class Rehearsals:
         self._why_not = ""
         shutil.rmtree(self._folder, ignore_errors=True)  # of a killed run
 
-    def steps_left(self, loop: TrainingLoop) -> int | None:
+    def steps_left(self, loop: Any) -> int | None:
         """Returns the largest span that still stops at each step that a rehearsal needs; None for any span."""
         if self._recording is not None:
             return 1
@@ -114,11 +106,11 @@ class Rehearsals:
         left = None if crossing is None else crossing - loop.program.position.batch
         return left if left else None
 
-    def wants_checkpoint(self, loop: TrainingLoop) -> bool:
+    def wants_checkpoint(self, loop: Any) -> bool:
         """Whether a rehearsal needs a checkpoint here: shortly before the end of an epoch, which it then repeats."""
         return self._crossing(loop) == loop.program.position.batch and self._recording is None
 
-    def _crossing(self, loop: TrainingLoop) -> int | None:
+    def _crossing(self, loop: Any) -> int | None:
         """Returns the batch of this epoch before which a rehearsal should start; None for no rehearsal in this epoch."""
         position, batches = loop.program.position, loop.program.feed.batches
         if batches is None or self._process is not None or position.epoch in self._epochs_used:
@@ -128,23 +120,23 @@ class Rehearsals:
         batch = batches - min(batches, self._steps(loop) // 2)
         return batch if batch >= max(1, position.batch) and self._is_worthwhile(loop) else None
 
-    def _steps(self, loop: TrainingLoop) -> int:
+    def _steps(self, loop: Any) -> int:
         return max(2, min(_MOST_STEPS, int(_STEPS_S / max(loop.pacer.step_s or _STEPS_S, 1e-6))))
 
-    def _cost_s(self, loop: TrainingLoop) -> float:
+    def _cost_s(self, loop: Any) -> float:
         return _SLOWDOWN * (self._start_s + 2 * self._steps(loop) * (loop.pacer.step_s or 0.0))
 
-    def _is_worthwhile(self, loop: TrainingLoop) -> bool:
+    def _is_worthwhile(self, loop: Any) -> bool:
         if self._request.limit is not None:
             return self._rehearsed < self._request.limit
         left = loop.remaining_s()
         whole_s = time.monotonic() - self._began + (left or 0.0)
         if self._spent_s + self._cost_s(loop) <= _SHARE * whole_s:
             return True
-        self._why_not = "a rehearsal would take more than 1 % of the run's time; --rehearse 1 makes one"
+        self._why_not = "a rehearsal would take more than 1 % of the time of so short a run"
         return False
 
-    def begin(self, loop: TrainingLoop, state: State, path: Path) -> None:
+    def begin(self, loop: Any, state: State, path: Path) -> None:
         """Begins to record steps after the checkpoint `path`, if a rehearsal from there is due."""
         modes, before = (state.in_eval, state.trainable), self._modes
         self._modes = modes
@@ -176,11 +168,11 @@ class Rehearsals:
         plan = loop.program.parts.plan
         self._recording = _Recording(plan, position.step, until, StepRecord(self._folder))
 
-    def _obstacle(self, loop: TrainingLoop) -> str:
+    def _obstacle(self, loop: Any) -> str:
         """Returns why no process can rehearse this run; empty if one can."""
         facts, device = self._run.record.facts, loop.program.device
         if self._request.limit == 0:
-            return "--rehearse no"
+            return "no rehearsal was asked for"
         if not loop.world.is_single or loop.program.parts.plan.parallel != "none":
             return "several processes share the training"
         if self._run.record.source is None:
@@ -198,7 +190,7 @@ class Rehearsals:
                 )
         return ""
 
-    def after_span(self, loop: TrainingLoop, sums: dict[str, float]) -> None:
+    def after_span(self, loop: Any, sums: dict[str, float]) -> None:
         """Records a step, or starts the process after the last one; reports a process that has ended."""
         if self._process is not None and (self._process.poll() is not None or self._is_late()):
             self._report()
@@ -224,7 +216,14 @@ class Rehearsals:
         recording.steps.close()
         self._recording = None
         write_atomic(self._folder / "plan.toml", recording.plan.to_toml())
-        command = [sys.executable, "-m", __name__, str(self._folder), str(os.getpid()), str(torch.get_num_threads())]
+        command = [
+            sys.executable,
+            "-m",
+            "hotloop.training.rehearsal_process",
+            str(self._folder),
+            str(os.getpid()),
+            str(torch.get_num_threads()),
+        ]
         with open(self._folder / "errors.txt", "wb") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
@@ -268,11 +267,10 @@ class Rehearsals:
     def _note(self, line: str, *, is_said: bool = True) -> None:
         record = self._run.record
         self._run.keep(record=record.model_copy(update={"rehearsals": [*record.rehearsals, line][-20:]}))
-        self._run.log("rehearsal", result=line)
         if is_said:
             self._say(line)
 
-    def close(self, loop: TrainingLoop, *, is_interrupted: bool) -> None:
+    def close(self, loop: Any, *, is_interrupted: bool) -> None:
         """Ends the process, or waits for it where the user asked for rehearsals; records why there was none."""
         is_asked = bool(self._request.limit)
         if self._process is not None:
@@ -286,7 +284,11 @@ class Rehearsals:
                 _end(self._process)
                 self._process, self._why_not = None, "the training ended before the rehearsal"
         shutil.rmtree(self._folder, ignore_errors=True)
-        if not self._rehearsed and (why := self._obstacle(loop) or self._why_not or "the training ended first"):
+        if (
+            loop.is_ended
+            and not self._rehearsed
+            and (why := self._obstacle(loop) or self._why_not or "the training ended first")
+        ):
             self._note(f"not rehearsed: {why}", is_said=is_asked)
 
 
@@ -306,56 +308,3 @@ def _end(process: subprocess.Popen) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)  # with the workers of its data loader
     process.wait()
-
-
-def rehearse(folder: Path) -> dict[str, Any]:
-    """Resumes the run around `folder` from its checkpoint there, and compares its steps with the recorded ones."""
-    from hotloop.training.loop import train_loop  # `loop` imports this module
-    from hotloop.training.start import task_of_run
-
-    original, plan = Run.open(folder.parent), Plan.read(folder / "plan.toml")
-    run = Run.create(folder / "run", original.record, plan, files_of(original.source))
-    for name in ("checkpoints", FILE):
-        (folder / name).rename(run.path / name)
-    task = task_of_run(run, trust=True)
-    found: dict[str, Any] = {"skips_callbacks": has_user_callbacks(task.callbacks)}
-
-    def drive(loop: TrainingLoop) -> RunOutcome:
-        loop.cadence.seconds, loop.cadence.steps = float("inf"), None
-        found["start"] = loop.expected.start
-        reason, steps = loop.next_span()
-        while reason is None and loop.program.position.step < loop.expected.last and not loop.difference:
-            loop.run_span(steps)
-            reason, steps = loop.next_span()
-        found["different"], found["steps"] = loop.difference, loop.expected.equal - loop.expected.start
-        if not loop.difference and loop.expected.equal < loop.expected.last:
-            found["failure"] = f"the process stopped before step {loop.expected.last} ({reason})"
-            del found["different"]
-        return RunOutcome(PAUSED, False, [], None)
-
-    with apply_switches(original.record.switches, resolve_device(plan).device.partition(":")[0]):
-        train_loop(lambda: lower(task, plan), run, resume=True, compares=True, drive=drive)
-    return found
-
-
-def main(folder: str, parent: str, threads: str) -> None:
-    end_with_parent(int(parent))
-    _take_lowest_priority()
-    torch.set_num_threads(int(threads))
-    try:
-        found = rehearse(Path(folder))
-    except Exception as error:  # whatever the Task raises: the run goes on, and its record has the reason
-        found = {"failure": f"the resumed process ended with an error: {describe_error(error)}"}
-    write_atomic(Path(folder) / "result.json", json.dumps(found))
-
-
-def _take_lowest_priority() -> None:
-    with suppress(OSError):
-        os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hotloop.core.files.trust import require_trust
 from hotloop.core.records.training import RunRecord, TaskFacts
+from hotloop.core.reporter import Report
 from hotloop.data.bundle import Bundle
-from hotloop.errors import CheckpointError, RunError, describe_error, is_out_of_memory
+from hotloop.errors import CheckpointError, RunError, TaskError, describe_error, is_out_of_memory
 from hotloop.lowering.program import Program
-from hotloop.task import Task
+from hotloop.task import Task, override_fields
+from hotloop.task_file import load_from_run
 from hotloop.training.checkpoint import Checkpoint
 from hotloop.training.run import Run
 
@@ -123,3 +126,22 @@ def check_schedule(program: Program) -> None:
             expected="no more epochs than the schedule was made for",
             fix="leave --epochs out, or start a new run",
         )
+
+
+def task_of_run(run: Run, task: Task | None = None, *, trust: bool = False, say: Report = lambda line: None) -> Task:
+    """Returns the Task of a run: `task`, the Task of this process, or that of the source in the folder.
+
+    Args:
+        trust: execute the source in the folder, also of a run that somebody else started.
+    """
+    task = task or run.task
+    if task is None:
+        if run.record.source is None:
+            raise TaskError(
+                f"{run.path} was trained from Python, so the folder has no file with its Task",
+                expected="the Task",
+                fix="pass it from Python: hotloop.fit(task, run=..., resume=True), hotloop.predict(..., task=task)",
+            )
+        require_trust(run.record, run.path, trust, say)
+        task = load_from_run(run.source, run.record.source)
+    return override_fields(task, run.record.overrides)

@@ -15,7 +15,6 @@ from typing import Any
 
 from hotloop.core.callback import Callback
 from hotloop.core.files.source_files import files_of
-from hotloop.core.files.trust import require_trust
 from hotloop.core.files.trust import store_trust as trust_run
 from hotloop.core.float32_switches import apply_switches, read_switches
 from hotloop.core.format import parse_seconds
@@ -29,7 +28,7 @@ from hotloop.core.reporter import Report
 from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import local_rank_count
 from hotloop.distributed.process_group import RankSession
-from hotloop.errors import DiskError, HotloopError, RunError, TaskError
+from hotloop.errors import DiskError, HotloopError, RunError
 from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
 from hotloop.hardware_advice.this_machine import chip_name
 from hotloop.lowering.build import close_on_error, lower
@@ -40,8 +39,8 @@ from hotloop.lowering.task_facts import task_facts
 from hotloop.lowering.transforms.cudnn import cudnn_inexact_reasons
 from hotloop.plan import Plan
 from hotloop.report.learning_curves import draw_curves
-from hotloop.task import Task, override_fields
-from hotloop.task_file import LoadedTask, load_from_run
+from hotloop.task import Task
+from hotloop.task_file import LoadedTask
 from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
@@ -52,7 +51,7 @@ from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
 from hotloop.training.monitor import monitor_of
 from hotloop.training.rehearsal import RehearsalRequest, Rehearsals
-from hotloop.training.resume import check_files, check_overrides, describe_files
+from hotloop.training.resume import check_files, check_overrides, describe_files, task_of_run
 from hotloop.training.run import FollowerRun, Run, is_run
 from hotloop.tuning.auto.recall import count_trained_steps, lower_cached_or_auto, with_facts_for_step_count
 from hotloop.tuning.run_context import RunContext
@@ -383,22 +382,3 @@ def _unused_path(path: Path) -> Path:
     """Returns `path`, with a number if `path` exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
-
-
-def task_of_run(run: Run, task: Task | None = None, *, trust: bool = False, say: Report = lambda line: None) -> Task:
-    """Returns the Task of a run: `task`, the Task of this process, or that of the source in the folder.
-
-    Args:
-        trust: execute the source in the folder, also of a run that somebody else started.
-    """
-    task = task or run.task
-    if task is None:
-        if run.record.source is None:
-            raise TaskError(
-                f"{run.path} was trained from Python, so the folder has no file with its Task",
-                expected="the Task",
-                fix="pass it from Python: hotloop.fit(task, run=..., resume=True), hotloop.predict(..., task=task)",
-            )
-        require_trust(run.record, run.path, trust, say)
-        task = load_from_run(run.source, run.record.source)
-    return override_fields(task, run.record.overrides)

@@ -14,8 +14,9 @@ from hotloop.data.order import Order, RankRows
 from hotloop.distributed.process_group import check_sums
 from hotloop.distributed.world import World, check_in_step
 from hotloop.distributed.wrappers import ddp, sync_batch_norm
-from hotloop.errors import OutOfStepError, TrainingError
+from hotloop.errors import OutOfStepError, PartsDifferError, TrainingError
 from hotloop.lowering.steps.data_parallel import DataParallelStep
+from hotloop.lowering.steps.later_gradients import LaterGradients
 from hotloop.plan import Plan
 from tests.multi.distributed.test_ddp import distance
 from tests.support.processes.rank_processes import of_ranks
@@ -94,11 +95,23 @@ def after(plan: Plan) -> hotloop.lowering.program.Program:
     return program
 
 
+def is_refused() -> bool:
+    """Whether the ranks' comparison of their own first step with that of one process ends the training."""
+    try:
+        after(PLAN)
+    except PartsDifferError:
+        return True
+    return False
+
+
 def compute(world: World) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
+    refused: dict[str, bool] = {}
     for name, plant in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
+            refused[name] = is_refused()
+            patch.setattr(LaterGradients, "check", lambda *parts: None)
             state = after(PLAN).state()
         try:
             said = check_in_step(world, state) or ""
@@ -106,6 +119,7 @@ def compute(world: World) -> dict[str, Any]:
             said = str(error)
         found[name] = state, said
     found["a wrong sum"] = joining_sees(world)
+    found["refused"] = refused
     return found
 
 
@@ -155,3 +169,7 @@ def test_the_ranks_see_what_they_hold_differently(planted: dict[str, Any], fault
 def test_a_rank_that_joins_sees_sums_that_are_wrong(planted: dict[str, Any]) -> None:
     assert planted["a wrong sum"].startswith("torch.distributed computes wrong sums on cpu: [1.0, 2.0, ")
     assert "expected [3.0, 6.0, " in planted["a wrong sum"]
+
+
+def test_the_first_step_of_the_ranks_is_refused(planted: dict[str, Any]) -> None:
+    assert planted["refused"] == {name: name != "none" for name in FAULTS}

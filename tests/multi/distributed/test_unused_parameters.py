@@ -13,6 +13,7 @@ import hotloop
 from hotloop.core.random.rng import generator_for
 from hotloop.core.state import State, tree_leaves
 from hotloop.distributed.wrappers import ddp
+from hotloop.lowering.steps.later_gradients import LaterGradients
 from hotloop.plan import Plan
 from tests.support.processes.rank_processes import of_ranks
 
@@ -107,6 +108,7 @@ def own_use_alone(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_is_found(plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = trained(Plan())
     plant(monkeypatch)
+    monkeypatch.setattr(LaterGradients, "check", lambda *parts: None)  # the ranks' own comparison would refuse it
     states = of_ranks(tmp_path, DATA, lambda world: trained(DATA))
     assert max(found(alone, state) for state in states) > 1e-6
 
