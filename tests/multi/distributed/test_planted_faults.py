@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from hotloop.data.order import Order, RankRows
 from hotloop.distributed.process_group import check_sums
 from hotloop.distributed.world import World, check_in_step
 from hotloop.distributed.wrappers import ddp, sync_batch_norm
-from hotloop.errors import OutOfStepError, TrainingError
+from hotloop.distributed.wrappers.global_batch_rng import GlobalBatchRng
+from hotloop.errors import OutOfStepError, PartsDifferError, TrainingError
 from hotloop.lowering.steps.data_parallel import DataParallelStep
+from hotloop.lowering.steps.later_gradients import LaterGradients
 from hotloop.plan import Plan
 from tests.multi.distributed.test_ddp import distance
 from tests.support.processes.rank_processes import of_ranks
@@ -80,10 +83,36 @@ def norms_of_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sync_batch_norm._AllReduceSum, "apply", lambda own, meter: own)
 
 
+def a_dropped_sample(patch: pytest.MonkeyPatch) -> None:
+    """The second rank leaves out its last row, and counts it."""
+    part = RankRows.batch
+
+    def batch(self: RankRows, permutation: torch.Tensor, number: int) -> torch.Tensor:
+        rows = part(self, permutation, number)
+        return rows[:-1] if self.rank else rows
+
+    patch.setattr(RankRows, "batch", batch)
+
+
+def another_mask(patch: pytest.MonkeyPatch) -> None:
+    """Each rank draws the first rows' numbers."""
+    cut = GlobalBatchRng._cut
+
+    def first(self: GlobalBatchRng, drawing: Any) -> torch.Tensor:
+        self.first = 0
+        return cut(self, drawing)
+
+    patch.setattr(GlobalBatchRng, "_cut", first)
+
+
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "none": lambda patch: None,
     **{fault.__name__: fault for fault in (an_unequal_shard, a_missing_sum, an_average_of_parts)},
     **{fault.__name__: fault for fault in (an_unsynchronised_buffer, norms_of_parts)},
+}
+SEEN_BY_THE_CHECK: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    **{name: plant for name, plant in FAULTS.items() if name != "an_unequal_shard"},
+    **{fault.__name__: fault for fault in (a_dropped_sample, another_mask)},
 }
 SEEN_BY_THE_RANKS = ("a_missing_sum", "an_unsynchronised_buffer", "norms_of_parts")
 
@@ -99,6 +128,7 @@ def compute(world: World) -> dict[str, Any]:
     for name, plant in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
+            patch.setattr(LaterGradients, "check", lambda *_: None)
             state = after(PLAN).state()
         try:
             said = check_in_step(world, state) or ""
@@ -106,7 +136,28 @@ def compute(world: World) -> dict[str, Any]:
             said = str(error)
         found[name] = state, said
     found["a wrong sum"] = joining_sees(world)
+    for mode in ("data", "sharded", "towers"):
+        for name, plant in SEEN_BY_THE_CHECK.items():
+            if mode == "data" or name != "a_missing_sum":
+                found[mode, name] = refusal(PLAN.with_axes(parallel=mode), plant)
     return found
+
+
+def refusal(plan: Plan, plant: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, int]:
+    """The error of the first steps, and how many of them ran."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        task = dataclasses.replace(small(), model=dropping)
+        program = hotloop.lower(task, plan)
+        try:
+            program.advance(STEPS)
+        except PartsDifferError as error:
+            return str(error), program.position.step
+        return "", program.position.step
+
+
+def dropping() -> torch.nn.Module:
+    return torch.nn.Sequential(small().model(), torch.nn.Dropout(0.3))  # type: ignore[operator]
 
 
 def a_wrong_sum(patch: pytest.MonkeyPatch) -> None:
@@ -142,6 +193,19 @@ def test_the_comparison_sees_it(planted: dict[str, Any], fault: str) -> None:
     alone = after(Plan()).state()
     far = max(distance((planted[fault][0], [], {}), (alone, [], {})).values())
     assert far < 1e-10 if fault == "none" else far > 1e-6
+
+
+@pytest.mark.parametrize("mode", ["data", "sharded", "towers"])
+@pytest.mark.parametrize("fault", SEEN_BY_THE_CHECK)
+def test_the_first_step_is_compared_with_that_of_one_process(planted: dict[str, Any], mode: str, fault: str) -> None:
+    if (mode, fault) not in planted:
+        return  # this mode has another engine
+    said, steps = planted[mode, fault]
+    if fault == "none":
+        assert (said, steps) == ("", STEPS)
+    else:
+        assert steps == 0
+        assert said.startswith(f"step 1: parallel={mode}: ") and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("fault", FAULTS)
