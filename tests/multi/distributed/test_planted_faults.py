@@ -147,7 +147,7 @@ def refusal(plan: Plan, plant: Callable[[pytest.MonkeyPatch], None]) -> tuple[st
     """The error of the first steps, and how many of them ran."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        task = dataclasses.replace(small(), model=dropping)
+        task = dataclasses.replace(small(), model=dropping, average=None)
         program = hotloop.lower(task, plan)
         try:
             program.advance(STEPS)
