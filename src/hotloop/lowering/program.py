@@ -276,11 +276,7 @@ class Program:
         """Adds to `inexact` the reasons that modules and a data set in worker processes show before training."""
         self.inexact += self._attributes.compiled_attributes()
         self.inexact += worker_changes(self.parts.task, self.parts.plan.workers, self.parts.world.ranks)
-        if self.parts.plan.parallel == "local" and self.parts.plan.sync_every != 1:
-            self.inexact.append(
-                "parallel=local: ranks average at each checkpoint and stop, too, so a run that is stopped and resumed "
-                "ends with other weights; use sync_every=1, or parallel=data"
-            )
+        self.inexact += self._step.inexact
 
     def optimizer_state(self) -> dict[str, Any]:
         """Returns the optimizer's part of the State in training's own memory. A collective call."""

@@ -150,12 +150,13 @@ def refusal(plan: Plan, plant: Callable[[pytest.MonkeyPatch], None]) -> tuple[st
         steps = 0
         try:
             program = hotloop.lower(dataclasses.replace(small(), average=None), plan)
-            for steps in range(1, STEPS + 1):
+            while steps < STEPS:
                 program.advance(1)
+                steps += 1
         except PlanError as error:  # before training
             return str(error), 0
         except PartsDifferError as error:
-            return str(error), steps - 1
+            return str(error), steps
         return "", steps
 
 
