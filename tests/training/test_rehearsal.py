@@ -44,7 +44,7 @@ def network():
 
 def loss(output, target):
     time.sleep(float(os.environ.get("SLOW", 0)))
-    if KIND == "hang" and "rehearsal" in " ".join(open("/proc/self/cmdline").read().split(chr(0))):
+    if KIND == "raises" and "rehearsal" in " ".join(open("/proc/self/cmdline").read().split(chr(0))):
         raise RuntimeError("this process is a rehearsal")
     scale = 1.0
     if KIND in ("shared", "named"):
@@ -89,7 +89,7 @@ def test_a_rehearsal_compares_a_resume_with_the_run(kind: str, result: str, tmp_
 
 
 def test_a_rehearsal_that_fails_is_a_line(tmp_path: Path) -> None:
-    said, record = train(tmp_path, "hang", "--rehearse", "1")
+    said, record = train(tmp_path, "raises", "--rehearse", "1")
     (line,) = record["rehearsals"]
     assert "not rehearsed: " in line and "this process is a rehearsal" in line and line in said
     assert record["facts"]["exact"] is True

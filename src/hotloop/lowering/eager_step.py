@@ -45,6 +45,7 @@ class EagerStep:
         first_split_step: the arrays whose unchanged rows are the batches of `run`; None for other batches.
         cuts_batches: whether `run` takes a `RowBatches`, and cuts several batches at once.
         draws_by_words: whether random zeros and ones differ from the baseline's; see `WordDrawMode`.
+        inexact: lines about why a resumed run differs from an uninterrupted one.
         scaler: decides the scale of fp16's loss; None in other precisions.
         scale: the scale of a compiled step's loss, 0-dim, on the device; None in other precisions.
         average: exponential averages of this rank's parameters by name; empty if the Task has none.
@@ -56,6 +57,7 @@ class EagerStep:
     steps_run: int | None = None
     look_s = 0.0
     draws_by_words = False
+    inexact: tuple[str, ...] = ()
     first_split_step: Any = None
     cuts_batches = False
 

@@ -274,7 +274,7 @@ class Program:
 
     def check_exactness(self) -> None:
         """Adds to `inexact` the reasons that modules and a data set in worker processes show before training."""
-        self.inexact += self._attributes.compiled_attributes()
+        self.inexact += [*self._step.inexact, *self._attributes.compiled_attributes()]
         self.inexact += worker_changes(self.parts.task, self.parts.plan.workers, self.parts.world.ranks)
 
     def optimizer_state(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from hotloop.training.run import Run
 
 def rehearse(folder: Path) -> dict[str, Any]:
     """Resumes the run around `folder` from its checkpoint there, and compares its steps with the recorded ones."""
-
     original, plan = Run.open(folder.parent), Plan.read(folder / "plan.toml")
     run = Run.create(folder / "run", original.record, plan, files_of(original.source))
     for name in ("checkpoints", FILE):

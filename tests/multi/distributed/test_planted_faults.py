@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from hotloop.data.order import Order, RankRows
 from hotloop.distributed.process_group import check_sums
 from hotloop.distributed.world import World, check_in_step
 from hotloop.distributed.wrappers import ddp, sync_batch_norm
-from hotloop.errors import OutOfStepError, PartsDifferError, TrainingError
+from hotloop.distributed.wrappers.global_batch_rng import GlobalBatchRng
+from hotloop.errors import OutOfStepError, PartsDifferError, PlanError, TrainingError
 from hotloop.lowering.steps.data_parallel import DataParallelStep
 from hotloop.lowering.steps.later_gradients import LaterGradients
 from hotloop.plan import Plan
@@ -81,10 +83,36 @@ def norms_of_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sync_batch_norm._AllReduceSum, "apply", lambda own, meter: own)
 
 
+def a_dropped_sample(patch: pytest.MonkeyPatch) -> None:
+    """The second rank leaves out its last row, and counts it."""
+    part = RankRows.batch
+
+    def batch(self: RankRows, permutation: torch.Tensor, number: int) -> torch.Tensor:
+        rows = part(self, permutation, number)
+        return rows[:-1] if self.rank else rows
+
+    patch.setattr(RankRows, "batch", batch)
+
+
+def another_mask(patch: pytest.MonkeyPatch) -> None:
+    """Each rank draws the first rows' numbers."""
+    cut = GlobalBatchRng._cut
+
+    def first(self: GlobalBatchRng, drawing: Any) -> torch.Tensor:
+        self.first = 0
+        return cut(self, drawing)
+
+    patch.setattr(GlobalBatchRng, "_cut", first)
+
+
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "none": lambda patch: None,
     **{fault.__name__: fault for fault in (an_unequal_shard, a_missing_sum, an_average_of_parts)},
     **{fault.__name__: fault for fault in (an_unsynchronised_buffer, norms_of_parts)},
+}
+SEEN_BY_THE_CHECK: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    **{name: plant for name, plant in FAULTS.items() if name != "an_unequal_shard"},
+    **{fault.__name__: fault for fault in (a_dropped_sample, another_mask)},
 }
 SEEN_BY_THE_RANKS = ("a_missing_sum", "an_unsynchronised_buffer", "norms_of_parts")
 
@@ -95,23 +123,12 @@ def after(plan: Plan) -> hotloop.lowering.program.Program:
     return program
 
 
-def is_refused() -> bool:
-    """Whether the ranks' comparison of their own first step with that of one process ends the training."""
-    try:
-        after(PLAN)
-    except PartsDifferError:
-        return True
-    return False
-
-
 def compute(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    refused: dict[str, bool] = {}
+    found = {}
     for name, plant in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
-            refused[name] = is_refused()
-            patch.setattr(LaterGradients, "check", lambda *parts: None)
+            patch.setattr(LaterGradients, "check", lambda *_: None)
             state = after(PLAN).state()
         try:
             said = check_in_step(world, state) or ""
@@ -119,8 +136,28 @@ def compute(world: World) -> dict[str, Any]:
             said = str(error)
         found[name] = state, said
     found["a wrong sum"] = joining_sees(world)
-    found["refused"] = refused
+    for mode in ("data", "sharded", "towers"):
+        for name, plant in SEEN_BY_THE_CHECK.items():
+            if mode == "data" or name != "a_missing_sum":
+                found[mode, name] = refusal(PLAN.with_axes(parallel=mode), plant)
     return found
+
+
+def refusal(plan: Plan, plant: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, int]:
+    """The error of the first steps, and how many of them ran."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        steps = 0
+        try:
+            program = hotloop.lower(dataclasses.replace(small(), average=None), plan)
+            while steps < STEPS:
+                program.advance(1)
+                steps += 1
+        except PlanError as error:  # before training
+            return str(error), 0
+        except PartsDifferError as error:
+            return str(error), steps
+        return "", steps
 
 
 def a_wrong_sum(patch: pytest.MonkeyPatch) -> None:
@@ -158,6 +195,21 @@ def test_the_comparison_sees_it(planted: dict[str, Any], fault: str) -> None:
     assert far < 1e-10 if fault == "none" else far > 1e-6
 
 
+@pytest.mark.parametrize("mode", ["data", "sharded", "towers"])
+@pytest.mark.parametrize("fault", SEEN_BY_THE_CHECK)
+def test_ranks_that_compute_another_step_than_one_process_are_refused(
+    planted: dict[str, Any], mode: str, fault: str
+) -> None:
+    if (mode, fault) not in planted:
+        return  # this mode has another engine
+    said, steps = planted[mode, fault]
+    if fault == "none":
+        assert (said, steps) == ("", STEPS)
+    else:
+        assert steps == 0
+        assert said.removeprefix("step 1: ").startswith(f"parallel={mode}") and len(said.splitlines()) == 1
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_ranks_see_what_they_hold_differently(planted: dict[str, Any], fault: str) -> None:
     said = planted[fault][1]
@@ -169,8 +221,3 @@ def test_the_ranks_see_what_they_hold_differently(planted: dict[str, Any], fault
 def test_a_rank_that_joins_sees_sums_that_are_wrong(planted: dict[str, Any]) -> None:
     assert planted["a wrong sum"].startswith("torch.distributed computes wrong sums on cpu: [1.0, 2.0, ")
     assert "expected [3.0, 6.0, " in planted["a wrong sum"]
-
-
-def test_the_first_step_of_the_ranks_is_refused(planted: dict[str, Any]) -> None:
-    unseen = ("none", "an_unequal_shard")  # the step of one process is computed from the rows that the ranks have
-    assert planted["refused"] == {name: name not in unseen for name in FAULTS}

@@ -85,6 +85,12 @@ SYNC_EVERY = 16
 """Steps between two averages, if the plan sets none."""
 
 
+_RESUME_NOTE = (
+    "parallel=local: ranks average at each checkpoint and stop, too, so a run that is stopped and resumed ends with "
+    "other weights; use sync_every=1, or parallel=data"
+)
+
+
 class LocalSgdStep(DataParallelStep):
     """A step of this rank alone; every few steps all ranks continue from their average.
 
@@ -97,6 +103,8 @@ class LocalSgdStep(DataParallelStep):
         super().__init__(parts)
         self._joint = replace(self._joint, norms=False)  # global norms would need communication in each step
         self._every = parts.plan.sync_every or SYNC_EVERY
+        if self._every > 1:
+            self.inexact = (_RESUME_NOTE,)
         trainable = {name: value for name, value in parts.model.named_parameters() if value.requires_grad}
         if parts.plan.outer == "nesterov":
             self.outer = {name: torch.zeros_like(value) for name, value in trainable.items()}
