@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 
 import hotloop
+from hotloop.core.files.run_folder import StoredRun
 from hotloop.errors import HotloopError
 from hotloop.training.checkpoint import CheckpointFolder
 from hotloop.training.run import Run
@@ -297,3 +298,15 @@ def test_an_untouched_folder_has_no_damage(copy: Path, capsys: pytest.CaptureFix
 def test_a_run_opens_by_a_text(copy: Path) -> None:
     assert Run.open(str(copy)).path == copy
     assert hotloop.fit(task(EPOCHS), run=str(copy), resume=True, device="cpu", progress=False).path == copy
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3", '"text"', '{"version":'])
+@pytest.mark.parametrize("name", ["run.json", "layers.json", "status.json"])
+def test_a_damaged_document_hides_no_other_run(tmp_path: Path, name: str, content: str) -> None:
+    hotloop.fit(task(), run=tmp_path / "good", plan="baseline", progress=False)
+    shutil.copytree(tmp_path / "good", tmp_path / "damaged")
+    (tmp_path / "damaged" / name).write_text(content)
+    whole, damaged = (StoredRun.read(tmp_path / one) for one in ("good", "damaged"))
+    assert whole.record is not None and not whole.damages
+    assert damaged.epochs == whole.epochs
+    assert len(damaged.damages) == (name != "status.json"), "the status of a process is no part of the result"

@@ -39,8 +39,15 @@ _STEPS_S = 0.5
 _SHARE = 0.01
 """Largest share of the run's time that rehearsals may cost."""
 
-_SLOWDOWN = 0.15
-"""Assumed share of its duration by which a process of the lowest priority delays a training on the same cores."""
+_PROGRAM = """
+import os, sys
+os.nice(19)
+if hasattr(os, "SCHED_IDLE"):
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+from hotloop.training.rehearsal_process import main
+main(*sys.argv[1:])
+"""
+"""The process has the lowest priority before it imports torch, which takes most of its time."""
 
 _LEAST_LIMIT_S = 120.0
 _LIMIT_FACTOR = 30.0
@@ -124,7 +131,10 @@ class Rehearsals:
         return max(2, min(_MOST_STEPS, int(_STEPS_S / max(loop.pacer.step_s or _STEPS_S, 1e-6))))
 
     def _cost_s(self, loop: Any) -> float:
-        return _SLOWDOWN * (self._start_s + 2 * self._steps(loop) * (loop.pacer.step_s or 0.0))
+        """Returns the predicted seconds of a process, which delay a training on the same cores as long, even at the lowest
+        priority: threads of a step that wait for each other wait for the slowest.
+        """
+        return self._start_s + 2 * self._steps(loop) * (loop.pacer.step_s or 0.0)
 
     def _is_worthwhile(self, loop: Any) -> bool:
         if self._request.limit is not None:
@@ -210,20 +220,14 @@ class Rehearsals:
             self._recording, self._why_not = None, f"the process can't be started: {describe_error(error)}"
         if is_last:
             self._spent_s += time.perf_counter() - started + self._cost_s(loop)
-            self._limit_s = max(_LEAST_LIMIT_S, _LIMIT_FACTOR * self._cost_s(loop) / _SLOWDOWN)
+            self._limit_s = max(_LEAST_LIMIT_S, _LIMIT_FACTOR * self._cost_s(loop))
 
     def _start(self, recording: _Recording) -> None:
         recording.steps.close()
         self._recording = None
         write_atomic(self._folder / "plan.toml", recording.plan.to_toml())
-        command = [
-            sys.executable,
-            "-m",
-            "hotloop.training.rehearsal_process",
-            str(self._folder),
-            str(os.getpid()),
-            str(torch.get_num_threads()),
-        ]
+        arguments = [str(self._folder), str(os.getpid()), str(torch.get_num_threads())]
+        command = [sys.executable, "-c", _PROGRAM, *arguments]
         with open(self._folder / "errors.txt", "wb") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True

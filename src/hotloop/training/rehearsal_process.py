@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +52,11 @@ def rehearse(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: str, parent: str, threads: str) -> None:
+    """Writes the result of `rehearse` to `result.json` in the folder; the run `parent` reads the file."""
     end_with_parent(int(parent))
-    _take_lowest_priority()
     torch.set_num_threads(int(threads))
     try:
         found = rehearse(Path(folder))
     except Exception as error:  # whatever the Task raises: the run goes on, and its record has the reason
         found = {"failure": f"the resumed process ended with an error: {describe_error(error)}"}
     write_atomic(Path(folder) / "result.json", json.dumps(found))
-
-
-def _take_lowest_priority() -> None:
-    with suppress(OSError):
-        os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
