@@ -1,7 +1,7 @@
-"""A second device for tests, on a machine that has none: its tensors say that they are on `meta`, and hold numbers.
+"""A second device for tests, on a machine that has none: its tensors report `meta` and have their numbers in CPU memory.
 
 As between real devices, operations on tensors of both fail, and copies go from one to the other; they are counted.
-What a plan calls `far` is that device.
+A plan calls that device `far`. tests/support/fake_cuda.py has the same device as `cuda:0`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Far(Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> Any:
+    def __new__(cls, held: Tensor, device: torch.device = FAR) -> Any:
         shape, like = held.shape, dict(dtype=held.dtype, strides=held.stride(), storage_offset=held.storage_offset())
-        far = Tensor._make_wrapper_subclass(cls, shape, device=FAR, **like)  # type: ignore[attr-defined]
+        far = Tensor._make_wrapper_subclass(cls, shape, device=device, **like)  # type: ignore[attr-defined]
         far.held = held.detach()
         return far
 
     @property
     def data(self) -> Far:
-        return Far(self.held)
+        return Far(self.held, self.device)
 
     @data.setter
     def data(self, value: Far) -> None:
@@ -50,43 +50,73 @@ class Far(Tensor):
         raise RuntimeError(f"{function} of a far tensor outside of `second_device`")
 
 
+_ACROSS_DEVICES = {"copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
+"""Operations whose tensors may be on two devices. torch computes with lists of two devices one by one."""
+
+_LIKE_CUDA: dict[str, Any] = {"_fused_sdp_choice": lambda *args, **kwargs: 0}
+"""Operations that only a GPU has, or in which a CPU chooses kernels of its own."""
+
+
 class SecondDevice(TorchDispatchMode):
     """Runs operations on far tensors, with the numbers that they hold.
+
+    Args:
+        device: what far tensors report.
 
     Attributes:
         copies: shapes of what was copied from one device to the other, and which way: `far` or `near`.
         seeds: what the device's generator was seeded with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = FAR) -> None:
         super().__init__()
+        self.device = device
         self.copies: list[tuple[tuple[int, ...], str]] = []
         self.seeds: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name, device = function.overloadpacket.__name__, kwargs.pop("device", None)
-        if device is not None and device != FAR:
+        if kwargs.pop("pin_memory", None) and self._is_far(device):
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        if device is not None and not self._is_far(device):
             kwargs["device"] = device
         if name == "_to_copy":
             return self._copied(function, args[0], device, {**kwargs, "device": None})
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        far = device == FAR or any(isinstance(leaf, Far) for leaf in given)
-        # Of several devices torch copies, and computes with lists one by one.
-        if far and name != "copy_" and not name.startswith("_foreach"):
-            _check(function, args, given)
+        far = self._is_far(device) or any(isinstance(leaf, Far) for leaf in given)
+        if far and name not in _ACROSS_DEVICES and not name.startswith("_foreach"):
+            self._check(function, args, given)
         known = {id(leaf.held): leaf for leaf in given if isinstance(leaf, Far)}
-        result = function(*tree_map_only(Far, _held, args), **tree_map_only(Far, _held, kwargs))
-        if not far or (name == "copy_" and not isinstance(args[0], Far)):
+        args, kwargs = (tree_map_only(Far, _held, value) for value in (args, kwargs))
+        result = _LIKE_CUDA.get(name, function)(*args, **kwargs)
+        if not far or (name == "copy_" and id(args[0]) not in known):
             return result
-        return tree_map_only(Tensor, lambda value: known.get(id(value)) if id(value) in known else Far(value), result)
+        return tree_map_only(
+            Tensor, lambda value: known[id(value)] if id(value) in known else Far(value, self.device), result
+        )
+
+    def _is_far(self, device: torch.device | None) -> bool:
+        return device is not None and device.type == self.device.type
 
     def _copied(self, function: Any, tensor: Tensor, device: torch.device | None, kwargs: dict[str, Any]) -> Tensor:
-        was_far, is_far = isinstance(tensor, Far), isinstance(tensor, Far) if device is None else device == FAR
+        was_far = isinstance(tensor, Far)
+        is_far = was_far if device is None else self._is_far(device)
         result = function(tensor.held if isinstance(tensor, Far) else tensor, **kwargs)
         if was_far != is_far:
             self.copies.append((tuple(tensor.shape), "far" if is_far else "near"))
-        return Far(result) if is_far else result
+        return Far(result, self.device) if is_far else result
+
+    def _check(self, function: Any, args: Any, given: list[Tensor]) -> None:
+        """Raises torch's error for tensors of two devices; single numbers may be near, unless an operation sets them."""
+        near = [tensor for tensor in given if not isinstance(tensor, Far)]
+        is_fused = function.overloadpacket.__name__.startswith("_fused")
+        if any(tensor.ndim or is_fused for tensor in near) or (
+            function._schema.is_mutable and near and near[0] is args[0]
+        ):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found two devices, {self.device} and cpu! ({function})"
+            )
 
     def manual_seed(self, seed: int) -> None:
         self.seeds.append(seed)
@@ -94,13 +124,6 @@ class SecondDevice(TorchDispatchMode):
 
 def _held(tensor: Far) -> Tensor:
     return tensor.held
-
-
-def _check(function: Any, args: Any, given: list[Tensor]) -> None:
-    """Near and far tensors together fail as they do on real devices; single numbers may be near, unless they change."""
-    near = [tensor for tensor in given if not isinstance(tensor, Far)]
-    if any(tensor.ndim for tensor in near) or (function._schema.is_mutable and near and near[0] is args[0]):
-        raise RuntimeError("Expected all tensors to be on the same device, but found two devices, meta and cpu!")
 
 
 def _with_far(hardware: Hardware) -> Hardware:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,64 @@ from hotloop.core.hardware import machine
 from hotloop.errors import PlanError
 from hotloop.lowering.compile import package_cache
 from hotloop.lowering.compile.capture import CapturedStep, StepCapture, capture_step
+from hotloop.lowering.compile.inductor_patches import inductor_patches
 from hotloop.plan import Plan
 from tests.support.programs import a_task, advance, labelled
 
 PACKAGE = Plan(compile="package")
+
+
+def open_to_others(path: Path) -> None:
+    path.chmod(0o777)
+
+
+def given_away(path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give a file away")
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize("what", ["folder", "package"])
+@pytest.mark.parametrize("expose", [open_to_others, given_away])
+def test_a_package_that_another_user_may_have_written_is_not_loaded(
+    what: str, expose: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(package_cache, "_package_key", lambda *given: "key")
+    monkeypatch.setattr(package_cache, "_build_package", lambda *given: b"built")
+    monkeypatch.setattr(package_cache, "_load_package", Path.read_bytes)
+    said: list[str] = []
+
+    def load() -> object:
+        return package_cache.load_or_build_package(None, torch.device("cpu"), {}, said.append, PackageUse())  # type: ignore[arg-type]
+
+    assert load() == b"built"
+    stored = package_cache.package_folder() / "key.pt2"
+    assert stored.parent.stat().st_mode & 0o777 == 0o700
+    stored.write_bytes(b"planted")
+    assert load() == b"planted" and not said
+    expose(stored if what == "package" else stored.parent)
+    assert load() == b"built"
+    (line,) = said
+    assert line.startswith("the package isn't cached for later runs: ") and str(stored.parent) in line
+
+
+def test_compiled_programs_that_another_user_may_have_written_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "torchinductor_user"
+    theirs.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))
+    said: list[str] = []
+    with inductor_patches(torch.device("cpu"), said.append):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(theirs) and not said
+    theirs.chmod(0o777)
+    with inductor_patches(torch.device("cpu"), said.append):
+        used = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert used == tmp_path / "mine" / "hotloop" / "torchinductor" and used.stat().st_mode & 0o777 == 0o700
+    (line,) = said
+    assert str(theirs) in line
 
 
 def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def faults() -> int:
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[7])
 
 
-def of_a_step(program: Program, steps: int = 3) -> float:
+def of_a_step(program: Program, steps: int = 7) -> float:
     """Of the middle one, after some in which the process grows; in a few more it may by a block that finds no room."""
     advance(program, 4)
     found = []

@@ -71,13 +71,13 @@ def tokens(dtype: torch.dtype) -> hotloop.Task:
 
     def step(model: Any, batch: Any) -> dict[str, torch.Tensor]:
         scores = model["scores"](torch.dropout(model["words"](batch[0]), 0.2, model.training))
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), weights)
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), weights.to(scores.device))
         hits = weight(batch, scores.argmax(2) == batch[1]) / weight(batch).clamp(min=1e-9)
         return {"loss": loss, "accuracy": hits}
 
     def weight(batch: Any, which: Any = True) -> torch.Tensor:
         counted = (batch[1] != -100) & which
-        return torch.where(counted, weights[torch.where(counted, batch[1], 0)], 0.0).sum()
+        return torch.where(counted, weights.to(counted.device)[torch.where(counted, batch[1], 0)], 0.0).sum()
 
     return hotloop.Task(
         model=model,

@@ -235,14 +235,14 @@ def _alternate(model: Any, batch: Any) -> Iterator[Any]:
     """Two steps of the critic with a gradient penalty, and in every other batch one of the generator."""
     real = batch[0]
     for _ in range(2):
-        fake = model.g(torch.randn(len(real), 4)).detach()
-        between = real.lerp(fake, torch.rand(len(real), 1)).requires_grad_()
+        fake = model.g(torch.randn(len(real), 4, device=real.device)).detach()
+        between = real.lerp(fake, torch.rand(len(real), 1, device=real.device)).requires_grad_()
         (slope,) = torch.autograd.grad(model.d(between).sum(), between, create_graph=True)
         yield "d", model.d(fake).mean() - model.d(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
     if model.training:
         model.batches += 1
     if model.batches % 2 == 0:
-        yield "g", -model.d(model.g(torch.randn(len(real), 4))).mean()
+        yield "g", -model.d(model.g(torch.randn(len(real), 4, device=real.device))).mean()
 
 
 def _schedules(both: dict[str, Optimizer], total: int) -> dict[str, Any]:

@@ -44,13 +44,14 @@ def make_private_folder(folder: Path) -> None:
 def foreign_access(path: Path) -> str | None:
     """Returns why another user may have written a file or a folder; None if no other user can, or without a file.
 
-    Args:
-        path: in a folder of the user, which is checked too.
+    The folder of `path` is checked too. In a folder such as /tmp (mode 1777), other users can't replace `path`.
     """
     if not hasattr(os, "getuid"):  # Windows: the user's folders are private
         return None
     for part in (path, path.parent):
         for status in _statuses(part):
+            if part == path.parent and status.st_mode & stat.S_ISVTX:
+                continue
             if status.st_uid not in (os.getuid(), 0):
                 return f"{part} belongs to another user"
             is_shared = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
@@ -60,10 +61,10 @@ def foreign_access(path: Path) -> str | None:
 
 
 def _statuses(path: Path) -> list[os.stat_result]:
-    """Returns the status of a path and, for a link, of its target; empty for a missing path."""
+    """Returns the status of a path and, for a link, of its target; empty for a path that can't be reached."""
     try:
         return [path.lstat(), path.stat()]
-    except FileNotFoundError:
+    except OSError:
         return []
 
 

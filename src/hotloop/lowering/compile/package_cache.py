@@ -21,7 +21,7 @@ from torch import Tensor
 from hotloop import __version__
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.package_use import PackageUse
-from hotloop.core.files.user_folders import cache_folder
+from hotloop.core.files.user_folders import cache_folder, foreign_access, make_private_folder
 from hotloop.core.hardware import machine
 from hotloop.core.reporter import Report
 from hotloop.errors import HotloopError, describe_error
@@ -45,26 +45,31 @@ def load_or_build_package(
 ) -> Callable[[list[Tensor]], Any]:
     """Returns the captured step as a program from a package, cached or new.
 
-    A package that can't be stored serves this call alone; one that can't be loaded is built again. `say` gets a line
-    for either.
+    A package that can't be stored serves this call alone. A package that can't be loaded is built again, and so is one
+    that another user may have written, since a package is machine code. `say` gets a line for each.
 
     Raises:
         PlanError: `use` expects another package.
     """
     path = package_folder() / f"{_package_key(captured, device, options)}.pt2"
-    if _is_in_folder(path):
+    access = foreign_access(path)
+    if access is None and _is_in_folder(path):
         use.record(path.read_bytes())
         try:
             return _load_package(path)
         except Exception as error:
             say(f"the cached package can't be loaded, and is compiled again: {describe_error(error)}")
     use.check_build()
-    content = _build_package(captured, device, options)
+    content = _build_package(captured, device, options, say)
     use.record(content)
     try:
-        write_atomic(path, content)
+        make_private_folder(path.parent)
+        if access is None:
+            write_atomic(path, content)
     except HotloopError as error:
-        say(f"{NOT_CACHED}: {error.given}")
+        access = error.given
+    if access is not None:
+        say(f"{NOT_CACHED}: {access}")
         with TemporaryDirectory() as folder:
             path = Path(folder) / path.name
             path.write_bytes(content)
@@ -95,6 +100,7 @@ def capture_reproducibly(capture: StepCapture, batch: Any, parts: LoweringContex
         return first
     second = capture.trace_again(first, batch)
     with suppress(HotloopError):  # without the record the next run captures twice
+        make_private_folder(path.parent)
         write_atomic(path, b"")
         _remove_oldest(path.parent, "*.twice")
     return second
@@ -131,10 +137,10 @@ def _load_package(path: Path) -> Callable[[list[Tensor]], Any]:
     return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
 
 
-def _build_package(captured: CapturedStep, device: torch.device, options: dict[str, Any]) -> bytes:
+def _build_package(captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Report) -> bytes:
     from torch._inductor.package import package_aoti
 
-    with redirect_stdout(io.StringIO()), inductor_patches(device):
+    with redirect_stdout(io.StringIO()), inductor_patches(device, say):
         files: Any = torch._inductor.aot_compile(
             captured.graph, tuple(captured.examples), options={**options, **_PACKAGE_OPTIONS}
         )

@@ -373,7 +373,7 @@ def _compile(captured: CapturedStep, parts: LoweringContext) -> Runner:
             warnings.simplefilter("ignore")  # they concern torch's own code
             if parts.plan.compile == "package":
                 return load_or_build_package(captured, parts.device, options, parts.say, parts.package)
-            return _compile_now(captured, parts.device, options)
+            return _compile_now(captured, parts, options)
     except Exception as error:
         raise PlanError(
             f"the captured step can't be compiled: {describe_error(error)}",
@@ -382,9 +382,9 @@ def _compile(captured: CapturedStep, parts: LoweringContext) -> Runner:
         ) from error
 
 
-def _compile_now(captured: CapturedStep, device: torch.device, options: dict[str, Any]) -> Runner:
+def _compile_now(captured: CapturedStep, parts: LoweringContext, options: dict[str, Any]) -> Runner:
     from torch._inductor.compile_fx import compile_fx
 
-    with torch.no_grad(), inductor_patches(device):
+    with torch.no_grad(), inductor_patches(parts.device, parts.say):
         compiled: Any = compile_fx(captured.graph, captured.examples, config_patches=options)
     return lambda flat: compiled(*flat)

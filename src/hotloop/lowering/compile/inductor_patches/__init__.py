@@ -6,11 +6,18 @@ the patch can go. Inductor is imported within functions: the import takes second
 
 from __future__ import annotations
 
+import os
+import tempfile
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import torch
 
+from hotloop.core.files.user_folders import cache_folder, foreign_access, make_private_folder
+from hotloop.core.reporter import Report
+from hotloop.errors import RunError
 from hotloop.lowering.compile.inductor_patches.embedding_gradients import parallel_embedding_gradients
 from hotloop.lowering.compile.inductor_patches.grouped_mm_strides import traceable_groups
 from hotloop.lowering.compile.inductor_patches.index_simplification import patch_stride_simplify
@@ -24,8 +31,12 @@ INDUCTOR_PATCH_VERSION = 4
 
 
 @contextmanager
-def inductor_patches(device: torch.device) -> Iterator[None]:
-    """Applies all patches while a step is compiled for a device, and registers hotloop's operators."""
+def inductor_patches(device: torch.device, say: Report = warnings.warn) -> Iterator[None]:
+    """Applies all patches while a step is compiled for a device, and registers hotloop's operators.
+
+    `say` gets a line if the compiler's cache folder isn't used, since another user may have written its programs.
+    """
+    _use_private_cache(say)
     mm_by_onednn.register_onednn_product()
     fx_nodes.register_layout_op()
     config = torch.compiler.config  # torch adds `patch` to the module at import
@@ -39,3 +50,21 @@ def inductor_patches(device: torch.device) -> Iterator[None]:
         stack.enter_context(keep_rng_layout())
         stack.enter_context(parallel_embedding_gradients(device))
         yield
+
+
+def _use_private_cache(say: Report) -> None:
+    """Changes the folder of torch's compiled programs if another user can write the present one.
+
+    torch 2.13 runs whatever programs it finds in its folder below the temporary one.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if (access := foreign_access(Path(cache_dir()))) is None:
+        return
+    folder = cache_folder() / "torchinductor"
+    with suppress(RunError):
+        make_private_folder(folder)
+    if not folder.is_dir() or foreign_access(folder) is not None:
+        folder = Path(tempfile.mkdtemp(prefix="hotloop-"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    say(f"compiled programs are in {folder}, not in torch's cache: {access}")
