@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -174,6 +178,22 @@ def test_a_silent_first_rank_is_told_from_outside() -> None:
     for second in range(16, 30):  # it has left, and owes nobody a sign
         outside.check(float(second))
     assert len(told) == 2
+
+
+def test_a_rank_that_is_stopped_while_the_ranks_start_is_reported_once() -> None:
+    told: list[str] = []
+    outside = LaunchWatch(torch.distributed.HashStore(), "launch", told.append)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as rank:
+        try:
+            outside.check(0.0)
+            rank.send_signal(signal.SIGSTOP)
+            while psutil.Process(rank.pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            for second in range(1, 12):
+                outside.check(float(second))
+        finally:
+            rank.kill()
+    assert told == [f"waiting for a rank that is stopped: kill -CONT {rank.pid} lets its process continue"]
 
 
 def test_the_loss_of_a_rank_is_known_by_what_torch_says() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import psutil
 import torch.distributed as dist
 
 from hotloop.distributed.watchdog import ended_key
@@ -84,12 +86,12 @@ class Heartbeat:
 
 
 class LaunchWatch:
-    """Watches the heartbeat of rank 0 from the launcher: no rank reports on rank 0.
+    """Watches the heartbeat of rank 0 from the launcher: no rank reports on rank 0, nor on ranks that never began.
 
     Args:
         store: a store that only this object's thread uses.
         launch: name of the set of processes.
-        tell: reports that rank 0 becomes silent, or goes on.
+        tell: reports that rank 0 becomes silent or goes on, and that a process is stopped while the ranks start.
         kill: kills ranks that still run after a watchdog has ended another rank.
     """
 
@@ -99,6 +101,7 @@ class LaunchWatch:
         self._store, self._key, self._tell, self._kill = store, _beat_key(launch, 0), tell, kill
         self._ended_key = ended_key(launch)
         self._beat, self._since, self._silent = "", 0.0, False
+        self._stopped_at: dict[int, float] = {}
         self._over = threading.Event()
 
     @contextmanager
@@ -121,6 +124,8 @@ class LaunchWatch:
     def check(self, now: float) -> None:
         """Reads the heartbeat and reports a change; `now` in seconds. A rank 0 that still starts isn't silent."""
         beat = _read_beat(self._store, self._key)
+        if beat == "":
+            self._report_stopped(now)
         if beat != self._beat:
             self._beat, self._since = beat, now
         silent = beat not in ("", _ENDED) and now - self._since > _PATIENCE_S
@@ -129,6 +134,21 @@ class LaunchWatch:
         elif self._silent and not silent:
             self._tell("rank 0 continues")
         self._silent = silent
+
+    def _report_stopped(self, now: float) -> None:
+        """Reports a rank whose process is stopped, as by SIGSTOP, before the ranks have found each other."""
+        stopped = {one.pid for one in psutil.Process().children() if _is_stopped(one)}
+        self._stopped_at = {pid: self._stopped_at.get(pid, now) for pid in stopped}
+        for pid, since in self._stopped_at.items():
+            if now - since > _PATIENCE_S:
+                self._stopped_at[pid] = math.inf  # reported once
+                self._tell(f"waiting for a rank that is stopped: kill -CONT {pid} lets its process continue")
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
 
 
 def silent_ranks(store: dist.Store, launch: str, ranks: int) -> list[int]:

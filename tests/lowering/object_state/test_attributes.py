@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -101,6 +101,27 @@ class Containers(Base):
         return inner.last[-1] + inner.table["of"][number] + sum(inner.recent) + len(inner.kinds) + inner.pair[0]
 
 
+class Point(NamedTuple):
+    x: int = 0
+
+
+class Nested(Base):
+    """Containers in containers, each of its own type."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, Any] = {"seen": set(), "recent": deque(maxlen=3), "point": Point(), "rare": Counter()}
+        self.points = [Point()]
+
+    def scale(self) -> float:
+        number = len(self.table["seen"])
+        self.table["seen"].add(number)
+        self.table["recent"].append(number)
+        self.table["point"] = Point(self.table["point"].x + 1)
+        self.table["rare"].update([number % 3])
+        self.points[0] = Point(self.points[0].x + 2)
+        return number + sum(self.table["recent"]) + self.table["point"].x + self.table["rare"][1] + self.points[0].x
+
+
 class Tensors(Base):
     def __init__(self) -> None:
         self.mean, self.total, self.array = torch.zeros(3), torch.zeros(()), np.zeros(2)
@@ -190,6 +211,7 @@ STEPS: dict[str, Callable[[], Objective]] = {
     "attribute that comes with the first call": Born,
     "slot": Slotted,
     "containers": Containers,
+    "containers in containers": Nested,
     "tensors": Tensors,
     "generators": Generators,
     "phases": Phases,
@@ -199,7 +221,7 @@ STEPS: dict[str, Callable[[], Objective]] = {
 }
 
 
-@pytest.mark.few("attribute", "closure", "containers", "generators")
+@pytest.mark.few("attribute", "closure", "containers", "containers in containers", "generators")
 @pytest.mark.parametrize("name", STEPS)
 def test_what_a_step_counts_goes_on_after_a_resume(tmp_path: Path, name: str) -> None:
     def make() -> hotloop.Task:

@@ -86,23 +86,30 @@ def _read_container(value: Any, put: PutValue | None) -> StoredValue | None:
     return StoredValue(content, lambda content: _replace_items(value, content), is_complete=kind in (list, dict))
 
 
-def _copy_plain(value: Any) -> Any:
+def _copy_plain(value: Any, is_inner: bool = False) -> Any:
     """Returns a copy of a container of plain values.
+
+    Args:
+        is_inner: whether another container has the value. A restored container has lists, tuples and dicts alone, so a
+            set in a list is a place of its own.
 
     Raises:
         TypeError: the container has other values.
     """
     if isinstance(value, SCALARS):
         return value
+    kind = type(value)
+    if kind in (list, tuple) or (kind is deque and not is_inner):
+        items = [_copy_plain(item, is_inner=True) for item in value]
+        return tuple(items) if kind is tuple else items
+    if isinstance(value, dict) and all(isinstance(key, SCALARS) for key in value) and (kind is dict or not is_inner):
+        return {key: _copy_plain(item, is_inner=True) for key, item in value.items()}
+    if is_inner:
+        raise TypeError
     if isinstance(value, set | frozenset):
-        return sorted(map(_copy_plain, value), key=repr)
-    if type(value) in (list, tuple, deque):
-        items = [_copy_plain(item) for item in value]
-        return tuple(items) if type(value) is tuple else items
-    if isinstance(value, dict) and all(isinstance(key, SCALARS) for key in value):
-        return {key: _copy_plain(item) for key, item in value.items()}
+        return sorted((_copy_plain(item, is_inner=True) for item in value), key=repr)
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return tuple(map(_copy_plain, value))
+        return tuple(_copy_plain(item, is_inner=True) for item in value)
     raise TypeError
 
 

@@ -266,7 +266,10 @@ def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -
         signal.signal(number, signal.SIG_IGN)  # these reach all processes of a terminal; the server ends its workers
     watch = threading.Thread(target=_end_with_parent, daemon=True)
     watch.start()
-    began.send(worker)
+    try:
+        began.send(worker)
+    except BrokenPipeError:  # the server's process ended meanwhile
+        return
     rpc._init_counter = turn
     with suppress(RuntimeError):  # another process hasn't joined: the server reports which, and ends the workers
         # RPC has its own threads for operations
