@@ -208,6 +208,7 @@ def _summary(run: StoredRun) -> Iterator[Block]:
             ("Plan", None if plan is None else plan.brief()),
             ("Why this plan", "; ".join(map(str, reasons)) if isinstance(reasons, list) else None),
             ("Resumes exactly", None if known is None else "yes" if known.exact else "no"),
+            ("Rehearsals of a resume", "; ".join(record.rehearsals) if record and record.rehearsals else None),
             ("Note", None if record is None else record.note),
         ]
     )
