@@ -649,7 +649,7 @@ def _gradient_hook(post: bool) -> dict[str, Any]:
     def model() -> nn.Module:
         made = network()
         if post:
-            made[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1 + 0.002 * bump()))
+            made[0].weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(1 + 0.002 * bump()), None)[1])
         else:
             made[0].weight.register_hook(lambda grad: _scaled(grad, bump))
         return made
