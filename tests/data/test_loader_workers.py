@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 import hotloop
 from hotloop.data.dataset_changes import dataset_summary
 from hotloop.errors import DataError, dead_dataloader_worker
+from hotloop.lowering.checks import dataset_staleness
 from hotloop.task_file import LoadedTask
 from tests.support.programs import labelled
 from tests.support.runs import start_run
@@ -454,3 +456,28 @@ def test_data_read_into_memory_that_changes_later_is_said_once(tmp_path: Path) -
         LoadedTask(steady, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "steady", say=said.append
     )
     assert not any("has changed" in line for line in said)
+
+
+class Curriculum(Rows):
+    """Its level is a number that no walk through its attributes finds."""
+
+    shared = ctypes.c_double(0.0)
+
+    def __getitem__(self, index: int) -> Any:
+        x, *rest = super().__getitem__(index)
+        return (x + self.shared.value, *rest)
+
+
+def test_a_loss_that_changes_the_data_set_in_memory_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_staleness, "_SHARE", 1e9)  # compare after each epoch, whatever that takes
+    data, said = Curriculum(), list[str]()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        data.shared.value += 0.01
+        return nn.functional.cross_entropy(output, target)
+
+    program = hotloop.lower(a_task(data, loss=loss, batch_size=8), hotloop.Plan(residency="host"), said.append)
+    for _ in range(3):
+        program.advance(10_000)
+        program.end_epoch()
+    assert sum("has changed since it was read into memory" in line for line in said) == 1

@@ -129,6 +129,7 @@ class Program:
     def advance(self, steps: int) -> AdvanceResult:
         """Runs up to `steps` steps from the current position, at most to the end of the epoch."""
         self._attributes.begin()
+        self._data_changes.begin()
         if self._tells_users:
             self._step.invalidate_bindings()
             self._note_thawed()
@@ -245,6 +246,7 @@ class Program:
         self._step.end_epoch(figure)
         self.position = Position(self.position.step, self.position.epoch + 1, 0)
         self._batches.reset()
+        self._data_changes.report_seldom()
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
