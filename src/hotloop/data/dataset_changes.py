@@ -6,7 +6,6 @@ import dis
 import functools
 import itertools
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from hotloop.core.installed_code import is_installed
 
 _MAX_OBJECTS, _MAX_ITEMS = 20_000, 1_000
 """Limits of visited objects, in total and per container: a data set may contain millions of names."""
@@ -34,8 +35,6 @@ _LIBRARIES = (
     "PIL",
     "hotloop",
 )
-
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def dataset_summary(dataset: Any) -> tuple[Any, ...]:
@@ -199,7 +198,7 @@ def _is_of_script(module: str) -> bool:
     if module == "__main__":
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return isinstance(file, str) and not file.startswith(_INSTALLED)
+    return isinstance(file, str) and not is_installed(file)
 
 
 @functools.lru_cache(maxsize=4096)
