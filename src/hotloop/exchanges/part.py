@@ -22,6 +22,9 @@ _EXACT_PROOFS, _EXACT_NUMBERS = 64, 2**14
 RECHECK_CALLS = 1000
 """Calls of a used exchange between two comparisons; a comparison takes as long as about five calls."""
 
+_MOST_ATTEMPTS = 32
+"""Calls that can't be compared, and changes of the part, after which the part is left as it is."""
+
 _NOISE = 1.02
 """A median speed above which a part that isn't used may be faster."""
 
@@ -53,6 +56,7 @@ class Part:
         earlier: the exchange's name and its ratio, if an earlier run of the script proved it faster.
 
     Attributes:
+        is_decided: whether a proof or a race of this run refused all exchanges, so that later runs needn't try them.
         own_work_s: seconds in which the script waited for comparisons, forks and compiling.
     """
 
@@ -77,9 +81,13 @@ class Part:
         self.own_work_s = 0.0
         self._waiting = list(exchanges[1:])
         self._changed = changed
+        self.is_decided = self._has_run = self.is_bitwise = False
+        self._attempts = 0
+        self._rounded: list[str] = []
         self._reset()
 
     def _reset(self) -> None:
+        self._rounded, self._has_run = self.rounded, False
         self.proven, self.numbers, self.is_bitwise = 0, 0, True
         self.race = CallRace()
         self.ratio: Ratio | None = None
@@ -91,14 +99,35 @@ class Part:
         return self._earlier is not None and self._earlier[0] == self.exchange
 
     @property
+    def rounded(self) -> list[str]:
+        """The exchanges that the script had results of, equal within rounding only."""
+        return self._rounded + [self.exchange] * (self._has_run and not self.is_bitwise)
+
+    def note_run(self) -> None:
+        """Notes that the script has results of the exchange, in a race or in use."""
+        self._has_run = True
+
+    @property
     def title(self) -> str:
         """Kind and name."""
         return f"{self.kind}: {self.name}"
 
     def restart(self, exchanges: Sequence[str]) -> None:
         """Begins anew, since the part has changed."""
-        self.stage, self.exchange, self._waiting, self.reason = "proof", exchanges[0], list(exchanges[1:]), ""
         self._reset()
+        self.stage, self.exchange, self._waiting, self.reason = "proof", exchanges[0], list(exchanges[1:]), ""
+        self._count_attempt("the script changes its settings again and again")
+
+    def _count_attempt(self, reason: str) -> None:
+        self._attempts += 1
+        if self._attempts >= _MOST_ATTEMPTS:
+            self.refuse(reason)
+
+    def note_unfit(self, reason: str) -> None:
+        """Notes a call that can't be exchanged, for a reason that may pass."""
+        self.reason = self.reason if self.proven else reason
+        if not self.proven:
+            self._count_attempt(reason)
 
     def call(
         self,
@@ -107,6 +136,7 @@ class Part:
         compare: Callable[[], tuple[Any, CallComparison]],
         *,
         enabled: bool,
+        since_s: float | None = None,
     ) -> Any:
         """Calls one of both forms and returns its result.
 
@@ -114,13 +144,15 @@ class Part:
             original, exchanged: the two forms.
             compare: calls both and returns the original's result with the comparison.
             enabled: whether a used exchange is on; False in a dry run, once the gain is known.
+            since_s: when hotloop began to choose, which an exchanged call takes longer than the script's own.
         """
         if self.stage == "proof":
             return self._compare(compare)
         if self.stage == "race":
-            form = exchanged if self.race.exchanges_next else original
-            began = time.perf_counter()
-            result = form()
+            is_exchanged = self.race.exchanges_next
+            self._has_run |= is_exchanged
+            began = since_s if is_exchanged and since_s is not None else time.perf_counter()
+            result = exchanged() if is_exchanged else original()
             if self.stage == "race" and self.race.add(time.perf_counter() - began):
                 self.decide(self.race.ratio())
             return result
@@ -129,6 +161,7 @@ class Part:
         self._calls += 1
         if self._calls % RECHECK_CALLS == 0:
             return self._compare(compare)
+        self._has_run = True
         return exchanged()
 
     def use_earlier(self) -> bool:
@@ -188,6 +221,8 @@ class Part:
             self.is_bitwise = self.is_bitwise and comparison.is_bitwise
             if self.stage == "proof" and self._is_proven():
                 self.begin_race()
+        elif self.stage == "proof":
+            self._count_attempt("its results aren't finite")
         return result
 
     def _is_proven(self) -> bool:
@@ -215,12 +250,13 @@ class Part:
     def _try_next(self, reason: str) -> None:
         self.reason = reason
         if not self._waiting:
+            self.is_decided = True
             self.refuse(reason)
             return
+        self._reset()
         refused, self.exchange = self.exchange, self._waiting.pop(0)
         self.reason = f"the script ended before a decision on {self.exchange}; {refused}: {reason}"
         self.stage = "proof"
-        self._reset()
 
 
 def _describe(ratio: Ratio) -> str:
