@@ -33,6 +33,9 @@ _FROM_MEMORY = ["cut from memory"]
 
 _MAX_PARTS = 32
 
+_RECENT_S = 1.0
+"""Seconds after the last fetch of a data set for which the script is likely to read on."""
+
 
 class _LoadedDataset:
     """One data set that loaders read, with its part, and its table unless it is a `TensorDataset`."""
@@ -40,6 +43,7 @@ class _LoadedDataset:
     def __init__(self, dataset: Any, part: Part, ended: Callable[[Any], Any]) -> None:
         self.dataset, self.part = ref(dataset, ended), part
         self.table = None if type(dataset) is TensorDataset else SampleTable(exact=part.exact)
+        self.fetched_s = 0.0
 
 
 class LoaderExchange:
@@ -60,6 +64,18 @@ class LoaderExchange:
     def install(self) -> None:
         self._patches.patch(_MapDatasetFetcher, "fetch", self._exchanging())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no data set is cut from memory or tried."""
+        return all(known.part.stage == "off" for known in list(self._known.values()))
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the script now reads a data set without a decision."""
+        recent_s = time.monotonic() - _RECENT_S
+        known = list(self._known.values())
+        return any(one.part.stage in ("proof", "race") and one.fetched_s > recent_s for one in known)
+
     def remove(self) -> None:
         self._patches.undo()
 
@@ -69,7 +85,7 @@ class LoaderExchange:
             @functools.wraps(original)
             def fetch(fetcher: Any, index: Any) -> Any:
                 try:
-                    if not self._is_mine() or not _is_plain(fetcher, index):
+                    if not self._is_mine() or not _is_plain(fetcher, index) or self._is_refused(fetcher.dataset):
                         return original(fetcher, index)
                     return self._fetch(functools.partial(original, fetcher, index), fetcher.dataset, index)
                 except BaseException as error:
@@ -80,6 +96,12 @@ class LoaderExchange:
 
         return make
 
+    def _is_refused(self, dataset: Any) -> bool:
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        known = self._known.get(id(dataset))
+        return known is not None and known.part.stage == "off" and known.dataset() is dataset
+
     def _fetch(self, original: Callable[[], Any], dataset: Any, index: list[int]) -> Any:
         try:
             known, rows = self._source(dataset, index)
@@ -89,6 +111,7 @@ class LoaderExchange:
             return original()
         if known is None or form == _NO_EXCHANGE:
             return original()
+        known.fetched_s = time.monotonic()
         part, table, source = known.part, known.table, known.dataset()
         assert source is not None
         if form == _RECORDED and table is not None:

@@ -84,7 +84,9 @@ class _Group:
         )
 
     def note_fit(self, lists: Sequence[Tensors]) -> None:
-        references = [_nothing if value is None else weakref.ref(value) for value in itertools.chain(lists[0], *lists[2:])]
+        references = [
+            _nothing if value is None else weakref.ref(value) for value in itertools.chain(lists[0], *lists[2:])
+        ]
         self.fit_rows = references, [value.stride() for value in lists[0] if value is not None]
 
 
@@ -114,6 +116,11 @@ class OptimizerExchange:
         for patches in self._patches.values():
             patches.undo()
         self._patches = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no update is exchanged or tried."""
+        return all(group.part.stage == "off" or group.first() is None for group in self._groups.values())
 
     def leave_refused(self) -> None:
         """Gives back the updates of which no group is exchanged or tried."""
@@ -204,7 +211,7 @@ class OptimizerExchange:
 
     def _made_part(self, shown: str, settings: tuple[Any, ...]) -> Part:
         part, alike = self._make_part("optimizer", shown, list(_FLAGS)), self._alike[shown, settings]
-        if part.exact:
+        if part.exact and part.stage != "off":
             part.restart(_EXACT_FORMS)
         if len(alike) >= _REFUSALS and all(one.stage == "off" for one in alike):
             part.refuse(alike[-1].reason)

@@ -59,6 +59,21 @@ class StepWindows:
         """Whether a window without exchanges is measured now."""
         return not self.enabled and self._pairs.is_open
 
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the next steps are timed, or the update that ends a step is unknown."""
+        return not self._times.is_known or self._pairs.is_open or (self._rest_s <= 0 and self._may_begin())
+
+    def rested(self, updates: int, seconds: float) -> None:
+        """Counts updates that were not reported."""
+        self._times.rested(updates)
+        self._rest_s -= seconds
+
+    def search_step(self) -> None:
+        """Searches the update that ends a step anew, since the script trains something else."""
+        self._times.search()
+        self.restart()
+
     def restart(self) -> None:
         """Discards the pairs, since an exchange was added or taken back."""
         self._pairs.restart()
@@ -85,9 +100,12 @@ class StepWindows:
             self._end_pair(window_s)
 
     def _begin_pair(self) -> None:
-        most = _FIRST_PAIRS if self._dry_run else _MAX_PAIRS
-        if self._pairs.count < most and self._can_begin():
+        if self._may_begin():
             self._pairs.begin()
+
+    def _may_begin(self) -> bool:
+        most = _FIRST_PAIRS if self._dry_run else _MAX_PAIRS
+        return self._pairs.count < most and self._can_begin()
 
     def _end_pair(self, window_s: float) -> None:
         is_known = self._pairs.count >= _FIRST_PAIRS
