@@ -10,6 +10,7 @@ import pytest
 
 from hotloop.exchanges import exchange_cache
 from hotloop.exchanges import part as part_module
+from hotloop.exchanges.exchange_cache import Decisions
 from hotloop.exchanges.part import CallComparison, Part
 from hotloop.tuning.races.statistics import Ratio
 
@@ -134,20 +135,21 @@ def test_a_used_exchange_is_compared_again(monkeypatch: pytest.MonkeyPatch, chan
 
 def test_stored_exchanges_are_those_of_the_script_and_the_machine(tmp_path: Path) -> None:
     key = exchange_cache.script_key("a digest")
-    stored = {"optimizer: SGD": ("fused", Ratio(2.0, 1.9, 2.1, 12))}
-    assert exchange_cache.write_exchanges(tmp_path, key, stored) == []
-    assert exchange_cache.read_exchanges(tmp_path, key) == (stored, [])
+    faster = {"optimizer: SGD": ("fused", Ratio(2.0, 1.9, 2.1, 12))}
+    stored = Decisions(faster, {"module: Linear": "not faster"}, {"arguments": "nothing pays"})
+    assert exchange_cache.write_decisions(tmp_path, key, stored) == []
+    assert exchange_cache.read_decisions(tmp_path, key) == (stored, [])
     for other in ({"script": "other"}, {"torch": "1.0"}, {"threads": 99}, {"hotloop": "0"}, {"processor": "x"}):
-        assert exchange_cache.read_exchanges(tmp_path, {**key, **other}) == ({}, [])
+        assert exchange_cache.read_decisions(tmp_path, {**key, **other}) == (Decisions(), [])
     exact = exchange_cache.script_key("a digest", is_exact=True)
-    assert exchange_cache.read_exchanges(tmp_path, exact) == ({}, []), "fused is not for --exact"
+    assert exchange_cache.read_decisions(tmp_path, exact) == (Decisions(), []), "fused is not for --exact"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": {}, "parts": {}}'])
 def test_a_damaged_file_is_reported_and_raced_again(tmp_path: Path, text: str) -> None:
     key = exchange_cache.script_key("a digest")
-    exchange_cache.write_exchanges(tmp_path, key, {})
+    exchange_cache.write_decisions(tmp_path, key, Decisions())
     (file,) = (tmp_path / "exchanges").glob("*.json")
     file.write_text(text)
-    found, (note,) = exchange_cache.read_exchanges(tmp_path, key)
-    assert found == {} and "are raced again" in note
+    found, (note,) = exchange_cache.read_decisions(tmp_path, key)
+    assert found == Decisions() and "are raced again" in note

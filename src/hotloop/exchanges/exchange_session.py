@@ -68,7 +68,7 @@ class ExchangeSession:
         self._parts: list[Part] = []
         self._cache, self._key, self._arguments = Path(settings["cache"]), key, settings["arguments"]
         self._earlier, self._notes = decisions, notes
-        self._is_over = False
+        self._is_over = self._is_other_training = False
         self._began_s = self._written_at = time.monotonic()
         self._foreign_updates = self._returns = self._first_step = 0
         self._optimizers: list[weakref.ref[Any]] = []
@@ -177,9 +177,11 @@ class ExchangeSession:
                 self._leave()
             return
         try:
-            updates, seconds = self._hook.rested()
-            if updates:
-                self._windows.rested(updates, seconds)
+            self._count_rested()
+            if self._is_other_training:
+                self._is_other_training = False
+                self._windows.search_step()
+                self._options.restart()
             self._windows.update_ended(optimizer)
             self._modules.step_ended(self._windows.steps)
             self._note_optimizer(optimizer)
@@ -190,6 +192,11 @@ class ExchangeSession:
         except Exception as error:
             raise_signal_error(error)
             self._fail(error)
+
+    def _count_rested(self) -> None:
+        updates, seconds = self._hook.rested()
+        if updates:
+            self._windows.rested(updates, seconds)
 
     def _note_optimizer(self, optimizer: Any) -> None:
         if len(self._optimizers) < _MOST_OPTIMIZERS and all(known() is not optimizer for known in self._optimizers):
@@ -209,15 +216,17 @@ class ExchangeSession:
         self._hook.rest(_REST_S)
 
     def _optimizer_ended(self, known: weakref.ref[Any]) -> None:
-        """Returns after the script has freed an optimizer, since the next one may train something else."""
+        """Begins anew after the script has freed an optimizer, since the next one may train something else.
+
+        Python may call this at any time, so the next update does the work.
+        """
         self._optimizers.remove(known)
-        if self._is_over or self._hook.is_installed or self._returns >= _MOST_RETURNS or os.getpid() != self._process:
+        if self._is_over or self._returns >= _MOST_RETURNS or os.getpid() != self._process:
             return
-        self._returns += 1
+        self._returns, self._is_other_training = self._returns + 1, True
         self._first_step = self._windows.steps
-        self._windows.search_step()
-        self._options.restart()
-        self._begin()
+        if not self._hook.is_installed:
+            self._begin()
 
     def _fail(self, error: Exception) -> None:
         self._is_over = True
@@ -277,6 +286,7 @@ class ExchangeSession:
         if os.getpid() != self._process:
             return
         self._written_at = time.monotonic()
+        self._count_rested()
         used = not self._dry_run and not self._is_over
         facts = {
             "steps": self._windows.steps,

@@ -72,7 +72,7 @@ class LoaderExchange:
     @property
     def is_recording(self) -> bool:
         """Whether the script now reads a data set without a decision."""
-        recent_s = time.monotonic() - _RECENT_S
+        recent_s = time.perf_counter() - _RECENT_S
         known = list(self._known.values())
         return any(one.part.stage in ("proof", "race") and one.fetched_s > recent_s for one in known)
 
@@ -111,7 +111,7 @@ class LoaderExchange:
             return original()
         if known is None or form == _NO_EXCHANGE:
             return original()
-        known.fetched_s = time.monotonic()
+        known.fetched_s = time.perf_counter()
         part, table, source = known.part, known.table, known.dataset()
         assert source is not None
         if form == _RECORDED and table is not None:

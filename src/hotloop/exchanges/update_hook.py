@@ -62,9 +62,11 @@ class UpdateHook:
         self._until_s = self._began_s + seconds
 
     def rested(self) -> tuple[int, float]:
-        """Returns number and seconds of the updates since the hook began to rest; 0 if it did not rest."""
-        skipped, self._skipped = self._skipped, 0
-        return skipped, time.monotonic() - self._began_s if skipped else 0.0
+        """Returns number and seconds of the updates that the hook has only counted since the last call."""
+        counted, self._skipped = self._skipped - self._left, self._left
+        now_s = time.monotonic()
+        seconds, self._began_s = now_s - self._began_s, now_s
+        return counted, seconds if counted else 0.0
 
     def _make_hook(self) -> Callable[[Any, Any, Any], None]:
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
