@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hotloop.exchanges.update_hook import UpdateHook
 from hotloop.exchanges.windows.step_windows import StepWindows
 from hotloop.exchanges.workers.worker_exchange import WorkerExchange
 from hotloop.scripts.child import write_result
-from hotloop.scripts.traceback_frames import raise_signal_error
+from hotloop.scripts.traceback_frames import leave_out_our_frames, raise_signal_error
 
 _WRITE_INTERVAL_S = 30.0
 """Seconds between two writes of the facts, for scripts that are killed."""
@@ -60,15 +60,24 @@ class ExchangeSession:
         key: of the stored decisions.
         decisions: of earlier runs of the script.
         notes: on the stored decisions.
+        show_all_frames: ends the call of `leave_out_our_frames`.
     """
 
-    def __init__(self, settings: dict[str, Any], key: dict[str, Any], decisions: Decisions, notes: list[str]) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        key: dict[str, Any],
+        decisions: Decisions,
+        notes: list[str],
+        show_all_frames: Callable[[], None],
+    ) -> None:
+        self._show_all_frames: Callable[[], None] | None = show_all_frames
         self._out, self._exact, self._dry_run = settings["out"], settings["exact"], settings["dry_run"]
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._parts: list[Part] = []
         self._cache, self._key, self._arguments = Path(settings["cache"]), key, settings["arguments"]
         self._earlier, self._notes = decisions, notes
-        self._is_over = self._is_other_training = False
+        self._is_over = self._is_other_training = self._is_installed = False
         self._began_s = self._written_at = time.monotonic()
         self._foreign_updates = self._returns = self._first_step = 0
         self._optimizers: list[weakref.ref[Any]] = []
@@ -109,15 +118,25 @@ class ExchangeSession:
 
     def _begin(self) -> None:
         """Installs all that finds and tries exchanges."""
+        if self._show_all_frames is None:
+            self._show_all_frames = leave_out_our_frames()
         for exchange in self._exchanges:
             exchange.install()
         self._hook.install()
+        self._is_installed = True
 
     def _leave(self) -> None:
         """Takes everything out, so that the script runs as under python."""
-        self._hook.remove()
-        for exchange in self._exchanges:
+        for exchange in reversed(self._exchanges):  # two of them replace the same function
             exchange.remove()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        self._is_installed = False
+        self._hook.remove()
+        if self._show_all_frames is not None:
+            self._show_all_frames()
+            self._show_all_frames = None
 
     def _option_part(self, option: ProcessOption) -> OptionPart:
         part = OptionPart("process", option.name, [option.exchange], **self._part_settings("process", option.name))
@@ -164,11 +183,9 @@ class ExchangeSession:
     def _abandon(self) -> None:
         """In a forked process: all calls are the script's own."""
         self._is_over = True
-        self._workers.abandon()
-        self._modules.abandon()
-        for exchange in self._exchanges[2:]:
-            exchange.remove()
-        self._hook.remove()
+        for exchange in reversed(self._exchanges):
+            exchange.abandon()
+        self._remove_hooks()
 
     def _update_ended(self, optimizer: Any) -> None:
         if not self._is_mine():
@@ -180,6 +197,8 @@ class ExchangeSession:
             self._count_rested()
             if self._is_other_training:
                 self._is_other_training = False
+                if not self._is_installed:
+                    self._begin()
                 self._windows.search_step()
                 self._options.restart()
             self._windows.update_ended(optimizer)
@@ -218,15 +237,14 @@ class ExchangeSession:
     def _optimizer_ended(self, known: weakref.ref[Any]) -> None:
         """Begins anew after the script has freed an optimizer, since the next one may train something else.
 
-        Python may call this at any time, so the next update does the work.
+        Python may call this at any time, so the next update does the work; the hook alone waits for one.
         """
         self._optimizers.remove(known)
         if self._is_over or self._returns >= _MOST_RETURNS or os.getpid() != self._process:
             return
         self._returns, self._is_other_training = self._returns + 1, True
         self._first_step = self._windows.steps
-        if not self._hook.is_installed:
-            self._begin()
+        self._hook.install()
 
     def _fail(self, error: Exception) -> None:
         self._is_over = True

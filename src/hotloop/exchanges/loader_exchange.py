@@ -79,6 +79,8 @@ class LoaderExchange:
     def remove(self) -> None:
         self._patches.undo()
 
+    abandon = remove
+
     @hide_from_warnings
     def _exchanging(self) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:

@@ -117,6 +117,8 @@ class OptimizerExchange:
             patches.undo()
         self._patches = {}
 
+    abandon = remove
+
     @property
     def is_over(self) -> bool:
         """Whether no update is exchanged or tried."""

@@ -53,7 +53,7 @@ def _start_session(path: list[str], settings: dict[str, Any], show_all_frames: C
                 return
             from hotloop.exchanges.exchange_session import ExchangeSession
 
-            ExchangeSession(settings, key, decisions, notes).install()
+            ExchangeSession(settings, key, decisions, notes, show_all_frames).install()
     except Exception as error:
         note = f"no exchange was tried by an internal error of hotloop: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):

@@ -36,10 +36,6 @@ class UpdateHook:
         self._left = self._skipped = 0
         self._until_s = self._began_s = self._timed_s = 0.0
 
-    @property
-    def is_installed(self) -> bool:
-        return self._handle is not None
-
     def install(self) -> None:
         if self._handle is None:
             self.begin_full()
