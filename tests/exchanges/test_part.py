@@ -12,6 +12,7 @@ from hotloop.exchanges import exchange_cache
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges.part import CallComparison, Part
 from hotloop.tuning.races.statistics import Ratio
+from tests.exchanges.conftest import set_clocks
 
 EQUAL = CallComparison(True, 10)
 
@@ -23,7 +24,7 @@ class Calls:
         self.now, self.forms = 0.0, list[str]()
         self.seconds = {"original": original_s, "exchanged": exchanged_s}
         self.comparison = EQUAL
-        monkeypatch.setattr(part_module.time, "perf_counter", lambda: self.now)
+        set_clocks(monkeypatch, lambda: self.now)
 
     def form(self, name: str) -> Callable[[], str]:
         def call() -> str:

@@ -28,7 +28,7 @@ _MAX_BYTES, _SAMPLED_ELEMENTS = 1 << 16, 1_024
 _SMALL_BYTES = 256
 """Largest tensor that is compared by its bytes too: `Tensor.data` and arrays that share memory change no version."""
 
-BUFFERS = (bytearray, memoryview, array, mmap.mmap, ctypes.Structure.__mro__[-2])
+BUFFERS: tuple[Any, ...] = (bytearray, memoryview, array, mmap.mmap, ctypes.Structure.__mro__[-2])
 """Kinds of memory that Python's own functions write into; the last one is the base of all ctypes objects."""
 
 DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
@@ -157,7 +157,7 @@ def small_content(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).tolist())
 
 
-def _content(values: np.ndarray | np.void) -> bytes:
+def _content(values: Any) -> bytes:
     if values.dtype.hasobject:
         return b""
     if values.nbytes <= _MAX_BYTES:

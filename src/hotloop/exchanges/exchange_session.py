@@ -44,6 +44,7 @@ class ExchangeSession:
         self._cache, self._key = Path(settings["cache"]), script_key(settings["script"], is_exact=self._exact)
         self._earlier, self._notes = read_exchanges(self._cache, self._key)
         self._is_over = False
+        self._began_s, self._start_s = settings["began_s"], 0.0
         self._written_at = time.monotonic()
         accepts_reduced = settings["accept"] == "reduced-precision"
         options = process_options(exact=self._exact, accepts_reduced=accepts_reduced)
@@ -77,6 +78,7 @@ class ExchangeSession:
         register_optimizer_step_post_hook(hide_from_compiler(self._update_ended))
         os.register_at_fork(after_in_child=self._abandon)
         atexit.register(self._end)
+        self._start_s = time.perf_counter() - self._began_s
         self._write()
 
     def _option_part(self, option: ProcessOption) -> OptionPart:
@@ -95,8 +97,8 @@ class ExchangeSession:
 
     @property
     def _known_parts(self) -> list[Part]:
-        """The parts of the summary: options without a decision are left out."""
-        return [*self._parts, *(part for part in self._option_parts if part.stage in ("use", "off"))]
+        """The parts of the summary: options whose race hasn't begun are left out."""
+        return [*self._parts, *(part for part in self._option_parts if part.stage != "proof")]
 
     def _is_mine(self) -> bool:
         return not self._is_over and threading.get_ident() == self._thread
@@ -148,7 +150,7 @@ class ExchangeSession:
         found = {
             part.title: (part.exchange, ratio)
             for part in self._known_parts
-            if part.stage == "use" and (ratio := part.ratio) is not None
+            if part.stage == "use" and not part.was_busy and (ratio := part.ratio) is not None
         }
         slower = {part.title for part in self._known_parts if part.stage == "off"}
         stored = {title: known for title, known in self._earlier.items() if title not in slower} | found
@@ -165,7 +167,8 @@ class ExchangeSession:
             "steps": self._windows.steps,
             "parts": [part.as_record(used=used) for part in self._known_parts],
             "ratio": self._windows.ratio_record(),
-            "own_work_s": sum(part.own_work_s for part in self._parts),
+            "own_work_s": self._start_s + sum(part.cost_s for part in self._known_parts),
+            "gained_s": self._windows.gained_s,
             "notes": self._notes + [note for part in self._known_parts for note in part.notes],
         }
         with suppress(OSError):

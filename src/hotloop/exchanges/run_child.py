@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from typing import Any
 
 from hotloop.scripts.child import write_result
@@ -35,11 +36,12 @@ def wait_for_torch(settings: dict[str, Any]) -> None:
 
 def _start_session(path: list[str], settings: dict[str, Any]) -> None:
     """An internal error may not reach the script, which is importing torch."""
+    began_s = time.perf_counter()
     try:
         with imports_from(path):
             from hotloop.exchanges.exchange_session import ExchangeSession
 
-            ExchangeSession(settings).install()
+            ExchangeSession(settings | {"began_s": began_s}).install()
     except Exception as error:
         note = f"no exchange was tried by an internal error of hotloop: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):

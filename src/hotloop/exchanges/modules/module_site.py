@@ -28,6 +28,7 @@ from hotloop.exchanges.modules.module_limits import (
 )
 from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
+from hotloop.exchanges.windows.paired_times import Seconds
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
@@ -118,7 +119,7 @@ class ModuleSite:
         self._signature: Any = None
         self._errors = ModuleErrors()
         self._calls = self._tries = self.calls_in_step = 0
-        self._saved_s = self._process_until = 0.0
+        self._saved_s = self._process_until = self._cpu_s = 0.0
         self._is_in_place = self.exchanges_step = self._is_counted = False
         self._handles = RemovableHandle.next_id
 
@@ -158,13 +159,15 @@ class ModuleSite:
         """
         part = self.part
         if part.stage == "race":
-            if self._is_counted and self.calls_in_step and seconds is not None and part.race.add(seconds):
+            before_s, self._cpu_s = self._cpu_s, time.process_time()
+            is_raced = self._is_counted and self.calls_in_step > 0
+            if is_raced and seconds is not None and part.race.add(Seconds(seconds, self._cpu_s - before_s)):
                 self._decide()
             self.exchanges_step, self._is_counted = part.race.exchanges_next, True
         self.calls_in_step = 0
 
     def _decide(self) -> None:
-        self.part.decide(self.part.race.ratio())
+        self.part.decide(self.part.times)
         if self.part.stage == "off":
             self.remove()
 

@@ -11,6 +11,8 @@ import psutil
 
 from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.exchanges.part import Part
+from hotloop.exchanges.windows.paired_times import PairedTimes
+from hotloop.exchanges.windows.step_times import Step
 from hotloop.exchanges.windows.window_pairs import WindowPairs, is_over
 
 _WARM_UP_STEPS = 5
@@ -23,6 +25,11 @@ class OptionPart(Part):
     """An option as a part; its proof is that torch computes the same operations, in the same or another order."""
 
     option: ProcessOption
+    pairs: WindowPairs | None = None
+
+    @property
+    def times(self) -> PairedTimes:
+        return super().times if self.pairs is None else self.pairs.times
 
     def refuse(self, reason: str) -> None:
         self.option.switch(False)
@@ -45,10 +52,10 @@ class OptionRaces:
         self._recent: deque[float] = deque(maxlen=_WARM_UP_STEPS)
         self._racing: tuple[OptionPart, WindowPairs] | None = None
 
-    def step_ended(self, seconds: float) -> bool:
+    def step_ended(self, step: Step) -> bool:
         """Records a step; returns whether a race needed this step."""
         self._steps += 1
-        self._recent.append(seconds)
+        self._recent.append(step.seconds.wall_s)
         if self._steps <= _WARM_UP_STEPS:
             return False
         if self._racing is None and not self._begin(statistics.median(self._recent)):  # one step may have an evaluation
@@ -57,7 +64,7 @@ class OptionRaces:
         part, pairs = self._racing
         if not pairs.is_open:
             pairs.begin()
-        elif pairs.step_ended(seconds) is not None:
+        elif pairs.step_ended(step) is not None:
             self._judge(part, pairs)
         return True
 
@@ -100,15 +107,13 @@ class OptionRaces:
             elif part.use_earlier():
                 part.option.switch(True)
             else:
-                part.stage = "race"
-                self._racing = part, WindowPairs(part.option.switch)
+                part.stage, part.pairs = "race", WindowPairs(part.option.switch)
+                self._racing = part, part.pairs
                 return True
         return False
 
     def _judge(self, part: OptionPart, pairs: WindowPairs) -> None:
-        ratio = pairs.ratio()
-        assert ratio is not None
-        if not is_over(pairs.count, ratio):
+        if not is_over(pairs):
             return
         self._racing = None
         conflict = part.option.conflict()
@@ -116,5 +121,5 @@ class OptionRaces:
         if conflict:
             part.refuse(conflict)
         else:
-            part.decide(ratio)
+            part.decide(pairs.times)
         part.option.switch(part.stage == "use")
