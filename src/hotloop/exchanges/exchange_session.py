@@ -152,7 +152,7 @@ class ExchangeSession:
             for part in self._known_parts
             if part.stage == "use" and not part.was_busy and (ratio := part.ratio) is not None
         }
-        slower = {part.title for part in self._known_parts if part.stage == "off"}
+        slower = {part.title for part in self._known_parts if part.stage == "off" and not part.was_busy}
         stored = {title: known for title, known in self._earlier.items() if title not in slower} | found
         if stored.keys() != self._earlier.keys():
             self._notes += write_exchanges(self._cache, self._key, stored)

@@ -102,7 +102,7 @@ class Part:
     @property
     def cost_s(self) -> float:
         """Seconds that the part's proofs and races have cost the script."""
-        return self.own_work_s + self._lost_s + (max(0.0, self.times.lost_s) if self.stage == "race" else 0.0)
+        return self.own_work_s + self._lost_s + (self.times.lost_s if self.stage == "race" else 0.0)
 
     @property
     def title(self) -> str:
@@ -177,6 +177,7 @@ class Part:
             "proven": self.proven,
             "pairs": self._pairs + (self.times.count if self.stage == "race" else 0),
             "ratio": None if ratio is None else asdict(ratio),
+            "was_busy": self.was_busy,
             "reason": self.reason or ("" if self.stage == "use" else "the script ended before a decision"),
         }
 
@@ -226,12 +227,8 @@ class Part:
     def decide(self, times: PairedTimes) -> None:
         """Uses the exchange if its race shows that it is faster, else tries the next one."""
         self.ratio, self.was_busy = times.ratio(), times.was_busy()
-        self._lost_s += max(0.0, times.lost_s)
+        self._lost_s += times.lost_s
         self._pairs += times.count
-        if self.was_busy:
-            self.notes.append(
-                f"{self.title}: the machine was busy during the race: the result is not sure and not stored"
-            )
         if self.ratio is None:
             self._try_next("its race has no two windows with steps of the same kinds")
         elif verdict_of(self.ratio) == "faster":

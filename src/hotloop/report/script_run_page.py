@@ -28,6 +28,10 @@ def script_run_page(run: ScriptRun) -> str:
         )
     lines += [f"  exchanged {_title(part)}: {part.exchange}, {_figures(part)}{more}" for part, more in _alike(used)]
     lines += [f"  {_label(run, part)} {_title(part)}: {_unused(part)}{more}" for part, more in _alike(others)]
+    if busy := sum(part.was_busy for part in run.parts):
+        lines.append(
+            f"  the machine was busy in {busy} race{'s' * (busy > 1)}: not sure, and not stored for the next run"
+        )
     lines += [f"  {note}" for note in dict.fromkeys(run.notes)]
     return "\n".join(lines)
 
@@ -62,9 +66,9 @@ def _result(run: ScriptRun, used: list[ExchangedPart]) -> str:
 
 
 def _loss(run: ScriptRun, used: list[ExchangedPart]) -> str:
-    """Returns by how much the whole run was slower; empty if it wasn't."""
+    """Returns by how much the whole run was slower; empty if it wasn't, or if the gain is unknown."""
     lost_s = run.own_work_s - run.gained_s
-    if lost_s < max(_SHOWN_S, _SHOWN_SHARE * run.seconds):
+    if (used and run.ratio is None) or lost_s < max(_SHOWN_S, _SHOWN_SHARE * run.seconds):
         return ""
     next_run = f"; the next run starts {'with the exchanges' if used else 'without it'}" if run.is_stored else ""
     return f"the run took {lost_s:.1f} s longer: too short for what was tried{next_run}"

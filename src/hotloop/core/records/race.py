@@ -333,6 +333,7 @@ class ExchangedPart(Record):
         pairs: number of pairs of calls or of windows in which original and exchange were raced.
         ratio: time of the original over time of the exchange, for this part alone, of a module for a whole step; None
             without a race.
+        was_busy: whether other programs took a tenth of the time of the race, so that `ratio` has no interval and isn't stored.
         reason: why the exchange is not used; empty if it is.
     """
 
@@ -344,6 +345,7 @@ class ExchangedPart(Record):
     proven: int = 0
     pairs: int = 0
     ratio: SpeedRatio | None = None
+    was_busy: bool = False
     reason: str = ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -51,10 +52,20 @@ class PairedTimes:
     """
 
     def __init__(self) -> None:
-        self.lost_s = 0.0
         self._times: dict[bool, list[Seconds]] = {False: [], True: []}
+        self._calls = 0
         self._began_s: float | None = None
         self._delays_s = dict[str, float]()
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that the race has cost so far, by the median pair: one interrupted call says nothing about the exchange."""
+        pairs = list(zip(self._times[True], self._times[False], strict=False))
+        return (
+            self._calls * max(0.0, statistics.median(one.wall_s - other.wall_s for one, other in pairs))
+            if pairs
+            else 0.0
+        )
 
     @property
     def is_costly(self) -> bool:
@@ -70,16 +81,8 @@ class PairedTimes:
         """Adds the time of one form, which stands for so many calls."""
         if self._began_s is None:
             self._began_s, self._delays_s = time.perf_counter(), _delays_s()
-        times = self._times[exchanges]
-        times.append(seconds)
-        if len(times) <= len(self._times[not exchanges]):
-            pair = {form: self._times[form][len(times) - 1].wall_s for form in (True, False)}
-            self.lost_s += count * (pair[True] - pair[False])
-
-    def drop_half(self) -> None:
-        """Drops a time whose pair is incomplete."""
-        count = self.count
-        self._times = {form: times[:count] for form, times in self._times.items()}
+        self._times[exchanges].append(seconds)
+        self._calls += count * exchanges
 
     def ratio(self) -> Ratio | None:
         """Returns the original's time over the exchange's, by the clock that shows less gain; None without a pair."""

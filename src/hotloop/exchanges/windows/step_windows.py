@@ -8,7 +8,6 @@ from typing import Any
 
 from hotloop.exchanges.windows.step_times import Step, StepTimes
 from hotloop.exchanges.windows.window_pairs import WindowPairs
-from hotloop.tuning.races.statistics import verdict_of
 
 _FIRST_PAIRS = 12
 """Pairs of windows that follow each other; later pairs are rare."""
@@ -101,7 +100,7 @@ class StepWindows:
             self._pairs.begin()
 
     def _end_pair(self, window_s: float) -> None:
-        is_known = self._pairs.count >= _FIRST_PAIRS or self._pairs.is_given_up
+        is_known = self._pairs.count >= _FIRST_PAIRS or self._pairs.is_unlike
         self._switch(not (self._dry_run and is_known))
         if is_known:
             self._rest_s = window_s * _REST_WINDOWS
@@ -122,7 +121,6 @@ class StepWindows:
         ratio = self._pairs.ratio()
         if ratio is None:
             return
-        is_losing = self._pairs.times.is_costly and (ratio.low is None or ratio.low <= 1)
-        if is_losing or verdict_of(ratio) == "slower":
+        if ratio.median < 1:  # an exchange without a sure gain may not cost anything
             interval = "" if ratio.low is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
             self._report_slower(f"steps are {ratio.median:.2f} times as fast with it{interval}")

@@ -73,9 +73,9 @@ class WindowPairs:
         return bool(self._order) and self._order[-1]
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether the race has cost too much, or the windows have too few steps of the same kinds."""
-        return self.times.is_costly or self._unlike >= _MOST_UNLIKE
+    def is_unlike(self) -> bool:
+        """Whether the windows have too few steps of the same kinds."""
+        return self._unlike >= _MOST_UNLIKE
 
     def begin(self) -> None:
         """Begins a pair."""
@@ -167,8 +167,10 @@ def _is_enough(steps: int, seconds: float) -> bool:
 def is_over(race: WindowPairs) -> bool:
     """Whether a race is over: surely faster or surely not, clearly slower after few pairs, too costly, or long enough."""
     pairs, ratio = race.count, race.ratio()
-    if race.is_given_up or ratio is None:
-        return race.is_given_up
+    if race.is_unlike or race.times.is_costly:
+        return True
+    if ratio is None:
+        return False
     if any(pairs >= least and ratio.median < median for least, median in _HOPELESS):
         return True
     if pairs not in _CHECKED_PAIRS or ratio.high is None:
