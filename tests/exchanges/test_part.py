@@ -177,7 +177,7 @@ def test_the_cost_of_a_lost_race_is_known(monkeypatch: pytest.MonkeyPatch, chang
     calls, part = Calls(monkeypatch, exchanged_s=0.05), part_of(changes)
     calls.make(part, 300)
     assert part.stage == "off" and calls.forms.count("exchanged") <= 4, "given up early"
-    assert part.cost_s == pytest.approx(0.03 * calls.forms.count("exchanged")) and "given up" in part.reason
+    assert part.cost_s == pytest.approx(0.03 * calls.forms.count("exchanged")) and "stopped after a loss" in part.reason
 
 
 def test_many_comparisons_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:

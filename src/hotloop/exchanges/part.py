@@ -234,7 +234,7 @@ class Part:
         elif verdict_of(self.ratio) == "faster":
             self._use()
         else:
-            cost = f", given up after {times.lost_s:.1f} s" if times.is_costly else ""
+            cost = f", stopped after a loss of {times.lost_s:.1f} s" if times.is_costly else ""
             self._try_next(
                 f"not {'surely ' if self.ratio.median > _NOISE else ''}faster: {_describe(self.ratio)}{cost}"
             )

@@ -14,7 +14,7 @@ from hotloop.exchanges.options import option_races, process_options
 from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
 from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.exchanges.windows.paired_times import Seconds
-from hotloop.exchanges.windows.step_times import Step
+from hotloop.exchanges.windows.step_times import TimedStep
 from hotloop.tuning.races.statistics import Ratio
 from tests.exchanges.conftest import set_clocks
 
@@ -52,9 +52,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     set_clocks(monkeypatch, lambda: NOW_S[0])
 
 
-def step_of(step_s: float) -> Step:
+def step_of(step_s: float) -> TimedStep:
     NOW_S[0] += step_s
-    return Step(Seconds(step_s, step_s))
+    return TimedStep(Seconds(step_s, step_s))
 
 
 def train(races: OptionRaces, machine: Machine, steps: int = 2000) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hotloop.exchanges.windows import paired_times
 from hotloop.exchanges.windows.paired_times import PairedTimes, Seconds
-from hotloop.exchanges.windows.step_times import Step
+from hotloop.exchanges.windows.step_times import TimedStep
 from hotloop.exchanges.windows.step_windows import StepWindows
 from hotloop.exchanges.windows.window_pairs import WindowPairs, compare_windows, is_over
 from hotloop.tuning.races.statistics import verdict_of
@@ -63,8 +63,8 @@ def test_steps_with_more_recorded_operations_are_compared_with_their_like(script
     assert script.lines and "0.80 times as fast" in script.lines[0]
 
 
-def step(step_s: float, *kind: object, cpu_s: float | None = None) -> Step:
-    return Step(Seconds(step_s, step_s if cpu_s is None else cpu_s), kind)
+def step(step_s: float, *kind: object, cpu_s: float | None = None) -> TimedStep:
+    return TimedStep(Seconds(step_s, step_s if cpu_s is None else cpu_s), kind)
 
 
 def test_windows_without_steps_of_the_same_kind_are_not_compared() -> None:
@@ -75,7 +75,7 @@ def test_windows_without_steps_of_the_same_kind_are_not_compared() -> None:
     assert compare_windows(one, mixed) == (Seconds(1.0, 1.0), Seconds(1.0, 1.0))
 
 
-def race(monkeypatch: pytest.MonkeyPatch, step_of: Callable[[bool, int], Step], steps: int = 5000) -> WindowPairs:
+def race(monkeypatch: pytest.MonkeyPatch, step_of: Callable[[bool, int], TimedStep], steps: int = 5000) -> WindowPairs:
     """Runs a race of windows to its end."""
     now_s, on = [0.0], [False]
     set_clocks(monkeypatch, lambda: now_s[0])

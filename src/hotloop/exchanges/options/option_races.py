@@ -12,7 +12,7 @@ import psutil
 from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.windows.paired_times import PairedTimes
-from hotloop.exchanges.windows.step_times import Step
+from hotloop.exchanges.windows.step_times import TimedStep
 from hotloop.exchanges.windows.window_pairs import WindowPairs, is_over
 
 _WARM_UP_STEPS = 5
@@ -52,7 +52,7 @@ class OptionRaces:
         self._recent: deque[float] = deque(maxlen=_WARM_UP_STEPS)
         self._racing: tuple[OptionPart, WindowPairs] | None = None
 
-    def step_ended(self, step: Step) -> bool:
+    def step_ended(self, step: TimedStep) -> bool:
         """Records a step; returns whether a race needed this step."""
         self._steps += 1
         self._recent.append(step.seconds.wall_s)

@@ -16,7 +16,7 @@ _LOST_UPDATES = 100
 """Updates of other optimizers after which the step's end is searched anew."""
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """One step of the script.
 
     Attributes:
@@ -47,7 +47,7 @@ class StepTimes:
         self._others = Counter[int]()
         self._last: tuple[Seconds, int] | None = None
 
-    def update_ended(self, optimizer: Any, *, reads_cpu: bool = True) -> Step | None:
+    def update_ended(self, optimizer: Any, *, reads_cpu: bool = True) -> TimedStep | None:
         """Returns the step that ends with this update; None within a step, and for the first step."""
         number = self._numbers.setdefault(optimizer, len(self._numbers))
         event = TrainingEvent("update", "", number)
@@ -66,4 +66,4 @@ class StepTimes:
         last, self._last = self._last, (read_clocks(reads_cpu=reads_cpu), torch.autograd._get_sequence_nr())
         if last is None:
             return None
-        return Step(self._last[0].since(last[0]), (others, self._last[1] - last[1]))
+        return TimedStep(self._last[0].since(last[0]), (others, self._last[1] - last[1]))

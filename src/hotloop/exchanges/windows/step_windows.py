@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from hotloop.exchanges.windows.step_times import Step, StepTimes
+from hotloop.exchanges.windows.step_times import TimedStep, StepTimes
 from hotloop.exchanges.windows.window_pairs import WindowPairs
 
 _FIRST_PAIRS = 12
@@ -39,7 +39,7 @@ class StepWindows:
         *,
         dry_run: bool,
         switched: Callable[[bool], None] = lambda enabled: None,
-        races: Callable[[Step], bool] = lambda step: False,
+        races: Callable[[TimedStep], bool] = lambda step: False,
     ) -> None:
         self.enabled = True
         self._can_begin, self._report_slower, self._dry_run = can_begin, report_slower, dry_run

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from hotloop.exchanges.windows.paired_times import PairedTimes, Seconds
-from hotloop.exchanges.windows.step_times import Step
+from hotloop.exchanges.windows.step_times import TimedStep
 from hotloop.margins import MARGIN
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
@@ -54,7 +54,7 @@ class WindowPairs:
         """Discards all pairs."""
         self.times, self._unlike, self._is_first = PairedTimes(), 0, True
         self._order: list[bool] = []
-        self._windows = dict[bool, list[Step]]()
+        self._windows = dict[bool, list[TimedStep]]()
         self._begin_window()
 
     @property
@@ -84,7 +84,7 @@ class WindowPairs:
         self._switch(first)
         self._begin_window()
 
-    def step_ended(self, step: Step) -> float | None:
+    def step_ended(self, step: TimedStep) -> float | None:
         """Adds a step of the open pair; returns the seconds of the last window if the pair is complete, else None."""
         if self._is_first:
             self._is_first = False
@@ -117,10 +117,10 @@ class WindowPairs:
                 self.times.add(exchanges, seconds, len(self._windows[True]))
 
     def _begin_window(self) -> None:
-        self._steps, self._is_first = list[Step](), True
+        self._steps, self._is_first = list[TimedStep](), True
 
 
-def compare_windows(one: Sequence[Step], other: Sequence[Step]) -> tuple[Seconds, Seconds] | None:
+def compare_windows(one: Sequence[TimedStep], other: Sequence[TimedStep]) -> tuple[Seconds, Seconds] | None:
     """Returns the mean time of a step in each window, over kinds that both have; None if the steps are unlike.
 
     A compiled module changes the number of recorded operations, and so do inputs of different lengths. Then steps with the same
@@ -137,7 +137,7 @@ def compare_windows(one: Sequence[Step], other: Sequence[Step]) -> tuple[Seconds
     return None
 
 
-def _by_kind(steps: Iterable[Step], depth: int) -> dict[Hashable, list[Seconds]]:
+def _by_kind(steps: Iterable[TimedStep], depth: int) -> dict[Hashable, list[Seconds]]:
     found = defaultdict[Hashable, list[Seconds]](list)
     for step in steps:
         found[step.kind[:depth]].append(step.seconds)
