@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from hotloop.exchanges.windows.step_times import TimedStep, StepTimes
+from hotloop.exchanges.windows.step_times import StepTimes, TimedStep
 from hotloop.exchanges.windows.window_pairs import WindowPairs
 
 _FIRST_PAIRS = 12
