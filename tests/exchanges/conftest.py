@@ -15,6 +15,7 @@ from hotloop.exchanges.modules import module_exchange, module_limits, module_sit
 from hotloop.exchanges.modules.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
+from hotloop.exchanges.windows import paired_times
 from hotloop.exchanges.workers import worker_site
 from hotloop.exchanges.workers.worker_exchange import WorkerExchange
 
@@ -29,6 +30,13 @@ def end_by_signal() -> Iterator[Callable[..., None]]:
     before = signal.signal(signal.SIGTERM, raise_error)
     yield lambda *args, **kwargs: signal.raise_signal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, before)
+
+
+def set_clocks(monkeypatch: pytest.MonkeyPatch, now_s: Callable[[], float]) -> None:
+    """Lets wall time and CPU time be those of a test, on a machine without other programs."""
+    monkeypatch.setattr(time, "perf_counter", now_s)
+    monkeypatch.setattr(time, "process_time", now_s)
+    monkeypatch.setattr(paired_times, "_delays_s", dict)
 
 
 class Exchanged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from hotloop.exchanges import exchange_cache
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges.exchange_cache import Decisions
 from hotloop.exchanges.part import CallComparison, Part
+from hotloop.exchanges.windows import paired_times
 from hotloop.tuning.races.statistics import Ratio
+from tests.exchanges.conftest import set_clocks
 
 EQUAL = CallComparison(True, 10)
 
@@ -24,7 +27,7 @@ class Calls:
         self.now, self.forms = 0.0, list[str]()
         self.seconds = {"original": original_s, "exchanged": exchanged_s}
         self.comparison = EQUAL
-        monkeypatch.setattr(part_module.time, "perf_counter", lambda: self.now)
+        set_clocks(monkeypatch, lambda: self.now)
 
     def form(self, name: str) -> Callable[[], str]:
         def call() -> str:
@@ -153,3 +156,40 @@ def test_a_damaged_file_is_reported_and_raced_again(tmp_path: Path, text: str) -
     file.write_text(text)
     found, (note,) = exchange_cache.read_decisions(tmp_path, key)
     assert found == Decisions() and "are raced again" in note
+
+
+def test_a_gain_in_wall_time_alone_is_none(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
+    """Other programs slow the original's calls; the CPU time is equal."""
+    calls, part = Calls(monkeypatch), part_of(changes)
+    cpu_s = itertools.count()
+    monkeypatch.setattr(part_module.time, "process_time", lambda: 0.02 * next(cpu_s))
+    calls.make(part, 300)
+    assert part.stage == "off" and part.reason.startswith("not faster: 1.00 times")
+
+
+def test_a_result_of_a_busy_machine_has_no_interval(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
+    calls, part = Calls(monkeypatch), part_of(changes)
+    monkeypatch.setattr(paired_times.PairedTimes, "was_busy", lambda times: True)
+    calls.make(part, 30)
+    record = part.as_record(used=True)
+    assert part.stage == "use" and record["was_busy"] and record["ratio"]["low"] is None
+
+
+def test_the_cost_of_a_lost_race_is_known(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
+    calls, part = Calls(monkeypatch, exchanged_s=0.05), part_of(changes)
+    calls.make(part, 300)
+    assert part.stage == "off" and calls.forms.count("exchanged") <= 4, "given up early"
+    assert part.cost_s == pytest.approx(0.03 * calls.forms.count("exchanged")) and "stopped after a loss" in part.reason
+
+
+def test_many_comparisons_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
+    calls, part = Calls(monkeypatch), part_of(changes, exact=True)
+    compare = calls.compare
+
+    def compare_slowly() -> tuple[Any, CallComparison]:
+        calls.now += 0.1
+        return compare()
+
+    monkeypatch.setattr(calls, "compare", compare_slowly)
+    calls.make(part, 1000)
+    assert part.cost_s <= 0.3 + 0.1 + 0.01 * calls.now

@@ -112,6 +112,7 @@ ORDER = (
     "exchanges/part",
     "exchanges/options/*",
     "exchanges/modules/*",
+    "exchanges/workers/dataset_watch",
     "exchanges/sample_table",
     "exchanges/workers/*",
     "exchanges/*",

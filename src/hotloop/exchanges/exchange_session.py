@@ -77,8 +77,9 @@ class ExchangeSession:
         self._parts: list[Part] = []
         self._cache, self._key, self._arguments = Path(settings["cache"]), key, settings["arguments"]
         self._earlier, self._notes = decisions, notes
-        self._is_over = self._is_other_training = self._is_installed = False
-        self._began_s = self._written_at = time.monotonic()
+        self._is_over = self._is_other_training = self._is_installed = self._is_stored = False
+        self._began_s, self._start_s = settings["began_s"], 0.0
+        self._written_at = time.monotonic()
         self._foreign_updates = self._returns = self._first_step = 0
         self._optimizers: list[weakref.ref[Any]] = []
         self._hook = UpdateHook(self._update_ended)
@@ -114,6 +115,7 @@ class ExchangeSession:
         self._begin()
         os.register_at_fork(after_in_child=self._abandon)
         atexit.register(self._end)
+        self._start_s = time.perf_counter() - self._began_s
         self._write()
 
     def _begin(self) -> None:
@@ -167,7 +169,7 @@ class ExchangeSession:
 
     @property
     def _known_parts(self) -> list[Part]:
-        """The parts of the summary: options that nothing was tried for are left out."""
+        """The parts of the summary: options whose race hasn't begun are left out."""
         return [*self._parts, *(part for part in self._option_parts if part.stage != "proof")]
 
     def _is_mine(self) -> bool:
@@ -253,7 +255,7 @@ class ExchangeSession:
         self._notes.append(f"all exchanges ended by an internal error of hotloop: {type(error).__name__}: {error}")
 
     def _can_begin_windows(self) -> bool:
-        is_recording = self._loaders.is_recording and time.monotonic() - self._began_s < _RECORDING_S
+        is_recording = self._loaders.is_recording and time.perf_counter() - self._began_s < _RECORDING_S
         is_used = any(part.stage == "use" for part in self._known_parts)
         return is_used and not is_recording and not self._modules.is_busy
 
@@ -277,21 +279,23 @@ class ExchangeSession:
     def _store(self) -> None:
         """Stores the decisions for later runs."""
         parts, earlier = self._known_parts, self._earlier
-        used = {one.title: (one.exchange, one.ratio) for one in parts if one.stage == "use" and one.ratio is not None}
-        slower = {part.title for part in parts if part.stage == "off"}
+        sure = [part for part in parts if not part.was_busy]
+        used = {one.title: (one.exchange, one.ratio) for one in sure if one.stage == "use" and one.ratio is not None}
+        slower = {part.title for part in sure if part.stage == "off"}
         found = Decisions(
             {title: known for title, known in earlier.faster.items() if title not in slower} | used,
-            earlier.refused | {self._refusal_title(part): part.reason for part in parts if part.is_decided},
+            earlier.refused | {self._refusal_title(part): part.reason for part in sure if part.is_decided},
             earlier.plain | ({self._arguments: why} if (why := self._why_plain()) else {}),
         )
         if not self._dry_run and _names(found) != _names(earlier):
             self._notes += write_decisions(self._cache, self._key, found)
+        self._is_stored = not self._dry_run and bool(used or self._arguments in found.plain)
 
     def _why_plain(self) -> str:
         """Returns why the next run of the script with the same arguments needs no hook; empty if an exchange may pay."""
         parts = self._known_parts
         has_failed = getattr(sys, "last_type", None) is not None  # an error of the script; the next run may be longer
-        if has_failed or not self._windows.steps or any(part.stage == "use" for part in parts):
+        if has_failed or not self._windows.steps or any(part.stage == "use" or part.was_busy for part in parts):
             return ""
         if any("taken back" in note for part in parts for note in part.notes):
             return ""  # such as by a lack of memory
@@ -310,7 +314,9 @@ class ExchangeSession:
             "steps": self._windows.steps,
             "parts": [part.as_record(used=used) for part in self._known_parts],
             "ratio": self._windows.ratio_record(),
-            "own_work_s": sum(part.own_work_s for part in self._parts),
+            "own_work_s": self._start_s + sum(part.cost_s for part in self._known_parts),
+            "gained_s": self._windows.gained_s,
+            "is_stored": self._is_stored,
             "notes": self._notes + [note for part in self._known_parts for note in [*part.notes, *_rounded(part)]],
         }
         with suppress(OSError):

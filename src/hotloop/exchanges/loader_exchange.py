@@ -19,11 +19,12 @@ from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hotloop.core.patches import Patches
+from hotloop.core.random.rng import generator_restorer
 from hotloop.data.batch_difference import batch_difference
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison, Part
-from hotloop.exchanges.sample_table import SampleTable, TableRefusal, describe_dataset
+from hotloop.exchanges.sample_table import SampleTable, StaleSample, TableRefusal, describe_dataset
 from hotloop.profiler.base.transparency import hide_from_warnings
 from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
@@ -35,6 +36,9 @@ _MAX_PARTS = 32
 
 _RECENT_S = 1.0
 """Seconds after the last fetch of a data set for which the script is likely to read on."""
+
+_load = _MapDatasetFetcher.fetch
+"""Torch's own function, which reads in this process."""
 
 
 class _LoadedDataset:
@@ -118,14 +122,15 @@ class LoaderExchange:
         assert source is not None
         if form == _RECORDED and table is not None:
             return _record(table, source, rows, original, part)
-        cut: Callable[[], Any] = (
-            functools.partial(_cut, source.tensors, rows) if table is None else functools.partial(table.cut, rows)
-        )
-        if table is not None and part.stage == "race":
-            cut = functools.partial(_check_and_cut, table, source, cut)
+        if table is None:
+            cut = exchanged = functools.partial(_cut, source.tensors, rows)
+        else:
+            cut = functools.partial(table.cut, rows)
+            changes = functools.partial(table.has_changed, source) if part.stage == "race" else None
+            exchanged = functools.partial(_cut_and_check, table, source, rows, changes)
         return part.call(
             original,
-            lambda: _cut_or_load(cut, original, part),
+            lambda: _cut_or_load(exchanged, original, part),
             lambda: _compare(original, cut),
             enabled=self._is_enabled(),
         )
@@ -168,10 +173,22 @@ def _record(table: SampleTable, dataset: Any, rows: list[int], original: Callabl
         part.own_work_s -= own_s
 
 
-def _check_and_cut(table: SampleTable, dataset: Any, cut: Callable[[], Any]) -> Any:
-    """Cuts a batch in a race: the check for changes, which each later batch needs, counts as the exchange's time."""
-    table.has_changed(dataset)
-    return cut()
+def _cut_and_check(table: SampleTable, dataset: Any, rows: list[int], changes: Callable[[], bool] | None) -> Any:
+    """Cuts a batch, and compares one of its samples, which is read anew.
+
+    Args:
+        changes: in a race, the check for changes that each batch needs, which counts as the exchange's time.
+
+    Raises:
+        StaleSample: the sample differs.
+    """
+    if changes is not None:
+        changes()
+    one, restore = table.next_of(rows), generator_restorer()
+    if batch_difference(_load(_MapDatasetFetcher(dataset, True, default_collate, False), one), table.cut(one)):
+        restore()
+        raise StaleSample
+    return table.cut(rows)
 
 
 _NO_EXCHANGE, _RECORDED, _FROM_TENSORS = "no exchange", "recorded", "cut"
@@ -227,6 +244,9 @@ def _cut(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
 def _cut_or_load(cut: Callable[[], Any], original: Callable[[], Any], part: Part) -> Any:
     try:
         return cut()
+    except StaleSample:
+        part.take_back("a sample that is read anew differs, so the data set changed where no change is visible")
+        return original()
     except Exception as error:
         raise_signal_error(error)
         part.take_back(f"it raised {describe_error(error)}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from hotloop.exchanges.call_race import CallRace
+from hotloop.exchanges.windows.paired_times import PairedTimes, is_costly, read_clocks
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 Stage = Literal["proof", "race", "use", "off"]
@@ -58,6 +59,7 @@ class Part:
     Attributes:
         is_decided: whether a proof or a race of this run refused all exchanges, so that later runs needn't try them.
         own_work_s: seconds in which the script waited for comparisons, forks and compiling.
+        was_busy: whether the machine was busy during the race, whose result is neither sure nor stored.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class Part:
         self.exchange = exchanges[0]
         self.reason = ""
         self.notes: list[str] = []
-        self.own_work_s = 0.0
+        self.own_work_s = self._lost_s = self._compared_s = 0.0
+        self.was_busy, self._pairs = False, 0
+        self._made_s = time.perf_counter()
         self._waiting = list(exchanges[1:])
         self._changed = changed
         self.is_decided = self._has_run = self.is_bitwise = False
@@ -106,6 +110,16 @@ class Part:
     def note_run(self) -> None:
         """Notes that the script has results of the exchange, in a race or in use."""
         self._has_run = True
+
+    @property
+    def times(self) -> PairedTimes:
+        """The times of the present race."""
+        return self.race.times
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that the part's proofs and races have cost the script."""
+        return self.own_work_s + self._lost_s + (self.times.lost_s if self.stage == "race" else 0.0)
 
     @property
     def title(self) -> str:
@@ -147,14 +161,16 @@ class Part:
             since_s: when hotloop began to choose, which an exchanged call takes longer than the script's own.
         """
         if self.stage == "proof":
-            return self._compare(compare)
+            waits = self.proven >= _PROOFS and is_costly(self._compared_s, time.perf_counter() - self._made_s)
+            return original() if waits else self._compare(compare)
         if self.stage == "race":
             is_exchanged = self.race.exchanges_next
             self._has_run |= is_exchanged
-            began = since_s if is_exchanged and since_s is not None else time.perf_counter()
+            began = read_clocks()
+            choice_s = began.wall_s - since_s if is_exchanged and since_s is not None else 0.0
             result = exchanged() if is_exchanged else original()
-            if self.stage == "race" and self.race.add(time.perf_counter() - began):
-                self.decide(self.race.ratio())
+            if self.stage == "race" and self.race.add(read_clocks().since(began).longer(choice_s)):
+                self.decide(self.times)
             return result
         if self.stage == "off" or not enabled:
             return original()
@@ -185,6 +201,7 @@ class Part:
     def as_record(self, *, used: bool) -> dict[str, Any]:
         """Returns the fields of `ExchangedPart`."""
         proof = "" if not self.proven else "bitwise" if self.is_bitwise else "fp32-equivalent"
+        ratio = replace(self.ratio, low=None, high=None) if self.ratio and self.was_busy else self.ratio
         return {
             "kind": self.kind,
             "name": self.name,
@@ -192,7 +209,9 @@ class Part:
             "used": used and self.stage == "use",
             "proof": proof,
             "proven": self.proven,
-            "ratio": None if self.ratio is None else asdict(self.ratio),
+            "pairs": self._pairs + (self.times.count if self.stage == "race" else 0),
+            "ratio": None if ratio is None else asdict(ratio),
+            "was_busy": self.was_busy,
             "reason": self.reason or ("" if self.stage == "use" else "the script ended before a decision"),
         }
 
@@ -206,8 +225,10 @@ class Part:
             self.own_work_s += time.perf_counter() - began
 
     def _compare(self, compare: Callable[[], tuple[Any, CallComparison]]) -> Any:
+        before_s = self.own_work_s
         with self.own_work():
             result, comparison = compare()
+        self._compared_s += self.own_work_s - before_s
         wrong = comparison.wrong
         if self.exact and not comparison.is_bitwise and not wrong:
             wrong = "its results are not bitwise equal"
@@ -239,13 +260,22 @@ class Part:
         self.stage, self.reason = "use", ""
         self._changed()
 
-    def decide(self, ratio: Ratio) -> None:
+    def decide(self, times: PairedTimes) -> None:
         """Uses the exchange if its race shows that it is faster, else tries the next one."""
-        self.ratio = ratio
-        if verdict_of(ratio) == "faster":
+        self.ratio, self.was_busy = times.ratio(), times.was_busy()
+        self._lost_s += times.lost_s
+        self._pairs += times.count
+        if self.ratio is None:
+            self._try_next("its race has no two windows with steps of the same kinds")
+        elif verdict_of(self.ratio) == "faster":
             self._use()
         else:
-            self._try_next(f"not {'surely ' if ratio.median > _NOISE else ''}faster: {_describe(ratio)}")
+            is_unsure = times.is_costly and self.ratio.median > 1
+            cost = f", stopped after a loss of {times.lost_s:.1f} s" if times.is_costly else ""
+            self._try_next(
+                f"not {'surely ' if self.ratio.median > _NOISE else ''}faster: {_describe(self.ratio)}{cost}"
+            )
+            self.is_decided &= not is_unsure  # a longer run may show more
 
     def _try_next(self, reason: str) -> None:
         self.reason = reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ def _start_session(path: list[str], settings: dict[str, Any], show_all_frames: C
 
     An internal error may not reach the script, which is importing torch.
     """
+    began_s = time.perf_counter()
     try:
         with imports_from(path):
             from pathlib import Path
@@ -49,10 +51,13 @@ def _start_session(path: list[str], settings: dict[str, Any], show_all_frames: C
             decisions, notes = read_decisions(folder, key)
             if (why := decisions.plain.get(settings["arguments"])) and not settings["dry_run"]:
                 show_all_frames()
-                write_result(settings["out"], {"notes": [f"{why}; delete {decisions_file(folder, key)} to try anew"]})
+                note = f"{why}; delete {decisions_file(folder, key)} to try anew"
+                facts = {"notes": [note], "own_work_s": time.perf_counter() - began_s, "is_stored": True}
+                write_result(settings["out"], facts)
                 return
             from hotloop.exchanges.exchange_session import ExchangeSession
 
+            settings = settings | {"began_s": began_s}
             ExchangeSession(settings, key, decisions, notes, show_all_frames).install()
     except Exception as error:
         note = f"no exchange was tried by an internal error of hotloop: {type(error).__name__}: {error}"

@@ -34,6 +34,7 @@ from hotloop.exchanges.modules.module_limits import (
 )
 from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
+from hotloop.exchanges.windows.paired_times import Seconds
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
@@ -136,7 +137,7 @@ class ModuleSite:
         self.calls_in_step, self._usual_calls = 0, 1
         self._acting = self._missed = self._skipped = 0
         self._first_step = self._steps = self._counted_from = 0
-        self._rate = self._saved_s = self._process_until = 0.0
+        self._rate = self._saved_s = self._process_until = self._cpu_s = 0.0
         self._is_in_place = self.exchanges_step = self._is_counted = self._has_recorded = False
         self._handles = -1
 
@@ -237,12 +238,14 @@ class ModuleSite:
     def _race(self, seconds: float | None) -> None:
         part = self.part
         if part.stage == "race":
-            if self._is_counted and self.calls_in_step and seconds is not None and part.race.add(seconds):
+            before_s, self._cpu_s = self._cpu_s, time.process_time()
+            is_raced = self._is_counted and self.calls_in_step > 0
+            if is_raced and seconds is not None and part.race.add(Seconds(seconds, self._cpu_s - before_s)):
                 self._decide()
             self.exchanges_step, self._is_counted = part.race.exchanges_next, True
 
     def _decide(self) -> None:
-        self.part.decide(self.part.race.ratio())
+        self.part.decide(self.part.times)
         if self.part.stage == "off":
             self.remove()
 

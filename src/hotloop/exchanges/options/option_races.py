@@ -16,6 +16,8 @@ except ImportError:  # Windows
 
 from hotloop.exchanges.options.process_options import ProcessOption
 from hotloop.exchanges.part import Part
+from hotloop.exchanges.windows.paired_times import PairedTimes
+from hotloop.exchanges.windows.step_times import TimedStep
 from hotloop.exchanges.windows.window_pairs import WindowPairs, is_over
 
 _WARM_UP_STEPS = 5
@@ -29,6 +31,11 @@ class OptionPart(Part):
 
     option: ProcessOption
     had_nothing_to_gain = False
+    pairs: WindowPairs | None = None
+
+    @property
+    def times(self) -> PairedTimes:
+        return super().times if self.pairs is None else self.pairs.times
 
     def switch(self, on: bool) -> None:
         """Switches the option on or off."""
@@ -67,10 +74,10 @@ class OptionRaces:
         self._faults: deque[int] = deque(maxlen=_WARM_UP_STEPS + 1)
         self._racing: tuple[OptionPart, WindowPairs] | None = None
 
-    def step_ended(self, seconds: float) -> bool:
+    def step_ended(self, step: TimedStep) -> bool:
         """Records a step; returns whether a race needed this step."""
         self._steps += 1
-        self._recent.append(seconds)
+        self._recent.append(step.seconds.wall_s)
         self._faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0)
         if self._steps <= _WARM_UP_STEPS:
             return False
@@ -80,7 +87,7 @@ class OptionRaces:
         part, pairs = self._racing
         if not pairs.is_open:
             pairs.begin()
-        elif pairs.step_ended(seconds) is not None:
+        elif pairs.step_ended(step) is not None:
             self._judge(part, pairs)
         return True
 
@@ -147,21 +154,19 @@ class OptionRaces:
             elif part.use_earlier():
                 part.switch(True)
             else:
-                part.stage = "race"
-                self._racing = part, WindowPairs(part.switch)
+                part.stage, part.pairs = "race", WindowPairs(part.switch)
+                self._racing = part, part.pairs
                 return True
         return False
 
     def _judge(self, part: OptionPart, pairs: WindowPairs) -> None:
-        ratio = pairs.ratio()
-        assert ratio is not None
-        if not is_over(pairs.count, ratio):
+        if not is_over(pairs):
             return
         self._racing = None
         conflict = part.option.conflict()
         if conflict:
             part.refuse(conflict)
         else:
-            part.decide(ratio)
+            part.decide(pairs.times)
         if part.stage == "use":
             part.switch(True)
