@@ -179,9 +179,9 @@ def test_calls_without_a_backward_are_no_training_calls(modules) -> None:
     """Most calls of the trained network act, without `no_grad` and on inputs of another shape."""
     model, target = nn.Linear(8, 4), nn.Linear(8, 4)
     acted = []
-    for _ in range(150):
+    for _ in range(60):
         inputs = torch.randn(16, 8)
-        acted += [model(inputs[:1]), model(inputs[:1]), target(inputs)]
+        acted += [model(inputs[:1]), model(inputs[:1])]
         (model(inputs) - target(inputs).detach()).square().mean().backward()
         modules.step_ended()
     assert modules.exchange._sites[id(model)].part.proven >= 1, "a call with a backward was recorded and proven"

@@ -80,6 +80,7 @@ class ExchangeSession:
         self._is_over = self._is_other_training = self._is_installed = self._is_stored = False
         self._began_s, self._start_s = settings["began_s"], 0.0
         self._written_at = time.monotonic()
+        self._modules_from_s = 0.0
         self._foreign_updates = self._returns = self._first_step = 0
         self._optimizers: list[weakref.ref[Any]] = []
         self._hook = UpdateHook(self._update_ended)
@@ -204,7 +205,9 @@ class ExchangeSession:
                 self._windows.search_step()
                 self._options.restart()
             self._windows.update_ended(optimizer)
-            self._modules.step_ended(self._windows.steps)
+            if self._modules.is_busy or time.monotonic() >= self._modules_from_s:
+                self._modules_from_s = time.monotonic() + _REST_S
+                self._modules.step_ended(self._windows.steps)
             self._note_optimizer(optimizer)
             self._choose_rest()
             if time.monotonic() - self._written_at > _WRITE_INTERVAL_S:

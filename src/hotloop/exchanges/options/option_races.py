@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -137,6 +138,11 @@ class OptionRaces:
                 if part.name == "allocator" and part.stage == "use":
                     part.take_back("less than a tenth of the memory is free")
 
+    @property
+    def _usual_faults(self) -> float:
+        """Page faults of a usual step; the first steps have more, in which the heap grows."""
+        return statistics.median(after - before for before, after in itertools.pairwise(self._faults))
+
     def _begin(self, step_s: float) -> bool:
         """Begins the next race; an option that an earlier run proved faster needs none."""
         for part in self._parts:
@@ -144,9 +150,7 @@ class OptionRaces:
                 continue
             if why := part.option.conflict():
                 part.refuse(why)
-            elif why := part.option.without_gain(
-                step_s, (self._faults[-1] - self._faults[0]) / (len(self._faults) - 1)
-            ):
+            elif why := part.option.without_gain(step_s, self._usual_faults):
                 part.had_nothing_to_gain = True
                 part.refuse(why)
             elif step_s > part.option.longest_step_s:

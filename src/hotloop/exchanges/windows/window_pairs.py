@@ -90,9 +90,12 @@ class WindowPairs:
             self._is_first = False
             return None
         self._steps.append(step)
-        length_s = math.fsum(one.seconds.wall_s for one in self._steps)
-        if not _is_enough(len(self._steps), length_s):
+        self._length_s += (
+            step.seconds.wall_s
+        )  # each step of a window costs the same, in short windows of many steps as well
+        if not _is_enough(len(self._steps), self._length_s):
             return None
+        length_s = self._length_s
         self._windows[self._order.pop()] = self._steps
         if self._order:
             self._switch(self._order[-1])
@@ -117,7 +120,7 @@ class WindowPairs:
                 self.times.add(exchanges, seconds, len(self._windows[True]))
 
     def _begin_window(self) -> None:
-        self._steps, self._is_first = list[TimedStep](), True
+        self._steps, self._length_s, self._is_first = list[TimedStep](), 0.0, True
 
 
 def compare_windows(one: Sequence[TimedStep], other: Sequence[TimedStep]) -> tuple[Seconds, Seconds] | None:
