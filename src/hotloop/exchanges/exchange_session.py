@@ -137,8 +137,10 @@ class ExchangeSession:
         return any(part.stage == "use" for part in self._known_parts)
 
     def _report_slower(self, line: str) -> None:
+        was_busy = self._windows.was_busy()
         for part in self._known_parts:
             if part.stage == "use":
+                part.was_busy = part.was_busy or was_busy
                 part.take_back(line)
 
     def _end(self) -> None:
