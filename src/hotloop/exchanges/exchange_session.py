@@ -43,7 +43,7 @@ class ExchangeSession:
         self._parts: list[Part] = []
         self._cache, self._key = Path(settings["cache"]), script_key(settings["script"], is_exact=self._exact)
         self._earlier, self._notes = read_exchanges(self._cache, self._key)
-        self._is_over = False
+        self._is_over = self._is_stored = False
         self._began_s, self._start_s = settings["began_s"], 0.0
         self._written_at = time.monotonic()
         accepts_reduced = settings["accept"] == "reduced-precision"
@@ -157,7 +157,11 @@ class ExchangeSession:
         slower = {part.title for part in self._known_parts if part.stage == "off" and not part.was_busy}
         stored = {title: known for title, known in self._earlier.items() if title not in slower} | found
         if stored.keys() != self._earlier.keys():
-            self._notes += write_exchanges(self._cache, self._key, stored)
+            failed = write_exchanges(self._cache, self._key, stored)
+            self._notes += failed
+            stored = self._earlier if failed else stored
+        used = {part.title for part in self._known_parts if part.stage == "use"}
+        self._is_stored = bool(used) and used <= stored.keys()
         self._write()
 
     def _write(self) -> None:
@@ -171,6 +175,7 @@ class ExchangeSession:
             "ratio": self._windows.ratio_record(),
             "own_work_s": self._start_s + sum(part.cost_s for part in self._known_parts),
             "gained_s": self._windows.gained_s,
+            "is_stored": self._is_stored,
             "notes": self._notes + [note for part in self._known_parts for note in part.notes],
         }
         with suppress(OSError):
