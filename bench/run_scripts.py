@@ -4,7 +4,7 @@
     python -m bench.run_scripts --sources FOLDER --seconds 60 --pairs 1 --beside --record    the public scripts
     python -m bench.run_scripts --sources FOLDER --seconds 15 --numbers                      their printed numbers
     python -m bench.run_scripts train.py "other.py --epochs 3" --pairs 3                     scripts of your own
-    python -m bench.run_scripts "bench/small_training.py adam 90000" --pairs 6 --record      a training with nothing to win
+    python -m bench.run_scripts "bench/small_training.py adam 90000" --only mnist --pairs 6 --record run-scripts-cost
 
 `bench/public_scripts/list.toml` lists the public scripts. Their repositories are fetched into FOLDER/OWNER/NAME unless they are
 there. reinforce and actor_critic need the package gymnasium, time_sequence matplotlib, makemore tensorboard, and super_resolution
@@ -296,11 +296,12 @@ def geometric_mean(ratios: Sequence[float]) -> float | None:
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
-    if arguments.scripts:
-        return [own_case(path) for path in arguments.scripts]
+    own = [own_case(command) for command in arguments.scripts]
+    if own and not arguments.only:
+        return own
     listed = _listed(arguments)
     lengths = _read_lengths(arguments.sources)
-    return [
+    return own + [
         public_case(script, arguments.sources, script.length(arguments.seconds, lengths.get(script.name)))
         for script in listed
     ]
@@ -339,7 +340,7 @@ def calibrate(scripts: Sequence[PublicScript], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", nargs="*", help="scripts of your own; without them, the public ones")
+    parser.add_argument("scripts", nargs="*", help="scripts of your own; without them, or with --only, public ones")
     parser.add_argument(
         "--sources", type=Path, default=Path(".bench/public_scripts"), help="folder of the repositories"
     )
@@ -350,7 +351,7 @@ def main() -> None:
     parser.add_argument("--beside", action="store_true", help="run both at once, on a core each")
     parser.add_argument("--numbers", action="store_true", help="compare printed numbers instead of times")
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--record", action="store_true", help="write a claim")
+    parser.add_argument("--record", nargs="?", const="run-scripts", metavar="NAME", help="write a claim (run-scripts)")
     arguments = parser.parse_args()
     if arguments.calibrate:
         calibrate(_listed(arguments), arguments.sources)
@@ -371,7 +372,7 @@ def main() -> None:
         figures["geometric_mean_with_exchange"] = geometric_mean(exchanged)
     print(json.dumps({name: value for name, value in figures.items() if name != "scripts"}))
     if arguments.record:
-        name = "run-scripts-numbers" if arguments.numbers else "run-scripts"
+        name = f"{arguments.record}-numbers" if arguments.numbers else arguments.record
         print(write_claim(name, f"python -m bench.run_scripts {' '.join(sys.argv[1:])}", None, figures))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hotloop.exchanges import part
 from hotloop.exchanges.loader_exchange import LoaderExchange
 from hotloop.exchanges.modules import module_exchange, module_limits, module_site
 from hotloop.exchanges.modules.module_exchange import ModuleExchange
@@ -68,7 +69,9 @@ def _installed(kind: Callable[..., Any]) -> Iterator[Exchanged]:
 
 
 @pytest.fixture
-def optimizers() -> Iterator[Exchanged]:
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchanged]:
+    """Comparisons may take any share of so short a training."""
+    monkeypatch.setattr(part, "is_costly", lambda cost_s, run_s: False)
     yield from _installed(OptimizerExchange)
 
 

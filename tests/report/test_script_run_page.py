@@ -55,12 +55,14 @@ def test_a_race_that_changed_bits_is_named() -> None:
 def test_a_slower_run_is_said_to_be_slower() -> None:
     off, on = part("Adam", reason="not faster"), part("Adam")
     lost = page([off], seconds=40.0, own_work_s=2.1)
-    assert lost[0].endswith("; the run took 2.1 s longer: too short for what was tried")
+    assert lost[0].endswith("; the run took about 2.1 s longer: too short for what was tried")
     stored = page([off], seconds=40.0, own_work_s=2.1, is_stored=True)
     assert stored[0].endswith("too short for what was tried; the next run starts without it")
     ratio = SpeedRatio(median=1.2, low=1.1, high=1.3, pairs=12)
     used = page([on], seconds=40.0, own_work_s=2.1, gained_s=0.6, ratio=ratio, is_stored=True)
-    assert used[0].endswith("took 1.5 s longer: too short for what was tried; the next run starts with the exchanges")
+    assert used[0].endswith(
+        "took about 1.5 s longer: too short for what was tried; the next run starts with the exchanges"
+    )
     assert "longer" not in page([on], seconds=40.0, own_work_s=2.1, gained_s=3.0, ratio=ratio)[0]
     assert "longer" not in page([off], seconds=40.0, own_work_s=0.3)[0]
     assert "longer" not in page([on], seconds=40.0, own_work_s=2.1)[0], "the gain is unknown"

@@ -263,8 +263,11 @@ class ExchangeSession:
         return is_used and not is_recording and not self._modules.is_busy
 
     def _report_slower(self, line: str) -> None:
+        was_busy = self._windows.was_busy()
         for part in self._known_parts:
             if part.stage == "use":
+                part.was_busy = part.was_busy or was_busy
+                part.is_decided = True
                 part.take_back(line)
 
     def _end(self) -> None:
@@ -290,9 +293,13 @@ class ExchangeSession:
             earlier.refused | {self._refusal_title(part): part.reason for part in sure if part.is_decided},
             earlier.plain | ({self._arguments: why} if (why := self._why_plain()) else {}),
         )
+        failed: list[str] = []
         if not self._dry_run and _names(found) != _names(earlier):
-            self._notes += write_decisions(self._cache, self._key, found)
-        self._is_stored = not self._dry_run and bool(used or self._arguments in found.plain)
+            failed = write_decisions(self._cache, self._key, found)
+        self._notes += failed
+        in_use = {part.title for part in parts if part.stage == "use"}
+        is_known = in_use <= found.faster.keys() if in_use else self._arguments in found.plain
+        self._is_stored = is_known and not failed and not self._dry_run
 
     def _why_plain(self) -> str:
         """Returns why the next run of the script with the same arguments needs no hook; empty if an exchange may pay."""
@@ -300,7 +307,7 @@ class ExchangeSession:
         has_failed = getattr(sys, "last_type", None) is not None  # an error of the script; the next run may be longer
         if has_failed or not self._windows.steps or any(part.stage == "use" or part.was_busy for part in parts):
             return ""
-        if any("taken back" in note for part in parts for note in part.notes):
+        if any("taken back" in note for part in parts if not part.is_decided for note in part.notes):
             return ""  # such as by a lack of memory
         undecided = [part.title for part in parts if part.stage in ("proof", "race")]
         if undecided:

@@ -71,7 +71,7 @@ def _loss(run: ScriptRun, used: list[ExchangedPart]) -> str:
     if (used and run.ratio is None) or lost_s < max(_SHOWN_S, _SHOWN_SHARE * run.seconds):
         return ""
     next_run = f"; the next run starts {'with the exchanges' if used else 'without it'}" if run.is_stored else ""
-    return f"the run took {lost_s:.1f} s longer: too short for what was tried{next_run}"
+    return f"the run took about {lost_s:.1f} s longer: too short for what was tried{next_run}"
 
 
 def _changed_bits(part: ExchangedPart) -> bool:

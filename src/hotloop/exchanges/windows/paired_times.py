@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -63,13 +64,12 @@ class PairedTimes:
 
     @property
     def lost_s(self) -> float:
-        """Seconds that the race has cost so far, by the median pair: one interrupted call says nothing about the exchange."""
-        pairs = list(zip(self._times[True], self._times[False], strict=False))
-        return (
-            self._calls * max(0.0, statistics.median(one.wall_s - other.wall_s for one, other in pairs))
-            if pairs
-            else 0.0
-        )
+        """Seconds that the race has cost so far, by the clock and the median pair that show less: one call may be interrupted."""
+        losses = [
+            statistics.median(mine - other for mine, other in zip(exchange, original, strict=False))
+            for original, exchange in self._columns()
+        ]
+        return self._calls * max(0.0, min(losses)) if losses else 0.0
 
     @property
     def is_costly(self) -> bool:
@@ -90,15 +90,26 @@ class PairedTimes:
 
     def ratio(self) -> Ratio | None:
         """Returns the original's time over the exchange's, by the clock that shows less gain; None without a pair."""
-        if not self.count:
-            return None
+        return min(self._ratios(), key=lambda one: (one.low or 0.0, one.median), default=None)
+
+    @property
+    def most_gain(self) -> float:
+        """The median ratio by the clock that shows more gain; there must be a pair."""
+        return max(one.median for one in self._ratios())
+
+    def _ratios(self) -> list[Ratio]:
+        return [ratio_of(original, exchange) for original, exchange in self._columns()]
+
+    def _columns(self) -> Iterator[tuple[list[float], list[float]]]:
+        """Yields the times of original and exchange by each clock that is known and fine enough."""
         original, exchange = self._times[False], self._times[True]
-        ratios = [ratio_of([one.wall_s for one in original], [one.wall_s for one in exchange])]
-        cpu = [[one.cpu_s or 0.0 for one in times] for times in (original, exchange)]
-        is_computing = sum(cpu[0]) > _LEAST_CPU * sum(one.wall_s for one in original)
-        if is_computing and all(map(all, cpu)):  # else the clock is unknown, or too coarse
-            ratios.append(ratio_of(cpu[0], cpu[1]))
-        return min(ratios, key=lambda one: (one.low or 0.0, one.median))
+        if not self.count:
+            return
+        wall = [one.wall_s for one in original], [one.wall_s for one in exchange]
+        yield wall
+        cpu = [one.cpu_s or 0.0 for one in original], [one.cpu_s or 0.0 for one in exchange]
+        if sum(cpu[0]) > _LEAST_CPU * sum(wall[0]) and all(map(all, cpu)):
+            yield cpu
 
     def was_busy(self) -> bool:
         """Whether other programs took a tenth of the time from a thread, since the first pair."""

@@ -81,6 +81,10 @@ class StepWindows:
         self._times.search()
         self.restart()
 
+    def was_busy(self) -> bool:
+        """Whether other programs have disturbed the windows."""
+        return self._pairs.times.was_busy()
+
     def restart(self) -> None:
         """Discards the pairs, since an exchange was added or taken back."""
         self._earlier_gain_s = self.gained_s
@@ -91,7 +95,7 @@ class StepWindows:
     def ratio_record(self) -> dict[str, Any] | None:
         """Returns the fields of `SpeedRatio`, without an interval on a busy machine; None without a pair."""
         ratio = self._pairs.ratio()
-        if ratio is not None and self._pairs.times.was_busy():
+        if ratio is not None and self.was_busy():
             ratio = replace(ratio, low=None, high=None)
         return None if ratio is None else asdict(ratio)
 
@@ -139,8 +143,8 @@ class StepWindows:
 
     def _judge(self) -> None:
         ratio = self._pairs.ratio()
-        if ratio is None:
-            return
-        if ratio.median < 1:  # an exchange without a sure gain may not cost anything
+        if (
+            ratio is not None and self._pairs.times.most_gain < 1
+        ):  # without a sure gain an exchange may not cost anything
             interval = "" if ratio.low is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
             self._report_slower(f"steps are {ratio.median:.2f} times as fast with it{interval}")

@@ -174,7 +174,7 @@ def is_over(race: WindowPairs) -> bool:
         return True
     if ratio is None:
         return False
-    if any(pairs >= least and ratio.median < median for least, median in _HOPELESS):
+    if any(pairs >= least and race.times.most_gain < median for least, median in _HOPELESS):
         return True
     if pairs not in _CHECKED_PAIRS or ratio.high is None:
         return False
