@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hotloop.exchanges import part
+from hotloop.exchanges import part as part_module
 from hotloop.exchanges.loader_exchange import LoaderExchange
 from hotloop.exchanges.modules import module_exchange, module_limits, module_site
 from hotloop.exchanges.modules.module_exchange import ModuleExchange
@@ -71,7 +71,7 @@ def _installed(kind: Callable[..., Any]) -> Iterator[Exchanged]:
 @pytest.fixture
 def optimizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchanged]:
     """Comparisons may take any share of so short a training."""
-    monkeypatch.setattr(part, "is_costly", lambda cost_s, run_s: False)
+    monkeypatch.setattr(part_module, "is_costly", lambda cost_s, run_s: False)
     yield from _installed(OptimizerExchange)
 
 
