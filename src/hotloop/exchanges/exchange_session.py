@@ -37,6 +37,9 @@ _WRITE_INTERVAL_S = 30.0
 _REST_S = 0.1
 """Seconds between two looks at a training whose next steps no exchange needs."""
 
+_LOOK_S = 0.005
+"""Seconds between two looks at what the next steps are needed for, which take some microseconds."""
+
 _SEEN_STEPS = 100
 """Steps after which all optimizers and loaders of a training have likely been seen."""
 
@@ -80,7 +83,8 @@ class ExchangeSession:
         self._is_over = self._is_other_training = self._is_installed = self._is_stored = False
         self._began_s, self._start_s = settings["began_s"], 0.0
         self._written_at = time.monotonic()
-        self._modules_from_s = 0.0
+        self._look_at_s = 0.0
+        self._last_optimizer: weakref.ref[Any] | None = None
         self._foreign_updates = self._returns = self._first_step = 0
         self._optimizers: list[weakref.ref[Any]] = []
         self._hook = UpdateHook(self._update_ended)
@@ -205,14 +209,17 @@ class ExchangeSession:
                 self._windows.search_step()
                 self._options.restart()
             self._windows.update_ended(optimizer)
-            if self._modules.is_busy or time.monotonic() >= self._modules_from_s:
-                self._modules_from_s = time.monotonic() + _REST_S
+            now_s = time.monotonic()
+            if self._modules.is_busy or now_s >= self._look_at_s:
                 self._modules.step_ended(self._windows.steps)
-            self._note_optimizer(optimizer)
-            self._choose_rest()
-            if time.monotonic() - self._written_at > _WRITE_INTERVAL_S:
-                self._options.check_memory()
-                self._write()
+            if self._last_optimizer is None or self._last_optimizer() is not optimizer:
+                self._note_optimizer(optimizer)
+            if now_s >= self._look_at_s:
+                self._look_at_s = now_s + _LOOK_S
+                self._choose_rest()
+                if now_s - self._written_at > _WRITE_INTERVAL_S:
+                    self._options.check_memory()
+                    self._write()
         except Exception as error:
             raise_signal_error(error)
             self._fail(error)
@@ -223,6 +230,7 @@ class ExchangeSession:
             self._windows.rested(updates, seconds)
 
     def _note_optimizer(self, optimizer: Any) -> None:
+        self._last_optimizer = weakref.ref(optimizer)
         if len(self._optimizers) < _MOST_OPTIMIZERS and all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer, self._optimizer_ended))
 

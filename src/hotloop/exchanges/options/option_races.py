@@ -77,9 +77,12 @@ class OptionRaces:
 
     def step_ended(self, step: TimedStep) -> bool:
         """Records a step; returns whether a race needed this step."""
+        if self._racing is None and not self.is_busy:
+            return False
         self._steps += 1
         self._recent.append(step.seconds.wall_s)
-        self._faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0)
+        if self._racing is None:
+            self._faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0)
         if self._steps <= _WARM_UP_STEPS:
             return False
         if self._racing is None and not self._begin(statistics.median(self._recent)):  # one step may have an evaluation

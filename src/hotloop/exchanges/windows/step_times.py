@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -29,6 +29,9 @@ class TimedStep(NamedTuple):
     kind: tuple[Hashable, ...] = ()
 
 
+_NO_OTHERS = frozenset[tuple[int, int]]()
+
+
 class StepTimes:
     """Finds the optimizer whose update ends a step.
 
@@ -44,6 +47,7 @@ class StepTimes:
         self._lost = lost
         self._finder, self._numbers = Finder(), WeakKeyDictionary[Any, int]()
         self._anchor: TrainingEvent | None = None
+        self._anchored: ref[Any] | None = None
         self._others = Counter[int]()
         self._updates = 0
         self._last: tuple[Seconds, int] | None = None
@@ -62,23 +66,31 @@ class StepTimes:
     def search(self) -> None:
         """Searches the update that ends a step anew."""
         self._anchor, self._finder, self._last, self._others = None, Finder(), None, Counter()
+        self._anchored = None
 
     def update_ended(self, optimizer: Any, *, reads_cpu: bool = True) -> TimedStep | None:
         """Returns the step that ends with this update; None within a step, and for the first step."""
-        number = self._numbers.setdefault(optimizer, len(self._numbers))
-        event = TrainingEvent("update", "", number)
-        if self._anchor is None:
-            self._finder.record(event)
-            self._anchor = self._finder.anchor()
-            return None
+        if (
+            self._anchored is None or self._anchored() is not optimizer
+        ):  # else the usual end of a step, in a third of the time
+            number = self._numbers.setdefault(optimizer, len(self._numbers))
+            event = TrainingEvent("update", "", number)
+            if self._anchor is None:
+                self._finder.record(event)
+                self._anchor = self._finder.anchor()
+                return None
+            if not is_end(self._anchor, event):
+                self._updates += 1
+                self._others[number] += 1
+                if self._others.total() > _LOST_UPDATES:
+                    self.search()
+                    self._lost()
+                return None
+            self._anchored = ref(optimizer)
         self._updates += 1
-        if not is_end(self._anchor, event):
-            self._others[number] += 1
-            if self._others.total() > _LOST_UPDATES:
-                self.search()
-                self._lost()
-            return None
-        others, self._others = frozenset(self._others.items()), Counter()
+        others = _NO_OTHERS
+        if self._others:
+            others, self._others = frozenset(self._others.items()), Counter()
         self.steps += 1
         last, self._last = self._last, (read_clocks(reads_cpu=reads_cpu), torch.autograd._get_sequence_nr())
         if last is None:
