@@ -134,3 +134,15 @@ def test_a_thread_that_waits_for_a_core_makes_a_busy_machine(monkeypatch: pytest
     assert not times.was_busy()
     delays_s["2"] = 1.1
     assert times.was_busy()
+
+
+def test_cpu_time_counts_where_other_programs_take_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, delays_s = PairedTimes(), {"1": 0.0}
+    set_clocks(monkeypatch, lambda: 60.0)
+    monkeypatch.setattr(paired_times, "_delays_s", lambda: dict(delays_s))
+    for _ in range(12):
+        times.add(False, Seconds(5.0, 1.0))
+        times.add(True, Seconds(2.5, 1.0))
+    assert times.ratio() is not None and times.ratio().median == pytest.approx(2.0)
+    delays_s["1"] = 40.0
+    assert times.ratio().median == pytest.approx(1.0)

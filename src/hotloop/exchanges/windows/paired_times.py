@@ -21,7 +21,7 @@ _MOST_DELAY = 0.1
 """Share of the time that a thread waits for a core on a busy machine."""
 
 _LEAST_CPU = 0.5
-"""Least share of CPU time in the original's wall time: below, it waits for a device or another process, such as a worker."""
+"""Least share of CPU time in the original's wall time: below, it waits for a core, a device or a worker process."""
 
 _THREADS = Path("/proc/self/task")
 
@@ -108,7 +108,7 @@ class PairedTimes:
         wall = [one.wall_s for one in original], [one.wall_s for one in exchange]
         yield wall
         cpu = [one.cpu_s or 0.0 for one in original], [one.cpu_s or 0.0 for one in exchange]
-        if sum(cpu[0]) > _LEAST_CPU * sum(wall[0]) and all(map(all, cpu)):
+        if all(map(all, cpu)) and (sum(cpu[0]) > _LEAST_CPU * sum(wall[0]) or self.was_busy()):
             yield cpu
 
     def was_busy(self) -> bool:
