@@ -302,12 +302,12 @@ class ExchangeSession:
             earlier.plain | ({self._arguments: why} if (why := self._why_plain()) else {}),
         )
         failed: list[str] = []
-        if not self._dry_run and _names(found) != _names(earlier):
+        if _names(found) != _names(earlier):
             failed = write_decisions(self._cache, self._key, found)
         self._notes += failed
         in_use = {part.title for part in parts if part.stage == "use"}
         is_known = in_use <= found.faster.keys() if in_use else self._arguments in found.plain
-        self._is_stored = is_known and not failed and not self._dry_run
+        self._is_stored = is_known and not failed
 
     def _why_plain(self) -> str:
         """Returns why the next run of the script with the same arguments needs no hook; empty if an exchange may pay."""
