@@ -35,10 +35,10 @@ _WRITE_INTERVAL_S = 30.0
 
 
 _REST_S = 0.1
-"""Seconds between two looks at a training whose next steps no exchange needs."""
+"""Seconds for which the hook rests while no exchange needs the next steps."""
 
 _LOOK_S = 0.005
-"""Seconds between two looks at what the next steps are needed for, which take some microseconds."""
+"""Seconds between two decisions about a rest, each of which takes some microseconds."""
 
 _SEEN_STEPS = 100
 """Steps after which all optimizers and loaders of a training have likely been seen."""

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from hotloop.profiler.base.transparency import hide_from_compiler
 
 _UNTIMED_UPDATES = 16
-"""Updates of a resting hook between two looks at the clock, unless they take long."""
+"""Updates of a resting hook between two readings of the clock, unless they take long."""
 
 _LONG_S = 0.01
 
