@@ -185,6 +185,11 @@ def test_exact_takes_objects_that_can_be_compared(loaders, kind: str) -> None:
     assert torch.equal(torch.cat(list(loader)), 2 * dataset.inputs) and loaders.part.stage == "use"
 
 
+def level_in_a_library() -> tuple[Callable[[], float], Callable[[float], Any]]:
+    """A level in a module of a library, whose attributes no summary has."""
+    return lambda: getattr(np, "planted_level", 1.0), lambda level: setattr(np, "planted_level", level)
+
+
 class Augmented(Leveled):
     """Draws a random number for each sample once it is switched on, where no object of its own shows it."""
 
@@ -192,13 +197,16 @@ class Augmented(Leveled):
         return super().__getitem__(row) + (torch.rand(()) if self.read() > 1 else 0)
 
 
-def test_a_sample_that_is_read_anew_draws_no_number_of_the_script(loaders) -> None:
-    read, change = HIDDEN["text"]()
+def test_a_sample_that_is_read_anew_draws_no_number_of_the_script(loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "planted_level", 1.0, raising=False)
+    read, change = level_in_a_library()
     dataset = Augmented(read)
+    loaders.exact = True
     loader = use(loaders, dataset)
     change(2.0)
     torch.manual_seed(1)
     found = torch.cat(list(loader))
+    assert loaders.part.reason == INVISIBLE
     torch.manual_seed(1)
     torch.empty((), dtype=torch.int64).random_()  # the seed that a loader draws for its workers
     assert torch.equal(found, torch.stack([dataset[row] for row in range(SAMPLES)]))

@@ -68,7 +68,7 @@ class SampleTable:
     """
 
     def __init__(self, *, exact: bool) -> None:
-        self._is_checked, self._exact, self._changes, self._checked = False, exact, 0, -1
+        self._is_checked, self.exact, self._changes, self._checked = False, exact, 0, -1
         self.clear()
 
     def clear(self) -> None:
@@ -86,7 +86,7 @@ class SampleTable:
 
     def is_complete(self, rows: Sequence[int]) -> bool:
         """Whether each of these samples was read often enough."""
-        reads, least = self._reads, 2 if self._exact or self._repeated < _REPEATED_SAMPLES else 1
+        reads, least = self._reads, 2 if self.exact or self._repeated < _REPEATED_SAMPLES else 1
         return bool(reads) and all(type(row) is int and 0 <= row < len(reads) and reads[row] >= least for row in rows)
 
     def has_changed(self, dataset: Any) -> bool:
@@ -136,7 +136,7 @@ class SampleTable:
         """Prepares a record; returns why the data set is unfit, else ""."""
         if not self._is_checked:
             self._is_checked = True
-            if why := _why_unfit(dataset) or (DatasetWatch(dataset).unfit if self._exact else ""):
+            if why := _why_unfit(dataset) or (DatasetWatch(dataset).unfit if self.exact else ""):
                 return why
         if self._reads and self._differs(summary):
             self.note_change()
