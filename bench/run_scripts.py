@@ -3,7 +3,8 @@
     python -m bench.run_scripts --sources FOLDER --calibrate                                 measures lengths for --seconds
     python -m bench.run_scripts --sources FOLDER --seconds 60 --pairs 1 --beside --record    the public scripts
     python -m bench.run_scripts --sources FOLDER --seconds 15 --numbers                      their printed numbers
-    python -m bench.run_scripts train.py other.py --pairs 3                                  scripts of your own
+    python -m bench.run_scripts train.py "other.py --epochs 3" --pairs 3                     scripts of your own
+    python -m bench.run_scripts "bench/small_training.py adam 90000" --only mnist --pairs 6 --record run-scripts-cost
 
 `bench/public_scripts/list.toml` lists the public scripts. Their repositories are fetched into FOLDER/OWNER/NAME unless they are
 there. reinforce and actor_critic need the package gymnasium, time_sequence matplotlib, makemore tensorboard, and super_resolution
@@ -11,7 +12,8 @@ six. `--calibrate` runs each script twice for some seconds and writes FOLDER/len
 
 The two runs of a pair follow each other in random order. With `--beside` both run at once, each on a core of its own, and again
 with the cores exchanged; such a pair has two times of each. The ratio is python's time over hotloop's; the interval is that of
-paired runs (95 %, from six pairs on).
+paired runs (95 %, from six pairs on). `cpu_ratio` is that of the user and system time of the process and its children, and
+`late_ratio` that of an update in the last third of the updates: see bench/late_steps.
 
 `--numbers` measures no times. Python runs three times with one thread and three times with two threads, and so does hotloop. The
 distance of two outputs is the root mean square of the relative differences of their numbers. `spread` is the largest distance of
@@ -27,6 +29,7 @@ import math
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -57,6 +60,9 @@ _CALIBRATED_PICTURES = 6_000
 
 _FORMS = ("python", "hotloop")
 
+_LATE_STEPS = Path(__file__).with_name("late_steps")
+"""A folder for PYTHONPATH, whose `sitecustomize` measures late steps."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -77,9 +83,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one process."""
+    """The end of one process.
+
+    Attributes:
+        cpu_s: user and system time of the process and its children.
+        late_cpu_s: CPU time of an update in the last third; None with few updates.
+    """
 
     seconds: float
+    cpu_s: float
+    late_cpu_s: float | None
     exit_code: int
     stdout: str
     stderr: str
@@ -96,9 +109,11 @@ def public_case(script: PublicScript, sources: Path, length: Length) -> Case:
     return Case(script.name, write, script.times, {"FASHION_MNIST_COUNT": str(length.pictures)})
 
 
-def own_case(path: Path) -> Case:
-    """Returns a script that runs in its own folder, without arguments."""
-    return Case(path.stem, lambda _: (path.resolve().parent, [str(path.resolve())]))
+def own_case(command: Path | str) -> Case:
+    """Returns a script that runs in its own folder; a text may have arguments after the path."""
+    name, *arguments = [str(command)] if isinstance(command, Path) else shlex.split(command)
+    path = Path(name).resolve()
+    return Case(" ".join([path.stem, *arguments]), lambda _: (path.parent, [str(path), *arguments]))
 
 
 class Process:
@@ -114,6 +129,8 @@ class Process:
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory()
         folder = Path(self._temporary.name)
+        self._late = folder / "late"
+        self._late.mkdir()
         place, command = case.prepare(folder)
         self._record = folder / "record.json"
         if form == "hotloop":
@@ -127,23 +144,32 @@ class Process:
             cwd=place,
             stdout=self._files[0],
             stderr=self._files[1],
-            env=_environment(place, threads) | dict(case.environment),
+            env=_environment(place, threads) | dict(case.environment) | {"LATE_STEPS": str(self._late)},
         )
 
     def end(self) -> Outcome:
         """Waits for the end; processes that run at once are waited for in threads, so that each time is its own."""
-        code = self._process.wait()
+        _, status, used = os.wait4(self._process.pid, 0)
         seconds = time.perf_counter() - self._began
+        code = self._process.returncode = os.waitstatus_to_exitcode(status)
+        late = [json.loads(path.read_text(encoding="utf-8")) for path in self._late.iterdir()]
+        late_cpu_s = max(late, key=lambda one: one["updates"])["late_cpu_s"] if late else None
         texts = [Path(file.name).read_text(encoding="utf-8") for file in self._files]
         for file in self._files:
             file.close()
         summary = json.loads(self._record.read_text(encoding="utf-8")) if self._record.is_file() else None
         self._temporary.cleanup()
-        return Outcome(seconds, code, texts[0], texts[1], summary)
+        return Outcome(seconds, used.ru_utime + used.ru_stime, late_cpu_s, code, texts[0], texts[1], summary)
 
 
 def _environment(place: Path, threads: int | None) -> dict[str, str]:
-    path = [str(STAND_INS), str(ROOT / "src"), str(place), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [
+        str(STAND_INS),
+        str(_LATE_STEPS),
+        str(ROOT / "src"),
+        str(place),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     fixed = {"PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0", "MPLBACKEND": "agg"}
     return dict(os.environ) | fixed | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
 
@@ -194,6 +220,12 @@ def measure(case: Case, pairs: int, options: Sequence[str], *, beside: bool = Fa
         "ratio": ratio.median,
         "low": ratio.low,
         "high": ratio.high,
+        "python_cpu_s": [one.cpu_s for one in plain],
+        "hotloop_cpu_s": [one.cpu_s for one in hosted],
+        "cpu_ratio": _paired([one.cpu_s for one in plain], [one.cpu_s for one in hosted]),
+        "python_late_cpu_s": [one.late_cpu_s for one in plain],
+        "hotloop_late_cpu_s": [one.late_cpu_s for one in hosted],
+        "late_ratio": _paired([one.late_cpu_s for one in plain], [one.late_cpu_s for one in hosted]),
         "exit_codes": sorted({one.exit_code for one in plain}),
         "exit_codes_equal": {one.exit_code for one in plain} == {one.exit_code for one in hosted},
         "stdout_equal": plain[0].stdout == hosted[0].stdout,
@@ -204,6 +236,15 @@ def measure(case: Case, pairs: int, options: Sequence[str], *, beside: bool = Fa
         "not_exchanged": [_line(part, part["reason"]) for part in summary["parts"] if not part["used"]],
         "notes": summary["notes"],
     }
+
+
+def _paired(plain: Sequence[float | None], hosted: Sequence[float | None]) -> dict[str, float | None] | None:
+    """Returns python's seconds over hotloop's, as median and interval; None if a run has none."""
+    known = [(one, other) for one, other in zip(plain, hosted, strict=True) if one and other]
+    if len(known) < len(plain):
+        return None
+    found = ratio_of([one for one, _ in known], [other for _, other in known], confidence=0.95)
+    return {"median": found.median, "low": found.low, "high": found.high}
 
 
 def _ends(processes: Sequence[Process]) -> list[Outcome]:
@@ -255,11 +296,12 @@ def geometric_mean(ratios: Sequence[float]) -> float | None:
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
-    if arguments.scripts:
-        return [own_case(path) for path in arguments.scripts]
+    own = [own_case(command) for command in arguments.scripts]
+    if own and not arguments.only:
+        return own
     listed = _listed(arguments)
     lengths = _read_lengths(arguments.sources)
-    return [
+    return own + [
         public_case(script, arguments.sources, script.length(arguments.seconds, lengths.get(script.name)))
         for script in listed
     ]
@@ -298,7 +340,7 @@ def calibrate(scripts: Sequence[PublicScript], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", type=Path, nargs="*", help="scripts of your own; without them, the public ones")
+    parser.add_argument("scripts", nargs="*", help="scripts of your own; without them, or with --only, public ones")
     parser.add_argument(
         "--sources", type=Path, default=Path(".bench/public_scripts"), help="folder of the repositories"
     )
@@ -309,7 +351,7 @@ def main() -> None:
     parser.add_argument("--beside", action="store_true", help="run both at once, on a core each")
     parser.add_argument("--numbers", action="store_true", help="compare printed numbers instead of times")
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--record", action="store_true", help="write a claim")
+    parser.add_argument("--record", nargs="?", const="run-scripts", metavar="NAME", help="write a claim (run-scripts)")
     arguments = parser.parse_args()
     if arguments.calibrate:
         calibrate(_listed(arguments), arguments.sources)
@@ -330,7 +372,7 @@ def main() -> None:
         figures["geometric_mean_with_exchange"] = geometric_mean(exchanged)
     print(json.dumps({name: value for name, value in figures.items() if name != "scripts"}))
     if arguments.record:
-        name = "run-scripts-numbers" if arguments.numbers else "run-scripts"
+        name = f"{arguments.record}-numbers" if arguments.numbers else arguments.record
         print(write_claim(name, f"python -m bench.run_scripts {' '.join(sys.argv[1:])}", None, figures))
 
 

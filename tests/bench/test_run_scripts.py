@@ -50,6 +50,31 @@ def test_a_pair_of_runs(tmp_path: Path, beside: bool) -> None:
     assert len(row["python_s"]) == len(row["hotloop_s"]) == (2 if beside else 1)
 
 
+def test_cpu_time_of_a_run_and_of_its_late_updates(tmp_path: Path) -> None:
+    """Under hotloop the planted script takes twice the CPU time in its late updates."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, torch\n"
+        "late_s = 2 * float(sys.argv[1]) if 'hotloop' in sys.modules else float(sys.argv[1])\n"
+        "optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)\n"
+        "for update in range(90):\n"
+        "    began = time.process_time()\n"
+        "    while time.process_time() - began < (late_s if update >= 50 else 0): pass\n"
+        "    optimizer.step()\n"
+    )
+    row = measure(own_case(f"{script} 0.02"), 1, [])
+    assert row["script"] == "script 0.02" and row["exit_codes"] == [0]
+    assert row["late_ratio"]["median"] < 0.7 and row["python_late_cpu_s"][0] >= 0.02
+    assert row["cpu_ratio"]["median"] < 1 and row["python_cpu_s"][0] > 40 * 0.02 and row["cpu_ratio"]["low"] is None
+
+
+@pytest.mark.parametrize("kind", ["adam", "rmsprop", "acting", "growing"])
+def test_the_trainings_with_nothing_to_win_train(kind: str) -> None:
+    script = Path(sources.__file__).parents[1] / "small_training.py"
+    done = subprocess.run([sys.executable, str(script), kind, "2"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("loss ")
+
+
 @pytest.mark.parametrize(("under_hotloop", "within"), [("1.001", True), ("1.5", False)])
 def test_numbers_beside_pythons_own_spread(tmp_path: Path, under_hotloop: str, within: bool) -> None:
     """The planted script prints another number for each number of threads, and another one under hotloop."""

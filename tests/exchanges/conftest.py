@@ -10,11 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
+from hotloop.exchanges import part as part_module
 from hotloop.exchanges.loader_exchange import LoaderExchange
 from hotloop.exchanges.modules import module_exchange, module_limits, module_site
 from hotloop.exchanges.modules.module_exchange import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
+from hotloop.exchanges.windows import paired_times
 from hotloop.exchanges.workers import worker_site
 from hotloop.exchanges.workers.worker_exchange import WorkerExchange
 
@@ -29,6 +31,13 @@ def end_by_signal() -> Iterator[Callable[..., None]]:
     before = signal.signal(signal.SIGTERM, raise_error)
     yield lambda *args, **kwargs: signal.raise_signal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, before)
+
+
+def set_clocks(monkeypatch: pytest.MonkeyPatch, now_s: Callable[[], float]) -> None:
+    """Lets wall time and CPU time be those of a test, on a machine without other programs."""
+    monkeypatch.setattr(time, "perf_counter", now_s)
+    monkeypatch.setattr(time, "process_time", now_s)
+    monkeypatch.setattr(paired_times, "_delays_s", dict)
 
 
 class Exchanged:
@@ -60,7 +69,9 @@ def _installed(kind: Callable[..., Any]) -> Iterator[Exchanged]:
 
 
 @pytest.fixture
-def optimizers() -> Iterator[Exchanged]:
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchanged]:
+    """Comparisons may take any share of so short a training."""
+    monkeypatch.setattr(part_module, "is_costly", lambda cost_s, run_s: False)
     yield from _installed(OptimizerExchange)
 
 

@@ -23,6 +23,7 @@ from hotloop.data.batch_difference import batch_difference
 from hotloop.exchanges import loader_exchange, sample_table
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges.sample_table import SampleTable, TableRefusal
+from tests.exchanges.conftest import set_clocks
 
 SAMPLES = 50
 
@@ -365,7 +366,7 @@ def test_the_race_counts_the_check_for_changes(loaders, monkeypatch: pytest.Monk
         return has_changed(table, source)
 
     monkeypatch.setattr(SampleTable, "has_changed", check)
-    monkeypatch.setattr(part_module, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    set_clocks(monkeypatch, lambda: clock[0])
     loader = DataLoader(dataset, batch_size=10)
     for _ in range(12):
         list(loader)
@@ -378,8 +379,7 @@ def test_recording_is_work_of_hotloop_and_the_script_s_own_loading_is_none(
     dataset, clock = Own(), [0.0]
     read = dataset.transform
     dataset.transform = lambda value: (clock.__setitem__(0, clock[0] + 1.0), read(value))[1]
-    for module in (part_module, loader_exchange):
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    set_clocks(monkeypatch, lambda: clock[0])
     summarize, compared = sample_table.dataset_summary, [0.0]
 
     def summarize_slowly(source: Any) -> Any:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.exchanges import part as part_module
-from hotloop.exchanges.modules import module_exchange, module_limits, module_proof, module_site
+from hotloop.exchanges.modules import module_limits, module_proof, module_site
 from hotloop.exchanges.modules.module_proof import compare_results
 from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.lowering.rewrites import REWRITE_FUNCTIONS
+from tests.exchanges.conftest import set_clocks
 
 SCRIPT = Path(__file__).parents[1] / "support/scripts/exchangeable_network.py"
 
@@ -424,7 +425,7 @@ def test_evaluation_and_other_batches_stay_eager(modules, used) -> None:
 def test_the_race_compares_whole_steps(modules, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock advances by one second in a step with the exchange, and by two in others."""
     now = [0.0]
-    monkeypatch.setattr(module_exchange.time, "perf_counter", lambda: now[0])
+    set_clocks(monkeypatch, lambda: now[0])
     model = network()
     train(model, 5, modules.step_ended)
     (site,) = modules.exchange._sites.values()
@@ -473,7 +474,7 @@ def test_a_fork_that_hangs_is_ended(modules, monkeypatch: pytest.MonkeyPatch) ->
     (site,) = modules.exchange._sites.values()
     assert site.process is not None
     monkeypatch.setattr(module_site.time, "monotonic", lambda: float("inf"))
-    losses += train(model, 1)
+    losses += train(model, 1, lambda: modules.exchange.step_ended(modules.exchange._steps + 1))
     assert site.process is None and "did not finish" in modules.part.reason
     assert losses == train(plain, 16) + train(plain, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 
 from hotloop.exchanges import exchange_cache
 from hotloop.exchanges import part as part_module
+from hotloop.exchanges.exchange_cache import Decisions
 from hotloop.exchanges.part import CallComparison, Part
+from hotloop.exchanges.windows import paired_times
 from hotloop.tuning.races.statistics import Ratio
+from tests.exchanges.conftest import set_clocks
 
 EQUAL = CallComparison(True, 10)
 
@@ -23,7 +27,7 @@ class Calls:
         self.now, self.forms = 0.0, list[str]()
         self.seconds = {"original": original_s, "exchanged": exchanged_s}
         self.comparison = EQUAL
-        monkeypatch.setattr(part_module.time, "perf_counter", lambda: self.now)
+        set_clocks(monkeypatch, lambda: self.now)
 
     def form(self, name: str) -> Callable[[], str]:
         def call() -> str:
@@ -134,20 +138,58 @@ def test_a_used_exchange_is_compared_again(monkeypatch: pytest.MonkeyPatch, chan
 
 def test_stored_exchanges_are_those_of_the_script_and_the_machine(tmp_path: Path) -> None:
     key = exchange_cache.script_key("a digest")
-    stored = {"optimizer: SGD": ("fused", Ratio(2.0, 1.9, 2.1, 12))}
-    assert exchange_cache.write_exchanges(tmp_path, key, stored) == []
-    assert exchange_cache.read_exchanges(tmp_path, key) == (stored, [])
+    faster = {"optimizer: SGD": ("fused", Ratio(2.0, 1.9, 2.1, 12))}
+    stored = Decisions(faster, {"module: Linear": "not faster"}, {"arguments": "nothing pays"})
+    assert exchange_cache.write_decisions(tmp_path, key, stored) == []
+    assert exchange_cache.read_decisions(tmp_path, key) == (stored, [])
     for other in ({"script": "other"}, {"torch": "1.0"}, {"threads": 99}, {"hotloop": "0"}, {"processor": "x"}):
-        assert exchange_cache.read_exchanges(tmp_path, {**key, **other}) == ({}, [])
+        assert exchange_cache.read_decisions(tmp_path, {**key, **other}) == (Decisions(), [])
     exact = exchange_cache.script_key("a digest", is_exact=True)
-    assert exchange_cache.read_exchanges(tmp_path, exact) == ({}, []), "fused is not for --exact"
+    assert exchange_cache.read_decisions(tmp_path, exact) == (Decisions(), []), "fused is not for --exact"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": {}, "parts": {}}'])
 def test_a_damaged_file_is_reported_and_raced_again(tmp_path: Path, text: str) -> None:
     key = exchange_cache.script_key("a digest")
-    exchange_cache.write_exchanges(tmp_path, key, {})
+    exchange_cache.write_decisions(tmp_path, key, Decisions())
     (file,) = (tmp_path / "exchanges").glob("*.json")
     file.write_text(text)
-    found, (note,) = exchange_cache.read_exchanges(tmp_path, key)
-    assert found == {} and "are raced again" in note
+    found, (note,) = exchange_cache.read_decisions(tmp_path, key)
+    assert found == Decisions() and "are raced again" in note
+
+
+def test_a_gain_in_wall_time_alone_is_none(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
+    """Other programs slow the original's calls; the CPU time is equal."""
+    calls, part = Calls(monkeypatch), part_of(changes)
+    cpu_s = itertools.count()
+    monkeypatch.setattr(part_module.time, "process_time", lambda: 0.02 * next(cpu_s))
+    calls.make(part, 300)
+    assert part.stage == "off" and part.reason.startswith("not faster: 1.00 times")
+
+
+def test_a_result_of_a_busy_machine_has_no_interval(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
+    calls, part = Calls(monkeypatch), part_of(changes)
+    monkeypatch.setattr(paired_times.PairedTimes, "was_busy", lambda times: True)
+    calls.make(part, 30)
+    record = part.as_record(used=True)
+    assert part.stage == "use" and record["was_busy"] and record["ratio"]["low"] is None
+
+
+def test_the_cost_of_a_lost_race_is_known(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
+    calls, part = Calls(monkeypatch, exchanged_s=0.05), part_of(changes)
+    calls.make(part, 300)
+    assert part.stage == "off" and calls.forms.count("exchanged") <= 4, "given up early"
+    assert part.cost_s == pytest.approx(0.03 * calls.forms.count("exchanged")) and "stopped after a loss" in part.reason
+
+
+def test_many_comparisons_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
+    calls, part = Calls(monkeypatch), part_of(changes, exact=True)
+    compare = calls.compare
+
+    def compare_slowly() -> tuple[Any, CallComparison]:
+        calls.now += 0.1
+        return compare()
+
+    monkeypatch.setattr(calls, "compare", compare_slowly)
+    calls.make(part, 1000)
+    assert part.cost_s <= 0.3 + 0.1 + 0.01 * calls.now

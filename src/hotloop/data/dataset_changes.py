@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import functools
 import itertools
+import mmap
 import sys
-import sysconfig
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from hotloop.core.installed_code import is_installed
 
 _MAX_OBJECTS, _MAX_ITEMS = 20_000, 1_000
 """Limits of visited objects, in total and per container: a data set may contain millions of names."""
 
 _MAX_BYTES, _SAMPLED_ELEMENTS = 1 << 16, 1_024
 """Largest array that is compared in full, and number of compared elements of a larger array."""
+
+_SMALL_BYTES = 256
+"""Largest tensor that is compared by its bytes too: `Tensor.data` and arrays that share memory change no version."""
+
+BUFFERS: tuple[Any, ...] = (bytearray, memoryview, array, mmap.mmap, ctypes.Structure.__mro__[-2])
+"""Kinds of memory that Python's own functions write into; the last one is the base of all ctypes objects."""
+
+DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = (
@@ -35,7 +48,7 @@ _LIBRARIES = (
     "hotloop",
 )
 
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 
 
 def dataset_summary(dataset: Any) -> tuple[Any, ...]:
@@ -78,10 +91,12 @@ def unchecked_part(dataset: Any) -> str:
     for count, value in enumerate(reachable_values(dataset), 1):
         if count == _MAX_OBJECTS:
             return f"more than {_MAX_OBJECTS:,} objects"
-        if isinstance(value, list | tuple | set | frozenset | Mapping) and len(value) > _MAX_ITEMS:
+        if isinstance(value, _CONTAINERS) and len(value) > _MAX_ITEMS:
             return f"a {type(value).__name__} of {len(value):,} items"
         if isinstance(value, np.ndarray) and (value.dtype.hasobject or value.nbytes > _MAX_BYTES):
             return f"an array of shape {'x'.join(map(str, value.shape))}"
+        if isinstance(value, BUFFERS) and memoryview(value).nbytes > _MAX_BYTES:
+            return f"an object of {type(value).__name__} with {memoryview(value).nbytes:,} bytes"
     return ""
 
 
@@ -124,19 +139,30 @@ def _object_summary(value: Any) -> tuple[Any, ...]:
     name = type(value).__qualname__
     if isinstance(value, Tensor):
         version = None if value.is_inference() else value._version
-        return name, tuple(value.shape), version, id(value)
-    if isinstance(value, np.ndarray):
+        return name, tuple(value.shape), version, id(value), small_content(value)
+    if isinstance(value, np.ndarray | np.void):
         return name, value.shape, _content(value)
-    return name, len(value) if isinstance(value, list | tuple | set | frozenset | Mapping) else id(value)
+    if isinstance(value, BUFFERS):
+        view = memoryview(value)
+        is_small = view.nbytes <= _MAX_BYTES or not view.c_contiguous
+        return name, view.tobytes() if is_small else _content(np.frombuffer(view, np.uint8))
+    return name, len(value) if isinstance(value, _CONTAINERS) else id(value)
 
 
-def _content(array: np.ndarray) -> bytes:
-    if array.dtype.hasobject:
+def small_content(tensor: Tensor) -> bytes:
+    """Returns the bytes of a small tensor; empty for others."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.nbytes > _SMALL_BYTES:
         return b""
-    if array.nbytes <= _MAX_BYTES:
-        return array.tobytes()
-    per_dim = round(_SAMPLED_ELEMENTS ** (1 / max(1, array.ndim)))
-    return array[tuple(slice(None, None, max(1, size // per_dim)) for size in array.shape)].tobytes()
+    return bytes(tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).tolist())
+
+
+def _content(values: Any) -> bytes:
+    if values.dtype.hasobject:
+        return b""
+    if values.nbytes <= _MAX_BYTES:
+        return values.tobytes()
+    per_dim = round(_SAMPLED_ELEMENTS ** (1 / max(1, values.ndim)))
+    return values[tuple(slice(None, None, max(1, size // per_dim)) for size in values.shape)].tobytes()
 
 
 def _referenced_objects(value: Any, through_code: bool) -> Iterator[Any]:
@@ -145,14 +171,17 @@ def _referenced_objects(value: Any, through_code: bool) -> Iterator[Any]:
         return
     if isinstance(value, Mapping):
         yield from itertools.chain.from_iterable(_first_items(value.items()))
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         yield from _first_items(value)
+        yield from attribute_values(value)
     elif isinstance(value, set | frozenset):
         yield from sorted(map(repr, _first_items(value)))
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, DESCRIPTORS):
+        yield function_of(value)
     elif isinstance(value, FunctionType):
         yield from _parts_of_function(value, through_code)
     elif isinstance(value, type):
@@ -163,6 +192,13 @@ def _referenced_objects(value: Any, through_code: bool) -> Iterator[Any]:
         yield from type(value).__mro__
 
 
+def function_of(descriptor: Any) -> Any:
+    """Returns the function of one of `DESCRIPTORS`; of a property the one that reads it."""
+    if isinstance(descriptor, property):
+        return descriptor.fget
+    return descriptor.func if isinstance(descriptor, functools.cached_property) else descriptor.__func__
+
+
 def _parts_of_function(function: FunctionType, through_code: bool) -> Iterator[Any]:
     if is_library_object(function):
         return
@@ -171,7 +207,7 @@ def _parts_of_function(function: FunctionType, through_code: bool) -> Iterator[A
             yield cell.cell_contents
         except ValueError:  # the cell is still empty
             continue
-    yield function.__defaults__
+    yield from (function.__defaults__, function.__kwdefaults__, vars(function))
     follows_code = through_code and function.__name__ != "__init__" and _is_of_script(str(function.__module__))
     for value in named_globals(function):
         is_followed = follows_code and not isinstance(value, ModuleType)
@@ -199,7 +235,7 @@ def _is_of_script(module: str) -> bool:
     if module == "__main__":
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return isinstance(file, str) and not file.startswith(_INSTALLED)
+    return isinstance(file, str) and not is_installed(file)
 
 
 @functools.lru_cache(maxsize=4096)

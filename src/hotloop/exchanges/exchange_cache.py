@@ -1,11 +1,11 @@
-"""The proven and faster exchanges of a script in the user's cache folder, so that its next run needs no race."""
+"""The decisions about a script's exchanges in the user's cache folder, so that its next run needs no race."""
 
 from __future__ import annotations
 
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,22 @@ from hotloop.tuning.races.statistics import Ratio
 
 StoredExchange = tuple[str, Ratio]
 """The exchange's name, and the time of the original over that of the exchange."""
+
+
+@dataclass
+class Decisions:
+    """What earlier runs of a script found.
+
+    Attributes:
+        faster: the proven and faster exchanges by the part's title.
+        refused: why a proof or a race refused all exchanges, by the part's title. An option of the process has its title
+            and the script's arguments, since other arguments may train another network.
+        plain: why the script runs as under python, by its arguments.
+    """
+
+    faster: dict[str, StoredExchange] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
 
 
 def script_key(script: str, *, is_exact: bool = False) -> dict[str, Any]:
@@ -39,29 +55,31 @@ def script_key(script: str, *, is_exact: bool = False) -> dict[str, Any]:
     }
 
 
-def read_exchanges(folder: Path, key: Mapping[str, Any]) -> tuple[dict[str, StoredExchange], list[str]]:
-    """Returns the stored exchanges by the part's title, and a note on a file that can't be used."""
-    path = _file(folder, key)
+def read_decisions(folder: Path, key: Mapping[str, Any]) -> tuple[Decisions, list[str]]:
+    """Returns the stored decisions, and a note on a file that can't be used."""
+    path = decisions_file(folder, key)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["key"] != key:
             raise ValueError("its content does not match its name")
-        return {title: (part["exchange"], Ratio(**part["ratio"])) for title, part in stored["parts"].items()}, []
+        faster = {title: (part["exchange"], Ratio(**part["ratio"])) for title, part in stored["parts"].items()}
+        return Decisions(faster, dict(stored["refused"]), dict(stored["plain"])), []
     except FileNotFoundError:
-        return {}, []
+        return Decisions(), []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, [f"the exchanges stored in {path} can't be used ({error}), so they are raced again"]
+        return Decisions(), [f"the exchanges stored in {path} can't be used ({error}), so they are raced again"]
 
 
-def write_exchanges(folder: Path, key: Mapping[str, Any], exchanges: Mapping[str, StoredExchange]) -> list[str]:
-    """Stores exchanges by the part's title; returns a note after a failure."""
-    parts = {title: {"exchange": name, "ratio": asdict(ratio)} for title, (name, ratio) in exchanges.items()}
+def write_decisions(folder: Path, key: Mapping[str, Any], found: Decisions) -> list[str]:
+    """Stores decisions; returns a note after a failure."""
+    parts = {title: {"exchange": name, "ratio": asdict(ratio)} for title, (name, ratio) in found.faster.items()}
+    text = {"key": dict(key), "parts": parts, "refused": found.refused, "plain": found.plain}
     try:
-        write_atomic(_file(folder, key), json.dumps({"key": dict(key), "parts": parts}, indent=2))
+        write_atomic(decisions_file(folder, key), json.dumps(text, indent=2))
     except HotloopError as error:
         return [f"the exchanges couldn't be stored for later runs: {error.given}"]
     return []
 
 
-def _file(folder: Path, key: Mapping[str, Any]) -> Path:
+def decisions_file(folder: Path, key: Mapping[str, Any]) -> Path:
     return folder / "exchanges" / f"{key_digest(key)}.json"

@@ -19,11 +19,12 @@ from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hotloop.core.patches import Patches
+from hotloop.core.random.rng import generator_restorer
 from hotloop.data.batch_difference import batch_difference
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison, Part
-from hotloop.exchanges.sample_table import SampleTable, TableRefusal, describe_dataset
+from hotloop.exchanges.sample_table import SampleTable, StaleSample, TableRefusal, describe_dataset
 from hotloop.profiler.base.transparency import hide_from_warnings
 from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
@@ -33,6 +34,12 @@ _FROM_MEMORY = ["cut from memory"]
 
 _MAX_PARTS = 32
 
+_RECENT_S = 1.0
+"""Seconds after the last fetch of a data set for which the script is likely to read on."""
+
+_load = _MapDatasetFetcher.fetch
+"""Torch's own function, which reads in this process."""
+
 
 class _LoadedDataset:
     """One data set that loaders read, with its part, and its table unless it is a `TensorDataset`."""
@@ -40,6 +47,7 @@ class _LoadedDataset:
     def __init__(self, dataset: Any, part: Part, ended: Callable[[Any], Any]) -> None:
         self.dataset, self.part = ref(dataset, ended), part
         self.table = None if type(dataset) is TensorDataset else SampleTable(exact=part.exact)
+        self.fetched_s = 0.0
 
 
 class LoaderExchange:
@@ -60,8 +68,22 @@ class LoaderExchange:
     def install(self) -> None:
         self._patches.patch(_MapDatasetFetcher, "fetch", self._exchanging())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no data set is cut from memory or tried."""
+        return all(known.part.stage == "off" for known in list(self._known.values()))
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the script now reads a data set without a decision."""
+        recent_s = time.perf_counter() - _RECENT_S
+        known = list(self._known.values())
+        return any(one.part.stage in ("proof", "race") and one.fetched_s > recent_s for one in known)
+
     def remove(self) -> None:
         self._patches.undo()
+
+    abandon = remove
 
     @hide_from_warnings
     def _exchanging(self) -> Callable[[Any], Any]:
@@ -69,7 +91,7 @@ class LoaderExchange:
             @functools.wraps(original)
             def fetch(fetcher: Any, index: Any) -> Any:
                 try:
-                    if not self._is_mine() or not _is_plain(fetcher, index):
+                    if not self._is_mine() or not _is_plain(fetcher, index) or self._is_refused(fetcher.dataset):
                         return original(fetcher, index)
                     return self._fetch(functools.partial(original, fetcher, index), fetcher.dataset, index)
                 except BaseException as error:
@@ -80,6 +102,12 @@ class LoaderExchange:
 
         return make
 
+    def _is_refused(self, dataset: Any) -> bool:
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        known = self._known.get(id(dataset))
+        return known is not None and known.part.stage == "off" and known.dataset() is dataset
+
     def _fetch(self, original: Callable[[], Any], dataset: Any, index: list[int]) -> Any:
         try:
             known, rows = self._source(dataset, index)
@@ -89,19 +117,21 @@ class LoaderExchange:
             return original()
         if known is None or form == _NO_EXCHANGE:
             return original()
+        known.fetched_s = time.perf_counter()
         part, table, source = known.part, known.table, known.dataset()
         assert source is not None
         if form == _RECORDED and table is not None:
             return _record(table, source, rows, original, part)
-        cut: Callable[[], Any] = (
-            functools.partial(_cut, source.tensors, rows) if table is None else functools.partial(table.cut, rows)
-        )
-        if table is not None and part.stage == "race":
-            cut = functools.partial(_check_and_cut, table, source, cut)
+        if table is None:
+            cut = exchanged = functools.partial(_cut, source.tensors, rows)
+        else:
+            cut = functools.partial(table.cut, rows)
+            changes = functools.partial(table.has_changed, source) if part.stage == "race" else None
+            exchanged = functools.partial(_cut_and_check, table, source, rows, changes)
         return part.call(
             original,
-            lambda: _cut_or_load(cut, original, part),
-            lambda: _compare(original, cut),
+            lambda: _cut_or_load(exchanged, original, part),
+            lambda: _compare(original, cut, part),
             enabled=self._is_enabled(),
         )
 
@@ -143,10 +173,25 @@ def _record(table: SampleTable, dataset: Any, rows: list[int], original: Callabl
         part.own_work_s -= own_s
 
 
-def _check_and_cut(table: SampleTable, dataset: Any, cut: Callable[[], Any]) -> Any:
-    """Cuts a batch in a race: the check for changes, which each later batch needs, counts as the exchange's time."""
-    table.has_changed(dataset)
-    return cut()
+def _cut_and_check(table: SampleTable, dataset: Any, rows: list[int], changes: Callable[[], bool] | None) -> Any:
+    """Cuts a batch, and compares one of its samples, which is read anew.
+
+    Args:
+        changes: in a race, the check for changes that each batch needs, which counts as the exchange's time.
+
+    Raises:
+        StaleSample: the sample differs.
+    """
+    if changes is not None:
+        changes()
+    one = table.next_of(rows)
+    restore = (
+        generator_restorer() if table.exact else lambda: None
+    )  # a data set that draws numbers has been refused before
+    if batch_difference(_load(_MapDatasetFetcher(dataset, True, default_collate, False), one), table.cut(one)):
+        restore()
+        raise StaleSample
+    return table.cut(rows)
 
 
 _NO_EXCHANGE, _RECORDED, _FROM_TENSORS = "no exchange", "recorded", "cut"
@@ -202,15 +247,20 @@ def _cut(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
 def _cut_or_load(cut: Callable[[], Any], original: Callable[[], Any], part: Part) -> Any:
     try:
         return cut()
+    except StaleSample:
+        part.take_back("a sample that is read anew differs, so the data set changed where no change is visible")
+        return original()
     except Exception as error:
         raise_signal_error(error)
         part.take_back(f"it raised {describe_error(error)}")
         return original()
 
 
-def _compare(original: Callable[[], Any], cut: Callable[[], Any]) -> tuple[Any, CallComparison]:
+def _compare(original: Callable[[], Any], cut: Callable[[], Any], part: Part) -> tuple[Any, CallComparison]:
     """Returns the script's own batch, and whether the exchange has the same bits, strides and containers."""
+    began = time.perf_counter()
     batch = original()
+    part.own_work_s -= time.perf_counter() - began  # the script's own loading is none of hotloop's work
     try:
         wrong = batch_difference(batch, cut())
         numbers = sum(value.numel() for value in tree_tensors(batch))

@@ -7,10 +7,13 @@ flags, its state and `state_dict()` stay the script's own, and other code that w
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import sys
+import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,11 +47,47 @@ _REFUSALS = 2
 MakePart = Callable[[str, str, Sequence[str]], Part]
 
 
+def _nothing() -> None:
+    """Stands for the reference to a state that is None."""
+
+
 class _Group:
-    """The part of one parameter group, found by its first parameter."""
+    """The part of one parameter group, found by its first parameter.
+
+    Attributes:
+        values: of the settings in the last call; equal objects need no second look.
+        fit_rows: parameters, their states and strides that fitted in the last call; a fused kernel iterates over memory.
+    """
 
     def __init__(self, first: Tensor, part: Part, settings: tuple[Any, ...]) -> None:
         self.first, self.part, self.settings = weakref.ref(first), part, settings
+        self.values: tuple[Any, ...] = ()
+        self.fit_rows: tuple[list[Any], list[Any]] | None = None
+
+    def has_same_values(self, values: Collection[Any]) -> bool:
+        return len(values) == len(self.values) and all(map(operator.is_, values, self.values))
+
+    def fits_still(self, lists: Sequence[Tensors]) -> bool:
+        """Whether a call has the tensors of a call that fitted, with gradients of the same strides."""
+        if self.fit_rows is None:
+            return False
+        references, strides = self.fit_rows
+        tensors = list(itertools.chain(lists[0], *lists[2:]))
+        if len(tensors) != len(references) or not all(map(operator.is_, tensors, [one() for one in references])):
+            return False
+        return all(
+            type(gradient) is Tensor
+            and gradient.layout is torch.strided
+            and gradient.stride() == stride == parameter.stride()
+            for parameter, gradient, stride in zip(lists[0], lists[1], strides, strict=True)
+            if parameter is not None
+        )
+
+    def note_fit(self, lists: Sequence[Tensors]) -> None:
+        references = [
+            _nothing if value is None else weakref.ref(value) for value in itertools.chain(lists[0], *lists[2:])
+        ]
+        self.fit_rows = references, [value.stride() for value in lists[0] if value is not None]
 
 
 class OptimizerExchange:
@@ -64,16 +103,32 @@ class OptimizerExchange:
         self._make_part, self._is_mine, self._is_enabled = make_part, is_mine, is_enabled
         self._groups: dict[tuple[str, int, int], _Group] = {}
         self._alike: defaultdict[Any, list[Part]] = defaultdict(list)
-        self._patches = Patches()
+        self._patches: dict[str, Patches] = {}
         self._made = 0
 
     def install(self) -> None:
         for name, lists in _LIST_COUNTS.items():
-            module = sys.modules[f"torch.optim.{name}"]
-            self._patches.patch(module, name, self._exchanging(name, lists))
+            if name not in self._patches:
+                patches = self._patches[name] = Patches()
+                patches.patch(sys.modules[f"torch.optim.{name}"], name, self._exchanging(name, lists))
 
     def remove(self) -> None:
-        self._patches.undo()
+        for patches in self._patches.values():
+            patches.undo()
+        self._patches = {}
+
+    abandon = remove
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no update is exchanged or tried."""
+        return all(group.part.stage == "off" or group.first() is None for group in self._groups.values())
+
+    def leave_refused(self) -> None:
+        """Gives back the updates of which no group is exchanged or tried."""
+        wanted = {name for (name, _, _), group in self._groups.items() if group.part.stage != "off"}
+        for name in self._patches.keys() - wanted:
+            self._patches.pop(name).undo()
 
     @hide_from_warnings
     def _exchanging(self, name: str, lists: int) -> Callable[[Any], Any]:
@@ -95,6 +150,7 @@ class OptimizerExchange:
         return make
 
     def _update(self, name: str, original: Callable[..., None], lists: Sequence[Tensors], kwargs: dict) -> None:
+        since_s = time.perf_counter()
         if not lists[0]:
             return original(*lists, **kwargs)
         try:
@@ -110,28 +166,36 @@ class OptimizerExchange:
             lambda: _run_exchange(original, lists, {**kwargs, **flags}, kwargs, part),
             lambda: (None, compare_update(original, lists, kwargs, flags)),
             enabled=self._is_enabled(),
+            since_s=since_s,
         )
 
     def _fit_part(self, name: str, lists: Sequence[Tensors], kwargs: dict) -> Part | None:
         """Returns the part of a call; None if the call is not exchanged."""
         if kwargs.get("lr") == 0:
             return None  # such as the first step of a warm-up, which shows no error of an update
-        part = self._part(name, lists[0], kwargs)
-        if part is None or part.stage == "off":
+        group = self._group(name, lists[0], kwargs)
+        if group is None or group.part.stage == "off":
             return None
-        if unfit := why_unfit(lists, kwargs):
-            part.reason = part.reason if part.proven else unfit
+        unfit = why_unfit(lists, kwargs, are_rows_known=group.fits_still(lists))
+        if unfit:
+            group.fit_rows = None
+            group.part.note_unfit(unfit)
             return None
-        return part
+        if group.part.stage == "use" and group.fit_rows is None:  # the states of the first calls are new
+            group.note_fit(lists)
+        return group.part
 
-    def _part(self, name: str, parameters: Tensors, kwargs: Mapping[str, Any]) -> Part | None:
-        """Returns the part of a parameter group; None if there are too many."""
+    def _group(self, name: str, parameters: Tensors, kwargs: Mapping[str, Any]) -> _Group | None:
+        """Returns a parameter group; None if there are too many."""
         first = parameters[0]
         assert first is not None
         key = (name, id(first), len(parameters))
-        settings = tuple((field, _setting_key(value)) for field, value in kwargs.items())
         group = self._groups.get(key)
-        if group is None or group.first() is not first:
+        is_known = group is not None and group.first() is first
+        if group is not None and is_known and (group.part.stage == "off" or group.has_same_values(kwargs.values())):
+            return group
+        settings = tuple((field, _setting_key(value)) for field, value in kwargs.items())
+        if group is None or not is_known:
             if self._made >= _MAX_PARTS:
                 return None
             self._made += 1
@@ -142,13 +206,14 @@ class OptimizerExchange:
             self._groups = {one: known for one, known in self._groups.items() if known.first() is not None}
             self._groups[key] = group
         elif group.settings != settings:
-            group.settings = settings
+            group.settings, group.fit_rows = settings, None
             group.part.restart(_EXACT_FORMS if group.part.exact else list(_FLAGS))
-        return group.part
+        group.values = tuple(kwargs.values())
+        return group
 
     def _made_part(self, shown: str, settings: tuple[Any, ...]) -> Part:
         part, alike = self._make_part("optimizer", shown, list(_FLAGS)), self._alike[shown, settings]
-        if part.exact:
+        if part.exact and part.stage != "off":
             part.restart(_EXACT_FORMS)
         if len(alike) >= _REFUSALS and all(one.stage == "off" for one in alike):
             part.refuse(alike[-1].reason)
@@ -185,8 +250,12 @@ def _versions(lists: Sequence[Tensors]) -> list[int]:
     return [-1 if value is None else value._version for tensors in lists for value in tensors]
 
 
-def why_unfit(lists: Sequence[Tensors], settings: Mapping[str, Any]) -> str:
-    """Returns why a call can't be exchanged; empty if it can."""
+def why_unfit(lists: Sequence[Tensors], settings: Mapping[str, Any], *, are_rows_known: bool = False) -> str:
+    """Returns why a call can't be exchanged; empty if it can.
+
+    Args:
+        are_rows_known: whether the parameters, gradients and states are known to fit.
+    """
     for flag in ("foreach", "fused"):
         if settings.get(flag) is not None:
             return f"the script sets {flag}={settings[flag]}"
@@ -200,6 +269,8 @@ def why_unfit(lists: Sequence[Tensors], settings: Mapping[str, Any]) -> str:
         return "a torch mode is active"
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return "several ranks make the same update, and each of them would choose by its own race"
+    if are_rows_known:
+        return ""
     count = len(lists[0])
     columns = [tensors for tensors in lists if tensors]
     if any(len(tensors) != count for tensors in columns):

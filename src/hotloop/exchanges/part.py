@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from hotloop.exchanges.call_race import CallRace
+from hotloop.exchanges.windows.paired_times import PairedTimes, is_costly, read_clocks
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 Stage = Literal["proof", "race", "use", "off"]
@@ -21,6 +22,9 @@ _EXACT_PROOFS, _EXACT_NUMBERS = 64, 2**14
 
 RECHECK_CALLS = 1000
 """Calls of a used exchange between two comparisons; a comparison takes as long as about five calls."""
+
+_MOST_ATTEMPTS = 32
+"""Calls that can't be compared, and changes of the part, after which the part is left as it is."""
 
 _NOISE = 1.02
 """A median speed above which a part that isn't used may be faster."""
@@ -53,7 +57,9 @@ class Part:
         earlier: the exchange's name and its ratio, if an earlier run of the script proved it faster.
 
     Attributes:
+        is_decided: whether a proof or a race of this run refused all exchanges, so that later runs needn't try them.
         own_work_s: seconds in which the script waited for comparisons, forks and compiling.
+        was_busy: whether the machine was busy during the race, whose result is neither sure nor stored.
     """
 
     def __init__(
@@ -74,12 +80,18 @@ class Part:
         self.exchange = exchanges[0]
         self.reason = ""
         self.notes: list[str] = []
-        self.own_work_s = 0.0
+        self.own_work_s = self._lost_s = self._compared_s = 0.0
+        self.was_busy, self._pairs = False, 0
+        self._made_s = time.perf_counter()
         self._waiting = list(exchanges[1:])
         self._changed = changed
+        self.is_decided = self._has_run = self.is_bitwise = False
+        self._attempts = 0
+        self._rounded: list[str] = []
         self._reset()
 
     def _reset(self) -> None:
+        self._rounded, self._has_run = self.rounded, False
         self.proven, self.numbers, self.is_bitwise = 0, 0, True
         self.race = CallRace()
         self.ratio: Ratio | None = None
@@ -91,14 +103,45 @@ class Part:
         return self._earlier is not None and self._earlier[0] == self.exchange
 
     @property
+    def rounded(self) -> list[str]:
+        """The exchanges that the script had results of, equal within rounding only."""
+        return self._rounded + [self.exchange] * (self._has_run and not self.is_bitwise)
+
+    def note_run(self) -> None:
+        """Notes that the script has results of the exchange, in a race or in use."""
+        self._has_run = True
+
+    @property
+    def times(self) -> PairedTimes:
+        """The times of the present race."""
+        return self.race.times
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that the part's proofs and races have cost the script."""
+        return self.own_work_s + self._lost_s + (self.times.lost_s if self.stage == "race" else 0.0)
+
+    @property
     def title(self) -> str:
         """Kind and name."""
         return f"{self.kind}: {self.name}"
 
     def restart(self, exchanges: Sequence[str]) -> None:
         """Begins anew, since the part has changed."""
-        self.stage, self.exchange, self._waiting, self.reason = "proof", exchanges[0], list(exchanges[1:]), ""
         self._reset()
+        self.stage, self.exchange, self._waiting, self.reason = "proof", exchanges[0], list(exchanges[1:]), ""
+        self._count_attempt("the script changes its settings again and again")
+
+    def _count_attempt(self, reason: str) -> None:
+        self._attempts += 1
+        if self._attempts >= _MOST_ATTEMPTS:
+            self.refuse(reason)
+
+    def note_unfit(self, reason: str) -> None:
+        """Notes a call that can't be exchanged, for a reason that may pass."""
+        self.reason = self.reason if self.proven else reason
+        if not self.proven:
+            self._count_attempt(reason)
 
     def call(
         self,
@@ -107,6 +150,7 @@ class Part:
         compare: Callable[[], tuple[Any, CallComparison]],
         *,
         enabled: bool,
+        since_s: float | None = None,
     ) -> Any:
         """Calls one of both forms and returns its result.
 
@@ -114,21 +158,26 @@ class Part:
             original, exchanged: the two forms.
             compare: calls both and returns the original's result with the comparison.
             enabled: whether a used exchange is on; False in a dry run, once the gain is known.
+            since_s: when hotloop began to choose, which an exchanged call takes longer than the script's own.
         """
         if self.stage == "proof":
-            return self._compare(compare)
+            waits = self.proven >= _PROOFS and is_costly(self._compared_s, time.perf_counter() - self._made_s)
+            return original() if waits else self._compare(compare)
         if self.stage == "race":
-            form = exchanged if self.race.exchanges_next else original
-            began = time.perf_counter()
-            result = form()
-            if self.stage == "race" and self.race.add(time.perf_counter() - began):
-                self.decide(self.race.ratio())
+            is_exchanged = self.race.exchanges_next
+            self._has_run |= is_exchanged
+            began = read_clocks()
+            choice_s = began.wall_s - since_s if is_exchanged and since_s is not None else 0.0
+            result = exchanged() if is_exchanged else original()
+            if self.stage == "race" and self.race.add(read_clocks().since(began).longer(choice_s)):
+                self.decide(self.times)
             return result
         if self.stage == "off" or not enabled:
             return original()
         self._calls += 1
         if self._calls % RECHECK_CALLS == 0:
             return self._compare(compare)
+        self._has_run = True
         return exchanged()
 
     def use_earlier(self) -> bool:
@@ -152,6 +201,7 @@ class Part:
     def as_record(self, *, used: bool) -> dict[str, Any]:
         """Returns the fields of `ExchangedPart`."""
         proof = "" if not self.proven else "bitwise" if self.is_bitwise else "fp32-equivalent"
+        ratio = replace(self.ratio, low=None, high=None) if self.ratio and self.was_busy else self.ratio
         return {
             "kind": self.kind,
             "name": self.name,
@@ -159,7 +209,9 @@ class Part:
             "used": used and self.stage == "use",
             "proof": proof,
             "proven": self.proven,
-            "ratio": None if self.ratio is None else asdict(self.ratio),
+            "pairs": self._pairs + (self.times.count if self.stage == "race" else 0),
+            "ratio": None if ratio is None else asdict(ratio),
+            "was_busy": self.was_busy,
             "reason": self.reason or ("" if self.stage == "use" else "the script ended before a decision"),
         }
 
@@ -173,8 +225,10 @@ class Part:
             self.own_work_s += time.perf_counter() - began
 
     def _compare(self, compare: Callable[[], tuple[Any, CallComparison]]) -> Any:
+        before_s = self.own_work_s
         with self.own_work():
             result, comparison = compare()
+        self._compared_s += self.own_work_s - before_s
         wrong = comparison.wrong
         if self.exact and not comparison.is_bitwise and not wrong:
             wrong = "its results are not bitwise equal"
@@ -188,6 +242,8 @@ class Part:
             self.is_bitwise = self.is_bitwise and comparison.is_bitwise
             if self.stage == "proof" and self._is_proven():
                 self.begin_race()
+        elif self.stage == "proof":
+            self._count_attempt("its results aren't finite")
         return result
 
     def _is_proven(self) -> bool:
@@ -204,23 +260,33 @@ class Part:
         self.stage, self.reason = "use", ""
         self._changed()
 
-    def decide(self, ratio: Ratio) -> None:
+    def decide(self, times: PairedTimes) -> None:
         """Uses the exchange if its race shows that it is faster, else tries the next one."""
-        self.ratio = ratio
-        if verdict_of(ratio) == "faster":
+        self.ratio, self.was_busy = times.ratio(), times.was_busy()
+        self._lost_s += times.lost_s
+        self._pairs += times.count
+        if self.ratio is None:
+            self._try_next("its race has no two windows with steps of the same kinds")
+        elif verdict_of(self.ratio) == "faster":
             self._use()
         else:
-            self._try_next(f"not {'surely ' if ratio.median > _NOISE else ''}faster: {_describe(ratio)}")
+            is_unsure = times.is_costly and self.ratio.median > 1
+            cost = f", stopped after a loss of {times.lost_s:.1f} s" if times.is_costly else ""
+            self._try_next(
+                f"not {'surely ' if self.ratio.median > _NOISE else ''}faster: {_describe(self.ratio)}{cost}"
+            )
+            self.is_decided &= not is_unsure  # a longer run may show more
 
     def _try_next(self, reason: str) -> None:
         self.reason = reason
         if not self._waiting:
+            self.is_decided = True
             self.refuse(reason)
             return
+        self._reset()
         refused, self.exchange = self.exchange, self._waiting.pop(0)
         self.reason = f"the script ended before a decision on {self.exchange}; {refused}: {reason}"
         self.stage = "proof"
-        self._reset()
 
 
 def _describe(ratio: Ratio) -> str:

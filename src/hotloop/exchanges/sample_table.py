@@ -1,8 +1,9 @@
 """The samples of a data set in memory, recorded from the batches that the script itself loads.
 
 A sample is used from memory after the script has read this sample once, and many samples twice with the same bits; with `--exact`,
-after two reads of this sample. Reading it may neither draw random numbers nor change the data set, and later changes of the
-data set must be visible in its summary.
+after two reads of this sample. Reading it may neither draw random numbers nor change the data set. Later changes of the data set
+are found in its summary, and by one sample of each batch that is read anew; with `--exact`, a data set that refers to an object
+whose changes no summary has is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hotloop.core.random.rng import generator_states
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.dataset_changes import dataset_summary, names_in_sample_code, reachable_values, unchecked_part
 from hotloop.errors import describe_error
+from hotloop.exchanges.workers.dataset_watch import DatasetWatch
 from hotloop.scripts.traceback_frames import raise_signal_error
 
 _MAX_MEMORY_SHARE = 0.25
@@ -54,6 +56,10 @@ class TableRefusal(Exception):
         self.reason, self.batch = reason, batch
 
 
+class StaleSample(Exception):
+    """A sample in memory differs from the same sample read anew."""
+
+
 class SampleTable:
     """Rows of all samples read so far, as tensors like a collated batch.
 
@@ -62,7 +68,7 @@ class SampleTable:
     """
 
     def __init__(self, *, exact: bool) -> None:
-        self._is_checked, self._exact, self._changes = False, exact, 0
+        self._is_checked, self.exact, self._changes, self._checked = False, exact, 0, -1
         self.clear()
 
     def clear(self) -> None:
@@ -80,12 +86,17 @@ class SampleTable:
 
     def is_complete(self, rows: Sequence[int]) -> bool:
         """Whether each of these samples was read often enough."""
-        reads, least = self._reads, 2 if self._exact or self._repeated < _REPEATED_SAMPLES else 1
+        reads, least = self._reads, 2 if self.exact or self._repeated < _REPEATED_SAMPLES else 1
         return bool(reads) and all(type(row) is int and 0 <= row < len(reads) and reads[row] >= least for row in rows)
 
     def has_changed(self, dataset: Any) -> bool:
         """Whether the data set differs from its state at the recorded reads."""
         return self._differs(dataset_summary(dataset))
+
+    def next_of(self, rows: Sequence[int]) -> list[int]:
+        """Returns the row of a batch whose sample is read anew: another place in each batch."""
+        self._checked += 1
+        return [rows[self._checked % len(rows)]]
 
     def _differs(self, summary: tuple[Any, ...]) -> bool:
         is_replaced = any(tensor() is None for tensor in self._tensors)  # another tensor may have the same id
@@ -125,7 +136,7 @@ class SampleTable:
         """Prepares a record; returns why the data set is unfit, else ""."""
         if not self._is_checked:
             self._is_checked = True
-            if why := _why_unfit(dataset):
+            if why := _why_unfit(dataset) or (DatasetWatch(dataset).unfit if self.exact else ""):
                 return why
         if self._reads and self._differs(summary):
             self.note_change()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ def run_with_exchanges(
             "dry_run": dry_run,
             "accept": accept,
             "script": _digest(path),
+            "arguments": hashlib.sha256(json.dumps([accept, *arguments]).encode()).hexdigest(),
             "cache": str(cache_folder()),
         },
         stdout=stdout,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import resource
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Collection, Mapping
@@ -23,6 +22,7 @@ from hotloop.core.files.source_files import files_of
 from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.machine import read_processor
 from hotloop.core.hardware.versions import result_versions
+from hotloop.core.installed_code import is_installed
 from hotloop.core.plan_request import AUTO, PlanRequest
 from hotloop.core.records.study import RULES_PLAN, ParameterRecord, StudyRecord, TrialProgress, Value
 from hotloop.core.records.training import SourceRecord
@@ -155,12 +155,12 @@ def describe(reference: str, make_task: bytes | None, space: Space, device: str 
 
 def installed_modules(known: Collection[str]) -> list[str]:
     """Returns the imported modules of installed packages without those that are known, in the order of their import."""
-    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders.append(str(Path(__file__).parents[1]))
+    own = str(Path(__file__).parents[1])
     return [
         name
         for name, module in list(sys.modules.items())
-        if name not in known and (getattr(module, "__file__", None) or "").startswith(tuple(folders))
+        if name not in known
+        and ((file := getattr(module, "__file__", None) or "").startswith(own) or is_installed(file))
     ]
 
 

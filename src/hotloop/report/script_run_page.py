@@ -11,19 +11,27 @@ _PROOFS = {
     "reduced-precision": "in reduced precision, as accepted",
 }
 
-_SHOWN_S = 0.1
-"""Least seconds of hotloop's own work that are shown."""
+_SHOWN_S, _SHOWN_SHARE = 0.1, 0.01
+"""Least seconds of hotloop's own work that are shown, and least share of the run by which it was slower."""
 
 
 def script_run_page(run: ScriptRun) -> str:
     """Returns the summary that `hotloop run` prints: gain, exchanges with their proofs, and what stays as it is."""
     used = [part for part in run.parts if part.used]
     others = [part for part in run.parts if not part.used]
+    if not used and not run.dry_run:
+        others = [part for part in others if _changed_bits(part)]  # the reasons of the rest are in the record
     lines = [f"hotloop: {_headline(run, used)}"]
-    if run.own_work_s >= _SHOWN_S:
-        lines.append(f"  comparing and compiling took {run.own_work_s:.1f} s of {run.seconds:.0f} s")
+    if used and run.own_work_s >= _SHOWN_S:
+        lines.append(
+            f"  hotloop's start, comparisons and lost races took {run.own_work_s:.1f} s of {run.seconds:.0f} s"
+        )
     lines += [f"  exchanged {_title(part)}: {part.exchange}, {_figures(part)}{more}" for part, more in _alike(used)]
     lines += [f"  {_label(run, part)} {_title(part)}: {_unused(part)}{more}" for part, more in _alike(others)]
+    if busy := sum(part.was_busy for part in run.parts):
+        lines.append(
+            f"  the machine was busy in {busy} race{'s' * (busy > 1)}: not sure, and not stored for the next run"
+        )
     lines += [f"  {note}" for note in dict.fromkeys(run.notes)]
     return "\n".join(lines)
 
@@ -40,13 +48,35 @@ def _alike(parts: list[ExchangedPart]) -> list[tuple[ExchangedPart, str]]:
 def _headline(run: ScriptRun, used: list[ExchangedPart]) -> str:
     if run.dry_run:
         return f"a dry run, {_gain(run.ratio)}" if run.ratio else "a dry run"
-    if not used:
-        if run.parts and run.notes:  # such as an exchange that was taken back
-            return "no exchange was in use at the script's end"
-        return "nothing was exchanged, and the script ran as under python"
-    return (
-        _gain(run.ratio) if run.ratio else "the gain of a whole step is unknown: too few steps followed the exchanges"
-    )
+    return "; ".join(filter(None, [_result(run, used), _loss(run, used)]))
+
+
+def _result(run: ScriptRun, used: list[ExchangedPart]) -> str:
+    if used:
+        return (
+            _gain(run.ratio)
+            if run.ratio
+            else "the gain of a whole step is unknown: too few steps followed the exchanges"
+        )
+    if any(map(_changed_bits, run.parts)):
+        return "no exchange was in use at the script's end, and steps of a race were equal to python's within rounding"
+    if run.parts and run.notes:  # such as an exchange that was taken back
+        return "no exchange was in use at the script's end"
+    return "nothing was exchanged, and the script ran as under python"
+
+
+def _loss(run: ScriptRun, used: list[ExchangedPart]) -> str:
+    """Returns by how much the whole run was slower; empty if it wasn't, or if the gain is unknown."""
+    lost_s = run.own_work_s - run.gained_s
+    if (used and run.ratio is None) or lost_s < max(_SHOWN_S, _SHOWN_SHARE * run.seconds):
+        return ""
+    next_run = f"; the next run starts {'with the exchanges' if used else 'without it'}" if run.is_stored else ""
+    return f"the run took about {lost_s:.1f} s longer: too short for what was tried{next_run}"
+
+
+def _changed_bits(part: ExchangedPart) -> bool:
+    """Whether a part that isn't used has changed results within rounding, in the pairs of its race."""
+    return bool(part.pairs) and part.proof != "bitwise"
 
 
 def _gain(ratio: SpeedRatio) -> str:

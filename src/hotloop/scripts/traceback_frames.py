@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -14,14 +15,19 @@ HIDDEN = "<hotloop, left out as importlib._bootstrap is>"
 _HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def leave_out_our_frames() -> None:
-    """Shows uncaught errors as if the script ran alone."""
+def leave_out_our_frames() -> Callable[[], None]:
+    """Shows uncaught errors as if the script ran alone; returns a function that gives `sys.excepthook` back."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, strip_own_frames(error))
 
+    def undo() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
     sys.excepthook = hook
+    return undo
 
 
 def raise_signal_error(error: BaseException) -> None:

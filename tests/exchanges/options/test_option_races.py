@@ -13,7 +13,10 @@ import torch
 from hotloop.exchanges.options import option_races, process_options
 from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
 from hotloop.exchanges.options.process_options import ProcessOption
+from hotloop.exchanges.windows.paired_times import Seconds
+from hotloop.exchanges.windows.step_times import TimedStep
 from hotloop.tuning.races.statistics import Ratio
+from tests.exchanges.conftest import set_clocks
 
 
 class Machine:
@@ -41,9 +44,22 @@ def part_of(option: ProcessOption, earlier: tuple[str, Ratio] | None = None) -> 
     return part
 
 
+NOW_S = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_clocks(monkeypatch, lambda: NOW_S[0])
+
+
+def step_of(step_s: float) -> TimedStep:
+    NOW_S[0] += step_s
+    return TimedStep(Seconds(step_s, step_s))
+
+
 def train(races: OptionRaces, machine: Machine, steps: int = 2000) -> int:
     """Returns the number of steps that races needed."""
-    return sum(races.step_ended(machine.step_s()) for _ in range(steps))
+    return sum(races.step_ended(step_of(machine.step_s())) for _ in range(steps))
 
 
 def test_faster_options_are_used_and_others_are_switched_off() -> None:
@@ -79,8 +95,8 @@ def test_one_long_step_refuses_no_race() -> None:
     part = part_of(replace(machine.option("threads"), longest_step_s=0.05))
     races = OptionRaces([part])
     for _ in range(5):
-        races.step_ended(0.01)
-    assert races.step_ended(0.3) and part.stage == "race"
+        races.step_ended(step_of(0.01))
+    assert races.step_ended(step_of(0.3)) and part.stage == "race"
 
 
 def test_an_option_of_an_earlier_run_needs_no_race() -> None:
@@ -202,7 +218,7 @@ def test_real_options_keep_their_stage_through_races_and_windows(
 
         part.option = replace(part.option, switch=switch)
     for _ in range(1000):
-        races.step_ended(0.010 * 0.8 ** sum(is_on.values()))
+        races.step_ended(step_of(0.010 * 0.8 ** sum(is_on.values())))
     assert [part.stage for part in parts] == ["use"] * len(parts) and len(parts) >= 2
     for enabled in (False, True, False):
         races.switch(enabled)

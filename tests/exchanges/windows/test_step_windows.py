@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.exchanges.windows import step_times
 from hotloop.exchanges.windows.step_windows import StepWindows
+from tests.exchanges.conftest import set_clocks
 
 
 class Optimizer:
@@ -17,7 +17,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, with_s: float) -> None:
         self.now, self.with_s = 0.0, with_s
-        monkeypatch.setattr(step_times.time, "perf_counter", lambda: self.now)
+        set_clocks(monkeypatch, lambda: self.now)
 
     def train(self, windows: StepWindows, steps: int, optimizers: list[Optimizer]) -> None:
         for _ in range(steps):

@@ -117,7 +117,7 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "generator": (lambda folder: random.Random(1), "random generator of its own"),
     "method of a generator": (lambda folder: torch.Generator().seed, "random generator of its own"),
     "iterator": (lambda folder: iter([1]), "an iterator"),
-    "bytearray": (lambda folder: bytearray(3), "an object of builtins.bytearray"),
+    "large bytearray": (lambda folder: bytearray(1 << 17), "an object of builtins.bytearray"),
     "large array": (lambda folder: _memory_map(folder, "r+"), "an array of shape 1048576"),
     "long nested list": (lambda folder: [[1]] * 1001, "a list of 1,001 items"),
     "sparse": (lambda folder: torch.zeros(3).to_sparse(), "torch.sparse_coo on cpu"),

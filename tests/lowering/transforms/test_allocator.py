@@ -89,6 +89,29 @@ def test_it_goes_back_to_where_glibc_was_by_itself(pages: dict[str, Any]) -> Non
     assert before < 16 << 20 and after == pytest.approx(20 << 20, rel=0.01)
 
 
+BLOCKS = """
+import ctypes, sys
+from hotloop.lowering.transforms.allocator import keep_freed_memory, leave_freed_memory
+library = ctypes.CDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
+if "untouched" not in sys.argv:
+    keep_freed_memory(True)
+    keep_freed_memory(False)
+if "left" in sys.argv:
+    leave_freed_memory()
+library.free(library.malloc(16 << 20))
+print("mapped" if ctypes.c_size_t.from_address(library.malloc(15 << 20) - 8).value & 2 else "kept")
+"""
+
+
+@pytest.mark.parametrize(("how", "ends"), [("untouched", "kept"), ("switched off", "mapped"), ("left", "kept")])
+def test_a_change_that_is_left_for_good_suits_larger_blocks_as_glibc_s_own_rules_do(how: str, ends: str) -> None:
+    """Any change ends these rules, by which a freed block raises the limit of blocks that the system gets back."""
+    done = subprocess.run([sys.executable, "-c", BLOCKS, how], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{ends}\n"
+
+
 def test_a_worker_keeps_nothing(pages: dict[str, Any]) -> None:
     assert pages["worker"] == [True, False]
 

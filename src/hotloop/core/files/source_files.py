@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hotloop.core.files.atomic_files import open_regular, read_regular
+from hotloop.core.installed_code import is_package_path
 from hotloop.errors import RunError, TaskError
 
 _VERSIONED_PACKAGES = ("hotloop", "torch", *sys.stdlib_module_names)
@@ -205,17 +206,13 @@ def enclosing_package(path: Path) -> str:
 def is_taken(name: str) -> bool:
     if name in sys.stdlib_module_names or name in ("__main__", "hotloop"):
         return True
-    return PathFinder.find_spec(name, [entry for entry in sys.path if is_installed(entry)]) is not None
-
-
-def is_installed(path: str) -> bool:
-    return "site-packages" in path or "dist-packages" in path
+    return PathFinder.find_spec(name, [entry for entry in sys.path if is_package_path(entry)]) is not None
 
 
 def make_importable(folder: Path) -> None:
     """Inserts the folder into `sys.path` before installed packages and after Python's own modules."""
     if str(folder) not in sys.path:
-        installed = (place for place, entry in enumerate(sys.path) if is_installed(entry))
+        installed = (place for place, entry in enumerate(sys.path) if is_package_path(entry))
         sys.path.insert(next(installed, len(sys.path)), str(folder))
 
 
@@ -257,7 +254,7 @@ def external_sources(files: Mapping[str, bytes], also: Iterable[str] = ()) -> di
         name = waiting.pop()
         spec = None if name in seen else _find_spec(name)
         seen.add(name)
-        if spec is None or not spec.has_location or spec.origin is None or is_installed(spec.origin):
+        if spec is None or not spec.has_location or spec.origin is None or is_package_path(spec.origin):
             continue
         if (text := _module_content(spec)) is None:
             continue
@@ -356,6 +353,6 @@ def _code_file(module: ModuleType) -> Path | None:
 
 def _is_below(module: ModuleType, root: Path) -> bool:
     path = _code_file(module)
-    if path is None or is_installed(str(path)) or path.is_relative_to(Path(__file__).resolve().parents[2]):
+    if path is None or is_package_path(str(path)) or path.is_relative_to(Path(__file__).resolve().parents[2]):
         return False
     return path.is_relative_to(root)

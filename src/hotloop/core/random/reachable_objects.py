@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotloop.core.files.source_files import is_installed
+from hotloop.core.installed_code import is_package_path
 
 MAX_OBJECTS = 20_000
 """Largest number of objects in a walk, which takes about 60 ms."""
@@ -266,7 +266,7 @@ def _belongs_to_user(value: Any) -> bool:
         name = str(value.__module__)
         file = value.__code__.co_filename if isinstance(value, FunctionType) else ""
         file = file or str(getattr(sys.modules.get(name), "__file__", "") or "")
-    return name.partition(".")[0] not in _SKIPPED_MODULES and not is_installed(file)
+    return name.partition(".")[0] not in _SKIPPED_MODULES and not is_package_path(file)
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:

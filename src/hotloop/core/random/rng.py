@@ -226,17 +226,27 @@ def generator_states() -> dict[str, Any]:
     }
 
 
-@contextmanager
-def preserve_generators(*devices: torch.device) -> Iterator[None]:
-    """Restores the global generators (Python, NumPy, torch's CPU and the devices) after the context."""
+def generator_restorer(*devices: torch.device) -> Callable[[], None]:
+    """Returns a function that restores the present states of the global generators: Python, NumPy, torch's CPU and the devices."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     modules = [(torch.get_device_module(device), device) for device in devices if device.type != "cpu"]
     states = [module.get_rng_state(device) for module, device in modules]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
         for (module, device), state in zip(modules, states, strict=True):
             module.set_rng_state(state, device)
+
+    return restore
+
+
+@contextmanager
+def preserve_generators(*devices: torch.device) -> Iterator[None]:
+    """Restores the global generators after the context."""
+    restore = generator_restorer(*devices)
+    try:
+        yield
+    finally:
+        restore()

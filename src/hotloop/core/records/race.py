@@ -330,8 +330,10 @@ class ExchangedPart(Record):
         used: whether the exchange was in use at the script's end.
         proof: `bitwise`, `fp32-equivalent` or `reduced-precision`; empty without a proof.
         proven: number of calls at which original and exchange were compared; 0 for `process`, whose options change no operation.
+        pairs: number of pairs of calls or of windows in which original and exchange were raced.
         ratio: time of the original over time of the exchange, for this part alone, of a module for a whole step; None
             without a race.
+        was_busy: whether other programs took a tenth of the time of the race, so that `ratio` has no interval and isn't stored.
         reason: why the exchange is not used; empty if it is.
     """
 
@@ -341,7 +343,9 @@ class ExchangedPart(Record):
     used: bool
     proof: str = ""
     proven: int = 0
+    pairs: int = 0
     ratio: SpeedRatio | None = None
+    was_busy: bool = False
     reason: str = ""
 
 
@@ -357,7 +361,9 @@ class ScriptRun(Record):
         dry_run: whether the exchanges were only tried.
         parts: the parts that hotloop could exchange.
         ratio: step time without the exchanges over step time with them; None if too few steps were compared.
-        own_work_s: seconds of `seconds` in which the script waited for comparisons, forks and compiling.
+        own_work_s: seconds of `seconds` that hotloop's start, comparisons, forks, compiling and lost races took.
+        gained_s: seconds that the exchanges saved, by `ratio`.
+        is_stored: whether the next run of the script begins with what this run found.
         notes: what else the user must know.
     """
 
@@ -366,6 +372,8 @@ class ScriptRun(Record):
     exit_code: int
     seconds: float
     own_work_s: float = 0.0
+    gained_s: float = 0.0
+    is_stored: bool = False
     steps: int = 0
     exact: bool = False
     dry_run: bool = False

@@ -28,21 +28,22 @@ class ChildLimit:
         self._spare_time: SpareTime | None = None
         self._steps, self._seconds = 0, 0.0
 
-    def step_ended(self, process: CompileProcess | None, seconds: float | None) -> None:
-        """Records a step.
+    def step_ended(self, process: CompileProcess | None, seconds: float | None, steps: int = 1) -> None:
+        """Records some steps.
 
         Args:
             process: the fork that runs now, or None.
-            seconds: of the step; None if unknown.
+            seconds: of the steps; None if unknown.
+            steps: their number.
         """
         if process is not self._process:
             self._process, self._spare_time, self._steps, self._seconds = process, None, 0, 0.0
             if process is not None and self._recent:
                 usual_s = statistics.median(self._recent)
                 self._spare_time = SpareTime(usual_s, process.pause, process.proceed, most_loss=_MOST_LOSS)
-        if seconds is None or (self._recent and seconds > _OTHER_WORK * statistics.median(self._recent)):
+        if seconds is None or (self._recent and seconds > _OTHER_WORK * steps * statistics.median(self._recent)):
             return
-        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
+        self._steps, self._seconds = self._steps + steps, self._seconds + seconds
         if self._seconds < _SPAN_S:
             return
         if self._spare_time is not None:

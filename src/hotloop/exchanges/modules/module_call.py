@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from hotloop.exchanges.modules.module_limits import TWICE, why_unfit_leaves
 from hotloop.profiler.base.transparency import hide_from_compiler
@@ -67,6 +68,22 @@ class RecordedCall:
 
     def _parameter_versions(self) -> list[tuple[int, int]]:
         return [(id(value), value._version) for value in self.module.parameters()]
+
+
+@hide_from_compiler
+def notice_gradient(result: Any, then: Callable[[], None]) -> None:
+    """Calls `then` once a backward reaches one of the result's tensors."""
+    handles: list[RemovableHandle] = []
+
+    def reached(gradient: Tensor) -> None:
+        if handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            then()
+
+    leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+    handles.extend(leaf.register_hook(reached) for leaf in leaves)
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

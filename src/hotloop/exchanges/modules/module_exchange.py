@@ -63,6 +63,7 @@ class ModuleExchange:
         self._make_part, self._is_mine, self._is_enabled, self._exact = make_part, is_mine, is_enabled, exact
         self._is_waiting = is_waiting
         self._sites: dict[int, ModuleSite] = {}
+        self._watched_until: int | None = None
         self._calls, self._compilations = Patches(), Patches()
         self._child_limit = ChildLimit()
         self._is_watching = self._is_inside = self._has_compiled = False
@@ -71,15 +72,31 @@ class ModuleExchange:
         self._steps = 0
 
     def install(self) -> None:
-        self._is_watching = True
-        self._calls.patch(nn.Module, "__call__", self._watching())
+        """Looks for networks from the next update on, so a script without training has no hook in its calls."""
+        self._watched_until = None
         self._compilations.patch(torch, "compile", self._noticing())
 
     def remove(self) -> None:
+        self.end()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Gives all calls back; the processes of a parent run on."""
+        self._is_watching = False
         self._calls.undo()
         self._compilations.undo()
         for site in self._sites.values():
-            site.remove()
+            site.uninstall()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next steps are needed, to find networks or to try one."""
+        return self._watched_until is None or self._is_watching or any(site.is_tried for site in self._sites.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no network is used or waits for a decision."""
+        return not self.is_busy and all(site.is_over for site in self._sites.values())
 
     def end(self) -> None:
         """Ends the processes that compile or prove."""
@@ -88,20 +105,24 @@ class ModuleExchange:
 
     def step_ended(self, steps: int) -> None:
         """Notes the number of the script's steps so far, after an optimizer's update."""
+        if self._watched_until is None:
+            self._watched_until, self._is_watching = steps + _WATCHED_STEPS, True
+            self._calls.patch(nn.Module, "__call__", self._watching())
         if steps == self._steps:
             return
-        now = time.perf_counter()
-        seconds = None if self._step_s is None or steps != self._steps + 1 else now - self._step_s
+        now, passed = time.perf_counter(), steps - self._steps
+        span_s = None if self._step_s is None else now - self._step_s
         self._steps, self._step_s = steps, now
-        if self._is_watching and self._sites and steps >= _WATCHED_STEPS:
+        if self._is_watching and steps >= self._watched_until:
             self._is_watching = False
             self._calls.undo()
-            for site in self._sites.values():
-                site.install()
+        if not self._sites:
+            return
         process = next((site.process for site in self._sites.values() if site.process is not None), None)
-        self._child_limit.step_ended(process, seconds)
-        for site in self._sites.values():
-            site.step_ended(seconds)
+        self._child_limit.step_ended(process, span_s, passed)
+        if not self._is_watching:
+            for site in self._sites.values():
+                site.step_ended(steps, span_s if passed == 1 else None)
 
     @hide_from_warnings
     def _watching(self) -> Callable[[Any], Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils import _pytree as pytree
+
+from hotloop.core.installed_code import is_installed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -135,11 +136,10 @@ def _why_differentiated_twice() -> str:
 
 def _script_files() -> Iterator[Path]:
     """Yields the source files of imported modules that are neither Python's nor installed."""
-    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     own = str(Path(__file__).parents[2])
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and not file.startswith((*installed, own)):
+        if isinstance(file, str) and file.endswith(".py") and not file.startswith(own) and not is_installed(file):
             yield Path(file)
 
 

@@ -6,6 +6,7 @@ The module object, its class, hooks, parameters and `state_dict()` stay the scri
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 import weakref
@@ -19,7 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hotloop.core.processes.compile_process import CompileProcess
 from hotloop.errors import describe_error
-from hotloop.exchanges.modules.module_call import RecordedCall, call_signature, has_differentiated_input
+from hotloop.exchanges.modules.module_call import (
+    RecordedCall,
+    call_signature,
+    has_differentiated_input,
+    notice_gradient,
+)
 from hotloop.exchanges.modules.module_limits import (
     is_plain_training_call,
     why_hooked,
@@ -28,6 +34,7 @@ from hotloop.exchanges.modules.module_limits import (
 )
 from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
+from hotloop.exchanges.windows.paired_times import Seconds
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
@@ -35,6 +42,12 @@ _KNOWN_CALLS, _LEAST_SHARE = 10, 0.6
 """Calls after which the most frequent kind of call is known, and its least share."""
 
 _MOST_KINDS = 64
+
+_ACTING_CALLS = 200
+"""Counted calls in a row without a backward, after which a module is one for acting, targets or evaluation."""
+
+_MISSED_BACKWARDS = 16
+"""Recorded calls in a row without a backward, after which the module stays as it is."""
 
 _CHECKED_CALLS = 4
 """Calls between two proofs before the race."""
@@ -57,7 +70,8 @@ run of unknown length likely saves more."""
 _torch_compile = torch.compile
 """torch's own function: the exchange notices the script's calls of `torch.compile`."""
 
-Phase = Literal["count", "record", "wait", "compile", "ready"]
+Phase = Literal["count", "record", "wait", "ready", "compile"]
+"""In `wait` a fork compiles, and in `ready` the module waits until its calls would have paid for compiling in place."""
 
 
 def _inlined(module: nn.Module) -> Callable[..., Any]:
@@ -86,7 +100,9 @@ class _SealedBackend:
 
 @hide_from_compiler
 class ModuleSite:
-    """Chooses the form of each call of a module.
+    """Chooses the form of each call of a module, while its calls are counted, recorded or exchanged.
+
+    Only a call that a gradient reaches is a training call: calls for acting, targets and evaluation have no backward.
 
     Args:
         module: the script's.
@@ -117,24 +133,51 @@ class ModuleSite:
         self._kinds: Counter[Any] = Counter()
         self._signature: Any = None
         self._errors = ModuleErrors()
-        self._calls = self._tries = self.calls_in_step = 0
-        self._saved_s = self._process_until = 0.0
-        self._is_in_place = self.exchanges_step = self._is_counted = False
-        self._handles = RemovableHandle.next_id
+        self._calls = self._checked_at = self._tries = 0
+        self.calls_in_step, self._usual_calls = 0, 1
+        self._acting = self._missed = self._skipped = 0
+        self._first_step = self._steps = self._counted_from = 0
+        self._rate = self._saved_s = self._process_until = self._cpu_s = 0.0
+        self._is_in_place = self.exchanges_step = self._is_counted = self._has_recorded = False
+        self._handles = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy or a file of the module has torch's default instead
 
     def install(self) -> None:
+        """Takes the place of the module's calls."""
         module = self._module()
-        if module is not None and self.part.stage != "off":
-            object.__setattr__(module, "_compiled_call_impl", self)
+        if module is None or self.part.stage == "off" or self.is_installed:
+            return
+        if module._compiled_call_impl is not None:
+            self.leave("the script compiles it")
+            return
+        object.__setattr__(module, "_compiled_call_impl", self)
+        self._handles = -1  # hooks may be new
+
+    def uninstall(self) -> None:
+        """Gives the module's calls back."""
+        if self.is_installed:
+            del vars(self._module())["_compiled_call_impl"]
+
+    @property
+    def is_installed(self) -> bool:
+        module = self._module()
+        return module is not None and vars(module).get("_compiled_call_impl") is self
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the module is left as it is, or freed."""
+        return self.part.stage == "off" or self._module() is None
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the module's calls are counted, recorded, proven or raced now."""
+        return self.is_installed and self.part.stage != "use"
 
     def remove(self) -> None:
         self.end()
-        module = self._module()
-        if module is not None and vars(module).get("_compiled_call_impl") is self:
-            del vars(module)["_compiled_call_impl"]
+        self.uninstall()
 
     def end(self) -> None:
         """Ends the fork, if there is one."""
@@ -150,21 +193,59 @@ class ModuleSite:
             self.part.refuse(reason)
         self.remove()
 
-    def step_ended(self, seconds: float | None) -> None:
-        """Adds a step's time to the race, and chooses the form of the next step's calls.
+    def step_ended(self, steps: int, seconds: float | None) -> None:
+        """Adds a step's time to the race, and decides about the next step's calls.
 
         Args:
+            steps: number of the script's steps so far.
             seconds: of the step; None if unknown.
         """
+        self._first_step, self._steps = self._first_step or steps, steps
+        if self.process is not None and self.process.is_ready:
+            self._process_ended(self.process.result(_READ_S))
+        elif self.process is not None and time.monotonic() > self._process_until:
+            self.leave(f"compiling and comparing did not finish within {_MOST_PROCESS_S:.0f} s")
+        self._end_recording()
+        self._race(seconds)
+        self._usual_calls, self.calls_in_step = self.calls_in_step or self._usual_calls, 0
+        if self._module() is None and self.part.stage in ("proof", "race"):
+            self.part.refuse("the script freed it before a decision")
+        elif self._wants_calls():
+            self.install()
+        else:
+            self.uninstall()
+
+    def _end_recording(self) -> None:
+        """Notes that no backward followed the recorded call of this step, which another call of a step may have."""
+        if self._has_recorded and self.process is None and self.part.stage != "off":
+            self._missed, self._skipped = self._missed + 1, self._skipped + 1
+            if self._missed >= _MISSED_BACKWARDS and self.part.stage == "proof":
+                self.leave("no backward follows its calls")
+        self._has_recorded = False
+
+    def _wants_calls(self) -> bool:
+        """Whether the next calls are counted, recorded or exchanged; else they are the script's own."""
+        if self.part.stage == "off":
+            return False
+        if self._is_in_place:
+            return True
+        if self._phase == "ready":
+            return self._has_paid
+        if self._phase == "count" and not self.is_installed:
+            self._counted_from = self._steps
+        return self._phase != "wait" and self._may_begin(self)
+
+    def _race(self, seconds: float | None) -> None:
         part = self.part
         if part.stage == "race":
-            if self._is_counted and self.calls_in_step and seconds is not None and part.race.add(seconds):
+            before_s, self._cpu_s = self._cpu_s, time.process_time()
+            is_raced = self._is_counted and self.calls_in_step > 0
+            if is_raced and seconds is not None and part.race.add(Seconds(seconds, self._cpu_s - before_s)):
                 self._decide()
             self.exchanges_step, self._is_counted = part.race.exchanges_next, True
-        self.calls_in_step = 0
 
     def _decide(self) -> None:
-        self.part.decide(self.part.race.ratio())
+        self.part.decide(self.part.times)
         if self.part.stage == "off":
             self.remove()
 
@@ -190,55 +271,60 @@ class ModuleSite:
         self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any]:
         """Returns the form of a call."""
-        if self.process is not None and self.process.is_ready:
-            self._process_ended(self.process.result(_READ_S))
-        elif self.process is not None and time.monotonic() > self._process_until:
-            self.leave(f"compiling and comparing did not finish within {_MOST_PROCESS_S:.0f} s")
         self._check_hooks(module)
-        if self._is_resting():  # most calls of a short run, so before all that takes longer
-            self._calls += module.training
-            return plain
         if self.part.stage == "off" or not is_plain_training_call(module) or has_differentiated_input(args, kwargs):
             return plain
         signature = call_signature(args, kwargs)
         if self._phase == "count":
-            self._count(signature)
-            return plain
-        self._calls += 1
+            return functools.partial(self._counted, signature)
         if signature != self._signature:
             return plain
+        self._calls += 1
         self.calls_in_step += 1
-        if self._phase == "record" and self._may_begin(self):
-            return self._recorded
-        if self._phase == "ready" and self._has_paid:
+        if self._phase == "ready":
             self._compile(module, args, kwargs)
             return plain
-        if not self._is_in_place:
-            return plain
-        return self._choose_in_place(plain)
+        if self._is_in_place:
+            return self._choose_in_place(plain)
+        return self._recorded if self._phase == "record" and self._can_record() else plain
 
-    def _is_resting(self) -> bool:
-        """Whether a call can't begin anything: the module waits for its time or for its fork."""
-        if self._phase == "record":
-            return not self._may_begin(self)
-        return self._phase == "wait" or (self._phase == "ready" and not self._has_paid)
+    def _can_record(self) -> bool:
+        """Whether this call is recorded: one of a step, and another one after calls without a backward."""
+        is_next = not self._has_recorded and self.calls_in_step > self._skipped % self._usual_calls
+        return is_next and self._may_begin(self)
 
     @property
     def _has_paid(self) -> bool:
         """Whether the calls so far would have saved what compiling in place takes."""
-        return self.part.was_faster or self._calls * self._saved_s >= _IN_PLACE_S
+        calls = self._rate * (self._steps - self._first_step)
+        return self.part.was_faster or calls * self._saved_s >= _IN_PLACE_S
 
     def _choose_in_place(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         stage = self.part.stage
         due = _CHECKED_CALLS if stage == "proof" else RECHECK_CALLS
-        if stage in ("proof", "use") and self._calls % due == 0 and self._may_begin(self):
+        if stage in ("proof", "use") and self._calls - self._checked_at >= due and self._can_record():
             return self._recorded
         if stage == "race":
             return self._exchanged if self.exchanges_step else plain
         return self._exchanged if stage == "use" and self._is_enabled() else plain
 
+    def _counted(self, signature: Any, *args: Any, **kwargs: Any) -> Any:
+        """Makes the script's own call, and counts the call once a gradient reaches its result."""
+        module = self._module()
+        assert module is not None
+        result = module._call_impl(*args, **kwargs)
+        self._acting += 1
+        if self._acting >= _ACTING_CALLS:
+            self.leave(f"{_ACTING_CALLS} calls in a row had no backward")
+        else:
+            notice_gradient(result, lambda: self._count(signature))
+        return result
+
     def _count(self, signature: Any) -> None:
-        """Finds the kind of call that is exchanged: the most frequent one."""
+        """Finds the kind of training call that is exchanged: the most frequent one."""
+        if self._phase != "count":
+            return
+        self._acting = 0
         if len(self._kinds) < _MOST_KINDS:
             self._kinds[signature] += 1
         total = self._kinds.total()
@@ -247,7 +333,7 @@ class ModuleSite:
         self._signature, most = self._kinds.most_common(1)[0]
         if most < _LEAST_SHARE * total:
             self.leave(f"its inputs have {len(self._kinds)} kinds of shapes in {total} calls, each to be compiled")
-        self._phase = "record"
+        self._phase, self._rate = "record", total / max(1, self._steps - self._counted_from)
 
     def _check_hooks(self, module: nn.Module) -> None:
         """Each new hook of any module or tensor gets a number from torch's counter."""
@@ -260,6 +346,7 @@ class ModuleSite:
         """Makes the script's own call, and forks at the end of its backward."""
         module = self._module()
         assert module is not None
+        self._has_recorded = True
         call = self._record(module, args, kwargs)
         result = module._call_impl(*args, **kwargs)
         if call is None:
@@ -314,6 +401,7 @@ class ModuleSite:
 
         with self.part.own_work():
             self.process = CompileProcess(work)
+        self._missed, self._checked_at = 0, self._calls
 
     def _process_ended(self, found: dict[str, Any]) -> None:
         self.end()
@@ -369,6 +457,7 @@ class ModuleSite:
         """Calls the compiled module; after an error, the script's own, whose error is the script's."""
         compiled, module = self._compiled, self._module()
         assert compiled is not None and module is not None
+        self.part.note_run()
         state = torch.get_rng_state()
         try:
             return compiled(*args, **kwargs)

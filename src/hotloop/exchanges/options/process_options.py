@@ -14,12 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from hotloop.core.hardware.allocators import active_allocator
-from hotloop.lowering.transforms.allocator import keep_freed_memory
+from hotloop.lowering.transforms.allocator import keep_freed_memory, leave_freed_memory
+from hotloop.margins import MARGIN
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 
 _LONGEST_STEP_S = 0.1
 """Seconds. Threads wait for each other some microseconds per operation, which is little in a longer step."""
+
+_FAULT_S = 2e-6
+"""At most about the seconds of a page fault, in which the system zeroes the page."""
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Processors with products in bf16, in the names of `torch.cpu.get_capabilities`."""
@@ -36,6 +40,8 @@ class ProcessOption:
         switch: switches it on or off.
         conflict: returns why the script's own settings exclude it; empty if they don't.
         longest_step_s: longest step that it may make faster; a race of longer steps would cost too much.
+        without_gain: returns why steps of so many seconds, with so many page faults each, can't gain; empty if they can.
+        leave: puts the process back after the last use, and returns what stays different; empty if nothing does.
     """
 
     name: str
@@ -44,6 +50,8 @@ class ProcessOption:
     switch: Callable[[bool], None]
     conflict: Callable[[], str] = lambda: ""
     longest_step_s: float = math.inf
+    without_gain: Callable[[float, float], str] = lambda step_s, faults: ""
+    leave: Callable[[], str] = lambda: ""
 
 
 def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption]:
@@ -56,13 +64,29 @@ def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption
     options = [] if exact else _thread_options()  # first: a network is compiled for a number of threads
     if active_allocator() is not None:
         name = "memory that a step frees stays with the process"
-        options.append(ProcessOption("allocator", name, "bitwise", keep_freed_memory))
+        options.append(
+            ProcessOption(
+                "allocator", name, "bitwise", keep_freed_memory, without_gain=_few_faults, leave=_leave_allocator
+            )
+        )
     if not exact:
         options.append(_subnormal_option())
     if accepts_reduced:
         name, switch = "products of fp32 numbers", _Precision()
         options.append(ProcessOption(name, "TF32 or bf16", "reduced-precision", switch, switch.conflict))
     return options
+
+
+def _few_faults(step_s: float, faults: float) -> str:
+    """A step gains the time of its page faults at most; a race would end glibc's dynamic thresholds."""
+    is_little = faults * _FAULT_S < MARGIN * step_s
+    return f"a step has {faults:.0f} page faults, so there is nothing to gain" if is_little else ""
+
+
+def _leave_allocator() -> str:
+    if not leave_freed_memory():
+        return ""
+    return "its race has fixed the limits of glibc's allocator, at their largest values: blocks below 32 MB stay, up to 64 MB"
 
 
 def _thread_options() -> list[ProcessOption]:

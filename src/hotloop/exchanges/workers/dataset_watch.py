@@ -20,6 +20,7 @@ from types import (
     ClassMethodDescriptorType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
@@ -32,13 +33,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotloop.data.dataset_changes import PLAIN, attribute_values, is_library_object, named_globals
+from hotloop.data.dataset_changes import (
+    BUFFERS,
+    DESCRIPTORS,
+    PLAIN,
+    attribute_values,
+    function_of,
+    is_library_object,
+    named_globals,
+    small_content,
+    value_summary,
+)
 
 _MAX_OBJECTS, _MAX_ITEMS = 20_000, 1_000
 """Limits of followed objects in total, and of items of a container that are followed; further items must be constants."""
 
 _MAX_BYTES = 1 << 22
 """Largest array that is compared at each check."""
+
+_MAX_BUFFER_BYTES = 1 << 16
+"""Largest other memory that is compared at each check."""
 
 _CONSTANTS = (*PLAIN, PurePath, np.generic)
 
@@ -48,7 +62,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.ran
 
 _CODE = (
     *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial),
-    *(property, staticmethod, classmethod, functools.cached_property),
+    *DESCRIPTORS,
     *(GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType),
     *(WrapperDescriptorType, ClassMethodDescriptorType),
 )
@@ -72,7 +86,7 @@ class DatasetWatch:
         visited, waiting = set[int](), deque([dataset])
         while waiting:
             value = waiting.popleft()
-            if isinstance(value, _CONSTANTS) or id(value) in visited:
+            if _is_constant_value(value) or id(value) in visited:
                 continue
             visited.add(id(value))
             if len(visited) > _MAX_OBJECTS:
@@ -120,12 +134,8 @@ def _parts_of_code(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, staticmethod | classmethod):
-        yield value.__func__
-    elif isinstance(value, property):
-        yield value.fget
-    elif isinstance(value, functools.cached_property):
-        yield value.func
+    elif isinstance(value, DESCRIPTORS):
+        yield function_of(value)
     elif _is_library_code(value):
         return
     elif isinstance(value, type):
@@ -144,7 +154,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # the cell is still empty
             continue
-    yield from (function.__defaults__, function.__kwdefaults__)
+    yield from (function.__defaults__, function.__kwdefaults__, vars(function))
     yield from (value for value in named_globals(function) if not isinstance(value, ModuleType))
 
 
@@ -157,7 +167,12 @@ def _is_library_code(value: Any) -> bool:
 def _content(value: Any) -> Any:
     """Returns the state of a value that has no parts."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.data_ptr(), None if value.is_inference() else value._version
+        version = None if value.is_inference() else value._version
+        return tuple(value.shape), value.data_ptr(), version, small_content(value)
+    if isinstance(value, np.void):
+        return value.tobytes()
+    if isinstance(value, BUFFERS):
+        return value_summary(value)
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject or _is_constant(value) else value.tobytes()
     if _is_table(value):
@@ -175,7 +190,7 @@ def _why_unfit(value: Any) -> str:
         is_plain = value.device.type == "cpu" and value.layout == torch.strided
         return "" if is_plain else f"it holds a tensor that is {value.layout} on {value.device.type}"
     if isinstance(value, io.IOBase):
-        return "it holds an open file, which its processes would share"
+        return "it holds an open file, which can't be compared, and which its processes would share"
     if any(value is known for known in _global_generators()):
         return ""  # whose states are compared
     if isinstance(value, _GENERATORS):
@@ -193,9 +208,16 @@ def _why_unfit(value: Any) -> str:
         items = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
         if len(value) > _MAX_ITEMS and not all(map(_is_flat, items)):
             return unnoticed
+    elif isinstance(value, BUFFERS):
+        if memoryview(value).nbytes > _MAX_BUFFER_BYTES:
+            return unnoticed
     elif _is_opaque(value):
         return unnoticed
-    return "" if _is_copyable(value) else f"it holds an object that its processes would share ({kind})"
+    return (
+        ""
+        if _is_copyable(value)
+        else f"it holds an object that can't be compared, and that its processes would share ({kind})"
+    )
 
 
 def _global_generators() -> tuple[Any, ...]:
@@ -211,14 +233,23 @@ def _is_opaque(value: Any) -> bool:
 def _is_copyable(value: Any) -> bool:
     """Whether Python can copy an object; locks, sockets and connections can't be copied."""
     try:
-        return type(value) in copyreg.dispatch_table or value.__reduce_ex__(2) is not None
+        return (
+            type(value) is MappingProxyType
+            or type(value) in copyreg.dispatch_table
+            or value.__reduce_ex__(2) is not None
+        )
     except Exception:  # `__reduce_ex__` of the script's own class may raise anything
         return False
 
 
 def _is_flat(item: Any) -> bool:
     """Whether an item of a long container can't change."""
-    return isinstance(item, _CONSTANTS) or (type(item) is tuple and all(isinstance(one, _CONSTANTS) for one in item))
+    return _is_constant_value(item) or (type(item) is tuple and all(map(_is_constant_value, item)))
+
+
+def _is_constant_value(value: Any) -> bool:
+    """Whether a value can't change; a record of NumPy can."""
+    return isinstance(value, _CONSTANTS) and not isinstance(value, np.void)
 
 
 def _is_constant(array: np.ndarray) -> bool:

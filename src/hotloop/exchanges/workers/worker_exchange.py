@@ -60,6 +60,17 @@ class WorkerExchange:
     def abandon(self) -> None:
         """In a forked process: the workers belong to the parent."""
         abandon_pools()
+        self._patches.undo()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a race needs the next steps."""
+        return any(site.part is not None and site.part.stage == "race" for site in list(self._sites.values()))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether workers fetch no batches, and none is timed for a decision."""
+        return not any(site.is_tried for site in list(self._sites.values()))
 
     def races_now(self) -> bool:
         """Returns whether a race has used a batch since the last call."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.exchanges.part import CallComparison, Part
 from hotloop.exchanges.sample_table import describe_dataset
+from hotloop.exchanges.windows.paired_times import Seconds
+from hotloop.exchanges.windows.step_times import TimedStep
 from hotloop.exchanges.windows.window_pairs import WindowPairs, is_over
 from hotloop.exchanges.workers.worker_limits import difference, why_short_of_memory, why_unfit_batch, why_unfit_process
 
@@ -145,11 +147,9 @@ class WorkerSite:
             self._skipped += 1
         elif not self._pairs.is_open:
             self._pairs.begin()
-        elif self._pairs.step_ended(batch_s) is not None:
-            ratio = self._pairs.ratio()
-            assert ratio is not None and self.part is not None
-            if is_over(self._pairs.count, ratio):
-                self.part.decide(ratio)
+        elif self._pairs.step_ended(TimedStep(Seconds(batch_s))) is not None and is_over(self._pairs):
+            assert self.part is not None
+            self.part.decide(self._pairs.times)
 
     def _switch(self, uses_workers: bool) -> None:
         self.uses_workers, self._skipped = uses_workers, 0

@@ -10,7 +10,7 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from hotloop.core.files.source_files import is_installed
+from hotloop.core.installed_code import is_package_path
 from hotloop.data.dataset_changes import names_in_code
 from hotloop.errors import describe_error
 
@@ -72,4 +72,4 @@ def _copy_function(function: FunctionType, known: dict[int, Any]) -> FunctionTyp
 
 def _is_library_function(function: FunctionType) -> bool:
     package = str(function.__module__).partition(".")[0]
-    return package in _LIBRARIES or is_installed(function.__code__.co_filename)
+    return package in _LIBRARIES or is_package_path(function.__code__.co_filename)

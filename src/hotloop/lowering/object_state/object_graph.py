@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hotloop.core.files.source_files import is_installed
+from hotloop.core.installed_code import is_package_path
 
 NamedValues = Iterator[tuple[str, Any]]
 
@@ -120,4 +120,4 @@ def is_third_party(value: Any, own: Set[str]) -> bool:
     if package in _SKIPPED_MODULES:
         return True
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return package not in own and is_installed(file)
+    return package not in own and is_package_path(file)

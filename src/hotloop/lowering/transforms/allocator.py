@@ -51,6 +51,19 @@ class _AllocatorState:
         if not keeps:
             library.malloc_trim(0)
 
+    def leave(self) -> bool:
+        """Ends the setting for good: glibc's dynamic thresholds can't come back, so the largest ones that they reach are set.
+
+        A later network with larger blocks then gets its memory as if the thresholds still rose. Returns whether the
+        setting was ever changed.
+        """
+        if self._default is None:
+            return False
+        self.keep_freed(False)
+        self._default = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: _LAST_THRESHOLD, _TRIM_THRESHOLD: 2 * _LAST_THRESHOLD}
+        _set_options(ctypes.CDLL(None), self._default)
+        return True
+
     def forked(self) -> None:
         """Resets the setting in a forked child, such as a loader's worker, which runs no steps."""
         if self.keeps and self._default is not None:
@@ -112,6 +125,11 @@ def _keep_freed_memory(keeps: bool) -> Iterator[None]:
 def keep_freed_memory(keeps: bool) -> None:
     """Changes the allocator of this process; switching off returns free memory to the system."""
     _ALLOCATOR.keep_freed(keeps)
+
+
+def leave_freed_memory() -> bool:
+    """Ends changes of the allocator with the largest thresholds of glibc's own rules; returns whether there were any."""
+    return _ALLOCATOR.leave()
 
 
 def keeps_freed_memory() -> bool:
