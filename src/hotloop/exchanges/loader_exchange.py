@@ -260,7 +260,7 @@ def _compare(original: Callable[[], Any], cut: Callable[[], Any], part: Part) ->
     """Returns the script's own batch, and whether the exchange has the same bits, strides and containers."""
     began = time.perf_counter()
     batch = original()
-    part.own_work_s -= time.perf_counter() - began  # the script's own loading is none of hotloop's work
+    part.own_work_s -= time.perf_counter() - began  # the script's own loading is not hotloop's work
     try:
         wrong = batch_difference(batch, cut())
         numbers = sum(value.numel() for value in tree_tensors(batch))
