@@ -1,6 +1,6 @@
 """Trains in one of several ways, and prints after each part what of torch is no longer torch's own.
 
-    left_installed.py KIND STEPS
+left_installed.py KIND STEPS
 """
 
 import ctypes

@@ -19,8 +19,8 @@ from hotloop.core.patches import Patches
 from hotloop.core.processes.parent_death import end_with_parent
 from hotloop.core.random.rng import generator_states
 from hotloop.errors import describe_error
+from hotloop.exchanges.dataset_watch import DatasetWatch
 from hotloop.exchanges.workers.batch_order import BatchOrder
-from hotloop.exchanges.workers.dataset_watch import DatasetWatch
 from hotloop.exchanges.workers.worker_limits import difference, why_unfit_batch
 
 Fetched = tuple[str, Any]

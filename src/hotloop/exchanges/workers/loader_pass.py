@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hotloop.errors import describe_error
+from hotloop.exchanges.dataset_watch import DatasetWatch
 from hotloop.exchanges.workers.batch_order import BatchOrder
-from hotloop.exchanges.workers.dataset_watch import DatasetWatch
 from hotloop.exchanges.workers.fetch_pool import FetchPool, WatchedBatches
 from hotloop.exchanges.workers.worker_limits import why_unfit_data
 from hotloop.exchanges.workers.worker_site import WorkerSite

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from hotloop.data.batch_difference import batch_leaves, raw_bytes
 from hotloop.data.dataset_changes import names_in_sample_code
+from hotloop.exchanges.dataset_watch import DatasetWatch
 from hotloop.exchanges.sample_table import SIDE_EFFECTS
-from hotloop.exchanges.workers.dataset_watch import DatasetWatch
 
 _PROCESS_NAMES = frozenset(
     ("get_worker_info", "initial_seed", "get_rng_state", "getstate", "get_state", "current_process")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hotloop.exchanges.workers.dataset_watch import DatasetWatch
+from hotloop.exchanges.dataset_watch import DatasetWatch
 
 FACTOR = [1.0]
 scale = 1
