@@ -46,7 +46,7 @@ def advise_script(
         TaskError: no training step was recognised.
     """
     request.machines()
-    here = request_machines_here(request, progress)
+    here, busy = request_machines_here(request, progress)
     profile = profile_script(path, arguments, steps=steps, stdout=stdout, ends=True)
     costs = costs_of_profile(profile)
     size = costs.batch_size
@@ -60,13 +60,15 @@ def advise_script(
     sizes = list(dict.fromkeys(request.batch_sizes)) or [size]
     sizes.sort(key=lambda one: (one != size, one))
     device = "cpu" if profile.device == "cpu" else profile.device
+    measured = {(size, device): _measured(profile.step_ms)} if profile.step_ms and size in sizes else {}
     subject = Subject(
         name=Path(str(path)).name,
         costs={one: at_batch(costs, one) for one in sizes},
         steps={one: epochs * math.ceil((batches or _UNKNOWN_BATCHES) * size / one) for one in sizes},
         epochs=epochs,
-        measured={(size, device): _measured(profile.step_ms)} if profile.step_ms and size in sizes else {},
+        measured={} if profile.busy else measured,
         notes=tuple(notes),
+        busy=profile.busy or busy,
     )
     return advise_subject(subject, here, request, say=say)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+from hotloop.core.hardware.machine_load import LoadMeter
 from hotloop.plan import Plan
 from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio, ratio_of, verdict_of
 
@@ -28,11 +29,13 @@ class WindowRace:
         plan: in use before the race.
         rival: the other plan.
         least_pairs: pairs before the race ends, even if they are far apart.
+        load: of other programs since the race began.
     """
 
     plan: Plan
     rival: Plan
     least_pairs: int = FAR_PAIRS
+    load: LoadMeter = field(default_factory=LoadMeter)
     _step_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     _windows: int = 0
     _seconds: float = 0.0

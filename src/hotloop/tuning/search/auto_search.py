@@ -51,6 +51,7 @@ class AutoSearch:
     compile_limit_s: float = MAX_COMPILE_S
     _timings: dict[str, Timing] = field(default_factory=dict)
     _copying_s: float = 0.0
+    _busy: str = ""
 
     def __post_init__(self) -> None:
         assert self.context.facts is not None
@@ -159,6 +160,7 @@ class AutoSearch:
         seconds = Budget.of(step_s, steps, None, device).race_s(_RACING_SHARE, len(plans) - 1)
         entrants = [Contender(plan.brief(), partial(self._lower, plan), plan, plan.brief()) for plan in plans]
         found = measure(entrants, self.baseline.brief(), steps=steps, time_limit_s=seconds, brief=True)
+        self._busy = found.busy
         self._timings |= add_startup_cost(found.plans, self.baseline.brief(), self._pool.starts, steps)
 
     def _prove_fastest(self, ready: Sequence[Plan]) -> Plan:
@@ -227,6 +229,7 @@ class AutoSearch:
             baseline=self.baseline.brief(),
             winner=winner.brief(),
             steps=self.facts.steps,
+            busy=self._busy,
             machine=machine_name(),
             versions=speed_versions(),
             seconds=seconds,

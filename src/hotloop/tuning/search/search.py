@@ -71,6 +71,7 @@ class PlanSearch:
         deadline: a race, compilation or proof that should end later is skipped.
         failed: reasons of plans that failed in an earlier race and are skipped, by name.
         timings: by plan name, from its last race, relative to the last race's baseline.
+        busy: a remark on the last race beside other programs; empty if the machine was quiet.
     """
 
     task: Task
@@ -88,6 +89,7 @@ class PlanSearch:
     failed: Mapping[str, str] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    busy: str = ""
     _raced: dict[str, Timing] = field(default_factory=dict)
     _spent_s: float = 0.0
     _is_short_of_memory: bool = False
@@ -369,6 +371,7 @@ class PlanSearch:
         ]
         steps, limits = self.facts.steps, dict[str, Any](time_limit_s=seconds, deadline=self._race_deadline)
         found = measure(entrants, BASELINE, steps=steps, brief=True, progress=self.progress, **limits)
+        self.busy = found.busy or self.busy
         self._raced |= add_startup_cost(found.plans, BASELINE, self.pool.starts, steps)
         self.timings = rebase_timings(self._raced, BASELINE, steps)
 
