@@ -26,6 +26,7 @@ from hotloop.core.number_formats import other_settings
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.training import RunRecord
 from hotloop.core.reporter import Report
+from hotloop.data.content_digest import content_digest
 from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import local_rank_count
 from hotloop.distributed.process_group import RankSession
@@ -110,6 +111,7 @@ def _lower(context: RunContext) -> tuple[Program, list[str]]:
 def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSession) -> Run:
     task, source = context.task, context.source.record
     as_requested = replace(program.parts, task=task, splits=task.roles)  # facts describe the Task, not its plan
+    data, unknown_data = content_digest(task.data, task.validation, task.test)
     record = RunRecord(
         id=uuid.uuid4().hex,
         name=task.name,
@@ -123,6 +125,8 @@ def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSe
         reader=describe_files(task),
         has_class_scores=task.objective.cross_entropy and task.predict is None,
         switches=read_switches(),
+        data=data,
+        unknown_data=unknown_data,
         versions=result_versions(),
     )
     for line in check_same_task(record, context.replay, has_schedule=task.schedule is not None):
