@@ -39,7 +39,19 @@ class Own(Dataset):
         ((X, [0] * 10), (X, [0] * 9 + [1])),
         ((X, Y), (X.double(), Y)),
     ],
-    ids=["tensors", "arrays", "dict", "data set", "loader", "subset", "own subset", "together", "list", "labels", "dtype"],
+    ids=[
+        "tensors",
+        "arrays",
+        "dict",
+        "data set",
+        "loader",
+        "subset",
+        "own subset",
+        "together",
+        "list",
+        "labels",
+        "dtype",
+    ],
 )
 def test_other_data_have_another_hash(one: Any, other: Any) -> None:
     assert content_digest(one, None, None) == content_digest(one, None, None)

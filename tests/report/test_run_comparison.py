@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import hotloop
-
 from hotloop.core.files.run_folder import StoredRun
 from hotloop.plan import Plan
 from hotloop.report.comparison_page import comparison_lines
