@@ -14,7 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from hotloop.scripts.child import write_result
+from hotloop.scripts.child import mark_stop, write_result
 from hotloop.scripts.import_hook import ImportHook, imports_from
 from hotloop.scripts.traceback_frames import leave_out_our_frames
 
@@ -53,7 +53,11 @@ def _begin(settings: dict[str, Any]) -> None:
         if os.getpid() == process:
             write_result(settings["out"], result)
 
-    step = ScriptStep(settings["steps"], publish)
+    def stop() -> None:
+        mark_stop(settings["out"])
+        os.kill(process, signal.SIGINT)
+
+    step = ScriptStep(settings["steps"], publish, stop)
     step.install()
     os.register_at_fork(after_in_child=step.remove)
     atexit.register(step.close)
@@ -66,10 +70,12 @@ class ScriptStep:
     left out.
     """
 
-    def __init__(self, steps: int, publish: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, steps: int, publish: Callable[[dict[str, Any]], None], stop: Callable[[], None] = lambda: None
+    ) -> None:
         from hotloop.core.patches import Patches
 
-        self._steps, self._publish = steps, publish
+        self._steps, self._publish, self._stop = steps, publish, stop
         self._patches, self._hooks = Patches(), list[Any]()
         self._optimizers: dict[int, Any] = {}
         self._recorded: Any = None
@@ -139,7 +145,7 @@ class ScriptStep:
             self._times_s.append(now - self._last)
             if len(self._times_s) == self._steps:
                 self.close()
-                _stop_script()
+                self._stop()
                 return
         elif self._result:  # a step without recording has passed
             from hotloop.core.hardware.machine_load import LoadMeter
@@ -162,18 +168,6 @@ class ScriptStep:
             return batch
 
         return wrapped
-
-
-def _stop_script() -> None:
-    """Stops the script as by Ctrl-C, without a traceback of it."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            before(kind, error, trace)
-
-    sys.excepthook = hook
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 class _RecordedStep:
