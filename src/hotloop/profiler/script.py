@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hotloop.core.hardware.machine_load import wait_until_quiet
 from hotloop.core.records.profile import Profile
 from hotloop.profiler.base.step_facts import ProfileFacts
 from hotloop.profiler.summary import summarize
@@ -38,6 +39,7 @@ def profile_script(
         "try_s": try_s,
         "trace": str(trace.resolve()) if trace is not None else None,
     }
+    wait_until_quiet()
     end = run_script(
         path,
         arguments,
