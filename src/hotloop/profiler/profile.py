@@ -13,6 +13,7 @@ from typing import Any
 from hotloop.core.feasibility.violations import violations
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.machine_load import wait_until_quiet
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
@@ -209,6 +210,7 @@ def profile_and_diagnose_task(
     """
     task = override_fields(loaded.task, overrides)
     plan = resolve_device(plan)
+    wait_until_quiet()
     progress("recording", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
     recorded = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)

@@ -29,9 +29,13 @@ _FITTED_SIZES = 3
 
 
 def measure_batch_size(
-    source: TaskSource, values: Mapping[str, Value], axes: Mapping[str, Any], batch_size: int
+    source: TaskSource, values: Mapping[str, Value], axes: Mapping[str, Any], batch_size: int, waits: bool = True
 ) -> dict[str, Any]:
-    """Returns figures of some steps, or the line on a lack of memory; the work of a trial process."""
+    """Returns figures of some steps, or the line on a lack of memory; the work of a trial process.
+
+    Args:
+        waits: whether to wait for a quiet machine.
+    """
     try:
         task, _ = load_finder_task(source, values)
         task = replace(task, batch_size=batch_size, callbacks=(), epochs=10**6, schedule=None)
@@ -42,7 +46,8 @@ def measure_batch_size(
         with closing(lower(task, rules_plan(task, axes))) as program:
             program.advance(1)  # allocates the optimizer's state
             program.read_sums()
-            wait_until_quiet()
+            if waits:
+                wait_until_quiet()
             load, done, began = LoadMeter(), 0, time.perf_counter()
             while (passed := time.perf_counter() - began) < _MEASURE_S:
                 outcome = program.advance(1)
@@ -89,6 +94,7 @@ def measure_batch_sizes(
             values=values,
             axes=axes,
             batch_size=size,
+            waits=not busy,
         )
         if isinstance(found, HotloopError):
             if not sizes:
