@@ -92,6 +92,7 @@ def test_a_race_in_real_steps_stores_nothing(is_busy: bool) -> None:
     contest = raced(1e-3, 2e-3)
     notes = store_speed("task", facts_with_fingerprint(loaded), contest, ProvenPlan(proof, 10.0, 0.1, 0.0))
     assert [REMARK in note for note in notes] == [True] * is_busy
+    assert ("not sure: the machine was busy" in contest.describe()) is is_busy
     assert bool(stored(races_folder())) is not is_busy
 
 

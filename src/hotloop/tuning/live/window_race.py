@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 
@@ -104,3 +105,11 @@ class WindowRace:
     def times(self, plan: Plan) -> list[float]:
         """Returns the seconds of a step of either plan in each pair."""
         return self._step_s[plan == self.rival]
+
+    def describe(self) -> str:
+        """Returns how fast the rival is, in no sure words if the machine was busy."""
+        ratio = self.ratio or Ratio(math.nan, None, None, 0)
+        interval = "" if ratio.low is None else f"{ratio.low:.2f} to {ratio.high:.2f}, "
+        unsure = "; not sure: the machine was busy" if self.load.busy() else ""
+        speed = f"{ratio.median:.2f} times as fast as {self.plan.brief()}"
+        return f"{self.rival.brief()} is {speed} ({interval}{ratio.pairs} pairs{unsure})"
