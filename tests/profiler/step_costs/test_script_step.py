@@ -166,7 +166,7 @@ def test_a_network_costs_the_same_as_script_and_as_task(name: str, recorded: Any
 
 
 def test_an_evaluation_in_the_recorded_step_is_no_part_of_it(recorded: Any) -> None:
-    """The second step is the first of an epoch, behind an evaluation with other batches."""
+    """Each second step has an evaluation with other batches before it."""
 
     def script() -> None:
         net = mlp()
@@ -174,7 +174,7 @@ def test_an_evaluation_in_the_recorded_step_is_no_part_of_it(recorded: Any) -> N
         loader = DataLoader(TensorDataset(IMAGES[:16], Y[:16]), batch_size=8)
         for _ in range(4):
             for number, (inputs, target) in enumerate(loader):
-                if not number:
+                if number:
                     with torch.no_grad():
                         for other, _target in test:
                             net(other)
@@ -183,7 +183,10 @@ def test_an_evaluation_in_the_recorded_step_is_no_part_of_it(recorded: Any) -> N
                 own.step()
 
     found = recorded(script)
-    assert StepCosts.from_dict(found["costs"]).batch_size == 8 and found["batches"] == 2
+    costs = StepCosts.from_dict(found["costs"])
+    task = Task(model=mlp, loss=nn.CrossEntropyLoss(), optimizer=sgd, data=(IMAGES, Y), batch_size=8)
+    assert costs.batch_size == 8 and found["batches"] == 2
+    assert costs.flops == trace_step(task, device="cuda").flops
 
 
 def test_an_accumulated_step_has_the_rows_of_all_its_batches(recorded: Any) -> None:
