@@ -230,3 +230,20 @@ def test_the_script_s_own_settings_are_as_before(recorded: Any) -> None:
     recorded(script)
     assert own.param_groups[0]["foreach"] is None
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_a_compiled_network_costs_what_its_operators_do_and_warns_of_nothing(
+    recorded: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    net = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 5))
+    compiled, own = torch.compile(net, backend="eager"), sgd(net.parameters())
+
+    def script() -> None:
+        for _ in range(4):
+            own.zero_grad()
+            F.cross_entropy(compiled(torch.randn(8, 16)), Y[:8]).backward()
+            own.step()
+
+    costs = StepCosts.from_dict(recorded(script)["costs"])
+    assert costs.flops > 2 * 8 * (16 * 8 + 8 * 5) * 2 and costs.batch_size == 8
+    assert not [one for one in recwarn if "torch.compile" in str(one.message)]

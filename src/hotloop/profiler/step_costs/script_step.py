@@ -179,7 +179,6 @@ class _RecordedStep:
 
     def __init__(self, optimizers: list[Any]) -> None:
         import torch
-        from torch.nn.modules.module import register_module_forward_pre_hook
 
         from hotloop.core.patches import patch_attribute
         from hotloop.profiler.step_costs.device_operators import operators_of
@@ -197,7 +196,8 @@ class _RecordedStep:
         self._recorder.add_tensors(_state(optimizers))
         self._recorder.add_tensors(one.grad for one in self._tensors.values() if one.grad is not None)
         self._stack = ExitStack()
-        self._stack.callback(register_module_forward_pre_hook(self._module_called).remove)
+        # A hook for all modules would make torch.compile warn.
+        self._stack.enter_context(patch_attribute(torch.nn.Module, "__call__", self._wrap_call))
         self._stack.enter_context(patch_attribute(torch.autograd, "backward", self._wrap_backward))
         self._stack.enter_context(operators_of("cuda"))
         self._stack.enter_context(self._recorder)
@@ -267,6 +267,14 @@ class _RecordedStep:
         new = [one for one in tensors if id(one) not in self._tensors]
         self._tensors |= {id(one): one for one in new}
         self._base += self._recorder.add_tensors(new)
+
+    def _wrap_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self._module_called(module, [*args, *kwargs.values()])
+            return call(module, *args, **kwargs)
+
+        return wrapped
 
     def _module_called(self, module: Any, args: Any) -> None:
         import torch
