@@ -20,11 +20,14 @@ from hotloop.errors import HotloopError
 from hotloop.profiler.step_costs import cpu_probe
 
 
-def cpu_rates_here(tick: Callable[[str], None] = lambda _: None) -> tuple[CpuRates, list[str], str]:
+def cpu_rates_here(
+    tick: Callable[[str], None] = lambda _: None, *, measures: bool = True
+) -> tuple[CpuRates | None, list[str], str]:
     """Returns this CPU's rates with torch's current number of threads, notes, and a remark on a busy machine, else empty.
 
     Args:
         tick: called with the name of each probe; never if the rates are stored.
+        measures: whether rates that aren't stored are measured; else they are None.
     """
     key = _key()
     notes: list[str] = []
@@ -38,6 +41,8 @@ def cpu_rates_here(tick: Callable[[str], None] = lambda _: None) -> tuple[CpuRat
         pass
     except (OSError, ValueError, HotloopError) as error:
         notes.append(f"the stored rates in {path} can't be used ({error}), so they were measured anew")
+    if not measures:
+        return None, notes, ""
     wait_until_quiet()
     load = LoadMeter()
     rates = cpu_probe.measure_cpu_rates(tick=tick)

@@ -183,7 +183,10 @@ def advise_task(
             if device == "cpu" and reason != _TOO_LARGE:
                 own[size] = trace_step(sized, plan=request.plan, batch_size=size, device="cpu")
     if own:
-        rates, remarks, remark = cpu_rates_here(lambda name: progress(f"measuring this CPU's operators: {name}", 0.9))
+        rates, remarks, remark = cpu_rates_here(
+            lambda name: progress(f"measuring this CPU's operators: {name}", 0.9),
+            measures=not busy,  # beside other programs that takes minutes, and isn't stored
+        )
         here["cpu"], notes, busy = replace(here["cpu"], cpu_rates=rates), notes + remarks, remark or busy
     subject = Subject(
         name=task.name,
