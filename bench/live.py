@@ -23,10 +23,11 @@ from typing import Any
 
 from bench.claim import circumstances, write_claim
 from bench.speed.caching import own_cache
-from bench.speed.data import lay_down
+from bench.speed.data import lay_down, samples
 from bench.speed.journal import Journal, Row
 from bench.speed.lanes import PEERS, TRAIN_AUTO, TUTORIAL, Lane, ours
 from bench.speed.running import Failed, command
+from bench.speed.start import lay_down_start
 from bench.speed.table import ratio_text, rows
 from bench.speed.whole import LONGEST, epochs_for, run_once
 from bench.speed.workloads import HOME, WORKLOADS, Workload
@@ -96,6 +97,7 @@ def measure(options: argparse.Namespace, journal: Journal) -> None:
         for name in options.workloads or FIXED:
             workload = WORKLOADS[name]
             lay_down(workload.data)
+            lay_down_start(workload, samples(workload.data))
             known = journal.of(workload=name, minutes=minutes)
             epochs = known[0]["epochs"] if known else epochs_for(workload, 60 * minutes, HOME, "cpu")
             print(f"{name}, {minutes:g} min: {epochs} epochs", file=sys.stderr, flush=True)

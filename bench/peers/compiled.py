@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from bench.peers.on_torch import judging, placed, tensors
+from bench.peers.on_torch import SameOrder, judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.models import build, loss_module
 
@@ -13,8 +13,7 @@ from bench.speed.models import build, loss_module
 def train(job: Job) -> Evaluate:
     torch.manual_seed(0)
     x, y, *_ = tensors(job.workload)
-    # The epoch's last batch is smaller, and has the model compiled once more, for batches of any size.
-    loader = DataLoader(TensorDataset(x, y), batch_size=job.workload.batch, shuffle=True, drop_last=True)
+    loader = DataLoader(TensorDataset(x, y), batch_size=job.workload.batch, sampler=SameOrder(len(x)), drop_last=True)
     device = placed(job)
     model = build(job.workload.name).to(device)
     compiled = torch.compile(model)

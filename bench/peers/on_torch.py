@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
+from torch.utils.data import Sampler
 
 from bench.speed.data import load
 from bench.speed.job import Evaluate, Job
 from bench.speed.models import loss_module
+from bench.speed.start import epoch_order
 from bench.speed.workloads import Workload
 
 ROWS = 256
@@ -22,6 +24,20 @@ def placed(job: Job) -> torch.device:
     if device.type != "cpu":
         job.marks.sync = lambda: torch.accelerator.synchronize(device)
     return device
+
+
+class SameOrder(Sampler[int]):
+    """The order in which all peers see the samples, another for each epoch."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples, self._epoch = samples, 0
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return iter(epoch_order(self._samples, epoch).tolist())
 
 
 def tensors(workload: Workload) -> list[Tensor]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from bench.peers.on_torch import judging, placed, tensors
+from bench.peers.on_torch import SameOrder, judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.models import build, loss_module
 
 
 def looped(job: Job, dataset: Dataset) -> Evaluate:
-    loader = DataLoader(dataset, batch_size=job.workload.batch, shuffle=True)
+    loader = DataLoader(dataset, batch_size=job.workload.batch, sampler=SameOrder(len(dataset)), drop_last=True)
     device = placed(job)
     model = build(job.workload.name).to(device)
     loss_of = loss_module(job.workload.name)()

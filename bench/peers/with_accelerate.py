@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from bench.peers.on_torch import judging, placed, tensors
+from bench.peers.on_torch import SameOrder, judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.models import build, loss_module
 
@@ -21,7 +21,7 @@ def train(job: Job) -> Evaluate:
     model, optimizer, loader = accelerator.prepare(
         model,
         torch.optim.Adam(model.parameters(), lr=LR),
-        DataLoader(TensorDataset(x, y), batch_size=job.workload.batch, shuffle=True),
+        DataLoader(TensorDataset(x, y), batch_size=job.workload.batch, sampler=SameOrder(len(x)), drop_last=True),
     )
     model.train()
     for _ in range(job.epochs):

@@ -8,23 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax, random
 
 from bench.speed.data import load
 from bench.speed.job import LR, Evaluate, Job, main
+from bench.speed.start import channels_last_weights, epoch_order
 
 Weights = list[dict[str, Any]]
-
-
-def drawn(key: Any, fan_in: int, *shape: int) -> dict[str, Any]:
-    """As torch draws them: uniform within one over the root of the inputs."""
-    limit = fan_in**-0.5
-    one, other = random.split(key)
-    return {
-        "w": random.uniform(one, shape, minval=-limit, maxval=limit),
-        "b": random.uniform(other, shape[-1:], minval=-limit, maxval=limit),
-    }
 
 
 def conv(layer: dict[str, Any], x: Any, padding: str) -> Any:
@@ -63,14 +53,7 @@ def mlp(weights: Weights, x: Any, key: Any) -> Any:
     return x @ weights[-1]["w"] + weights[-1]["b"]
 
 
-_SMALL = (small_cnn, ((9, 3, 3, 1, 10), (1960, 1960, 100), (100, 100, 10)))
-NETWORKS = {
-    "W1": _SMALL,
-    "W2": _SMALL,
-    "W3": (tutorial_cnn, ((9, 3, 3, 1, 32), (288, 3, 3, 32, 64), (9216, 9216, 128), (128, 128, 10))),
-    "W4": (mlp, ((784, 784, 128), (128, 128, 10))),
-    "W5": (mlp, ((784, 784, 2048), (2048, 2048, 2048), (2048, 2048, 10))),
-}
+NETWORKS = {"W1": small_cnn, "W2": small_cnn, "W3": tutorial_cnn, "W4": mlp, "W5": mlp}
 
 
 def loss_of(forward: Any, weights: Weights, x: Any, y: Any, key: Any) -> Any:
@@ -114,15 +97,14 @@ def train(job: Job) -> Evaluate:
     data = load(job.workload.data).prepared()
     x, test_x = (jnp.asarray(part.transpose(0, 2, 3, 1)) for part in (data.x, data.test_x))
     y, test_y = jnp.asarray(data.y), jnp.asarray(data.test_y)
-    forward, shapes = NETWORKS[job.workload.name]
-    weights = [drawn(key, *shape) for key, shape in zip(random.split(random.key(0), len(shapes)), shapes, strict=True)]
+    forward = NETWORKS[job.workload.name]
+    weights = [{"w": jnp.asarray(w), "b": jnp.asarray(b)} for w, b in channels_last_weights(job.workload.name)]
     state = (weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2)), jnp.zeros(()))
     job.marks.sync = lambda: jax.block_until_ready(state)
-    draws = np.random.default_rng(0)
     key, batch, number = random.key(1), job.workload.batch, 0
     by_step, goes_on = job.options == ("step",), True
-    for _ in range(job.epochs):
-        order = draws.permutation(len(x))[: len(x) // batch * batch].reshape(-1, batch)
+    for epoch in range(job.epochs):
+        order = epoch_order(len(x), epoch)[: len(x) // batch * batch].reshape(-1, batch)
         # In turns with others a part of the epoch at a time, all of one length: another would be compiled anew.
         while goes_on and len(order) >= (steps := 1 if by_step else min(job.marks.left, len(x) // batch)):
             if by_step:

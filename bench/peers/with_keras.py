@@ -1,4 +1,4 @@
-"""Keras 3 on torch or on JAX: `compile` and `fit` with nothing turned on or off but the progress bar."""
+"""Keras 3 on torch or on JAX: `compile` and `fit` with nothing turned on or off but the progress bar and the own shuffling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from bench.speed.data import load
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.marks import Marks
+from bench.speed.start import channels_last_weights, epoch_order
 
 
 def layers(name: str) -> list[Any]:
@@ -60,6 +61,28 @@ def counting(marks: Marks) -> Any:
     return Counting()
 
 
+def batches(x: Any, y: Any, size: int) -> tuple[Any, Any]:
+    """Returns the samples in the order in which all peers see them, and the callback that sets each epoch's order."""
+    import keras
+
+    class Batches(keras.utils.PyDataset):
+        order = epoch_order(len(x), 0)
+
+        def __len__(self) -> int:
+            return len(x) // size
+
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            rows = self.order[index * size : (index + 1) * size]
+            return x[rows], y[rows]
+
+    class Ordering(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            samples.order = epoch_order(len(x), epoch)
+
+    samples = Batches()
+    return samples, Ordering()
+
+
 def waiting(model: Any) -> Callable[[], None]:
     """Waits until JAX has computed the steps that were called."""
 
@@ -83,15 +106,17 @@ def train(job: Job) -> Evaluate:
     x, test_x = (part.transpose(0, 2, 3, 1) for part in (data.x, data.test_x))
     model = keras.Sequential([keras.Input(x.shape[1:]), *layers(job.workload.name)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=keras.optimizers.Adam(LR), loss=loss)
-    callbacks = [counting(job.marks)]
+    model.set_weights([part for layer in channels_last_weights(job.workload.name) for part in layer])
+    model.compile(optimizer=keras.optimizers.Adam(LR, epsilon=1e-8), loss=loss)
+    samples, ordering = batches(x, data.y, job.workload.batch)
+    callbacks = [ordering, counting(job.marks)]
     if keras.backend.backend() == "jax":
         job.marks.sync = waiting(model)
     elif job.device != "cpu":
         from bench.peers.on_torch import placed
 
         placed(job)
-    model.fit(x, data.y, batch_size=job.workload.batch, epochs=job.epochs, callbacks=callbacks, verbose=0)
+    model.fit(samples, epochs=job.epochs, callbacks=callbacks, shuffle=False, verbose=0)
 
     def evaluate() -> tuple[float, float]:
         model.compile(loss=loss, metrics=["accuracy"])

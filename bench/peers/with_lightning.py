@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from bench.peers.on_torch import judging, placed, tensors
+from bench.peers.on_torch import SameOrder, judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.marks import Marks
 from bench.speed.models import build, loss_module
@@ -53,7 +53,8 @@ def train(job: Job) -> Evaluate:
         enable_checkpointing=False,
         logger=False,
     )
-    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=job.workload.batch, shuffle=True))
+    data = TensorDataset(x, y)
+    trainer.fit(module, DataLoader(data, job.workload.batch, sampler=SameOrder(len(data)), drop_last=True))
     return judging(module.model, job)
 
 

@@ -8,7 +8,7 @@ import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 
-from bench.peers.on_torch import judging, placed, tensors
+from bench.peers.on_torch import SameOrder, judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.marks import Marks
 from bench.speed.models import build, loss_module
@@ -36,7 +36,8 @@ def train(job: Job) -> Evaluate:
         device=placed(job).type,
         batch_size=job.workload.batch,
         max_epochs=job.epochs,
-        iterator_train__shuffle=True,
+        iterator_train__sampler=SameOrder(len(x)),
+        iterator_train__drop_last=True,
         train_split=None,
         callbacks=[("counting", Counting(job.marks))],
         verbose=0,

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.claim import ROOT, circumstances, write_claim
-from bench.speed.data import lay_down
+from bench.speed.data import lay_down, samples
 from bench.speed.journal import Journal
 from bench.speed.lanes import (
     OURS,
@@ -55,6 +55,7 @@ from bench.speed.picture import draw
 from bench.speed.readme import overview, put_between
 from bench.speed.running import Failed
 from bench.speed.sessions import STEPS, Bench, searches, sessions
+from bench.speed.start import lay_down_start
 from bench.speed.summary import Summary, summary
 from bench.speed.table import markdown, targets_table
 from bench.speed.targets import Target, targets
@@ -331,6 +332,7 @@ def measured(options: argparse.Namespace, journal: Journal) -> bool:
     bench = Bench(workloads, lanes, journal, told, options.device, is_short(options))
     for workload in workloads:
         lay_down(workload.data)
+        lay_down_start(workload, samples(workload.data))
     if options.whole_run:
         whole = lanes_of(peers, plans_of(options))
         for workload in workloads:

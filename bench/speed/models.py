@@ -154,8 +154,10 @@ MODELS = {
 
 
 def build(name: str) -> nn.Module:
-    """The network of a workload, its weights drawn from torch's generator as it stands."""
-    return MODELS[name]()
+    """The network of a workload, with the weights that all peers start from."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MODELS[name]()
 
 
 def loss_module(name: str) -> type[nn.Module]:

@@ -22,7 +22,7 @@ from bench.speed.timetable import Timetable
 from bench.speed.turns import Session, grouped, in_turns
 from bench.speed.workloads import HOME, Workload
 from hotloop.core.hardware import machine
-from hotloop.tuning.races.system_load import CpuUsage, cores_used_by_others
+from hotloop.core.hardware.machine_load import CpuUsage, cores_used_by_others
 
 Tell = Callable[[str], None]
 

@@ -19,6 +19,10 @@ RUN_S = 120.0
 
 _LOSS_OFF = 1.25
 _LOSS_MORE = 0.1
+"""A loss above so many times the tutorial's, and so much, is another result where dropout or the number of steps differs."""
+
+_SAME_OFF, _SAME_MORE = 0.05, 0.02
+"""After the same steps from the same weights, a loss that differs by more than this share and this number is another result."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Line:
         steps: that its network was trained in all when it was judged.
         peak_mb: the most memory, by what was in the peer's cache as it started; of a cold one until its first step.
         train_loss, test_accuracy: at the end of the last session.
-        other_result: whether its loss is far above that of the tutorial's loop.
+        other_result: whether its loss isn't that of the tutorial's loop: from the same weights, and on the same batches.
         plan: what hotloop ran.
         missing: why there are no figures.
         failed: what went wrong after those that there are.
@@ -183,6 +187,12 @@ def _peaks_mb(marked: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {cache: max(peak for which, peak in held if which == cache) / 1e6 for cache in sorted(dict(held))}
 
 
+def _is_other_loss(loss: float, tutorial: float, same_steps: bool) -> bool:
+    if same_steps:
+        return abs(loss - tutorial) > _SAME_OFF * tutorial + _SAME_MORE
+    return loss > _LOSS_OFF * tutorial + _LOSS_MORE
+
+
 def _line(name: str, rows: Sequence[Row], step_ms: Mapping[str, float], tutorial: Line | None, ours: str) -> Line:
     raw = _raw(rows, name, step_ms)
     if raw is None:
@@ -194,7 +204,8 @@ def _line(name: str, rows: Sequence[Row], step_ms: Mapping[str, float], tutorial
         steps_s = RUN_S * raw.step_ms / tutorial.step_ms
         more["run_s"] = {cache: startup_s + steps_s for cache, startup_s in raw.startup_s.items()}
         if raw.train_loss is not None and tutorial.train_loss is not None:
-            more["other_result"] = raw.train_loss > _LOSS_OFF * tutorial.train_loss + _LOSS_MORE
+            same_steps = raw.steps == tutorial.steps and not WORKLOADS[rows[0]["workload"]].drops
+            more["other_result"] = _is_other_loss(raw.train_loss, tutorial.train_loss, same_steps)
     if name != ours:
         more["ratio"] = ratio(rows, name, ours)
     return Line(**{**vars(raw), **more})

@@ -61,7 +61,7 @@ def _workload(found: Summary, workload: str) -> Iterator[str]:
         if line.unsearched:
             yield f"- {line.name} runs what `auto` takes without a search: {line.unsearched}"
         if line.other_result:
-            yield f"- **another result**: the loss of {line.name} is far above that of the tutorial's loop"
+            yield f"- **another result**: the loss of {line.name} isn't that of the tutorial's loop"
     yield from (f"- {line.name} ran `{line.plan}`" for line in lines if line.plan)
     if limit := _limit(found, workload):
         yield f"- {limit}"

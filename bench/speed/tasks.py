@@ -20,6 +20,7 @@ def task(name: str, epochs: int = 1) -> hotloop.Task:
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=LR),
         data=(data.x, data.y),
         batch_size=workload.batch,
+        drop_last=True,
         epochs=epochs,
         name=name,
     )

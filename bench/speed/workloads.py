@@ -25,6 +25,7 @@ class Workload:
         search_s: what `auto` takes to find, compile, race and prove the plan of a long run, from an empty cache.
         gigabytes: what a process that trains it takes, roughly; so many are in memory at a time as there is room for.
         judged: samples on which loss and accuracy are taken after a session, each.
+        drops: whether the network has dropout, whose masks differ between libraries.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Workload:
     search_s: float
     gigabytes: float = 1.2
     judged: int = 2000
+    drops: bool = False
 
     def together(self, free_bytes: float) -> int:
         """How many processes of it go into so much memory; two at the least, since one alone compares with nothing."""
@@ -51,7 +53,7 @@ WORKLOADS = {
     for one in (
         Workload("W1", "small CNN, batch 8", "fashion", 8, budget_s=130, search_s=60),
         Workload("W2", "small CNN, batch 128", "fashion", 128, budget_s=135, search_s=60),
-        Workload("W3", "tutorial CNN, batch 128", "fashion", 128, budget_s=165, search_s=150),
+        Workload("W3", "tutorial CNN, batch 128", "fashion", 128, budget_s=165, search_s=150, drops=True),
         Workload("W4", "MLP 784-128-10, batch 64", "fashion", 64, budget_s=125, search_s=45),
         Workload("W5", "MLP 784-2048-2048-10, batch 128", "fashion", 128, budget_s=140, search_s=60),
         Workload(
@@ -62,7 +64,15 @@ WORKLOADS = {
         ),
         Workload("W8", "LSTM on text, batch 64", "text-64", 64, budget_s=80, search_s=15, judged=128),
         Workload(
-            "W9", "VGG-16 on 224x224, batch 4", "images-224", 4, budget_s=140, search_s=400, gigabytes=4, judged=16
+            "W9",
+            "VGG-16 on 224x224, batch 4",
+            "images-224",
+            4,
+            budget_s=140,
+            search_s=400,
+            gigabytes=4,
+            judged=16,
+            drops=True,
         ),
     )
 }

@@ -44,3 +44,7 @@ def test_a_batch_counts_only_if_all_larger_ones_pay_too():
     ratios[9] = Speedup(0.9, 0.5, 2.0)  # batch 512
     assert pays_from(ratios)[1:] == (1024, 1024)
     assert len(ratios) == SIZES
+
+
+def test_beside_other_programs_no_gpu_pays_surely():
+    assert pays_from(rising(64, 512), is_sure=False) == ("A GPU probably pays from batch 64 on", 64, None)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.speed import turns
+from bench.speed import start, turns
 from bench.speed.data import Data
 from bench.speed.job import Job
 from bench.speed.lanes import OURS, TUTORIAL
@@ -119,7 +119,7 @@ def test_the_result_is_of_the_last_session_that_was_judged() -> None:
     rows = [row(tutorial=4e-3, hotloop=1e-3), row(tutorial=4e-3, hotloop=1e-3)]
     rows[0]["lanes"][OURS]["train_loss"] = 9.0
     rows[1]["lanes"][OURS] |= {"train_loss": None, "failure": "gone"}
-    assert "the loss of hotloop is far above" in markdown(summary(rows, {}, {}, OURS))
+    assert "the loss of hotloop isn't" in markdown(summary(rows, {}, {}, OURS))
 
 
 def test_a_process_answers_for_its_own_memory_alone() -> None:
@@ -206,9 +206,12 @@ def test_jax_draws_nothing_outside_of_what_is_compiled(tmp_path: Path, monkeypat
     images = np.arange(512 * 784, dtype=np.uint8).reshape(512, 28, 28)
     data = Data(images, np.zeros(512, np.int64), images, np.zeros(512, np.int64))
     monkeypatch.setattr(with_jax, "load", lambda kind: data)
+    monkeypatch.setattr(start, "orders_file", lambda samples, home: tmp_path / f"{samples}.npy")
+    monkeypatch.setattr(start, "weights_file", lambda name, home: tmp_path / f"{name}.npz")
+    start.lay_down_start(WORKLOADS["W4"], 512)
     drawn: list[int] = []
     monkeypatch.setattr(jax.random, "split", lambda *given, split=jax.random.split: drawn.append(1) or split(*given))
     for options in (("step",), ("scan",)):
         drawn.clear()
         with_jax.train(Job(WORKLOADS["W4"], 3, ordered(tmp_path / "orders", 4, 4), options))
-        assert len(drawn) == 3  # the weights of two layers
+        assert not drawn

@@ -208,6 +208,47 @@ def test_a_script_is_recorded_and_stopped(task: Path, tmp_path: Path, hotloop: H
     assert products <= found["flops"] < 1.5 * products
 
 
+EPOCHS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x, y = torch.randn(48, 1, 8, 8), torch.randint(0, 3, (48,))
+train, test = DataLoader(TensorDataset(x, y), batch_size=8), DataLoader(TensorDataset(x, y), batch_size=24)
+
+
+def train_epoch():
+    for inputs, target in train:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), target).backward()
+        optimizer.step()
+
+
+for epoch in range(5):
+    for inputs, _ in test:
+        with torch.no_grad():
+            net(inputs)
+    train_epoch()
+print("the end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs"), [((), 5), (("--epochs", "2"), 2), (("--steps", "999"), 5)], ids=["seen", "given", "short"]
+)
+def test_a_script_counts_with_all_its_epochs(
+    task: Path, tmp_path: Path, hotloop: Hotloop, options: tuple[str, ...], epochs: int
+) -> None:
+    (tmp_path / "script.py").write_text(EPOCHS)
+    done = hotloop("advise", "script.py", *CHIPS, "--steps", "4", *options, "--json")
+    found = json.loads(done.out)
+    assert (found["epochs"], found["steps"], found["batch_size"]) == (epochs, 6 * epochs, 8)
+    assert "Traceback" not in done.err and "KeyboardInterrupt" not in done.err
+    assert ("the end" in done.err) is ("999" in options)
+
+
 def test_a_script_that_trains_nothing_is_one_line(task: Path, tmp_path: Path, hotloop: Hotloop) -> None:
     (tmp_path / "script.py").write_text("import torch\nprint(torch.ones(2).sum())\n")
     done = hotloop("advise", "script.py", *CHIPS)

@@ -32,7 +32,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_rates_are_measured_once_for_each_number_of_threads(measured: list[int]) -> None:
     before = torch.get_num_threads()
-    assert cpu_rates_here() == cpu_rates_here() == (RATES, [])
+    assert cpu_rates_here() == cpu_rates_here() == (RATES, [], "")
     assert measured == [before]
     try:
         torch.set_num_threads(before + 1)
@@ -54,6 +54,6 @@ def test_a_damaged_file_is_measured_anew_with_a_note(measured: list[int], tmp_pa
     cpu_rates_here()
     (file,) = (tmp_path / "hotloop" / "cpu-rates").iterdir()
     file.write_text(content)
-    rates, (note,) = cpu_rates_here()
+    rates, (note,), _ = cpu_rates_here()
     assert rates == RATES and "can't be used" in note and "measured anew" in note
-    assert cpu_rates_here() == (RATES, []) and len(measured) == 2
+    assert cpu_rates_here() == (RATES, [], "") and len(measured) == 2

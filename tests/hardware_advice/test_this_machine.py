@@ -35,6 +35,6 @@ class UnevenModel(nn.Module):
 def test_the_interval_of_a_measured_step_has_the_slow_steps() -> None:
     data = torch.randn(96, 4), torch.randint(0, 2, (96,))
     task = Task(model=UnevenModel, optimizer=sgd, data=data, loss=nn.CrossEntropyLoss(), batch_size=8, epochs=2)
-    step, _ = measure_step(task, Plan())
+    step, _, _ = measure_step(task, Plan())
     assert step.low_ms < step.step_ms < step.high_ms
     assert step.high_ms >= PAUSE_MS

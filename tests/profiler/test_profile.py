@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.hardware.benchmarks import BUSY_NOTE
 from hotloop.core.hardware.probe import measure_hardware, probe_hardware
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.hardware import Figure, Speed
@@ -20,8 +19,8 @@ from hotloop.core.records.race import Timing, Verdict
 from hotloop.errors import PlanError, TimeOverError
 from hotloop.plan import BASELINE, Plan
 from hotloop.profiler import profile as inspecting
+from hotloop.profiler.busy_machine import oversubscription
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.races.system_load import oversubscription
 
 
 def task(**fields: Any) -> hotloop.Task:
@@ -208,12 +207,11 @@ def test_a_busy_machine_is_said_first(threads: ThreadUse | None, says: str, monk
 def test_limits_measured_under_load_are_marked_and_nothing_is_judged_by_them(monkeypatch) -> None:
     watched_as(monkeypatch, seen())
     real = inspecting.measure_hardware
-    note = BUSY_NOTE.format(threads=2)
     monkeypatch.setattr(
-        inspecting, "measure_hardware", lambda *given, **options: replace(real(*given, **options), notes=(note,))
+        inspecting, "measure_hardware", lambda *given, **options: replace(real(*given, **options), busy="busy")
     )
     found = hotloop.profile(task(), progress=False)
-    assert found.limits.busy and note in found.notes
+    assert found.limits.busy and "busy" in found.notes
     assert all(one.limit_share is None for one in found.modules)
 
 
@@ -253,7 +251,7 @@ def test_a_script_that_never_trained_needs_no_limits(monkeypatch, measured) -> N
 
 @pytest.mark.parametrize(("seconds", "slower"), [({1: 3.0, 2: 2.0, 16: 8.0}, 4.0), ({1: 1.0, 2: 4.0, 16: 3.0}, 3.0)])
 def test_crowded_threads_are_held_against_the_better_of_enough_and_one(monkeypatch, seconds, slower) -> None:
-    monkeypatch.setattr("hotloop.tuning.races.system_load._time_matmuls", lambda inputs, threads: seconds[threads])
+    monkeypatch.setattr("hotloop.profiler.busy_machine._time_matmuls", lambda inputs, threads: seconds[threads])
     assert oversubscription(16, 2) == slower
 
 

@@ -373,6 +373,7 @@ def test_a_script_is_stopped_when_its_time_is_up(tmp_path: Path, capfd) -> None:
     profile = profile_script(script, stop_after_s=0.5)
     assert profile.exit_code == -signal.SIGINT
     assert profile.stopped == "the script was stopped after 0.5 s, as asked for"
+    assert capfd.readouterr().err == ""  # hotloop has stopped it, so the traceback says nothing
 
 
 HOGWILD = """

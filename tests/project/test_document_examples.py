@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.document_blocks import ROOT, SHELLS, Block, BlockError, blocks, is_run, run_page
+from tests.support.document_blocks import ROOT, SHELLS, Block, BlockError, blocks, difference, is_run, run_page
 from tests.support.processes.forked_server import Server
 
 PAGES = [
@@ -43,7 +43,8 @@ def test_the_blocks_of_a_page_run(
 ) -> None:
     if any(NEEDS_FASHION_MNIST.search(block.text) for block in blocks_of(page) if more or not block.is_more):
         request.getfixturevalue("fashion")
-    run_page(page.read_text(encoding="utf-8"), tmp_path, server, dict(os.environ), more=more)
+    is_compared = page.name == "README.md"
+    run_page(page.read_text(encoding="utf-8"), tmp_path, server, dict(os.environ), more=more, compares=is_compared)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -134,3 +135,37 @@ def test_comments_before_a_block_or_at_the_top() -> None:
     assert [block.is_more for block in blocks(page)] == [True, False]
     assert [block.is_more for block in blocks("<!-- more -->\n" + page)] == [True, True]
     assert [block.is_more for block in blocks(page.replace("-->\n", "-->\nA sentence.\n"))] == [False, False]
+
+
+def test_each_command_of_readme_with_an_output_is_run() -> None:
+    """A block with a command and its output is a console, which runs, or it isn't compared."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [block.line for block in blocks(page) if "\n$ " in f"\n{block.text}" and not is_run(block)] == []
+
+
+SHOWN = ["epoch 1/5  train loss 0.8787  9,806 samples/s  0.1s", "[...]", "run: /tmp/a", "a step is 1.7 times as fast"]
+PRINTED = ["epoch 1/5  train loss 0.8788  348 samples/s  3.7s", "epoch 2/5", "run: /home/b"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "found", "is_same"),
+    [
+        (SHOWN, PRINTED, True),
+        (SHOWN, [PRINTED[0].replace("0.8788", "1.9604"), *PRINTED[1:]], False),
+        (SHOWN, [PRINTED[0].replace("train", "test"), *PRINTED[1:]], False),
+        (SHOWN, PRINTED[:2], False),
+        (SHOWN, [*PRINTED, "a warning"], False),
+        (SHOWN, [PRINTED[0].replace("1/5", "1/6"), *PRINTED[1:]], False),
+    ],
+    ids=["times differ", "another figure", "another word", "a line less", "a line more", "another count"],
+)
+def test_an_output_is_compared_but_for_times_speeds_and_paths(
+    shown: list[str], found: list[str], is_same: bool
+) -> None:
+    assert (difference(shown, found) == "") is is_same
+
+
+def test_a_planted_wrong_output_is_caught(tmp_path: Path, server: Server) -> None:
+    page = "```console\n$ hotloop --version\nhotloop 99.9.9\n```\n"
+    with pytest.raises(BlockError, match=r"99\.9\.9"):
+        run_page(page, tmp_path, server, dict(os.environ), more=False, compares=True)

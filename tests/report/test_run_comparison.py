@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import hotloop
 from hotloop.core.files.run_folder import StoredRun
 from hotloop.plan import Plan
+from hotloop.report.comparison_page import comparison_lines
 from hotloop.report.run_comparison import Comparison, compare_runs
+from tests.support.programs import a_task
 from tests.support.stored_runs import write_run
 
 
@@ -74,3 +80,52 @@ def test_another_plan_is_another_group(tmp_path: Path) -> None:
     ]
     found = compare_runs(runs)
     assert found.settings == {"plan.compile": ["none", "step"]} and len(found.groups) == 2
+
+
+def test_runs_on_other_data_are_not_of_one_group(tmp_path: Path) -> None:
+    """Such as the folds of a cross-validation, each with its own seed."""
+    runs = [write_run(tmp_path / f"{n}", overrides={"seed": n}, data=f"{n}" * 32) for n in range(3)]
+    found = compare_runs([StoredRun.read(run) for run in runs])
+    assert found.settings["task.content"] == ["0" * 12, "1" * 12, "2" * 12]
+    assert [group.runs for group in found.groups] == [[str(run)] for run in runs]
+
+
+@pytest.mark.parametrize("unknown", [{"data": ""}, {"unknown_data": ["Photos"]}], ids=["earlier run", "own data set"])
+def test_unknown_data_are_said_to_be_unknown(tmp_path: Path, unknown: dict[str, Any]) -> None:
+    runs = [
+        write_run(
+            tmp_path / f"{rate}-{seed}",
+            epochs=[{"epoch": 1, "step": 4, "validation_loss": rate + seed / 100}],
+            parameters={"lr": rate},
+            overrides={"seed": seed},
+            **unknown,
+        )
+        for rate in (1.0, 2.0)
+        for seed in range(3)
+    ]
+    found = compare_runs([StoredRun.read(run) for run in runs])
+    assert [group.unknown for group in found.groups] == ["data", "data"]
+    assert "if the data of a group's runs is the same, which is unknown" in verdict(found)
+    said = comparison_lines(found)
+    assert "Whether the data of the runs in group A is the same is unknown." in said
+    alone = comparison_lines(compare_runs([StoredRun.read(run) for run in runs[:3]]))
+    assert not any("differ in nothing" in line for line in alone)
+
+
+def test_folds_trained_from_python_are_told_apart(tmp_path: Path) -> None:
+    x, y = torch.randn(30, 4, generator=torch.Generator().manual_seed(1)), torch.arange(30) % 3
+
+    def task(fold: int, **fields: Any) -> hotloop.Task:
+        held = torch.arange(30) % 3 == fold
+        return a_task(data=(x[~held], y[~held]), validation=(x[held], y[held]), model=lambda: nn.Linear(4, 3), **fields)
+
+    def trained(name: str, made: hotloop.Task) -> StoredRun:
+        return StoredRun.read(hotloop.fit(made, run=tmp_path / name, plan="baseline", progress=False).path)
+
+    folds = [trained(f"fold{fold}", task(fold)) for fold in range(3)]
+    assert len(compare_runs(folds).groups) == 3
+    seeds = [trained(f"seed{seed}", task(0, seed=seed)) for seed in range(3)]
+    (group,) = compare_runs(seeds).groups
+    assert group.unknown == "code"  # a Task from Python has no file
+    others = [trained("rate", task(0, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))), seeds[0]]
+    assert len(compare_runs(others).groups) == 2

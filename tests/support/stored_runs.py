@@ -21,6 +21,8 @@ def write_run(
     created: str = "2026-01-02T03:04:05+0000",
     overrides: dict[str, Any] | None = None,
     parameters: dict[str, Any] | None = None,
+    data: str = "c" * 32,
+    unknown_data: list[str] | None = None,
 ) -> Path:
     """Writes a run of a Task in a file; without `events` it has finished."""
     path.mkdir(parents=True)
@@ -53,6 +55,8 @@ def write_run(
         source=source,
         overrides=overrides or {},
         facts=facts,
+        data=data,
+        unknown_data=unknown_data or [],
         versions={"torch": "2"},
     )
     (path / "run.json").write_text(record.model_dump_json())

@@ -162,6 +162,7 @@ def advise(
     prices: Mapping[str, Price] | None = None,
     deadline_s: float | None = None,
     budget: float | None = None,
+    is_sure: bool = True,
     host: Host | None = None,
     network: Interconnect | None = None,
     coefficients: Coefficients | None = None,
@@ -176,12 +177,13 @@ def advise(
         prices: by chip.
         deadline_s: longest run in seconds.
         budget: highest cost of the run.
+        is_sure: whether a GPU may be said to pay surely; not beside other programs.
     """
     options = {"precision": precision, "plan": plan, "host": host, "network": network, "coefficients": coefficients}
     rows = [_row(costs, machine, steps, prices or {}, deadline_s, budget, options) for machine in machines]
     rows = _marked(rows)
     stage, reason = _stage(rows, deadline_s, budget)
-    return Advice(stage, reason, tuple(rows), *_pays(costs, machines, rows, options))
+    return Advice(stage, reason, tuple(rows), *_pays(costs, machines, rows, options, is_sure))
 
 
 def _row(
@@ -363,7 +365,7 @@ def _why_not(here: MachineRow | None, limit: float | None) -> str:
 
 
 def _pays(
-    costs: StepCosts, machines: Sequence[Machine], rows: Sequence[MachineRow], options: dict[str, Any]
+    costs: StepCosts, machines: Sequence[Machine], rows: Sequence[MachineRow], options: dict[str, Any], is_sure: bool
 ) -> tuple[int | None, int | None, str]:
     """Returns the batches from which a GPU is probably and surely faster than the CPU at hand, and a sentence."""
     here = next((machine for machine in machines if machine.is_here and machine.chip.kind == "cpu"), None)
@@ -379,7 +381,7 @@ def _pays(
     ratios = [
         Speedup.of(_at(costs, here, batch, options), _at(costs, gpu, batch, options)) for batch in crossing_batches()
     ]
-    start, probably, surely = pays_from(ratios)
+    start, probably, surely = pays_from(ratios, is_sure)
     now = Speedup.of((own.step_ms, own.low_ms, own.high_ms), (row.step_ms, row.low_ms, row.high_ms))
     return (
         probably,

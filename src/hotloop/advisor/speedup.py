@@ -31,16 +31,19 @@ def crossing_batches() -> tuple[int, ...]:
     return tuple(2**power for power in range(17))
 
 
-def pays_from(ratios: Sequence[Speedup]) -> tuple[str, int | None, int | None]:
+def pays_from(ratios: Sequence[Speedup], is_sure: bool = True) -> tuple[str, int | None, int | None]:
     """Returns a clause, and the batches from which a GPU is probably and surely faster, None for no batch.
 
     Args:
         ratios: speed-up at each of `crossing_batches()`.
+        is_sure: whether a GPU may be said to pay surely.
     """
     probably = _start([ratio.median > 1 for ratio in ratios])
     surely = _start([ratio.low > 1 for ratio in ratios])
     if not probably:
         return f"A GPU probably pays at no batch up to {crossing_batches()[-1]:,}", None, None
+    if not is_sure:
+        return f"A GPU probably pays from batch {probably:,} on", probably, None
     if not surely:
         return f"A GPU probably pays from batch {probably:,} on, surely at no batch", probably, None
     start = f"A GPU surely pays from batch {surely:,} on"

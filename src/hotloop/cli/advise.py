@@ -55,7 +55,9 @@ def advise(
     batch_sizes: Annotated[
         str | None, typer.Option(help="Batch sizes to compare, such as 32,256,2048.", show_default="the Task's")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the data, instead of the Task's or the script's.")
+    ] = None,
     deadline: Annotated[str | None, typer.Option(help="Longest run, such as 8h.")] = None,
     budget: Annotated[float | None, typer.Option(help="Highest cost of the run, in the prices' currency.")] = None,
     prices: Annotated[
@@ -69,7 +71,7 @@ def advise(
     settings: SetOption = None,
     precision: Annotated[str, typer.Option(help="Of products: fp32, tf32, fp16, bf16 or fp8.")] = "fp32",
     param: ParamOption = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of a script to record.", show_default="20")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of a script to time.", show_default="20")] = None,
     out: Annotated[Path | None, typer.Option(help="Write a page with pictures to this file.")] = None,
     score: Annotated[
         bool, typer.Option("--score", help="Show how well earlier predictions fitted the measured steps.")
@@ -144,7 +146,7 @@ def advise(
     request = AdviceRequest(**known)
     with stdout_for(as_json), _progress() as progress:
         if path is not None:
-            found = _advise_script(path, arguments or [], steps or 20, epochs or 1, request, progress, as_json)
+            found = _advise_script(path, arguments or [], steps or 20, epochs, request, progress, as_json)
         else:
             found = _advise_task(file, given, epochs, request, progress)
     _show(found, out, as_json)
@@ -199,7 +201,7 @@ def _advise_script(
     path: Path | str,
     arguments: list[str],
     steps: int,
-    epochs: int,
+    epochs: int | None,
     request: AdviceRequest,
     progress: Callable[[str, float], None],
     as_json: bool,

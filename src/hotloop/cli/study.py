@@ -194,4 +194,7 @@ def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json:
         for line in [*learning_rate_lines(found), f"page: {page}"]:
             say(line)
     else:
-        say(f"largest that fits: {found.largest}   best samples/s: {found.fastest}   end: {found.limit}")
+        fastest = "not sure" if found.busy else found.fastest
+        say(f"largest that fits: {found.largest}   best samples/s: {fastest}   end: {found.limit}")
+        if found.busy:
+            say(found.busy)

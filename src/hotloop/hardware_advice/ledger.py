@@ -79,8 +79,8 @@ def store_prediction(
     write_atomic(_path(key, chip, measured), new.model_dump_json(indent=2))
 
 
-def measure_prediction(key: Mapping[str, Any], chip: str, step_ms: float) -> str | None:
-    """Adds a measured step to the latest prediction of the Task on the chip.
+def measure_prediction(key: Mapping[str, Any], chip: str, step_ms: float, busy: str = "") -> str | None:
+    """Adds a measured step to the latest prediction of the Task on the chip, unless the machine was `busy`.
 
     Returns:
         A line with both, or the reason why the measurement isn't stored; None without a prediction.
@@ -93,6 +93,8 @@ def measure_prediction(key: Mapping[str, Any], chip: str, step_ms: float) -> str
         f"predicted {format_digits(last.step_ms)} ms a step "
         f"({format_digits(last.low_ms)} to {format_digits(last.high_ms)}), measured {format_digits(step_ms)}"
     )
+    if busy:
+        return f"{line}; {busy}"
     new = last.model_copy(update={"measured_ms": [*last.measured_ms, step_ms]})
     try:
         write_atomic(_path(key, chip, len(found) - 1), new.model_dump_json(indent=2))

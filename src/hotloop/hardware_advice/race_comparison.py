@@ -21,7 +21,7 @@ def compare_with_predictions(loaded: LoadedTask, verdict: Verdict, batch_size: i
         key, chip = prediction_key(loaded.task.name, size, loaded.record, plan), chip_name(plan.device)
         if timing.step_ms is None or f"{key} {chip}" in lines:
             continue  # plans that a prediction doesn't distinguish count once, the first
-        line = measure_prediction(key, chip, timing.step_ms)
+        line = measure_prediction(key, chip, timing.step_ms, verdict.busy)
         if line is not None:
             lines[f"{key} {chip}"] = f"{timing.name}: {line}"
     return list(lines.values())

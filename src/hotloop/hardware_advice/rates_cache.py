@@ -14,16 +14,20 @@ import torch
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.user_folders import cache_folder, key_digest
 from hotloop.core.hardware.machine import read_processor
+from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.records.cpu_rates import CpuRates
 from hotloop.errors import HotloopError
 from hotloop.profiler.step_costs import cpu_probe
 
 
-def cpu_rates_here(tick: Callable[[str], None] = lambda _: None) -> tuple[CpuRates, list[str]]:
-    """Returns this CPU's rates with torch's current number of threads, and notes, such as on a file that can't be used.
+def cpu_rates_here(
+    tick: Callable[[str], None] = lambda _: None, *, measures: bool = True
+) -> tuple[CpuRates | None, list[str], str]:
+    """Returns this CPU's rates with torch's current number of threads, notes, and a remark on a busy machine, else empty.
 
     Args:
         tick: called with the name of each probe; never if the rates are stored.
+        measures: whether rates that aren't stored are measured; else they are None.
     """
     key = _key()
     notes: list[str] = []
@@ -32,13 +36,18 @@ def cpu_rates_here(tick: Callable[[str], None] = lambda _: None) -> tuple[CpuRat
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict) or stored.get("key") != key:
             raise ValueError("its content does not match its name")
-        return CpuRates.from_dict(stored.get("rates")), notes
+        return CpuRates.from_dict(stored.get("rates")), notes, ""
     except FileNotFoundError:
         pass
     except (OSError, ValueError, HotloopError) as error:
         notes.append(f"the stored rates in {path} can't be used ({error}), so they were measured anew")
+    if not measures:
+        return None, notes, ""
+    wait_until_quiet()
+    load = LoadMeter()
     rates = cpu_probe.measure_cpu_rates(tick=tick)
-    return rates, notes + _store(path, key, rates)
+    busy = load.busy()
+    return rates, notes if busy else notes + _store(path, key, rates), busy
 
 
 def _key() -> dict[str, Any]:

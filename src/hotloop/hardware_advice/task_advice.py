@@ -120,6 +120,7 @@ class Subject:
         measured: by batch size and device of this machine.
         loading_s: of a batch by batch size.
         source: of the Task; None without a file.
+        busy: a remark on other programs that used the cores while something was measured; empty if none did.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Subject:
     loading_s: Mapping[int, float] = field(default_factory=dict)
     source: SourceRecord | None = None
     notes: tuple[str, ...] = ()
+    busy: str = ""
 
 
 def advise_task(
@@ -146,7 +148,7 @@ def advise_task(
         HotloopError: an unknown chip, or a step that can't be traced.
     """
     request.machines()  # reports an unknown chip before anything runs
-    here = request_machines_here(request, progress)
+    here, busy = request_machines_here(request, progress)
     task, notes = loaded.task, []
     own_size, batches = task.roles.batch_size, task.roles.batches
     if batches is None:
@@ -170,16 +172,22 @@ def advise_task(
             if not reason:
                 try:
                     plan = request.plan.with_axes(device=device)
-                    measured[size, device], loading[size] = measure_step(sized, plan)
-                    continue
+                    step, feed_s, remark = measure_step(sized, plan)
+                    if not remark:
+                        measured[size, device], loading[size] = step, feed_s
+                        continue
+                    busy, reason = remark, "the machine was busy"
                 except HotloopError as error:
                     reason = error.given
             notes.append(f"the step of batch {size:,} on {machine.title} is predicted, not measured: {reason}")
             if device == "cpu" and reason != _TOO_LARGE:
                 own[size] = trace_step(sized, plan=request.plan, batch_size=size, device="cpu")
     if own:
-        rates, remarks = cpu_rates_here(lambda name: progress(f"measuring this CPU's operators: {name}", 0.9))
-        here["cpu"], notes = replace(here["cpu"], cpu_rates=rates), notes + remarks
+        rates, remarks, remark = cpu_rates_here(
+            lambda name: progress(f"measuring this CPU's operators: {name}", 0.9),
+            measures=not busy,  # beside other programs that takes minutes, and isn't stored
+        )
+        here["cpu"], notes, busy = replace(here["cpu"], cpu_rates=rates), notes + remarks, remark or busy
     subject = Subject(
         name=task.name,
         costs=costs,
@@ -190,14 +198,15 @@ def advise_task(
         loading_s=loading,
         source=loaded.record,
         notes=tuple(notes),
+        busy=busy,
     )
     return advise_subject(subject, here, request, say=say)
 
 
-def request_machines_here(request: AdviceRequest, progress: Progress) -> dict[str, Machine]:
-    """Returns this machine by device, with measured speeds; empty if the request leaves it out."""
+def request_machines_here(request: AdviceRequest, progress: Progress) -> tuple[dict[str, Machine], str]:
+    """Returns this machine by device, with measured speeds, and a remark on a busy one; empty if the request leaves it out."""
     if not request.is_here:
-        return {}
+        return {}, ""
     return machines_here(lambda what, done, total: progress(f"measuring this machine's speed: {what}", 0.0))
 
 
@@ -237,7 +246,7 @@ def advise_subject(
         found = {size: _advise(subject, size, here, others, prices, predictions, request) for size in subject.costs}
     advice, costs = found[first][1], subject.costs[first]
     rows = [_row(row, size, prices, request) for size, (_, each) in found.items() for row in each.machines]
-    for note in _store(subject, found, request):
+    for note in [] if subject.busy else _store(subject, found, request):
         say(note)
     return HardwareAdvice(
         subject=subject.name,
@@ -266,6 +275,7 @@ def advise_subject(
         machines=rows,
         curves=_curves(costs, found[first][0], advice, request),
         notes=[*subject.notes, *costs.notes],
+        busy=subject.busy,
     )
 
 
@@ -302,6 +312,7 @@ def _compare(
         prices=prices,
         deadline_s=request.deadline_s,
         budget=request.budget,
+        is_sure=not subject.busy,
         host=Host(loading_s=subject.loading_s.get(size, 0.0), overlap=bool(request.plan.workers)),
     )
 

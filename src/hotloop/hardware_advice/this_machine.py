@@ -7,6 +7,7 @@ from dataclasses import replace
 from hotloop.advisor.chips import Chip, cpu_chip, find_chip
 from hotloop.advisor.machines import Machine
 from hotloop.core.hardware import machine
+from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.hardware.probe import ProbeProgress, measure_hardware
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.advice import MeasuredStep
@@ -39,15 +40,18 @@ def _name(device: Device, processor: Processor) -> str:
         return device.model or device.name
 
 
-def machines_here(progress: ProbeProgress | None = None) -> dict[str, Machine]:
-    """Returns this machine once for each kind of device, by torch's name of the first: the CPU first."""
+def machines_here(progress: ProbeProgress | None = None) -> tuple[dict[str, Machine], str]:
+    """Returns this machine once for each kind of device, by torch's name of the first: the CPU first.
+
+    Also returns a remark if the machine was busy while its speeds were measured, else an empty text.
+    """
     hardware = measure_hardware(progress=progress)
     found: dict[str, Machine] = {}
     for device in hardware.devices:
         if device.kind not in (name.partition(":")[0] for name in found):
             total = device.memory_total.value if device.memory_total else None
             found[device.name] = Machine(_chip(device, hardware), name=_title(device), memory_bytes=total, is_here=True)
-    return found
+    return found, hardware.busy
 
 
 def _title(device: Device) -> str:
@@ -79,8 +83,10 @@ def _chip(device: Device, hardware: Hardware) -> Chip:
     )
 
 
-def measure_step(task: Task, plan: Plan) -> tuple[MeasuredStep, float]:
+def measure_step(task: Task, plan: Plan) -> tuple[MeasuredStep, float, str]:
     """Returns a training step of the Task here with loading, and seconds of loading a batch alone.
+
+    Also returns a remark if the machine was busy meanwhile, else an empty text.
 
     Raises:
         HotloopError: the Task can't run here.
@@ -91,10 +97,12 @@ def measure_step(task: Task, plan: Plan) -> tuple[MeasuredStep, float]:
             runner = Runner(program)
             runner.warm_up()
             steps = plan.graphs if isinstance(plan.graphs, int) else 1  # steps of one graph have no times of their own
+            wait_until_quiet()
+            load = LoadMeter()
             times_s: list[float] = []
             while len(times_s) < _LEAST_STEPS or (sum(times_s) < _MEASURE_S and len(times_s) < _MOST_STEPS):
                 times_s.append(runner.window(steps))
             measured = MeasuredStep.from_times([1e3 * time_s / steps for time_s in times_s])
-            return measured, mean_feed_time(program) or 0.0
+            return measured, mean_feed_time(program) or 0.0, load.busy()
         finally:
             program.close()

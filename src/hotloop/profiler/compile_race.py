@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.processes.compile_process import CompileProcess
 from hotloop.profiler.base.tensor_facts import has_gradient
 
@@ -124,7 +125,11 @@ def _race(call: NetworkCall, until: float) -> dict[str, Any]:
     base, rival = ContenderTimes("eager", eager), ContenderTimes("compiled", compiled)
     base.set_layout("cpu", eager_s, eager_s, brief=True)
     rival.set_layout("cpu", compiled_s, eager_s, brief=True)
-    run_rounds([base, rival], base, RaceLimits(min(_RACING_S, left_s)))
+    wait_until_quiet(left_s / 2)
+    load = LoadMeter()
+    run_rounds([base, rival], base, RaceLimits(min(_RACING_S, until - time.monotonic())))
+    if busy := load.busy():
+        return {"failure": busy, "compile_s": compile_s}
     found = ratio_to_baseline(rival, base)
     measured = {"ratio": found.median, "low": found.low, "high": found.high, "pairs": found.pairs}
     return measured | {"compile_s": compile_s, "network": type(call.network).__name__}

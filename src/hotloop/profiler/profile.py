@@ -12,8 +12,8 @@ from typing import Any
 
 from hotloop.core.feasibility.violations import violations
 from hotloop.core.format import parse_seconds
-from hotloop.core.hardware.benchmarks import is_of_busy_machine
 from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.machine_load import wait_until_quiet
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
@@ -210,6 +210,7 @@ def profile_and_diagnose_task(
     """
     task = override_fields(loaded.task, overrides)
     plan = resolve_device(plan)
+    wait_until_quiet()
     progress("recording", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
     recorded = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
@@ -254,9 +255,9 @@ def _cached_limits(device: str, progress: Progress) -> tuple[HardwareLimits, lis
         device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of)
     )
     found = hardware.device(device)
-    busy = device == "cpu" and any(map(is_of_busy_machine, hardware.notes))
+    busy = device == "cpu" and bool(hardware.busy)
     limits = HardwareLimits() if found is None else device_limits(found).model_copy(update={"busy": busy})
-    return limits, list(hardware.notes)
+    return limits, [*hardware.notes, *filter(None, [hardware.busy])]
 
 
 def _with_feasible_axes(remedy: Remedy, task: Task, plan: Plan) -> Remedy:
@@ -302,10 +303,11 @@ def race_remedies(
         verdict = race_loaded(alone, contest, deadline=deadline, racing_s=REMEDY_RACE_S, **options)
     except TimeOverError as over:
         return _with_notes(found, [f"no remedy was raced: {over.given}"])
-    remedies = [_with_race_result(one, base, verdict) for one in found.remedies]
+    timed = verdict.model_copy(update={"plans": []}) if verdict.busy else verdict
+    remedies = [_with_race_result(one, base, timed) for one in found.remedies]
     lost = [one for one in remedies if "engine" in one.axes and (one.won is None or one.won[1] <= 1)]
     open_remedies = [one for one in remedies if one not in lost]
-    measured = [_with_race_result(one, base, verdict) for one in found.candidates]
+    measured = [_with_race_result(one, base, timed) for one in found.candidates]
     won = [one.model_copy(update={"gain": 1 - 1 / one.won[0]}) for one in measured if one.won and one.won[1] > 1]
 
     found = found.model_copy(
@@ -317,7 +319,7 @@ def race_remedies(
         }
     )
     failures = [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]
-    return _with_notes(found, [*map(_why_lost, lost), *failures, *verdict.notes])
+    return _with_notes(found, [*map(_why_lost, lost), *failures, *verdict.remarks])
 
 
 def _with_notes(found: Profile, notes: Sequence[str]) -> Profile:

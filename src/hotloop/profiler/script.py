@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hotloop.core.hardware.machine_load import wait_until_quiet
 from hotloop.core.records.profile import Profile
 from hotloop.profiler.base.step_facts import ProfileFacts
 from hotloop.profiler.summary import summarize
@@ -20,7 +21,6 @@ def profile_script(
     stdout: int | None = None,
     trace: Path | None = None,
     try_s: float | None = None,
-    ends: bool = False,
 ) -> Profile:
     """Runs a script to its end and profiles its training steps; see `run_script`.
 
@@ -30,7 +30,6 @@ def profile_script(
         steps: number of measured steps, then the script runs on alone; None for 60, fewer if these take over 30 s.
         trace: a file for the Chrome trace of a few steps.
         try_s: seconds for a race of the compiled network after the measured steps; the script waits. None: no race.
-        ends: stop the script after the measured steps, as by Ctrl-C.
 
     Raises:
         TaskError: the file doesn't exist.
@@ -38,9 +37,9 @@ def profile_script(
     settings = {
         "steps": steps,
         "try_s": try_s,
-        "ends": ends,
         "trace": str(trace.resolve()) if trace is not None else None,
     }
+    wait_until_quiet()
     end = run_script(
         path,
         arguments,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import sys
 from typing import Any
 
@@ -26,7 +25,7 @@ def wait_for_torch(settings: dict[str, Any]) -> None:
 
     Args:
         settings: `out`, the file to write; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None;
-            `try_s`, seconds for a race of the compiled network, or None; `ends`, whether SIGINT follows the steps.
+            `try_s`, seconds for a race of the compiled network, or None.
     """
     path = sys.path[:]  # without the script's folder
     lines = PlainLineSampler()
@@ -98,11 +97,7 @@ def start_session(settings: dict[str, Any], lines: PlainLineSampler | None = Non
             elif session.closed:
                 facts.lines = lines.lines()
             write_result(settings["out"], facts.as_dict())
-            if settings.get("ends") and session.closed and facts.trained and not at_exit:
-                at_exit.append(True)
-                os.kill(process, signal.SIGINT)
 
-    at_exit: list[bool] = []
     compilations = CompilationRecorder()
     session = ProfilerSession(
         settings["steps"],
@@ -122,4 +117,3 @@ def start_session(settings: dict[str, Any], lines: PlainLineSampler | None = Non
     os.register_at_fork(after_in_child=session.abandon)
     atexit.register(session.close)
     atexit.register(lines.stop)
-    atexit.register(at_exit.append, True)  # runs before the two above

@@ -31,7 +31,7 @@ def advice_page(advice: HardwareAdvice) -> RenderableType:
         *_mark_lines(advice),
         f"Memory of the step: {memory}",
         *_price_lines(advice),
-        *(f"Note: {note}" for note in advice.notes),
+        *(f"Note: {note}" for note in [*advice.notes, *filter(None, [advice.busy])]),
     ]
     return Group(
         Text(advice.answer, style="bold"), Text(head), advice_table(advice), expense_table(advice), *map(Text, lines)

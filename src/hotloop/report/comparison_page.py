@@ -65,7 +65,7 @@ def _tables(comparison: Comparison) -> tuple[Block, Block, Block, Block]:
         numbers=numbers,
     )
     groups = table(
-        "Groups of runs that differ only in the seed",
+        _groups_title(comparison),
         ("group", "runs", "seeds", *_mean_names(comparison)),
         [
             (
@@ -99,10 +99,22 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         _, _, few = one.verdict.partition("noise unknown: ")
         _, _, counts = one.verdict.rpartition(" (")
         found.append(f"Noise unknown: {few}." if few else f"Group {one.group}: {counts.rstrip(')')} compared.")
+    found += [
+        f"Whether the {group.unknown} of the runs in group {group.name} is the same is unknown."
+        for group in comparison.groups
+        if group.unknown
+    ]
     if len(comparison.groups) == 1:
-        count = comparison.groups[0].distinct_seeds
-        found.append(f"The runs differ in nothing but seed and machine: one group with {count} different seeds.")
+        group, count = comparison.groups[0], comparison.groups[0].distinct_seeds
+        known = "The runs differ in nothing" if not group.unknown else "The runs are not known to differ in anything"
+        found.append(f"{known} but seed and machine: one group with {count} different seeds.")
     return list(dict.fromkeys(found))
+
+
+def _groups_title(comparison: Comparison) -> str:
+    if any(group.unknown for group in comparison.groups):
+        return "Groups of runs without a known difference but the seed"
+    return "Groups of runs that differ only in the seed"
 
 
 def _mean_names(comparison: Comparison) -> list[str]:

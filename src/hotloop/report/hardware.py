@@ -18,7 +18,7 @@ UNKNOWN = "unknown"
 def hardware_page(hardware: Hardware) -> RenderableType:
     """Returns all tables, notes and advice."""
     groups = [hardware.devices[start : start + COLUMNS] for start in range(0, len(hardware.devices), COLUMNS)]
-    words = [*(f"Note: {note}" for note in hardware.notes), advice(hardware)]
+    words = [*(f"Note: {note}" for note in [*hardware.notes, *filter(None, [hardware.busy])]), advice(hardware)]
     return Group(*(device_table(group) for group in groups), machine_table(hardware), *(Text(word) for word in words))
 
 

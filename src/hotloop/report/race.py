@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hotloop.core.format import format_milliseconds
-from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
+from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict, describe_ratio
 from hotloop.core.terminal import Bar
 from hotloop.report.progress import format_duration
 
@@ -40,7 +40,7 @@ def race_page(verdict: Verdict) -> RenderableType:
         for timing in verdict.plans
         if timing.parity and timing.name != verdict.baseline
     ]
-    notes = [f"Note: {note}" for note in verdict.notes]
+    notes = [f"Note: {note}" for note in verdict.remarks]
     return Group(race_table(verdict), *(Text(line) for line in [*failures, *reasons, *notes, winner_sentence(verdict)]))
 
 
@@ -90,6 +90,10 @@ def winner_sentence(verdict: Verdict) -> str:
     if verdict.winner is None:
         return "No winner: too little was measured to say which plan is faster. Give it more time by --time-limit."
     base, winner = verdict.plan(verdict.baseline), verdict.plan(verdict.winner)
+    if verdict.busy:
+        best = base.name if winner is base else f"{winner.name}, {describe_ratio(winner, verdict.busy)}"
+        proven = "" if winner is base else _describe_parity(winner, base)
+        return f"No sure winner: beside other programs the first is {best}{proven}. Measure again when the machine is quiet."
     if winner is not base:
         return f"{winner.name} wins: {_speed(winner, base)}{_describe_parity(winner, base)}{_describe_finish(winner, base, verdict.steps)}."
     rivals = [timing for timing in verdict.plans if timing is not base]

@@ -31,7 +31,7 @@ def scaling_page(scaling: RaceScaling) -> RenderableType:
     notes = [
         f"Note: {scaling.parameter}={value}: {note}"
         for value, verdict in zip(scaling.values, scaling.races, strict=True)
-        for note in [*(f"{plan.name}: {plan.failure}" for plan in verdict.plans if plan.failure), *verdict.notes]
+        for note in [*(f"{plan.name}: {plan.failure}" for plan in verdict.plans if plan.failure), *verdict.remarks]
     ]
     lines = [*notes, *(f"{scaling_sentence(scaling, name)}: {reason}." for name, reason in _reasons(scaling).items())]
     return Group(shown, *(Text(line) for line in lines))

@@ -122,7 +122,7 @@ def race_section(verdict: Verdict) -> Section:
     reasons = [f"{timing.name}: {timing.parity_reason}" for timing in verdict.plans if timing.parity_reason]
     failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
     blocks = [text(winner_sentence(verdict)), *race_figures(verdict), shown]
-    return Section("race", "Race", [*blocks, *lines([*reasons, *failures, *verdict.notes])])
+    return Section("race", "Race", [*blocks, *lines([*reasons, *failures, *verdict.remarks])])
 
 
 def race_figures(verdict: Verdict) -> list[Block]:

@@ -27,12 +27,14 @@ class RunGroup:
         runs: names.
         seeds: of the runs; None for the Task's own seed.
         figures: values by the figure's name, one for each run that has it.
+        unknown: what may differ beside the seed, as runs don't record it; empty if nothing may.
     """
 
     name: str
     runs: list[str]
     seeds: list[Any]
     figures: dict[str, list[float]]
+    unknown: str = ""
 
     @property
     def distinct_seeds(self) -> int:
@@ -85,7 +87,7 @@ def compare_runs(runs: Sequence[StoredRun]) -> Comparison:
         if any(one.get(key) != settings[0].get(key) for one in settings)
     }
     named = list(dict.fromkeys(key for one in figures for key in one))
-    groups = _groups(names, settings, figures)
+    groups = _groups(names, settings, figures, [_unknown_parts(run) for run in runs])
     return Comparison(
         names, differing, {key: [one.get(key) for one in figures] for key in named}, groups, _differences(groups)
     )
@@ -100,6 +102,9 @@ def run_settings(run: StoredRun) -> Settings:
         if source is not None:
             found |= {"task.file": source.reference, "task.source": source.digest[:12]}
             found |= {f"parameter.{name}": value for name, value in source.parameters.items()}
+        else:  # of a Task from Python, whose code is unknown
+            found["task.parts"] = facts.fingerprint[:12]
+        found["task.content"] = record.data[:12] or None
         found |= {f"option.{name}": value for name, value in record.overrides.items()}
         sizes = ("parameters", "trainable", "samples", "batch_size", "inputs", "optimizer", "data", "exact")
         found |= {f"task.{name}": getattr(facts, name) for name in sizes}
@@ -111,6 +116,13 @@ def run_settings(run: StoredRun) -> Settings:
     if machine := run.last_value("machine"):
         found["machine"] = machine
     return found
+
+
+def _unknown_parts(run: StoredRun) -> list[str]:
+    """Returns what a run doesn't record of its code and data."""
+    if (record := run.record) is None:
+        return ["code", "data"]
+    return ["code"] * (record.source is None) + ["data"] * (not record.data or bool(record.unknown_data))
 
 
 def run_figures(run: StoredRun) -> dict[str, float]:
@@ -137,7 +149,10 @@ _NO_GROUP_KEYS = (*_SEED_KEYS, "machine")
 
 
 def _groups(
-    names: Sequence[str], settings: Sequence[Settings], figures: Sequence[Mapping[str, float]]
+    names: Sequence[str],
+    settings: Sequence[Settings],
+    figures: Sequence[Mapping[str, float]],
+    unknown: Sequence[list[str]],
 ) -> list[RunGroup]:
     members: dict[str, list[int]] = {}
     for number, one in enumerate(settings):
@@ -152,6 +167,9 @@ def _groups(
                 key: [figures[number][key] for number in numbers if key in figures[number]]
                 for key in dict.fromkeys(key for number in numbers for key in figures[number])
             },
+            " and ".join(dict.fromkeys(part for number in numbers for part in unknown[number]))
+            if len(numbers) > 1
+            else "",
         )
         for place, numbers in enumerate(members.values())
     ]
@@ -187,7 +205,9 @@ def _difference(first: RunGroup, other: RunGroup, figure: str) -> FigureDifferen
     low, high = difference - half, difference + half
     counts = f"{len(before)} and {len(after)} seeds"
     within = low <= 0 <= high
-    said = f"within the noise of seeds ({counts})" if within else f"beyond the noise of seeds ({counts})"
+    what = " and ".join(dict.fromkeys(one.unknown for one in (first, other) if one.unknown))
+    condition = f", if the {what} of a group's runs is the same, which is unknown" if what else ""
+    said = f"{'within' if within else 'beyond'} the noise of seeds{condition} ({counts})"
     return FigureDifference(other.name, figure, difference, low, high, said)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from importlib import import_module
+from types import TracebackType
 from typing import Any
 
 from hotloop.core.processes.parent_death import end_with_parent
@@ -22,8 +24,29 @@ def begin(settings: dict[str, Any]) -> None:
             receives `settings`; `out`, the file for `write_result`; and the function's own settings.
     """
     end_with_parent(settings["parent"], signal.SIGKILL)  # a script can't handle SIGKILL
+    _hide_stops(settings["out"])
     module, _, name = settings["inside"].partition(":")
     getattr(import_module(module), name)(settings)
+
+
+def mark_stop(path: str) -> None:
+    """Says that hotloop stops the script by Ctrl-C, whose traceback tells the user nothing.
+
+    Args:
+        path: the file of `write_result`.
+    """
+    with open(f"{path}.stopped", "w", encoding="utf-8"):
+        pass
+
+
+def _hide_stops(path: str) -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (issubclass(kind, KeyboardInterrupt) and os.path.exists(f"{path}.stopped")):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def write_result(path: str, values: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ import psutil
 
 from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
 from hotloop.errors import TaskError
+from hotloop.scripts.child import mark_stop
 
 _INJECT = Path(__file__).parent / "inject"
 GRACE_S = 60.0
@@ -85,7 +86,7 @@ def run_script(
         environment = _environment({**settings, "inside": inside, "out": str(out)})
         process = subprocess.Popen(command, env=environment, stdout=stdout)
         with _forward_signals(process):
-            stopped = _wait(process, stop_after_s)
+            stopped = _wait(process, stop_after_s, str(out))
         result = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None
     return ScriptEnd(process.returncode, stopped, time.monotonic() - began, result)
 
@@ -97,12 +98,13 @@ def _environment(settings: dict[str, Any]) -> dict[str, str]:
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path), "HOTLOOP_SCRIPT": json.dumps(settings)}
 
 
-def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
+def _wait(process: subprocess.Popen, stop_after_s: float | None, out: str) -> str:
     try:
         process.wait(stop_after_s)
         return ""
     except subprocess.TimeoutExpired:
         pass
+    mark_stop(out)
     line = f"the script was stopped after {stop_after_s:g} s, as asked for"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         _send_signal(process, number)

@@ -20,11 +20,13 @@ from hotloop.core.float32_switches import apply_switches, read_switches
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware import allocators
 from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.machine_load import LoadMeter
 from hotloop.core.hardware.versions import result_versions
 from hotloop.core.number_formats import other_settings
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.training import RunRecord
 from hotloop.core.reporter import Report
+from hotloop.data.content_digest import content_digest
 from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import local_rank_count
 from hotloop.distributed.process_group import RankSession
@@ -109,6 +111,7 @@ def _lower(context: RunContext) -> tuple[Program, list[str]]:
 def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSession) -> Run:
     task, source = context.task, context.source.record
     as_requested = replace(program.parts, task=task, splits=task.roles)  # facts describe the Task, not its plan
+    data, unknown_data = content_digest(task.data, task.validation, task.test)
     record = RunRecord(
         id=uuid.uuid4().hex,
         name=task.name,
@@ -122,6 +125,8 @@ def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSe
         reader=describe_files(task),
         has_class_scores=task.objective.cross_entropy and task.predict is None,
         switches=read_switches(),
+        data=data,
+        unknown_data=unknown_data,
         versions=result_versions(),
     )
     for line in check_same_task(record, context.replay, has_schedule=task.schedule is not None):
@@ -302,6 +307,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     if not isinstance(handle, FollowerRun):
         context.store_plan_search(handle.path)
         writers = [monitor_of(program, say), *_figure_loggers(task, handle, say)]
+    load = LoadMeter()
     with ExitStack() as stack:
         for writer in writers:
             stack.enter_context(writer.open())
@@ -321,7 +327,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
         plan.parallel == "none"
         and handle.plan == plan
         and outcome.history
-        and (line := _compare_with_prediction(context, plan, outcome))
+        and (line := _compare_with_prediction(context, plan, outcome, load.busy()))
     ):
         say(line)
     return outcome
@@ -349,13 +355,12 @@ def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
     return [FigureLogger(name, ADAPTERS[name](), settings, say) for name in ADAPTERS if name in task.loggers]
 
 
-def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcome) -> str | None:
+def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcome, busy: str) -> str | None:
     """Returns a line with the step that `hotloop advise` predicted and the measured step; None without a prediction."""
     size = context.task.roles.batch_size
     step_ms = 1e3 * size / max(record.samples_per_s for record in outcome.history)
-    return measure_prediction(
-        prediction_key(context.task.name, size, context.source.record, plan), chip_name(plan.device), step_ms
-    )
+    key = prediction_key(context.task.name, size, context.source.record, plan)
+    return measure_prediction(key, chip_name(plan.device), step_ms, busy)
 
 
 def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | None, say: Report) -> Program:

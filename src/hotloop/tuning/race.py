@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hotloop.core.hardware import machine
 from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import AUTO, PlanRequest
@@ -30,7 +29,6 @@ from hotloop.tuning.auto.recall import facts_with_fingerprint, lower_cached_or_a
 from hotloop.tuning.contenders import PlanReference, RaceSpec
 from hotloop.tuning.races.crossover import Point, crossovers
 from hotloop.tuning.races.measure import Contender, measure
-from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
 from hotloop.tuning.run_context import RunContext
 from hotloop.tuning.search.race_cache import save_races
 
@@ -124,10 +122,8 @@ def race_loaded(
         )
         for name, wanted in entries.items()
     ]
-    before = CpuUsage.now()
     part = deadline if prove is None else deadline.fraction(_MEASURING_SHARE)
     measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=racing_s, progress=progress, deadline=part)
-    others = cores_used_by_others(before, CpuUsage.now())
     verdict = Verdict(
         task=task.name,
         fingerprint=facts.fingerprint,
@@ -135,7 +131,8 @@ def race_loaded(
         baseline=baseline,
         winner=best_plan_name(measured.plans, baseline, proven=False),
         steps=facts.steps,
-        notes=[*measured.notes, *filter(None, [busy_note(others, machine.read_processor().allowed_cores)])],
+        notes=measured.notes,
+        busy=measured.busy,
         machine=machine_name(),
         versions=speed_versions(),
         seconds=time.monotonic() - began,

@@ -10,14 +10,13 @@ from typing import Any
 
 from hotloop.core.feasibility.violations import check as check_plan
 from hotloop.core.format import parse_seconds
-from hotloop.core.hardware import machine
 from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.records.hardware import Hardware
-from hotloop.core.records.race import Verdict
+from hotloop.core.records.race import Verdict, describe_ratio
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import Progress, Report
 from hotloop.core.terminal import Terminal
@@ -28,7 +27,6 @@ from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
 from hotloop.tuning.auto.recall import cached_best_race, facts_with_fingerprint
 from hotloop.tuning.contenders import check_comparable
-from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
 from hotloop.tuning.rules import rank_plans
 from hotloop.tuning.search import failed_searches
 from hotloop.tuning.search.candidates import SEARCHED_AXES
@@ -82,7 +80,7 @@ def tune_loaded(
     Args:
         until: when the following training stops, by `time.monotonic()`.
     """
-    began, before = time.monotonic(), CpuUsage.now()
+    began = time.monotonic()
     limit_s = None if time_limit is None else parse_seconds(time_limit, "time-limit")
     task = override_fields(loaded.task, overrides)
     check_comparable(base)
@@ -115,9 +113,9 @@ def tune_loaded(
         winner = search.run()
     except BaseException:  # such as Ctrl-C in a proof: the times stay valid
         if loaded.record is not None and search.timings:
-            save_races(_make_verdict(search, BASELINE, facts, began, before))
+            save_races(_make_verdict(search, BASELINE, facts, began))
         raise
-    verdict = _make_verdict(search, winner, facts, began, before)
+    verdict = _make_verdict(search, winner, facts, began)
     if loaded.record is not None:
         for note in save_races(verdict):
             say(note)
@@ -136,9 +134,7 @@ def _fixed_axes_notes(base: Plan) -> list[str]:
     ]
 
 
-def _make_verdict(search: PlanSearch, winner: str, facts: TaskFacts, began: float, before: CpuUsage) -> Verdict:
-    """Returns the result of the search; `before` is the CPU usage at its start."""
-    others = cores_used_by_others(before, CpuUsage.now())
+def _make_verdict(search: PlanSearch, winner: str, facts: TaskFacts, began: float) -> Verdict:
     return Verdict(
         task=search.task.name,
         fingerprint=facts.fingerprint,
@@ -147,7 +143,8 @@ def _make_verdict(search: PlanSearch, winner: str, facts: TaskFacts, began: floa
         winner=winner,
         steps=search.facts.steps,
         left_open=winner == BASELINE and search.left_open,
-        notes=[*search.notes, *filter(None, [busy_note(others, machine.read_processor().allowed_cores)])],
+        notes=search.notes,
+        busy=search.busy,
         machine=machine_name(),
         versions=speed_versions(),
         seconds=time.monotonic() - began,
@@ -169,13 +166,14 @@ def _search_key(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
 def _cache_failed_search(
     search: PlanSearch, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]
 ) -> None:
-    """Caches a search without a better plan, if it had results and enough memory, disk space and time."""
+    """Caches a search without a better plan, if it had results, a quiet machine, and enough memory, disk space and time."""
     step_ms = verdict.plan(BASELINE).step_ms
     if verdict.winner != BASELINE:
         failed_searches.delete_failed_search(key)
     elif (
         search.has_results
         and step_ms
+        and not verdict.busy
         and not (search.deadline.is_met or any(one.short_of_memory for one in verdict.plans))
     ):
         failed_searches.save_failed_search(
@@ -216,14 +214,14 @@ def cached_or_tuned_plan(
         )
     verdict = tune_loaded(loaded, wanted.plan, facts=facts, say=say, progress=progress, until=until)
     searches.append(verdict)
-    for note in verdict.notes:
+    for note in verdict.remarks:
         say(f"tune: {note}")
     best = verdict.plan(verdict.winner or verdict.baseline)
     if best.name == verdict.baseline:
         raced = len(verdict.plans) > 1
         why = "nothing proven equal is faster" if raced else "nothing was raced"
         return _plan_without_result(wanted, verdict.left_open, f"{why} ({verdict.seconds:.0f} s)")
-    found = f"{best.name}, {best.ratio:.2f} times as fast as the baseline and {best.parity}"
+    found = f"{best.name}, {describe_ratio(best, verdict.busy)} and {best.parity}"
     return best.as_plan, f"tune: {found} ({verdict.seconds:.0f} s)"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hotloop.core.records.profile import ModuleTime, OperatorTime, Remedy
+from hotloop.core.records.profile_ratios import CompiledNetwork
 from tests.support.profiler.handmade_steps import operator, remedies, seen
 
 NAMES = ("exp", "sum", "div", "log")
@@ -69,3 +70,31 @@ def test_what_else_runs_at_its_lines_is_named() -> None:
     assert {"follow one another", "aten::sort takes"} == {
         part for part in ("follow one another", "aten::sort takes") for one in found if part in one.cause
     }
+
+
+SPLINE = ("mul", "add", "floor", "clamp", "sub", "where", "mul", "add")
+"""What no one operation of torch does."""
+
+RACE = dict(network="Net", pairs=12, compile_s=4.0)
+
+
+def test_a_chain_that_torch_has_one_operation_for_is_told_which() -> None:
+    (found,) = said(passes(*NAMES))
+    assert "F.softmax" in found.remedy and "torch.compile" not in found.remedy
+    (found,) = said(passes("tanh", "mul", "add", "mul"))
+    assert "F.gelu" in found.remedy
+
+
+def test_any_other_chain_is_for_the_compiler_with_a_predicted_gain() -> None:
+    (found,) = said(passes(*SPLINE))
+    assert "torch.compile of softmax" in found.remedy and "one operation for the whole" not in found.remedy
+    assert "predicted" in found.evidence and found.gain > 0.1
+    (found,) = said(passes(*NAMES * 7))  # too long for any single one
+    assert "torch.compile" in found.remedy
+
+
+def test_a_measured_gain_of_the_compiler_is_named_and_without_one_nothing_is() -> None:
+    (found,) = said(passes(*SPLINE), compiled=CompiledNetwork(ratio=1.8, low=1.7, high=1.9, **RACE))
+    assert "1.80 times as fast" in found.evidence
+    assert said(passes(*SPLINE), compiled=CompiledNetwork(ratio=0.9, low=0.8, high=1.0, **RACE)) == []
+    assert said(passes(*NAMES), compiled=CompiledNetwork(ratio=0.9, low=0.8, high=1.0, **RACE)) != []

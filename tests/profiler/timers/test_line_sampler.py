@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import sys
 import textwrap
 import time
@@ -16,8 +17,9 @@ import pytest
 
 from hotloop.core.records.profile import LineTime
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.timers.line_sampler import StackSampler
+from hotloop.profiler.timers.line_sampler import Preemption, StackSampler
 from hotloop.profiler.trace.calibration import clamp_lines_to_phases
+from tests.support.busy_machine import busy_process
 
 
 def compiled(name: str, text: str) -> dict[str, Any]:
@@ -45,6 +47,19 @@ SCRIPT = """
 
 def is_own(code: CodeType) -> bool:
     return code.co_filename == "script.py"
+
+
+class Waits:
+    """What the system says on the sampled thread's time without a core, at each sample."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._seconds = iter(seconds)
+
+    def begin(self) -> None:
+        pass
+
+    def passed_s(self) -> float:
+        return next(self._seconds, 0.0)
 
 
 def sampler(phase: Callable[[], Phase] = lambda: "logging") -> StackSampler:
@@ -127,6 +142,7 @@ def test_a_backward_is_torchs_whoever_calls_it() -> None:
 def test_a_step_that_is_dropped_is_forgotten() -> None:
     seen = StackSampler(is_own, lambda file, line: f"{file}:{line}", lambda: "logging")
     seen._running = -1  # so that no thread of its own looks
+    seen._preemption = Waits()  # type: ignore[assignment]
     for dropped in (False, True, True):
         seen.begin()
         now = seen._since
@@ -252,3 +268,36 @@ def looked_at(seen: StackSampler, step: Callable[[], None], steps: int = 400) ->
         for _ in range(4):
             crc32(elsewhere)
     return looked
+
+
+def test_time_in_which_another_program_had_the_core_is_that_of_no_line() -> None:
+    """The system names it once the thread runs again: 0.4 s, of which 0.1 s are in the last interval."""
+    seen = sampler()
+    seen.begin()
+    seen._preemption = Waits(0.0, 0.0, 0.0, 0.4, 0.0)  # type: ignore[assignment]
+    seen._since = 0.0
+    sampled(seen, iter([0.1, 0.2, 0.5, 0.6, 0.7]))
+    seen.close()
+    helper = next(line for line in seen.lines() if line.function == "helper")
+    assert helper.own_ms == pytest.approx(1e3 * (0.7 - 0.4)) and helper.ms == pytest.approx(helper.own_ms)
+    assert seen.shifted_s["logging", "logging"] == pytest.approx(0.3)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux says how long a thread waits for a core")
+def test_a_real_program_on_the_same_core_takes_no_time_of_the_lines() -> None:
+    """A core is shared with a busy program: wall time is about twice what the line computes."""
+    cores = os.sched_getaffinity(0)
+    core = max(cores)
+    with busy_process() as other:
+        os.sched_setaffinity(other.pid, {core})
+        os.sched_setaffinity(0, {core})
+        try:
+            waits = Preemption()
+            waits.begin()
+            began, until = time.perf_counter(), time.thread_time() + 0.4
+            while time.thread_time() < until:
+                pass
+            wall_s, lost_s = time.perf_counter() - began, waits.passed_s()
+        finally:
+            os.sched_setaffinity(0, cores)
+    assert wall_s - lost_s == pytest.approx(0.4, abs=0.1) and lost_s > 0.1

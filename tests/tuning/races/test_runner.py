@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +14,8 @@ from hotloop.core.state import differing_paths
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.tuning.races import system_load
 from hotloop.tuning.races.measure import Contender, measure
 from hotloop.tuning.races.runner import Runner, mean_feed_time, measure_peak_memory
-from hotloop.tuning.races.system_load import CpuUsage, busy_note, cores_used_by_others
 from tests.support.programs import a_task
 from tests.support.tasks.timed_tasks import CPU, TASKS, Clock, standing_still
 
@@ -148,35 +146,9 @@ def test_feeding_alone_is_timed() -> None:
     assert mean_feed_time(lower(a_task(batch_size=24), CPU)) is None  # one batch alone
 
 
-def test_the_load_of_others() -> None:
-    before = CpuUsage(at=10.0, all_s=100.0, own_s=40.0)
-    assert cores_used_by_others(before, CpuUsage(at=20.0, all_s=118.0, own_s=50.0)) == pytest.approx(0.8)
-    assert cores_used_by_others(before, CpuUsage(at=20.0, all_s=109.9, own_s=50.0)) == 0.0
-    assert "0.8 of its 2 cores" in busy_note(0.8, 2) and busy_note(0.1, 2) == "" and busy_note(0.8, 64) == ""
-
-
-def test_work_on_cores_that_we_may_not_use_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Times(NamedTuple):
-        user: float
-        idle: float
-
-    monkeypatch.setattr(system_load.psutil, "cpu_times", lambda percpu: [Times(10.0, 5.0), Times(500.0, 1.0)])
-    monkeypatch.setattr(system_load.psutil.Process, "cpu_affinity", lambda self: [0], raising=False)
-    assert CpuUsage.now().all_s == 10.0
-
-
 def test_a_rehearsal_leaves_the_state_as_it_was() -> None:
     """A search hands the same Program to several races, each of which begins with the first step."""
     program = lower(a_task(), CPU)
     before = program.state()
     measure([Contender("baseline", lambda: program, CPU)], "baseline", steps=10, time_limit_s=0.01, brief=True)
     assert differing_paths(program.state(), before) == []
-
-
-def test_our_own_work_is_not_that_of_others() -> None:
-    before, until = CpuUsage.now(), time.process_time() + 0.5
-    while time.process_time() < until:
-        pass
-    after = CpuUsage.now()
-    assert after.own_s - before.own_s >= 0.45
-    assert after.all_s - before.all_s >= 0.4  # the system counts in hundredths

@@ -1,6 +1,6 @@
 """Measures the speed of a device within a few seconds.
 
-Other programs can only slow a measurement, so each figure is the best of many short windows.
+Other programs can only slow a measurement, so each figure is the best of many short windows; see `machine_load`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,12 @@ from torch import Tensor
 from hotloop.core.hardware.machine import current_time
 from hotloop.core.records.hardware import Device, Figure, Speed, Unit
 
-METHOD = 2  # increases with changes of the measurement, which invalidate stored figures
+METHOD = 3  # increases with changes of the measurement, which invalidate stored figures
 
 # Short windows fit between other programs' time slices. On an accelerator the wait for the device must be negligible.
 CPU_WINDOW_S, ACCELERATOR_WINDOW_S = 0.0005, 0.01
 BUDGET_S = 0.5  # per figure
 LONG_S = 0.005  # time of a sufficiently large matrix product
-BUSY_NOTE = (
-    "cpu: one thread was faster than {threads}, so other programs kept it busy and its true speed is higher: "
-    "measure with --refresh when the machine is quiet"
-)
-
-
-def is_of_busy_machine(note: str) -> bool:
-    """Returns whether a note of `measure_speed` reports other programs on the CPU."""
-    return note.endswith(BUSY_NOTE.rpartition("}")[2])
-
-
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -48,7 +37,7 @@ def figure_names(device: Device) -> list[str]:
 
 
 def measure_speed(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[Speed, list[str]]:
-    """Returns the device's speed, and notes on figures that couldn't be measured and on a busy CPU.
+    """Returns the device's speed, and notes on figures that couldn't be measured.
 
     Args:
         threads: of one operation on the CPU.
@@ -65,8 +54,6 @@ def measure_speed(device: Device, threads: int, tick: Callable[[str], None]) -> 
             except RuntimeError as error:  # out of memory, or unsupported on the device
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 notes.append(f"{device.name}: {name} couldn't be measured: {reason}")
-        if bench.busy:
-            notes.append(BUSY_NOTE.format(threads=threads))
         if device.is_accelerator:
             torch.get_device_module(device.kind).empty_cache()
     matrix = {name: figures[name] for name in device.precisions if name in figures}
@@ -141,7 +128,6 @@ class DeviceBenchmark:
         self.device = torch.device(device.name)
         # On a busy CPU one thread can be faster than several that wait for each other.
         self.teams = (threads, 1) if device.kind == "cpu" and threads > 1 else (threads,)
-        self.busy = False
         self.clock = BenchmarkClock(self.device)
         self.tensor_bytes = device.memory_free.value / 8 if device.memory_free else 2.0**27
 
@@ -158,7 +144,6 @@ class DeviceBenchmark:
         """FLOP/s of a product of square matrices: the best of growing sizes and of torch's libraries."""
         with _float32_arithmetic("tf32" if precision == "tf32" else "ieee"):
             rate, size, team, by = max(trial for team in self.teams for trial in self._products(precision, team))
-        self.busy |= team != self.teams[0]
         threads = f", threads: {team}" if self.device.type == "cpu" else ""
         return _measured_figure(rate, "flop_per_s", f"product of two {size} x {size} matrices by {by}{threads}")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hotloop.core.hardware import allocators, benchmarks, machine, speed_cache
 from hotloop.core.hardware.devices import check_device, device_names
+from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.records.hardware import Device, Hardware, Speed
 
 __all__ = ["ProbeProgress", "check_device", "device_names", "measure_hardware", "probe_hardware"]
@@ -19,6 +20,8 @@ def measure_hardware(
     device: str | None = None, *, refresh: bool = False, progress: ProbeProgress | None = None
 ) -> Hardware:
     """Returns the facts of this machine with speeds, which are measured in a few seconds or read from the cache.
+
+    Speeds beside other programs aren't stored.
 
     Args:
         device: the only device to describe; None is all.
@@ -42,14 +45,20 @@ def measure_hardware(
             speeds[one.name] = stored
 
     missing = [one for one in found if one.name not in speeds]
+    if missing:
+        wait_until_quiet()
+    load = LoadMeter()
     counter = _Counter(progress, sum(len(benchmarks.figure_names(one)) for one in missing))
     for one in missing:
         taken, remarks = benchmarks.measure_speed(one, processor.threads, counter.count_devices(one.name))
         speeds[one.name] = taken
         notes += remarks
-        if benchmarks.is_complete(one, taken):  # a missing figure may have a passing cause, such as a full device
+        if (
+            benchmarks.is_complete(one, taken) and not load.busy()
+        ):  # a missing figure may have a passing cause, such as a full device
             notes += speed_cache.write_speed(keys[one.name], taken, remarks)
     counter.end()
+    busy = load.busy() if missing else ""
 
     gpus, driver = machine.nvidia_gpus()
     return Hardware(
@@ -61,6 +70,7 @@ def measure_hardware(
         allocator=allocators.active_allocator(),
         unused_gpus=() if any(name.startswith("cuda") for name in device_names()) else tuple(gpus),
         notes=tuple(notes),
+        busy=busy,
     )
 
 

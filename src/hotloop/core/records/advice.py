@@ -102,6 +102,7 @@ class HardwareAdvice(Record):
         machines: a row for each machine and batch size.
         curves: step against batch size.
         notes: what was estimated or assumed.
+        busy: a remark on other programs that used the cores while something was measured; empty if none did.
     """
 
     version: int = 1
@@ -124,11 +125,13 @@ class HardwareAdvice(Record):
     machines: list[MachineAdvice]
     curves: list[StepCurve] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
+    busy: str = ""
 
     @property
     def answer(self) -> str:
         """The first line."""
-        start = f"Stage {self.stage} of 4: {self.reason}."
+        unsure = " (not sure: the machine was busy)" if self.busy else ""
+        start = f"Stage {self.stage} of 4{unsure}: {self.reason}."
         return f"{start} {self.pays}" if self.pays else start
 
 

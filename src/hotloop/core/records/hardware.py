@@ -145,6 +145,7 @@ class Hardware(_Record):
         allocator: `glibc` if the process uses it and can configure it; else None.
         unused_gpus: NVIDIA GPUs that the driver lists and torch can't use.
         notes: problems while probing, one sentence each.
+        busy: a remark on other programs that used the cores while speeds were measured; empty if none did.
     """
 
     system: str
@@ -155,6 +156,7 @@ class Hardware(_Record):
     allocator: str | None = None
     unused_gpus: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    busy: str = ""
 
     def device(self, name: str) -> Device | None:
         """Returns the device of that name; None if this machine has none."""

@@ -216,6 +216,7 @@ class Verdict(Record):
         winner: name of the trusted plan that finishes this run first; None with too few measurements.
         steps: of the whole run; None for a stream of unknown length.
         left_open: whether a search that chose the baseline has no evidence against the plan of the rules.
+        busy: a remark on other programs that used the cores meanwhile, which make times unsure; empty if none did.
         machine, versions: where and with which versions the race ran.
         ended_by, ended: the signal that stopped the proof, and a description; then there is no winner.
     """
@@ -229,14 +230,27 @@ class Verdict(Record):
     steps: int | None
     left_open: bool = False
     notes: list[str] = Field(default_factory=list)
+    busy: str = ""
     machine: str
     versions: dict[str, str]
     seconds: float
     ended_by: Literal["SIGINT", "SIGTERM", "SIGHUP"] | None = None
     ended: str | None = None
 
+    @property
+    def remarks(self) -> list[str]:
+        """The notes, and the remark on a busy machine."""
+        return [*self.notes, *filter(None, [self.busy])]
+
     def plan(self, name: str) -> Timing:
         return next(timing for timing in self.plans if timing.name == name)
+
+
+def describe_ratio(timing: Timing, busy: str) -> str:
+    """Returns a plan's speed in words, no sure ones if the machine was busy."""
+    if busy:
+        return f"measured {timing.ratio:.2f} times as fast as the baseline (not sure: the machine was busy)"
+    return f"{timing.ratio:.2f} times as fast as the baseline"
 
 
 def with_payoff(timing: Timing, baseline: Timing) -> Timing:

@@ -259,8 +259,10 @@ class BatchSizeRange(Record):
     """Batch sizes from small to large.
 
     Attributes:
-        largest: the largest size that fits; `fastest` has the best samples/s; None without such a size.
+        largest: the largest size that fits; `fastest` has the best samples/s; None without such a size, and on a busy
+            machine for `fastest`.
         limit: why the search ended.
+        busy: a remark on other programs that used the cores meanwhile; empty if none did.
     """
 
     version: int = 1
@@ -269,3 +271,4 @@ class BatchSizeRange(Record):
     largest: int | None
     fastest: int | None
     limit: str
+    busy: str = ""

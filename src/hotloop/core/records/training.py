@@ -143,6 +143,8 @@ class RunRecord(Record):
         switches: torch's float32 switches at the run's start, such as `cudnn.conv: tf32`; empty in runs of older
             versions.
         rehearsals: a line for each rehearsal of the resume, or why there was none.
+        data: hash of the training, validation and test data; empty in runs of older versions.
+        unknown_data: types of data whose samples `data` doesn't cover, such as a data set of the user's own.
     """
 
     version: int = 1
@@ -159,6 +161,8 @@ class RunRecord(Record):
     has_class_scores: bool = False
     switches: dict[str, str] = {}
     rehearsals: list[str] = []
+    data: str = ""
+    unknown_data: list[str] = []
     versions: dict[str, str]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hotloop.core.hardware.limits import free_memory_bytes
+from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.records.study import BatchSizeRange, BatchSizeTrial, Value
 from hotloop.core.reporter import Report
 from hotloop.errors import HotloopError, describe_error, is_out_of_memory
@@ -28,9 +29,13 @@ _FITTED_SIZES = 3
 
 
 def measure_batch_size(
-    source: TaskSource, values: Mapping[str, Value], axes: Mapping[str, Any], batch_size: int
+    source: TaskSource, values: Mapping[str, Value], axes: Mapping[str, Any], batch_size: int, waits: bool = True
 ) -> dict[str, Any]:
-    """Returns figures of some steps, or the line on a lack of memory; the work of a trial process."""
+    """Returns figures of some steps, or the line on a lack of memory; the work of a trial process.
+
+    Args:
+        waits: whether to wait for a quiet machine.
+    """
     try:
         task, _ = load_finder_task(source, values)
         task = replace(task, batch_size=batch_size, callbacks=(), epochs=10**6, schedule=None)
@@ -41,14 +46,18 @@ def measure_batch_size(
         with closing(lower(task, rules_plan(task, axes))) as program:
             program.advance(1)  # allocates the optimizer's state
             program.read_sums()
-            done, began = 0, time.perf_counter()
+            if waits:
+                wait_until_quiet()
+            load, done, began = LoadMeter(), 0, time.perf_counter()
             while (passed := time.perf_counter() - began) < _MEASURE_S:
                 outcome = program.advance(1)
                 program.read_sums()
                 done += outcome.samples
                 if outcome.ended:
                     program.end_epoch(0.0)
-        return {"samples_per_s": done / passed, "memory_bytes": _peak(device), "free_bytes": free, "samples": count}
+            busy = load.busy()
+        figures = {"samples_per_s": done / passed, "memory_bytes": _peak(device), "free_bytes": free, "samples": count}
+        return figures | {"busy": busy}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -75,7 +84,7 @@ def measure_batch_sizes(
         HotloopError: the Task can't be trained with the smallest size.
     """
     sizes: list[BatchSizeTrial] = []
-    size, limit = _SMALLEST, ""
+    size, limit, busy = _SMALLEST, "", ""
     while not limit:
         predicted = predict_memory(sizes, size)
         found = processes.run(
@@ -85,6 +94,7 @@ def measure_batch_sizes(
             values=values,
             axes=axes,
             batch_size=size,
+            waits=not busy,
         )
         if isinstance(found, HotloopError):
             if not sizes:
@@ -92,6 +102,7 @@ def measure_batch_sizes(
             found = {"error": str(found)}
         error = "the system killed the process, often for lack of memory" if found is None else found.get("error", "")
         found = {} if error or found is None else found
+        busy = found.get("busy") or busy
         trial = BatchSizeTrial(
             batch_size=size,
             samples_per_s=found.get("samples_per_s"),
@@ -116,8 +127,9 @@ def measure_batch_sizes(
         name=name,
         sizes=sizes,
         largest=max((one.batch_size for one in fitting), default=None),
-        fastest=max(fitting, key=lambda one: one.samples_per_s or 0.0).batch_size if fitting else None,
+        fastest=max(fitting, key=lambda one: one.samples_per_s or 0.0).batch_size if fitting and not busy else None,
         limit=limit,
+        busy=busy,
     )
 
 

@@ -215,17 +215,68 @@ def unfused_chain(step: ProfiledStep) -> Iterator[Remedy]:
         ones = [one for chain in chains for one in chain]
         spent, stays = _chain_ms(step, ones), sum(_longest_call_ms(step, chain) for chain in chains)
         forward = [one for one in ones if one.phase != "backward"]
+        race = step.profile.compiled
+        if (single := _single_operation(chains)) is None and race is not None and race.ratio and not race.is_faster:
+            continue  # neither torch nor its compiler has a faster form
         largest = max(forward, key=step.cost_ms)
         of = f" of {largest.shapes[0]}" if largest.shapes and largest.shapes[0] else ""
         yield Remedy(
             cause=f"{_count_calls(forward):.0f} operations follow one another over "
             f"tensors{of}{module_text(forward, step)}, each of which reads and writes memory on its own",
             where=heaviest(forward, step),
-            remedy="one operation for the whole chain, where torch has one (F.cross_entropy, F.gelu, F.conv2d, "
-            "F.scaled_dot_product_attention, a normalisation)",
+            remedy=single or _compile_advice(step, function_of(chains[0][0])[1]),
             gain=step.share(spent - stays),
-            evidence=f"forward and backward they take {spent:.2f} ms of each step of {step.ms:.2f} ms; the longest take {stays:.2f} ms",
+            evidence=f"forward and backward they take {spent:.2f} ms of each step of {step.ms:.2f} ms; the longest take "
+            f"{stays:.2f} ms" + ("" if single else _compile_evidence(step)),
+            axes={} if single or step.profile.compiled is not None else {"compile": "step"},
         )
+
+
+_MOST_IN_ONE = 25
+"""Memory passes in the forward beyond which no single operation of torch has written out a chain."""
+
+_SINGLE_OPERATIONS: tuple[tuple[str, Sequence[set[str]]], ...] = (
+    ("F.scaled_dot_product_attention, F.softmax or F.cross_entropy", ({"exp"}, {"sum", "amax"})),
+    (
+        "a normalisation (F.layer_norm, F.batch_norm)",
+        ({"mean", "sum"}, {"sqrt", "rsqrt", "pow"}, {"sub", "mul", "div"}),
+    ),
+    ("F.gelu", ({"tanh", "erf"}, {"mul"})),
+    ("F.silu", ({"sigmoid"}, {"mul"})),
+    ("F.softplus or F.logsigmoid", ({"exp"}, {"log", "log1p"})),
+    (
+        "F.conv2d or F.unfold",
+        ({"cat", "stack", "copy", "constant_pad_nd"}, {"constant_pad_nd", "slice_backward", "fill"}),
+    ),
+    ("F.mse_loss, F.huber_loss or F.smooth_l1_loss", ({"sub"}, {"pow", "square", "abs"}, {"mean", "sum"})),
+    ("F.binary_cross_entropy_with_logits", ({"log"}, {"mul"}, {"mean", "sum"})),
+)
+"""Operations of torch, and what a chain that writes one out has: a name of each set."""
+
+
+def _single_operation(chains: Sequence[Sequence[OperatorTime]]) -> str | None:
+    """Returns the advice to take one operation of torch; None where torch has none for these chains."""
+    for chain in chains:
+        forward = [one for one in chain if one.phase != "backward"]
+        names = {one.name.removeprefix("aten::").rstrip("_") for one in chain}
+        known = [name for name, parts in _SINGLE_OPERATIONS if all(part & names for part in parts)]
+        if _count_calls(forward) > _MOST_IN_ONE or not known:
+            return None
+    return f"one operation for the whole chain, where torch has one: {known[0]}"
+
+
+def _compile_advice(step: ProfiledStep, function: str) -> str:
+    """Returns the advice to let torch's compiler join operations that torch has no single one for."""
+    if step.profile.plan:
+        return "torch has no one operation for the chain, and its compiler joins them: compile the step"
+    return f"torch has no one operation for the chain, and its compiler joins them: torch.compile of {function or 'it'}"
+
+
+def _compile_evidence(step: ProfiledStep) -> str:
+    race = step.profile.compiled
+    if race is None or race.ratio is None:
+        return "; the gain is predicted, not measured"
+    return f"; measured: the whole network, compiled, is {race.ratio:.2f} times as fast forward and backward"
 
 
 def chain_operators(step: ProfiledStep) -> list[OperatorTime]:

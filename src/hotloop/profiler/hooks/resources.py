@@ -20,6 +20,7 @@ import torch
 
 from hotloop.core.hardware import allocators
 from hotloop.core.hardware.limits import cgroup_limits
+from hotloop.core.hardware.machine_load import LoadMeter
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.schedule import Kind
 
@@ -34,11 +35,10 @@ class Cores:
 
     def __init__(self) -> None:
         self._cpu = self._wall = 0.0
-        self._others: list[float] = []
         self._began = (0.0, 0.0)
         self._system = (0.0, 0.0)
         self._pages = allocators.active_allocator() is not None
-        self._all = self._totals()
+        self._load = LoadMeter()
 
     def begin(self) -> None:
         self._system = self._of_system()
@@ -63,27 +63,12 @@ class Cores:
         """Returns fields of `Threads`; None before the first clean step."""
         if not self._wall:
             return None
-        before, now = self._all, self._totals()
-        wall = max(now[0] - before[0], 1e-9)
         return {
             "torch": torch.get_num_threads(),
             "cores": available_cores(),
             "busy": self._cpu / self._wall,
-            "others": max(0.0, (now[1] - before[1]) - (now[2] - before[2])) / wall,
+            "others": self._load.others(),
         }
-
-    def _totals(self) -> tuple[float, float, float]:
-        """Time, and CPU seconds so far of all processes, and of this process with its children."""
-        times, me = psutil.cpu_times(), psutil.Process()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # included in user and nice
-        own = sum(me.cpu_times()[:4])
-        for child in me.children(recursive=True):
-            try:
-                own += sum(child.cpu_times()[:2])
-            except psutil.Error:  # the process has ended
-                continue
-        return time.monotonic(), sum(times) - idle - guests, own
 
 
 def available_cores() -> int:

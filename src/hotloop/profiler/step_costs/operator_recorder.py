@@ -72,8 +72,8 @@ class StepRecorder(ReadOnlyDispatchMode):
         if func.namespace in _WITHOUT_COST:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = func.overloadpacket.__name__
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            name = func.overloadpacket.__name__
             if name == "_local_scalar_dense":
                 if self.phase != "update":  # an optimizer reads its number of steps
                     self.notes["a value that the step reads is taken as 1, or as false for a condition"] = None
@@ -85,9 +85,11 @@ class StepRecorder(ReadOnlyDispatchMode):
                     return changed
                 args = changed
         result = func(*args, **kwargs)
+        if name == "_local_scalar_dense" and self.phase == "update":  # an optimizer reads its number of steps
+            return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._observe(func, args, kwargs, tensors, made)
-        if func.overloadpacket.__name__ == "all":
+        if name == "all":
             self._last_truth = weakref.ref(made[0].untyped_storage())
         return result
 

@@ -6,7 +6,7 @@ recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -233,7 +233,7 @@ class _Trace:
             self._update(model, members[turn.name], None)
 
     def _backward(self, loss: Tensor) -> None:
-        self.autograd_nodes = _count_nodes(loss) * self.pieces
+        self.autograd_nodes = count_nodes(loss) * self.pieces
         self.recorder.phase = "backward"
         try:
             loss.backward()
@@ -279,44 +279,76 @@ class _Trace:
         self.recorder.calls[cost] = 1
 
     def _costs(self, model: nn.Module, optimizer: Optimizer | None, base: int, inputs: int) -> StepCosts:
-        recorder, peaks = self.recorder, self.recorder.peaks
-        parameters, buffers = list(model.parameters()), list(model.buffers())
-        gradients = [value.grad for value in parameters if value.grad is not None]
-        state = [] if optimizer is None else list(_state_tensors(optimizer))
-        optimizer_bytes = _bytes_of([*state, *self.average])
-        fixed = base + optimizer_bytes + inputs
-        in_pass = max(peaks["forward"], peaks["backward"])
-        activations = max(in_pass - fixed, 0)
-        notes = list(recorder.notes)
-        if self.plan.compile not in ("none", None) and optimizer is not None:
-            activations = int(compiled_activation_share(recorder.operators) * activations)
-            notes.append("the memory of a compiled plan is an estimate from the eager step's")
-        passes = fixed + activations
-        forward = min(peaks["forward"], passes)
-        return StepCosts(
-            operators=recorder.operators,
-            batch_size=self.rows,
-            parameters=parameter_elements(parameters),
-            parameter_bytes=_bytes_of(parameters),
-            buffer_bytes=_bytes_of(buffers),
-            gradient_bytes=_bytes_of(gradients),
-            optimizer_bytes=optimizer_bytes,
-            input_bytes=inputs,
-            activation_peak_bytes=activations,
-            peak_bytes=max(passes, peaks["update"]),
-            forward_peak_bytes=forward,
-            backward_peak_bytes=min(peaks["backward"], passes),
-            update_peak_bytes=peaks["update"],
-            saved_bytes=max(self.saved_bytes, 0),
-            largest_bytes=recorder.largest_bytes,
+        recorder = self.recorder
+        is_compiled = self.plan.compile not in ("none", None) and optimizer is not None
+        if is_compiled:
+            recorder.notes["the memory of a compiled plan is an estimate from the eager step's"] = None
+        return costs_of_recorded_step(
+            recorder,
+            rows=self.rows,
+            parameters=list(model.parameters()),
+            buffers=list(model.buffers()),
+            state=[*([] if optimizer is None else state_tensors(optimizer)), *self.average],
+            base=base,
+            inputs=inputs,
+            saved_bytes=self.saved_bytes,
             module_calls=self.module_calls,
             autograd_nodes=self.autograd_nodes,
-            parameter_tensors=sum(value.requires_grad for value in parameters),
-            notes=tuple(notes),
+            activation_share=compiled_activation_share(recorder.operators) if is_compiled else 1.0,
         )
 
 
-def _count_nodes(loss: Tensor) -> int:
+def costs_of_recorded_step(
+    recorder: StepRecorder,
+    *,
+    rows: int,
+    parameters: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    state: Sequence[Tensor],
+    base: int,
+    inputs: int,
+    saved_bytes: int,
+    module_calls: int,
+    autograd_nodes: int,
+    activation_share: float = 1.0,
+) -> StepCosts:
+    """Returns the costs of the step that `recorder` has seen.
+
+    Args:
+        state: of the optimizer.
+        base, inputs: bytes of parameters and buffers, and of the batch.
+        activation_share: of the recorded activations that remain in memory.
+    """
+    peaks = recorder.peaks
+    gradients = [value.grad for value in parameters if value.grad is not None]
+    optimizer_bytes = _bytes_of(state)
+    fixed = base + optimizer_bytes + inputs
+    activations = int(activation_share * max(max(peaks["forward"], peaks["backward"]) - fixed, 0))
+    passes = fixed + activations
+    return StepCosts(
+        operators=recorder.operators,
+        batch_size=rows,
+        parameters=parameter_elements(parameters),
+        parameter_bytes=_bytes_of(parameters),
+        buffer_bytes=_bytes_of(buffers),
+        gradient_bytes=_bytes_of(gradients),
+        optimizer_bytes=optimizer_bytes,
+        input_bytes=inputs,
+        activation_peak_bytes=activations,
+        peak_bytes=max(passes, peaks["update"]),
+        forward_peak_bytes=min(peaks["forward"], passes),
+        backward_peak_bytes=min(peaks["backward"], passes),
+        update_peak_bytes=peaks["update"],
+        saved_bytes=max(saved_bytes, 0),
+        largest_bytes=recorder.largest_bytes,
+        module_calls=module_calls,
+        autograd_nodes=autograd_nodes,
+        parameter_tensors=sum(value.requires_grad for value in parameters),
+        notes=tuple(recorder.notes),
+    )
+
+
+def count_nodes(loss: Tensor) -> int:
     """Returns the number of nodes of the backward graph."""
     seen, ahead = set(), [loss.grad_fn]
     while ahead:
@@ -327,7 +359,7 @@ def _count_nodes(loss: Tensor) -> int:
     return len(seen)
 
 
-def _state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     for value in optimizer.state.values():
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 

@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
@@ -76,15 +77,19 @@ class StackLine(NamedTuple):
 
 @dataclass(slots=True)
 class _StackSample:
-    """Number of the last timeline mark, seconds, and lines, each with whether the line is innermost."""
+    """Number of the last timeline mark, seconds, phases by timeline and lines, and lines, each with whether it is innermost."""
 
     mark: int
     passed_s: float
+    shift: tuple[Phase, Phase]
     lines: list[tuple[StackLine, bool]] = field(default_factory=list)
 
 
 _NOTHING_S = 1e-9
 """Largest rounding residue of a sum of seconds from which all terms were subtracted."""
+
+_UNCONFIRMED = 256
+"""Samples from which the time without a core may still be subtracted: it is known once the thread runs again."""
 
 _AMENDED_PHASE: Phase = "loss"
 """The phase that `Timeline.replace_last` may correct."""
@@ -121,6 +126,8 @@ class StackSampler:
         self._is_own, self._place, self._phase, self._interval_s = is_own, place, current_phase, interval_s
         self._line_phase, self._last_mark = turn, last_mark
         self._recent_samples: list[_StackSample] = []
+        self._last_samples: deque[_StackSample] = deque(maxlen=_UNCONFIRMED)
+        self._preemption = Preemption()
         self._own: dict[CodeType, bool] = {}
         self._spent: dict[StackLine, _LineTotals] = defaultdict(_LineTotals)
         self._callers: dict[StackLine, Counter[Line]] = defaultdict(Counter)
@@ -139,6 +146,7 @@ class StackSampler:
     def begin(self) -> None:
         """Begins a step once the sampling thread runs: a thread that wakes up in a step would miss the step's start."""
         self._sampled, self._recent_samples = threading.get_ident(), []
+        self._preemption.begin()
         self._steps += 1
         self._ready.clear()
         spent = {line: replace(totals) for line, totals in self._spent.items()}
@@ -165,6 +173,7 @@ class StackSampler:
     def drop(self) -> None:
         if self._on.is_set():
             self.end()
+            self._last_samples.clear()
             spent, self.samples, self.shifted_s = self._before
             self._spent = defaultdict(_LineTotals, spent)
             self._steps -= 1
@@ -222,6 +231,7 @@ class StackSampler:
 
     def sample(self, frame: FrameType | None, now: float) -> None:
         passed, self._since = now - self._since, now
+        passed -= self._subtract_preemption(passed)
         ground, mark, known = self._phase(), self._last_mark(), set()
         if frame is None or ground == "unattributed" or self._is_watching(frame):
             return
@@ -229,7 +239,8 @@ class StackSampler:
         phase = self._line_phase(ground, [(code.co_filename, line) for code, line, _ in stack])
         self.samples[ground] += 1
         self.shifted_s[ground, phase] += passed
-        sample = _StackSample(mark, passed)
+        sample = _StackSample(mark, passed, (ground, phase))
+        self._last_samples.append(sample)
         if ground == _AMENDED_PHASE:
             self._recent_samples.append(sample)
         for number, (code, line, library) in enumerate(stack):
@@ -247,6 +258,23 @@ class StackSampler:
                 caller, at, _ = stack[number + 1]
                 self._callers[seen][caller.co_filename, at] += 1
 
+    def _subtract_preemption(self, passed_s: float) -> float:
+        """Subtracts the time without a core from the last samples; returns the part of it in the last `passed_s`."""
+        lost_s = self._preemption.passed_s()
+        own_s = min(lost_s, passed_s)
+        lost_s -= own_s
+        while lost_s > 0 and self._last_samples:
+            sample = self._last_samples[-1]
+            took_s = min(lost_s, sample.passed_s)
+            lost_s, sample.passed_s = lost_s - took_s, sample.passed_s - took_s
+            self.shifted_s[sample.shift] -= took_s
+            for seen, innermost in sample.lines:
+                self._spent[seen].all_s -= took_s
+                self._spent[seen].own_s -= took_s * innermost
+            if sample.passed_s <= 0:
+                self._last_samples.pop()
+        return own_s
+
     def amend(self, marks: Collection[int], phase: Phase) -> None:
         """Moves this step's samples at some timeline marks to another phase."""
         with self._lock:
@@ -255,7 +283,9 @@ class StackSampler:
             for sample in found:
                 self.samples[_AMENDED_PHASE] -= 1
                 self.samples[phase] += 1
-                for seen, innermost in sample.lines:
+                lines, sample.shift = sample.lines, (phase, phase)
+                sample.lines = [(seen._replace(phase=phase), innermost) for seen, innermost in lines]
+                for seen, innermost in lines:
                     before, after = self._spent[seen], self._spent[moved := seen._replace(phase=phase)]
                     self._callers[moved] = self._callers[moved] or self._callers[seen].copy()
                     for spent, sign in ((before, -1), (after, 1)):
@@ -308,6 +338,42 @@ class StackSampler:
         if own is None:
             own = self._own[code] = self._is_own(code)
         return own
+
+
+@hide_from_compiler
+class Preemption:
+    """Seconds in which the thread of `begin` could run, and another program had the core; 0 where the system can't tell."""
+
+    def __init__(self) -> None:
+        self._file, self._thread, self._last_s = -1, 0, 0.0
+
+    def begin(self) -> None:
+        if self._thread != (thread := threading.get_native_id()):
+            self._close()
+            self._thread = thread
+            with suppress(OSError):
+                self._file = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._last_s = self._read_s()
+
+    def passed_s(self) -> float:
+        """Returns the seconds since the last call."""
+        before, self._last_s = self._last_s, self._read_s()
+        return max(0.0, self._last_s - before)
+
+    def _read_s(self) -> float:
+        if self._file < 0:
+            return 0.0
+        try:
+            return int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):  # a kernel without these figures
+            return self._last_s
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    __del__ = _close
 
 
 @hide_from_compiler

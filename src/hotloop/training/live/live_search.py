@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from hotloop.tuning.live.live_payoff import EAGER_GAIN, LATER_GAIN, LivePayoff
 from hotloop.tuning.live.spare_time import MAX_LOSS
 from hotloop.tuning.live.stored_speed import ProvenPlan
 from hotloop.tuning.live.window_race import WindowRace
-from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio
+from hotloop.tuning.races.statistics import MIN_PAIRS
 
 EVENT = "plan_candidate"
 """The journal's event of a candidate that isn't used, or that won."""
@@ -306,7 +305,7 @@ class LiveSearch:
         self._recent.clear()
         winner = race.winner
         loser = race.plan if winner == race.rival else race.rival
-        speed = _describe(race)
+        speed = race.describe()
         self._switcher.switch(winner, speed)
         fields = {"step": self._switcher.loop.program.position.step, "plan": race.rival.brief(), "reason": speed}
         self._switcher.loop.run.log(EVENT, **fields, used=winner == race.rival)
@@ -353,9 +352,3 @@ class _Watch:
         """Returns a race if the plan in use is clearly slower than in its race; None otherwise."""
         has_rested = time.monotonic() - self._since >= self._rest_s and spans >= _RECENT_SPANS
         return WindowRace(self._plan, self._rival) if has_rested and step_s > _SLOWER * self._step_s else None
-
-
-def _describe(race: WindowRace) -> str:
-    ratio = race.ratio or Ratio(math.nan, None, None, 0)
-    interval = "" if ratio.low is None else f"{ratio.low:.2f} to {ratio.high:.2f}, "
-    return f"{race.rival.brief()} is {ratio.median:.2f} times as fast as {race.plan.brief()} ({interval}{ratio.pairs} pairs)"

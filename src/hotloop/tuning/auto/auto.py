@@ -15,7 +15,7 @@ from hotloop.core.number_formats import REDUCED
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.hardware import Device, Hardware
-from hotloop.core.records.race import Verdict
+from hotloop.core.records.race import Verdict, describe_ratio
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import Report
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
@@ -272,13 +272,15 @@ def _lower_winner(
     """Lowers the winner again, since training begins with a Program that has run no step; the last plan is eager."""
     if verdict is None:
         return lower(context.task, plans[-1], context.say, context.reporter.bar), plans[-1]
+    if verdict.busy:
+        context.say(f"auto: {verdict.busy}")
     winner = next(plan for plan in plans if plan.brief() == verdict.winner)
     program, plan = _lower_first_possible(context, [RankedPlan(one, ()) for one in (winner, plans[-1])])
     if plan == winner:
         memory.save_verdict(_with_recompile_time(verdict, program.compile_s))
     if plan != plans[-1]:
         timing = verdict.plan(plan.brief())
-        context.say(f"auto: {plan.brief()} is {timing.ratio:.2f} times as fast as the baseline, and {timing.parity}")
+        context.say(f"auto: {plan.brief()} is {describe_ratio(timing, verdict.busy)}, and {timing.parity}")
     return program, plan
 
 

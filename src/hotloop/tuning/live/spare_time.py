@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import psutil
-
 from hotloop.core.hardware.limits import allowed_cores
+from hotloop.core.hardware.machine_load import CpuUsage
 
 MAX_LOSS = 0.15
 """Largest share of the run's time that children may cost."""
@@ -72,15 +70,10 @@ class IdleCores:
     """Measures how many of the allowed cores have no work; a thread that waits in a loop counts as work."""
 
     def __init__(self) -> None:
-        self._cores = allowed_cores()
-        self._before = self._read()
+        self._cores, self._before = len(allowed_cores()), CpuUsage.now()
 
     def measure(self) -> float:
         """Returns the mean number of idle cores since the last call; at least 0."""
-        (idle_s, at), (before_s, since) = (now := self._read()), self._before
+        before, now = self._before, CpuUsage.now()
         self._before = now
-        return max(0.0, (idle_s - before_s) / max(at - since, 1e-3))
-
-    def _read(self) -> tuple[float, float]:
-        times = psutil.cpu_times(percpu=True)
-        return sum(times[core].idle for core in self._cores if core < len(times)), time.monotonic()
+        return max(0.0, self._cores - (now.all_s - before.all_s) / max(now.at - before.at, 1e-3))

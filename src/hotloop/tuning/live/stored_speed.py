@@ -29,7 +29,9 @@ class ProvenPlan:
 
 
 def store_speed(task: str, facts: TaskFacts, race: WindowRace, proven: ProvenPlan) -> list[str]:
-    """Stores the speed of `race.plan` over `race.rival`, the baseline; returns a note on failure."""
+    """Stores the speed of `race.plan` over `race.rival`, the baseline; returns a note on failure or a busy machine."""
+    if busy := race.load.busy():
+        return [f"auto: {busy}"]
     base_s, own_s = race.times(race.rival), race.times(race.plan)
     ratio = ratio_of(base_s, own_s)
     base = Timing(name="baseline", plan=race.rival.model_dump(), step_ms=1e3 * race.step_s(race.rival), compile_s=0.0)

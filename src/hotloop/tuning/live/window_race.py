@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 
+from hotloop.core.hardware.machine_load import LoadMeter
 from hotloop.plan import Plan
 from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio, ratio_of, verdict_of
 
@@ -28,11 +30,13 @@ class WindowRace:
         plan: in use before the race.
         rival: the other plan.
         least_pairs: pairs before the race ends, even if they are far apart.
+        load: of other programs since the race began.
     """
 
     plan: Plan
     rival: Plan
     least_pairs: int = FAR_PAIRS
+    load: LoadMeter = field(default_factory=LoadMeter)
     _step_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     _windows: int = 0
     _seconds: float = 0.0
@@ -101,3 +105,11 @@ class WindowRace:
     def times(self, plan: Plan) -> list[float]:
         """Returns the seconds of a step of either plan in each pair."""
         return self._step_s[plan == self.rival]
+
+    def describe(self) -> str:
+        """Returns how fast the rival is, in no sure words if the machine was busy."""
+        ratio = self.ratio or Ratio(math.nan, None, None, 0)
+        interval = "" if ratio.low is None else f"{ratio.low:.2f} to {ratio.high:.2f}, "
+        unsure = "; not sure: the machine was busy" if self.load.busy() else ""
+        speed = f"{ratio.median:.2f} times as fast as {self.plan.brief()}"
+        return f"{self.rival.brief()} is {speed} ({interval}{ratio.pairs} pairs{unsure})"

@@ -7,11 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from hotloop.core.format import format_milliseconds
+from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.processes.deadline import Deadline
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Timing, with_payoff
@@ -41,6 +42,9 @@ _TIME_SHARE = 0.5
 _SEARCH_TIME_SHARE = 0.8
 
 _LEAST_RACE_S = 0.01
+
+_WAIT_SHARE = 0.5
+"""Longest wait for a quiet machine, as a share of the time for the windows."""
 
 _LOADING_BOUND_SHARE = 0.9
 """Share of a step's time from which loading the batch determines the step."""
@@ -80,10 +84,11 @@ class _ContenderState:
 
 @dataclass(frozen=True)
 class RaceMeasurement:
-    """Timings in the order of the contenders, and notes on uncertain results."""
+    """Timings in the order of the contenders, notes on uncertain results, and a remark on a busy machine, else empty."""
 
     plans: list[Timing]
     notes: list[str]
+    busy: str = ""
 
 
 def measure(
@@ -124,14 +129,17 @@ def measure(
             with deadline.fraction(_TIME_SHARE).enforce("timing the workers"):
                 _time_loading(racers, baseline)
             limits = RaceLimits(min(time_limit_s, max(_LEAST_RACE_S, deadline.left_s)), clock, brief)
+            wait_until_quiet(_WAIT_SHARE * limits.seconds)
+            load = LoadMeter()
             _run(racers, baseline, limits, progress, deadline)
+            busy = load.busy()
             if not brief:
                 _measure_memory_and_feed(racers, baseline, deadline)
         finally:
             for racer in racers:
                 if racer.program is not None:
                     racer.program.close()
-    return _summarize(racers, baseline, steps)
+    return replace(_summarize(racers, baseline, steps), busy=busy)
 
 
 def _requested_settings(entrant: Contender) -> dict[str, Any]:

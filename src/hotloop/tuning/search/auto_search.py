@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Parity, Timing, Verdict
@@ -51,6 +52,7 @@ class AutoSearch:
     compile_limit_s: float = MAX_COMPILE_S
     _timings: dict[str, Timing] = field(default_factory=dict)
     _copying_s: float = 0.0
+    _busy: str = ""
 
     def __post_init__(self) -> None:
         assert self.context.facts is not None
@@ -120,8 +122,11 @@ class AutoSearch:
     def _time_baseline(self) -> float:
         """Returns the seconds of the baseline's step; a lack of memory shows before any compilation."""
         program, name = self._lower(self.baseline), self.baseline.brief()
+        wait_until_quiet()
+        load = LoadMeter()
         with preserve_generators(*program.devices):
             step_s, self._copying_s = Runner(program).quick_estimate(_ESTIMATE_S)
+        self._busy = load.busy()
         program.close()  # stops its loaders during compilations
         self._timings[name] = Timing(name=name, plan=self.baseline.model_dump(), step_ms=1e3 * step_s)
         return step_s
@@ -159,6 +164,7 @@ class AutoSearch:
         seconds = Budget.of(step_s, steps, None, device).race_s(_RACING_SHARE, len(plans) - 1)
         entrants = [Contender(plan.brief(), partial(self._lower, plan), plan, plan.brief()) for plan in plans]
         found = measure(entrants, self.baseline.brief(), steps=steps, time_limit_s=seconds, brief=True)
+        self._busy = found.busy or self._busy
         self._timings |= add_startup_cost(found.plans, self.baseline.brief(), self._pool.starts, steps)
 
     def _prove_fastest(self, ready: Sequence[Plan]) -> Plan:
@@ -227,6 +233,7 @@ class AutoSearch:
             baseline=self.baseline.brief(),
             winner=winner.brief(),
             steps=self.facts.steps,
+            busy=self._busy,
             machine=machine_name(),
             versions=speed_versions(),
             seconds=seconds,

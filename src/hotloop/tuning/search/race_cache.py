@@ -82,9 +82,9 @@ def races_folder() -> Path:
 
 
 def save_races(verdict: Verdict) -> list[str]:
-    """Caches the results of a race; returns a note on failure."""
+    """Caches the results of a race unless the machine was busy; returns a note on failure."""
     base = verdict.plan(verdict.baseline)
-    if base.as_plan.with_axes(device="cpu", workers=None) != BASELINE or base.step_ms is None:
+    if base.as_plan.with_axes(device="cpu", workers=None) != BASELINE or base.step_ms is None or verdict.busy:
         return []
     where = _identity(verdict.fingerprint, verdict.machine, verdict.versions)
     try:

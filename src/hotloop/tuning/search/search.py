@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hotloop.core.callback import has_user_callbacks
+from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.number_formats import REDUCED
 from hotloop.core.processes.deadline import GRACE_S, Deadline
 from hotloop.core.random.rng import preserve_generators
@@ -51,6 +52,9 @@ from hotloop.tuning.search.step_profile import StepProfile, profile_step
 _ESTIMATE_S = 0.2
 """Duration of the first estimate of the baseline's step, and of a race without rivals."""
 
+_WAIT_SHARE = 0.1
+"""Longest wait for a quiet machine, as a share of the time until the deadline."""
+
 _SHORT_STEP_MS = 5.0
 """Below this step time threads may cost more than they save."""
 
@@ -71,6 +75,7 @@ class PlanSearch:
         deadline: a race, compilation or proof that should end later is skipped.
         failed: reasons of plans that failed in an earlier race and are skipped, by name.
         timings: by plan name, from its last race, relative to the last race's baseline.
+        busy: a remark on the last race beside other programs; empty if the machine was quiet.
     """
 
     task: Task
@@ -88,6 +93,7 @@ class PlanSearch:
     failed: Mapping[str, str] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    busy: str = ""
     _raced: dict[str, Timing] = field(default_factory=dict)
     _spent_s: float = 0.0
     _is_short_of_memory: bool = False
@@ -112,7 +118,7 @@ class PlanSearch:
             return self._stop_searching(why_not_searched(self.facts.steps))
         (step_s, copying_s), device = self._time_baseline(), self.baseline.device
         budget = Budget.of(step_s, self.facts.steps, self.time_limit_s, device, self.deadline, copying_s)
-        self.say(budget.forecast())
+        self.say(self.busy or budget.forecast())
         if self.time_limit_s is None and (budget.is_too_small or is_run_too_short(self.facts.steps)):
             self._race([], _ESTIMATE_S)
             return self._stop_searching(why_not_searched(self.facts.steps, budget))
@@ -146,9 +152,13 @@ class PlanSearch:
     def _time_baseline(self) -> tuple[float, float]:
         """Returns the seconds of the baseline's step, and of copying its State out and back."""
         program = self.pool.get_program(BASELINE, self.baseline)
+        wait_until_quiet(_WAIT_SHARE * self.deadline.left_s)
+        load = LoadMeter()
         try:
             with preserve_generators(*program.devices):
-                return Runner(program).quick_estimate(_ESTIMATE_S)
+                found = Runner(program).quick_estimate(_ESTIMATE_S)
+            self.busy = load.busy()
+            return found
         except Exception as error:
             raise explain_error(error, program, None) from error
 
@@ -369,6 +379,7 @@ class PlanSearch:
         ]
         steps, limits = self.facts.steps, dict[str, Any](time_limit_s=seconds, deadline=self._race_deadline)
         found = measure(entrants, BASELINE, steps=steps, brief=True, progress=self.progress, **limits)
+        self.busy = found.busy or self.busy
         self._raced |= add_startup_cost(found.plans, BASELINE, self.pool.starts, steps)
         self.timings = rebase_timings(self._raced, BASELINE, steps)
 
