@@ -15,7 +15,7 @@ from typing import Any
 
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.timers.plain_python import PlainLineSampler, PlainProfiler, fit_lines_to_functions
-from hotloop.scripts.child import write_result
+from hotloop.scripts.child import hide_stops, write_result
 from hotloop.scripts.import_hook import ImportHook, imports_from
 from hotloop.scripts.traceback_frames import leave_out_our_frames
 
@@ -27,6 +27,7 @@ def wait_for_torch(settings: dict[str, Any]) -> None:
         settings: `out`, the file to write; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None;
             `try_s`, seconds for a race of the compiled network, or None.
     """
+    hide_stops(settings["out"])
     path = sys.path[:]  # without the script's folder
     lines = PlainLineSampler()
     if "torch" in sys.modules:  # imported by the machine's own `sitecustomize`

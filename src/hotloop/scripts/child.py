@@ -24,7 +24,6 @@ def begin(settings: dict[str, Any]) -> None:
             receives `settings`; `out`, the file for `write_result`; and the function's own settings.
     """
     end_with_parent(settings["parent"], signal.SIGKILL)  # a script can't handle SIGKILL
-    _hide_stops(settings["out"])
     module, _, name = settings["inside"].partition(":")
     getattr(import_module(module), name)(settings)
 
@@ -39,7 +38,12 @@ def mark_stop(path: str) -> None:
         pass
 
 
-def _hide_stops(path: str) -> None:
+def hide_stops(path: str) -> None:
+    """Leaves out the traceback of a stop that `mark_stop` announced.
+
+    Args:
+        path: the file of `write_result`.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

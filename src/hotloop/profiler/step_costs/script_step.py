@@ -14,7 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from hotloop.scripts.child import mark_stop, write_result
+from hotloop.scripts.child import hide_stops, mark_stop, write_result
 from hotloop.scripts.import_hook import ImportHook, imports_from
 from hotloop.scripts.traceback_frames import leave_out_our_frames
 
@@ -31,6 +31,7 @@ def wait_for_torch(settings: dict[str, Any]) -> None:
     Args:
         settings: `out`, the file to write; `steps`, the number of steps to time.
     """
+    hide_stops(settings["out"])
     path = sys.path[:]  # without the script's folder
 
     def begin() -> None:
