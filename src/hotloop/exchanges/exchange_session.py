@@ -91,7 +91,9 @@ class ExchangeSession:
         accepts_reduced = settings["accept"] == "reduced-precision"
         options = process_options(exact=self._exact, accepts_reduced=accepts_reduced)
         self._option_parts = [self._option_part(option) for option in options]
-        self._options = OptionRaces(self._option_parts)
+        self._options = OptionRaces(
+            self._option_parts, lambda: [one for known in self._optimizers if (one := known()) is not None]
+        )
         self._windows = StepWindows(
             self._can_begin_windows,
             self._report_slower,
@@ -216,6 +218,7 @@ class ExchangeSession:
                 self._note_optimizer(optimizer)
             if now_s >= self._look_at_s:
                 self._look_at_s = now_s + _LOOK_S
+                self._options.check(self._windows.steps - self._first_step)
                 self._choose_rest()
                 if now_s - self._written_at > _WRITE_INTERVAL_S:
                     self._options.check_memory()
@@ -240,9 +243,8 @@ class ExchangeSession:
             return
         if self._windows.steps - self._first_step >= _SEEN_STEPS:
             self._optimizer_exchange.leave_refused()
-            if not any(part.stage == "use" for part in self._option_parts) and all(
-                exchange.is_over for exchange in self._exchanges
-            ):
+            is_needed = self._options.is_checking or any(part.stage == "use" for part in self._option_parts)
+            if not is_needed and all(exchange.is_over for exchange in self._exchanges):
                 self._leave()
                 return
         self._hook.rest(_REST_S)
