@@ -62,6 +62,12 @@ def test_a_second_network_is_tried_again_and_nothing_is_left_after_it(tmp_path: 
     assert part["name"] == "SGD, 1,348 numbers in 4 tensors" and part["proven"] >= 3
 
 
+def test_the_next_fold_of_a_training_without_a_faster_exchange_begins_no_search(tmp_path: Path) -> None:
+    first, equal, other, end, _ = Run(tmp_path, SCRIPT, "equal folds", STEPS).lines
+    assert [first, equal, end] == ["first: nothing", "equal: nothing", "end: nothing"]
+    assert "fetch" in other, "a network of other shapes is tried"
+
+
 def test_a_network_that_waits_to_be_compiled_has_no_hook_in_its_calls(tmp_path: Path) -> None:
     """Compiling pays after ten seconds of training at the earliest, so a shorter script has its own calls."""
     run = Run(tmp_path, SCRIPT, "rmsprop", "300", options=())

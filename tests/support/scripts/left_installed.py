@@ -113,5 +113,13 @@ elif KIND == "folds":
     del optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, STEPS)
+elif KIND == "equal folds":
+    for fold, width in (("first", 32), ("equal", 32), ("other", 64)):
+        model = network(width)
+        del optimizer
+        optimizer = torch.optim.RMSprop(model.parameters())
+        train(model, optimizer, STEPS if fold == "first" else 5)
+        show(fold, model)
+        train(model, optimizer, STEPS)
 show("end", model)
 print("mapped" if second_block_is_mapped() else "kept")

@@ -162,6 +162,8 @@ def _numbers_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _has_subnormal(value: Tensor) -> bool:
+    if not value.ndim:  # a factor that falls with the steps, such as NAdam's
+        return False
     if value.device.type != "cpu" or value.layout != torch.strided or not value.is_floating_point():
         return False
     sizes = value.detach().reshape(-1)[:: max(1, value.numel() // _CHECKED_NUMBERS)].abs()
