@@ -62,6 +62,12 @@ def test_a_second_network_is_tried_again_and_nothing_is_left_after_it(tmp_path: 
     assert part["name"] == "SGD, 1,348 numbers in 4 tensors" and part["proven"] >= 3
 
 
+def test_the_next_fold_of_a_training_without_a_faster_exchange_begins_no_search(tmp_path: Path) -> None:
+    first, equal, other, end, _ = Run(tmp_path, SCRIPT, "equal folds", STEPS).lines
+    assert [first, equal, end] == ["first: nothing", "equal: nothing", "end: nothing"]
+    assert "fetch" in other, "a network of other shapes is tried"
+
+
 def test_a_network_that_waits_to_be_compiled_has_no_hook_in_its_calls(tmp_path: Path) -> None:
     """Compiling pays after ten seconds of training at the earliest, so a shorter script has its own calls."""
     run = Run(tmp_path, SCRIPT, "rmsprop", "300", options=())
@@ -102,12 +108,21 @@ def test_a_step_without_page_faults_leaves_the_allocator_to_the_system(tmp_path:
 
 
 def test_a_race_that_rounds_and_ends_undecided_is_named(tmp_path: Path) -> None:
-    run = Run(tmp_path, SCRIPT, "slow", "40", options=())
+    run = Run(tmp_path, SCRIPT, "small from 0", "40", options=())
     assert "ran as under python" not in run.summary
     named = [note for note in run.record["notes"] if "results can differ by rounding" in note]
     assert named == [
         "process: numbers below 1.2e-38: flushed to zero computed some of the steps, so results can differ by rounding"
     ]
+
+
+@pytest.mark.parametrize(("kind", "is_raced"), [("slow", False), ("small from 20", True)])
+def test_numbers_are_flushed_only_once_a_training_has_subnormal_ones(kind: str, is_raced: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path, SCRIPT, kind, "90", options=())
+    assert any("flushed to zero computed some" in note for note in run.record["notes"]) == is_raced
+    is_unneeded = "parameters, gradients and optimizer state have no such number" in run.reasons("process")
+    assert is_unneeded != is_raced
+    assert ("ran as under python" in run.summary) != is_raced
 
 
 def test_packages_of_another_environment_are_installed_code(tmp_path: Path) -> None:

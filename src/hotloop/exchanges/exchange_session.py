@@ -87,11 +87,14 @@ class ExchangeSession:
         self._last_optimizer: weakref.ref[Any] | None = None
         self._foreign_updates = self._returns = self._first_step = 0
         self._optimizers: list[weakref.ref[Any]] = []
+        self._kinds, self._searched_kinds = set[Any](), set[Any]()
         self._hook = UpdateHook(self._update_ended)
         accepts_reduced = settings["accept"] == "reduced-precision"
         options = process_options(exact=self._exact, accepts_reduced=accepts_reduced)
         self._option_parts = [self._option_part(option) for option in options]
-        self._options = OptionRaces(self._option_parts)
+        self._options = OptionRaces(
+            self._option_parts, lambda: [one for known in self._optimizers if (one := known()) is not None]
+        )
         self._windows = StepWindows(
             self._can_begin_windows,
             self._report_slower,
@@ -205,7 +208,12 @@ class ExchangeSession:
             if self._is_other_training:
                 self._is_other_training = False
                 if not self._is_installed:
+                    if _kind(optimizer) in self._searched_kinds:
+                        self._note_optimizer(optimizer)
+                        self._hook.remove()
+                        return
                     self._begin()
+                self._returns += 1
                 self._windows.search_step()
                 self._options.restart()
             self._windows.update_ended(optimizer)
@@ -216,6 +224,7 @@ class ExchangeSession:
                 self._note_optimizer(optimizer)
             if now_s >= self._look_at_s:
                 self._look_at_s = now_s + _LOOK_S
+                self._options.check(self._windows.steps - self._first_step)
                 self._choose_rest()
                 if now_s - self._written_at > _WRITE_INTERVAL_S:
                     self._options.check_memory()
@@ -233,6 +242,7 @@ class ExchangeSession:
         self._last_optimizer = weakref.ref(optimizer)
         if len(self._optimizers) < _MOST_OPTIMIZERS and all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer, self._optimizer_ended))
+            self._kinds.add(_kind(optimizer))
 
     def _choose_rest(self) -> None:
         """Rests while no exchange needs the next steps, and leaves once nothing is used or undecided."""
@@ -240,9 +250,10 @@ class ExchangeSession:
             return
         if self._windows.steps - self._first_step >= _SEEN_STEPS:
             self._optimizer_exchange.leave_refused()
-            if not any(part.stage == "use" for part in self._option_parts) and all(
-                exchange.is_over for exchange in self._exchanges
-            ):
+            is_needed = self._options.is_checking or any(part.stage == "use" for part in self._option_parts)
+            if not is_needed and all(exchange.is_over for exchange in self._exchanges):
+                if all(part.stage == "off" for part in self._parts if part.kind != "module"):  # else freed undecided
+                    self._searched_kinds |= self._kinds
                 self._leave()
                 return
         self._hook.rest(_REST_S)
@@ -250,12 +261,14 @@ class ExchangeSession:
     def _optimizer_ended(self, known: weakref.ref[Any]) -> None:
         """Begins anew after the script has freed an optimizer, since the next one may train something else.
 
+        An optimizer of the same class with parameters of the same shapes, such as the next fold's, begins no new search.
+
         Python may call this at any time, so the next update does the work; the hook alone waits for one.
         """
         self._optimizers.remove(known)
         if self._is_over or self._returns >= _MOST_RETURNS or os.getpid() != self._process:
             return
-        self._returns, self._is_other_training = self._returns + 1, True
+        self._is_other_training = True
         self._first_step = self._windows.steps
         self._hook.install()
 
@@ -339,6 +352,12 @@ class ExchangeSession:
         }
         with suppress(OSError):
             write_result(self._out, facts)
+
+
+def _kind(optimizer: Any) -> Any:
+    """Returns what equal trainings have in common: the optimizer's class, and the shapes and dtypes of its parameters."""
+    groups = ([(value.shape, value.dtype) for value in group["params"]] for group in optimizer.param_groups)
+    return type(optimizer), tuple(map(tuple, groups))
 
 
 def _rounded(part: Part) -> list[str]:

@@ -207,7 +207,8 @@ def test_real_options_keep_their_stage_through_races_and_windows(
     """Each option is announced as faster; switching it must not look like a change by the script."""
     torch.set_num_threads(2)
     parts = [part_of(option) for option in named(monkeypatch, accepts_reduced=False).values()]
-    races = OptionRaces(parts)
+    optimizer = torch.optim.SGD([torch.full((4,), 1e-39)])
+    races = OptionRaces(parts, lambda: [optimizer])
     is_on = dict.fromkeys((part.name for part in parts), False)
     for part in parts:
         real = part.option.switch

@@ -43,8 +43,10 @@ def network(width=32):
     return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 4))
 
 
-def train(model, optimizer, steps, pause_s=0.0):
-    for _ in range(steps):
+def train(model, optimizer, steps, pause_s=0.0, small_from=None):
+    for step in range(steps):
+        if step == small_from:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.full((4,), 1e-39))]})
         inputs = torch.rand(8, 16)
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
@@ -82,6 +84,8 @@ if KIND in optimizers:
     train(model, optimizer, STEPS)
 elif KIND == "slow":
     train(model, optimizer, STEPS, pause_s=0.01)
+elif KIND.startswith("small from "):
+    train(model, optimizer, STEPS, pause_s=0.01, small_from=int(KIND.removeprefix("small from ")))
 elif KIND == "late hook":
     train(model, optimizer, 5)
     seen = []
@@ -109,5 +113,13 @@ elif KIND == "folds":
     del optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, STEPS)
+elif KIND == "equal folds":
+    for fold, width in (("first", 32), ("equal", 32), ("other", 64)):
+        model = network(width)
+        del optimizer
+        optimizer = torch.optim.RMSprop(model.parameters())
+        train(model, optimizer, STEPS if fold == "first" else 5)
+        show(fold, model)
+        train(model, optimizer, STEPS)
 show("end", model)
 print("mapped" if second_block_is_mapped() else "kept")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
+from torch.optim import Optimizer
 
 try:
     import resource
@@ -23,6 +24,9 @@ from hotloop.exchanges.windows.window_pairs import WindowPairs, is_over
 
 _WARM_UP_STEPS = 5
 
+_CHECK_STEPS, _RARER, _LAST_CHECK = 64, 8, 2**15
+"""Step of the first check for options that are unneeded so far, the factor to the next such step, and the last one."""
+
 _LEAST_FREE = 0.1
 """Share of the memory that must be free while freed memory stays with the process."""
 
@@ -31,7 +35,7 @@ class OptionPart(Part):
     """An option as a part; its proof is that torch computes the same operations, in the same or another order."""
 
     option: ProcessOption
-    had_nothing_to_gain = False
+    had_nothing_to_gain = is_unneeded = False
     pairs: WindowPairs | None = None
 
     @property
@@ -66,10 +70,12 @@ class OptionRaces:
 
     Args:
         parts: one for each option, in the order of the races.
+        optimizers: returns those of the script so far.
     """
 
-    def __init__(self, parts: Sequence[OptionPart]) -> None:
-        self._parts = list(parts)
+    def __init__(self, parts: Sequence[OptionPart], optimizers: Callable[[], Iterable[Optimizer]] = lambda: ()) -> None:
+        self._parts, self._optimizers = list(parts), optimizers
+        self._check_at = _CHECK_STEPS
         self._steps = 0
         self._recent: deque[float] = deque(maxlen=_WARM_UP_STEPS)
         self._faults: deque[int] = deque(maxlen=_WARM_UP_STEPS + 1)
@@ -114,10 +120,25 @@ class OptionRaces:
 
     def restart(self) -> None:
         """Looks anew for options that had nothing to gain, since the script trains something else."""
-        self._steps = 0
+        self._steps, self._check_at = 0, _CHECK_STEPS
         for part in self._parts:
-            if part.stage == "off" and part.had_nothing_to_gain:
-                part.stage, part.had_nothing_to_gain = "proof", False
+            if part.stage == "off" and (part.had_nothing_to_gain or part.is_unneeded):
+                part.stage, part.had_nothing_to_gain, part.is_unneeded = "proof", False, False
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether a later step may show that an option is needed."""
+        return self._check_at <= _LAST_CHECK and any(part.is_unneeded for part in self._parts)
+
+    def check(self, steps: int) -> None:
+        """Begins the races of options that are needed by now, at ever rarer steps."""
+        if steps < self._check_at or not self.is_checking:
+            return
+        while self._check_at <= steps:
+            self._check_at *= _RARER
+        for part in self._parts:
+            if part.is_unneeded and not part.option.unneeded(self._optimizers()):
+                part.stage, part.is_unneeded = "proof", False
 
     def end_race(self) -> None:
         """Ends a race without a result."""
@@ -155,6 +176,9 @@ class OptionRaces:
                 part.refuse(why)
             elif why := part.option.without_gain(step_s, self._usual_faults):
                 part.had_nothing_to_gain = True
+                part.refuse(why)
+            elif why := part.option.unneeded(self._optimizers()):
+                part.is_unneeded = True
                 part.refuse(why)
             elif step_s > part.option.longest_step_s:
                 part.refuse(f"a step takes {step_s:.2g} s, so its race would cost more than its gain")

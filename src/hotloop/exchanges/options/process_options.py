@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from hotloop.core.hardware.allocators import active_allocator
 from hotloop.lowering.transforms.allocator import keep_freed_memory, leave_freed_memory
@@ -24,6 +26,9 @@ _LONGEST_STEP_S = 0.1
 
 _FAULT_S = 2e-6
 """At most about the seconds of a page fault, in which the system zeroes the page."""
+
+_CHECKED_NUMBERS = 2**18
+"""Numbers of a large tensor that are checked for subnormal ones: fewer than one in so many cost next to nothing."""
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Processors with products in bf16, in the names of `torch.cpu.get_capabilities`."""
@@ -41,6 +46,7 @@ class ProcessOption:
         conflict: returns why the script's own settings exclude it; empty if they don't.
         longest_step_s: longest step that it may make faster; a race of longer steps would cost too much.
         without_gain: returns why steps of so many seconds, with so many page faults each, can't gain; empty if they can.
+        unneeded: returns why a training with these optimizers can't gain so far; empty if it can.
         leave: puts the process back after the last use, and returns what stays different; empty if nothing does.
     """
 
@@ -51,6 +57,7 @@ class ProcessOption:
     conflict: Callable[[], str] = lambda: ""
     longest_step_s: float = math.inf
     without_gain: Callable[[float, float], str] = lambda step_s, faults: ""
+    unneeded: Callable[[Iterable[Optimizer]], str] = lambda optimizers: ""
     leave: Callable[[], str] = lambda: ""
 
 
@@ -128,7 +135,39 @@ class _Threads:
 
 def _subnormal_option() -> ProcessOption:
     name, flushing = "numbers below 1.2e-38", _Flushing()
-    return ProcessOption(name, "flushed to zero", "fp32-equivalent", flushing, flushing.conflict)
+    return ProcessOption(
+        name, "flushed to zero", "fp32-equivalent", flushing, flushing.conflict, unneeded=_without_subnormals
+    )
+
+
+def _without_subnormals(optimizers: Iterable[Optimizer]) -> str:
+    """Reads the numbers after an update; subnormal activations alone, without subnormal gradients, are not found."""
+    if torch._C._len_torch_dispatch_stack():
+        return "a torch mode is active"
+    with torch.no_grad():
+        is_found = any(_has_subnormal(value) for optimizer in optimizers for value in _numbers_of(optimizer))
+    return "" if is_found else "parameters, gradients and optimizer state have no such number"
+
+
+def _numbers_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yields parameters, gradients and the optimizer's state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _has_subnormal(value: Tensor) -> bool:
+    if not value.ndim:  # a factor that falls with the steps, such as NAdam's
+        return False
+    if value.device.type != "cpu" or value.layout != torch.strided or not value.is_floating_point():
+        return False
+    sizes = value.detach().reshape(-1)[:: max(1, value.numel() // _CHECKED_NUMBERS)].abs()
+    return bool(((sizes > 0) & (sizes < torch.finfo(value.dtype).tiny)).any())
 
 
 class _Flushing:
