@@ -16,6 +16,7 @@ from torch.fx.experimental import symbolic_shapes
 
 import hotloop
 from hotloop.core.files.package_use import PackageUse
+from hotloop.core.files.user_folders import foreign_access
 from hotloop.core.hardware import machine
 from hotloop.errors import PlanError
 from hotloop.lowering.compile import package_cache
@@ -35,6 +36,19 @@ def given_away(path: Path) -> None:
     if os.getuid():
         pytest.skip("only root can give a file away")
     os.chown(path, 12345, 12345)
+
+
+def sticky_of_another(path: Path) -> None:
+    given_away(path)
+    path.chmod(0o1777)
+
+
+def test_the_owner_of_a_sticky_folder_may_have_written_into_it(tmp_path: Path) -> None:
+    (tmp_path / "key.pt2").touch()
+    tmp_path.chmod(0o1777)
+    assert foreign_access(tmp_path / "key.pt2") is None
+    sticky_of_another(tmp_path)
+    assert foreign_access(tmp_path / "key.pt2") == f"{tmp_path} belongs to another user"
 
 
 @pytest.mark.parametrize("what", ["folder", "package"])

@@ -50,10 +50,10 @@ def foreign_access(path: Path) -> str | None:
         return None
     for part in (path, path.parent):
         for status in _statuses(part):
-            if part == path.parent and status.st_mode & stat.S_ISVTX:
-                continue
             if status.st_uid not in (os.getuid(), 0):
                 return f"{part} belongs to another user"
+            if part == path.parent and status.st_mode & stat.S_ISVTX:
+                continue  # its owner alone could replace `path`
             is_shared = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
             if (is_shared or status.st_mode & stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
                 return f"other users can write {part} (chmod go-w)"
