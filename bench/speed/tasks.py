@@ -11,14 +11,15 @@ from bench.speed.models import build, loss_module
 from bench.speed.workloads import WORKLOADS
 
 
-def task(name: str, epochs: int = 1) -> hotloop.Task:
+def task(name: str, epochs: int = 1, samples: int | None = None) -> hotloop.Task:
+    """Returns the Task of a workload, with its first `samples` training samples; None for all."""
     workload = WORKLOADS[name]
     data = load(workload.data).prepared()
     return hotloop.Task(
         model=lambda: build(name),
         loss=loss_module(name)(),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=LR),
-        data=(data.x, data.y),
+        data=(data.x[:samples], data.y[:samples]),
         batch_size=workload.batch,
         drop_last=True,
         epochs=epochs,
