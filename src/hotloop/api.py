@@ -20,7 +20,7 @@ from hotloop.core.hardware.versions import result_versions
 from hotloop.core.plan_request import AUTO, PlanRequest, plan_origin, replayed_run
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
 from hotloop.data.readers.stored_reader import reader_from_json
 from hotloop.distributed.fork_safety import check_cuda
@@ -146,7 +146,7 @@ def _console(in_forks: bool) -> Terminal:
 
 
 def plan_loaded_task(
-    loaded: LoadedTask, wanted: PlanRequest, overrides: Mapping[str, Any] | None = None, say: Report = lambda line: None
+    loaded: LoadedTask, wanted: PlanRequest, overrides: Mapping[str, Any] | None = None, say: Say = lambda line: None
 ) -> PlanForecast:
     """Returns the choice of `--plan auto` for a loaded Task, by rules and earlier races."""
     return forecast_from_cache(
@@ -192,7 +192,7 @@ def load_model(
     device: str = "cpu",
     weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
 ) -> nn.Module:
     """Returns the trained model of a run, in evaluation mode.
 
@@ -222,7 +222,7 @@ def predict(
     device: str | None = None,
     weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
     progress: Progress | None = None,
 ) -> np.ndarray | dict[str, np.ndarray]:
     """Returns the trained model's output for new inputs.
@@ -261,7 +261,7 @@ def evaluate(
     device: str | None = None,
     weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Returns loss and metrics of a run's trained model.
@@ -311,7 +311,7 @@ def export(
     batch_size: int | None = None,
     inputs: Any = None,
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
 ) -> ExportRecord:
     """Writes the trained model of a run to a file for use without hotloop.
 
@@ -343,7 +343,7 @@ def summary(
     *,
     batch_size: int | None = None,
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
 ) -> PrintableSummary:
     """Returns the layers of a Task's model with output shapes, parameters, FLOPs and memory; `print` shows a table.
 

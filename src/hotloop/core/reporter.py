@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-Report = Callable[[str], None]
+Say = Callable[[str], None]
 """Prints one line to the user at once."""
 
 Progress = Callable[[str, float], None]
@@ -36,7 +36,7 @@ class Reporter:
         bar: shows a progress bar. Without a bar, counted work shows a line every 10 s.
     """
 
-    say: Report = lambda line: None
+    say: Say = lambda line: None
     bar: ProgressReporter | None = None
 
     def during(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]:
@@ -45,7 +45,7 @@ class Reporter:
 
 
 @contextmanager
-def _report_lines(say: Report, doing: str) -> Iterator[SampleProgress]:
+def _report_lines(say: Say, doing: str) -> Iterator[SampleProgress]:
     said = time.monotonic()
 
     def progress(done: int, samples: int) -> None:

@@ -29,7 +29,7 @@ from hotloop.core.hardware.devices import device_names, resolve_device
 from hotloop.core.patches import patch_attribute
 from hotloop.core.processes.parent_death import LAUNCHER
 from hotloop.core.processes.signals import HANGUP, STOP_SIGNALS
-from hotloop.core.reporter import silence_loggers
+from hotloop.core.reporter import Say, silence_loggers
 from hotloop.distributed.crash_frames import find_place, read_frames
 from hotloop.distributed.fork_safety import FORK_BYTES, OWN_BYTES, check_process_memory, end_openmp_threads
 from hotloop.distributed.heartbeat import LaunchWatch
@@ -45,8 +45,6 @@ STOP_CODES = {128 + number: number for number in STOP_SIGNALS}
 """Exit codes of a training that saved and stopped."""
 
 LOOPBACK = "127.0.0.1"
-
-Report = Callable[[str], None]
 
 
 def local_rank_count(plan: Plan) -> int:
@@ -75,9 +73,7 @@ def own_command() -> list[str]:
     return [sys.executable, *([] if imports_from_cwd else ["-P"]), "-m", "hotloop", *sys.argv[1:]]
 
 
-def launch(
-    ranks: int, entry: Callable[..., Any] | list[str], say: Report, *, restarts: int = RESTARTS
-) -> tuple[str, int]:
+def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, restarts: int = RESTARTS) -> tuple[str, int]:
     """Runs `entry` as ranks until their end; starts all again from the last checkpoint if a rank is killed.
 
     Args:
@@ -115,7 +111,7 @@ def launch_until_done(
     ranks: int,
     store: dist.TCPStore,
     logs: str,
-    say: Report,
+    say: Say,
     *,
     restarts: int = RESTARTS,
     heard: Callable[[], signal.Signals | None] = lambda: None,
@@ -160,7 +156,7 @@ def launch_until_done(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _launch_watch(store: dist.TCPStore, name: str, say: Report, kill: Callable[[], None]) -> LaunchWatch:
+def _launch_watch(store: dist.TCPStore, name: str, say: Say, kill: Callable[[], None]) -> LaunchWatch:
     return LaunchWatch(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say, kill)
 
 

@@ -17,7 +17,7 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.study import ParameterRecord, StudyRecord
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.task_parts.named_optimizers import member_optimizers
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
@@ -39,7 +39,7 @@ class ShapePlan:
     plan: Plan
     pays_after: int | None
 
-    def lower(self, task: Task, steps: int | None, say: Report) -> Program:
+    def lower(self, task: Task, steps: int | None, say: Say) -> Program:
         """Lowers the plan for one trial. A number that is a constant of the compiled step, such as the rate of a dropout,
         makes another package: it is compiled only if that pays in this trial.
 

@@ -29,7 +29,7 @@ class BatchCursor:
         """Returns up to `steps` checked batches of the position's epoch."""
         if self._batches is None:
             self._batches = self._open(feed, position)
-            self._step.first_split_step = _row_arrays(feed)
+            self._step.row_arrays = _row_arrays(feed)
         taken: Iterator[Any] = (
             self._batches.take(steps) if isinstance(self._batches, RowBatches) else islice(self._batches, steps)
         )

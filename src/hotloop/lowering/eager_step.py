@@ -41,8 +41,8 @@ class EagerStep:
         draws: seeds the generators before each step.
         owned: the random generators of model, loss, step, optimizer and schedule.
         steps_run: number of steps that the compiled program ran; None without one.
-        look_s: seconds of one recheck of the captured step; 0 without a capture.
-        first_split_step: the arrays whose unchanged rows are the batches of `run`; None for other batches.
+        recheck_s: seconds of one recheck of the captured step; 0 without a capture.
+        row_arrays: the arrays whose unchanged rows are the batches of `run`; None for other batches.
         cuts_batches: whether `run` takes a `RowBatches`, and cuts several batches at once.
         draws_by_words: whether random zeros and ones differ from the baseline's; see `WordDrawMode`.
         inexact: lines about why a resumed run differs from an uninterrupted one.
@@ -55,10 +55,10 @@ class EagerStep:
     """
 
     steps_run: int | None = None
-    look_s = 0.0
+    recheck_s = 0.0
     draws_by_words = False
     inexact: tuple[str, ...] = ()
-    first_split_step: Any = None
+    row_arrays: Any = None
     cuts_batches = False
 
     def __init__(self, parts: LoweringContext) -> None:

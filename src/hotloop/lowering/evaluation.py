@@ -43,7 +43,7 @@ def evaluate(program: Program, source: Source, watch: BatchObserver | None = Non
     """
     sums = _WeightedSums(program)
     parts, stopped = program.parts, ""
-    world = SINGLE_RANK if isinstance(source, Stream) else parts.is_dealt
+    world = SINGLE_RANK if isinstance(source, Stream) else parts.evaluation_ranks
     try:
         with RANK_PROGRESS.within("evaluation"), program.inference():
             for batch, samples in evaluation_batches(program, source, world):

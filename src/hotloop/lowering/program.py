@@ -115,7 +115,7 @@ class Program:
     @property
     def recheck_s(self) -> float:
         """Seconds per epoch of checking whether callbacks changed the captured step; see `schedule_recheck`."""
-        return self._step.look_s if self.watched else 0.0
+        return self._step.recheck_s if self.watched else 0.0
 
     @property
     def device(self) -> torch.device:

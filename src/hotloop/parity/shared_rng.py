@@ -168,7 +168,7 @@ class PieceDraws:
                 replayed = _ReplayedDraws(self)
                 draws = program._step.draws
                 draws.seed = _redraw(draws.seed, replayed)  # type: ignore[method-assign]
-                program.parts = replace(program.parts, around=(*program.parts.around, replayed.is_on))
+                program.parts = replace(program.parts, around=(*program.parts.around, replayed.replaying))
             yield
         finally:
             for program, parts in before:
@@ -196,7 +196,7 @@ class _ReplayedDraws(TorchDispatchMode):
         self._number = 0
         self._drawn: Iterator[Tensor] | None = None
 
-    def is_on(self) -> _ReplayedDraws:
+    def replaying(self) -> _ReplayedDraws:
         return self
 
     def begin(self) -> None:

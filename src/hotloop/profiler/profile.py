@@ -19,7 +19,7 @@ from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.profile import HardwareLimits, Profile, Remedy
 from hotloop.core.records.race import Verdict
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
 from hotloop.distributed.fork_safety import check_cuda
 from hotloop.distributed.join import join_ranks, plan_to_launch
@@ -200,7 +200,7 @@ def profile_and_diagnose_task(
     overrides: Mapping[str, Any] | None = None,
     steps: int | None = None,
     trace: Path | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
     keeps: bool = False,
 ) -> Profile:
@@ -280,7 +280,7 @@ def race_remedies(
     time_limit: str | None = None,
     began: float | None = None,
     prove: Prove | None = PROVE,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
     """Races the remedies that a plan can express against `plan`, and returns the profile with the results.

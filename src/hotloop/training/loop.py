@@ -324,7 +324,7 @@ class TrainingLoop:
     def _evaluate(self, source: Source, name: str) -> dict[str, float]:
         """Returns metrics of the validation or test data, and reports those that aren't finite."""
         try:
-            check, largest = self.interrupts.check, self.program.parts.is_joint.all_reduce_max
+            check, largest = self.interrupts.check, self.program.parts.joint_ranks.all_reduce_max
             values = evaluate(self.program, source, lambda *batch: check(self._reserve_s, largest)).values
         except StopRequested:
             raise

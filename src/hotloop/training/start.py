@@ -25,7 +25,7 @@ from hotloop.core.hardware.versions import result_versions
 from hotloop.core.number_formats import other_settings
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.training import RunRecord
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.data.content_digest import content_digest
 from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import local_rank_count
@@ -229,7 +229,7 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
 
 
 @contextmanager
-def _restore_switches(handle: Run, wanted: PlanRequest, say: Report) -> Iterator[None]:
+def _restore_switches(handle: Run, wanted: PlanRequest, say: Say) -> Iterator[None]:
     """Sets torch's switches as at the start of the run."""
     now, device = read_switches(), resolve_device(wanted.plan).device.partition(":")[0]
     then = now | handle.record.switches
@@ -348,7 +348,7 @@ def _rehearsals(context: RunContext, handle: Run) -> Rehearsals | None:
     return Rehearsals(handle, request, context.say, started_s=time.process_time())
 
 
-def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
+def _figure_loggers(task: Task, handle: Run, say: Say) -> list[FigureLogger]:
     record, plan = handle.record, handle.plan
     settings: dict[str, Any] = {"task": record.name, "plan": plan.brief(), "batch_size": record.facts.batch_size}
     settings |= record.overrides | (record.source.parameters if record.source else {})
@@ -363,7 +363,7 @@ def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcom
     return measure_prediction(key, chip_name(plan.device), step_ms, busy)
 
 
-def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | None, say: Report) -> Program:
+def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | None, say: Say) -> Program:
     plan, record = program.parts.plan, handle.record
     if plan.parallel != "async":
         return program

@@ -18,7 +18,7 @@ from hotloop.core.processes.deadline import Deadline
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Verdict, describe_ratio
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Progress, Report
+from hotloop.core.reporter import Progress, Say
 from hotloop.core.terminal import Terminal
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
@@ -71,7 +71,7 @@ def tune_loaded(
     overrides: Mapping[str, Any] | None = None,
     facts: TaskFacts | None = None,
     time_limit: str | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
 ) -> Verdict:
@@ -188,7 +188,7 @@ def cached_or_tuned_plan(
     wanted: PlanRequest,
     *,
     overrides: Mapping[str, Any] | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
     searches: list[Verdict] | None = None,

@@ -307,6 +307,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def read_stored_plan(facts: TaskFacts) -> bool:
+def reads_data_repeatedly(facts: TaskFacts) -> bool:
     """Returns whether training reads samples more than once; a single epoch streams its data better."""
     return facts.steps is None or facts.batches is None or facts.steps > facts.batches

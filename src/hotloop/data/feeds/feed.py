@@ -282,7 +282,7 @@ class StreamFeed:
         )
 
     def _begin(self, streams: RandomStreams, epoch: int, number: int) -> None:
-        self._owned_generators.has_late_finds()
+        self._owned_generators.late_finds()
         self._owned_generators.seed(streams.reseed("stream", epoch, number))
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.state import State
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.loader_workers import Check, never_stop
@@ -79,7 +79,7 @@ class GradientFeed:
         limit_s: the longest wait for an answer, in seconds; None derives the limit from the longest wait so far.
     """
 
-    def __init__(self, order: Order, server: ParameterServer, say: Report) -> None:
+    def __init__(self, order: Order, server: ParameterServer, say: Say) -> None:
         self.batches: int | None = order.batches
         self.reseeds = False
         self.crew: WorkerPool | None = None
