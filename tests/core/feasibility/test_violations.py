@@ -50,9 +50,6 @@ REFUSED = {
     "rewritten elsewhere": (MAC, {}, {"device": "mps", "rewrites": "all"}, ("measured on CPUs and CUDA devices alone",)),
     "oneDNN on a GPU": (GPU, {}, {**ON_GPU, "rewrites": "mm_by_onednn"}, ("is for the CPU",)),
     "a GPU's sums on a CPU": (CPU, {}, {"rewrites": "mm_as_sum"}, ("is for CUDA devices",)),
-    "no convolution to rewrite": (
-        CPU, {"convolutions": False}, {"rewrites": "conv_as_gemm"}, ("no convolution",),
-    ),
     "no convolution to pool": (CPU, {"convolutions": False}, {"rewrites": "conv_in_pool"}, ("no convolution",)),
     "words for the draws of pieces": (
         CPU, {}, {"rewrites": "draw_by_words", "accumulation": 2}, ("whole batches", "accumulation=1"),

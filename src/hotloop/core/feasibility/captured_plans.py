@@ -48,7 +48,7 @@ def _check_rewrites(case: FeasibilityInput) -> Iterator[Violation]:
     elif case.device.kind not in _KIND_NAMES:
         reason = "rewrites are measured on CPUs and CUDA devices alone"
         yield Violation(("rewrites", "device"), reason, "use rewrites=none")
-    if plan.rewrites in ("conv_as_gemm", "conv_in_pool") and not case.facts.convolutions:
+    if plan.rewrites == "conv_in_pool" and not case.facts.convolutions:
         yield Violation(("rewrites",), "the model has no convolution", "use rewrites=none")
     if plan.rewrites == "draw_by_words" and plan.accumulation > 1:
         reason = "a proof replays the random numbers of whole batches, and with accumulation each piece draws its own"
