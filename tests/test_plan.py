@@ -178,8 +178,8 @@ def test_a_file(tmp_path: Path) -> None:
 
 OF_A_RUN = [
     Plan(parallel="stages", ranks=2, pipeline="gpipe", microbatches=8, split="2"),
-    Plan(parallel="local", ranks=3, sync_every=4, outer="nesterov"),
-    Plan(parallel="async", ranks=4, staleness=3, correction="both", workforce="ray"),
+    Plan(parallel="local", ranks=3, sync_every=4),
+    Plan(parallel="async", ranks=4, staleness=3, workforce="ray"),
 ]
 
 

@@ -24,9 +24,9 @@ _AXES_OF_RANKS = ("ranks", "workforce")
 """Axes that only several processes have."""
 
 AXES_OF_PARALLEL = {
-    "local": ("sync_every", "outer"),
+    "local": ("sync_every",),
     "stages": ("pipeline", "microbatches", "split"),
-    "async": ("staleness", "correction"),
+    "async": ("staleness",),
 }
 """Axes that belong to one value of `parallel`."""
 
@@ -34,6 +34,9 @@ AXES_OF_PARALLEL = {
 REMOVED = {
     "rewrites=conv_as_gemm": "use rewrites=all, or leave the axis out",
     "rewrites=pool_first": "use rewrites=all, or leave the axis out",
+    "outer": "leave it out: ranks of parallel=local continue from their average",
+    "correction": "leave it out: parallel=async divides the step size by the updates in between",
+    "pipeline=interleaved": "use pipeline=1f1b",
 }
 """Axes, and values of axes, that plans no longer have, with an instruction on what to use instead."""
 
@@ -138,16 +141,13 @@ class Plan(BaseModel):
             linear layers; `towers`: parameters on the CPU, replicas on the devices.
         ranks: number of ranks; None is the number of devices.
         sync_every: steps between averages of `local`; None is 16.
-        outer: use of the average by `local`. `none`: training continues from it; `nesterov`: a step towards it with
-            momentum, as in DiLoCo.
         pipeline: order of microbatches in `stages`. `gpipe`: all forward, then all backward; `1f1b`: alternating, with
-            less memory; `interleaved`: alternating, with two stages per rank.
+            less memory.
         microbatches: pieces of a batch in `stages`; None is four per rank.
         split: first modules of the second and later `stages`, comma-separated; `auto` measures the layers, and the
             Program's plan names the result.
-        staleness: largest number of batches by which workers of `async` may be apart; None for any.
-        correction: the `async` server's treatment of gradients of older parameters. `divide`: step size divided by the
-            updates in between; `compensate`: corrected gradient; `both`; `none`.
+        staleness: largest number of batches by which workers of `async` may be apart; None for any. The server divides
+            the step size of an old gradient by the updates in between.
         workforce: the ranks or `async` workers: `processes` of this machine, or processes that `ray` places in its
             cluster; Ray restarts killed workers.
         placement: devices of modules by name, in one process: `{"encoder": "cuda:0", "head": "cuda:1"}`, or as text
@@ -184,12 +184,10 @@ class Plan(BaseModel):
     parallel: Literal["none", "data", "sharded", "async", "local", "stages", "tensor", "towers"] = "none"
     ranks: int | None = Field(default=None, ge=1)
     sync_every: int | None = Field(default=None, ge=1)
-    outer: Literal["none", "nesterov"] = "none"
-    pipeline: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    pipeline: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int | None = Field(default=None, ge=1)
     split: str = "auto"
     staleness: int | None = Field(default=None, ge=0)
-    correction: Literal["divide", "compensate", "both", "none"] = "divide"
     workforce: Literal["processes", "ray"] = "processes"
     placement: Annotated[
         Placement | None,

@@ -46,7 +46,6 @@ class State:
         loss: buffers of a loss module.
         sums: sums over the current epoch: loss, weight, further scalars.
         scaler: the fp16 loss scale, and steps since its last change.
-        outer: momentum by parameter name, for ranks that average their weights.
         position: the position in the data.
         trainable: `requires_grad` by parameter name; empty in checkpoints of older versions.
         in_eval: names of modules in evaluation mode during training; None in checkpoints of older versions.
@@ -64,7 +63,6 @@ class State:
     loss: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
-    outer: dict[str, Tensor] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     trainable: dict[str, bool] = field(default_factory=dict)
     in_eval: list[str] | None = None

@@ -111,7 +111,7 @@ def lower(
         with preserve_attributes(parts.task):
             check_single_samples(parts)
         if plan.parallel == "async":
-            return parameter_server_program(parts, StalenessPolicy.from_plan(plan))
+            return parameter_server_program(parts, StalenessPolicy(plan.staleness))
         check_whole_gradients(parts.model, plan)
         step = (make_step or _make_step)(parts)
         check_whole_gradients(step.holder, plan)  # the optimizer's factory may register hooks

@@ -49,7 +49,6 @@ class EagerStep:
         scaler: decides the scale of fp16's loss; None in other precisions.
         scale: the scale of a compiled step's loss, 0-dim, on the device; None in other precisions.
         average: exponential averages of this rank's parameters by name; empty if the Task has none.
-        outer: momentum by parameter name of ranks that step towards their average; empty in other modes.
         sums: sums over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
     """
@@ -85,7 +84,6 @@ class EagerStep:
         self._needs_closure = needs_closure(self.optimizer)
         self._sweeps = parts.plan.optimizer == "fused" and parts.device.type == "cpu" and parts.world.is_single
         self._checked = self._has_said_means = False
-        self.outer: dict[str, Tensor] = {}
         self.sums: dict[str, Any] = {}
         self.reset_sums()
 
@@ -203,7 +201,7 @@ class EagerStep:
         loss = self.parts.task.loss
         modules = [self.parts.model, *([loss] if isinstance(loss, nn.Module) else [])]
         named = [value for module in modules for value in (*module.parameters(), *module.buffers())]
-        state = [value for _, value in tree_leaves([list(self.optimizer.state.values()), self.average, self.outer])]
+        state = [value for _, value in tree_leaves([list(self.optimizer.state.values()), self.average])]
         return {id(value) for value in (*named, *self._trainable, *state) if isinstance(value, Tensor)}
 
     def trainable(self) -> tuple[bool, ...]:

@@ -302,7 +302,6 @@ class Program:
             schedule=host_copy(schedule_state(self._step.schedule)),
             sums=sums_on_host(self._step.totals()),
             scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
-            outer=to_host(self._step.outer, lent=lent),
         )
         return self._step.gather_state(state)
 
@@ -340,8 +339,6 @@ class Program:
         self._step.sums.update(to_device(host_copy(state.sums), self.device))
         if self._step.scaler is not None and state.scaler:
             self._step.scaler.load_state_dict(dict(state.scaler))
-        if self._step.outer:
-            copy_into(self._step.outer, state.outer or host_copy(self._step.outer), "outer momentum")
         self._step.on_state_restored()
         self._step.draws.drawn = state.drawn is not False
         self._attributes.restore(state.attributes)

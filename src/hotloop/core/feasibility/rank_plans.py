@@ -83,7 +83,7 @@ def _check_stages(case: FeasibilityInput) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.parallel != "stages":
         return
-    if plan.ranks == 1 and plan.pipeline != "interleaved":
+    if plan.ranks == 1:
         yield Violation(("ranks", "parallel"), "a single stage is the whole model", "use --ranks 2, or parallel=none")
     if plan.layout != "contiguous":
         reason = "an exported graph has a fixed memory layout"

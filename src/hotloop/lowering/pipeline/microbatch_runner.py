@@ -14,9 +14,9 @@ from hotloop.errors import PlanError
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.pipeline.graph_split import GraphPiece, LossModule, TensorLeaves
 from hotloop.lowering.pipeline.ownership import StageOwnership
-from hotloop.lowering.pipeline.partition import StageChain, microbatch_rows, names_in_piece, stage_count
+from hotloop.lowering.pipeline.partition import StageChain, microbatch_rows, names_in_piece
 from hotloop.lowering.pipeline.piece_costs import ContextFactory
-from hotloop.lowering.pipeline.relay import MicrobatchSchedule, ReadyStage, ScheduledRng, leaf_name, microbatch_runs
+from hotloop.lowering.pipeline.relay import MicrobatchSchedule, ReadyStage, ScheduledRng, leaf_name
 from hotloop.lowering.transforms.precision import autocast_context
 from hotloop.task import StepResult
 
@@ -26,9 +26,6 @@ class MicrobatchRunner:
 
     torch's pipelines take microbatches of one shape. A batch, or a remainder, of another shape is exported, cut and run
     separately, with the same result.
-
-    Attributes:
-        own: the stages of this rank.
     """
 
     def __init__(
@@ -39,7 +36,6 @@ class MicrobatchRunner:
         scheduled_rng: ScheduledRng | None,
     ) -> None:
         self._parts, self._objective, self._ownership, self._scheduled_rng = parts, objective, ownership, scheduled_rng
-        self.own = rank_stages(parts)
         self._chains: dict[Any, StageChain] = {}
         self._runs: dict[Any, MicrobatchSchedule] = {}
         self._outputs: list[tuple[Tensor, ...]] = []
@@ -74,14 +70,17 @@ class MicrobatchRunner:
         return results
 
     def _schedules(self, samples: int) -> list[tuple[int, int]]:
-        """Returns `(microbatches, rows of each)`; an evaluation's batch may be larger than a training batch."""
-        parts, size = self._parts, self._parts.splits.batch_size
-        blocks = [min(size, samples - first) for first in range(0, samples, size)]
-        return [
-            run
-            for block in blocks
-            for run in microbatch_runs(block, microbatch_rows(parts), parts.plan.pipeline, parts.world.ranks)
-        ]
+        """Returns `(microbatches, rows of each)` in order; one run of a torch schedule has microbatches of equal size.
+
+        The remainder of a batch is a run of its own. An evaluation's batch may be larger than a training batch.
+        """
+        size, rows = self._parts.splits.batch_size, microbatch_rows(self._parts)
+        runs = []
+        for first in range(0, samples, size):
+            whole, left = divmod(min(size, samples - first), rows)
+            runs += [(whole, rows)] if whole else []
+            runs += [(1, left)] if left else []
+        return runs
 
     def _draw(self, leaves: TensorLeaves, rows: int, training: bool) -> None:
         if self._scheduled_rng is not None:
@@ -92,9 +91,8 @@ class MicrobatchRunner:
         chain, parts = self._chain(like, training), self._parts
         if (id(chain), count) not in self._runs:
             loss = _loss_share if training else None
-            stations = [self._station(chain, stage) for stage in self.own]
             self._runs[id(chain), count] = MicrobatchSchedule(
-                stations, len(chain.pieces), parts.device, parts.plan.pipeline, count, loss
+                self._station(chain), len(chain.pieces), parts.device, parts.plan.pipeline, count, loss
             )
         return chain, self._runs[id(chain), count]
 
@@ -108,21 +106,22 @@ class MicrobatchRunner:
         with self._ownership.on_host(), torch.enable_grad():
             samples = [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in like]
             chain = StageChain.from_plan(self._parts, self._objective.train(training), samples)
-        for stage in self.own:
-            strange = [name for name in names_in_piece(chain.pieces[stage]) if name not in self._ownership.own]
-            if strange:
-                raise PlanError(
-                    f"parallel=stages: for {len(like[0])} samples {'in training' if training else 'in evaluation'}"
-                    f" stage {stage} uses {strange[0]!r}, which belongs to another",
-                    expected="the same modules in the same order for every batch",
-                    fix="use parallel=sharded",
-                )
+        stage = self._parts.world.rank
+        strange = [name for name in names_in_piece(chain.pieces[stage]) if name not in self._ownership.own]
+        if strange:
+            raise PlanError(
+                f"parallel=stages: for {len(like[0])} samples {'in training' if training else 'in evaluation'}"
+                f" stage {stage} uses {strange[0]!r}, which belongs to another",
+                expected="the same modules in the same order for every batch",
+                fix="use parallel=sharded",
+            )
         return chain
 
-    def _station(self, chain: StageChain, stage: int) -> ReadyStage:
+    def _station(self, chain: StageChain) -> ReadyStage:
+        stage = self._parts.world.rank
         piece, shape = chain.pieces[stage], chain.piece_shapes[stage]
         _move_constants(piece, self._parts.device)
-        replay = None if self._scheduled_rng is None else partial(self._scheduled_rng.replay, stage)
+        replay = None if self._scheduled_rng is None else self._scheduled_rng.replay
         outputs = self._outputs if stage == len(chain.pieces) - 1 else None
         leading = [value.requires_grad for value in shape.leaving]
         module = _Stage(piece, partial(autocast_context, self._parts), replay, leading, outputs)
@@ -158,10 +157,6 @@ class _Stage(nn.Module):
         if self._outputs is not None:
             self._outputs.append(tuple(value.detach() for value in left))
         return left
-
-
-def rank_stages(parts: LoweringContext) -> range:
-    return range(parts.world.rank, stage_count(parts), parts.world.ranks)
 
 
 def _loss_share(left: Any, share: Tensor) -> Tensor:

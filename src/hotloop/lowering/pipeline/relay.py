@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.distributed.wrappers.global_batch_rng import BatchDimension, DrawPattern, RandomOp
 
-STAGES_PER_RANK = 2
-"""Stages of each rank in the interleaved schedule."""
-
 _ROWS = "rows"
-
-
-def microbatch_runs(samples: int, rows: int, pipeline: str, ranks: int) -> list[tuple[int, int]]:
-    """Returns `(microbatches, rows of each)` of a batch in order; one run of a torch schedule has microbatches of equal
-    size.
-
-    The remainder of the batch is a run of its own.
-    """
-    whole, left = divmod(samples, rows)
-    runs = [(whole, rows)] if whole else []
-    if pipeline == "interleaved" and whole > ranks and whole % (whole // ranks):  # torch requires equal rounds
-        odd = whole % ranks
-        runs = [(whole - odd, rows), (odd, rows)]
-    return [*runs, (1, left)] if left else runs
 
 
 @dataclass(frozen=True)
@@ -63,32 +40,27 @@ class MicrobatchSchedule:
     """Runs microbatches of equal size through all stages.
 
     Args:
-        stations: the stages of this rank.
+        station: the stage of this rank.
         stages: number of stages in the chain.
         loss: `(outputs of the last stage, share)` -> the microbatch's part of the loss; None for a forward pass alone.
     """
 
     def __init__(
         self,
-        stations: Sequence[ReadyStage],
+        station: ReadyStage,
         stages: int,
         device: torch.device,
         pipeline: str,
         microbatches: int,
         loss: Callable[[Any, Tensor], Tensor] | None,
     ) -> None:
-        built: list[Any] = [
-            PipelineStage(s.module, s.number, stages, device, input_args=s.arriving, output_args=s.leaving)
-            for s in stations
-        ]
-        self._leaves = sorted({place for station in stations for place in station.leaves})
-        options: dict[str, Any] = dict(n_microbatches=microbatches, loss_fn=loss, scale_grads=False)
-        self._schedule: Any
-        if pipeline == "interleaved":
-            self._schedule = (ScheduleInterleaved1F1B if loss is not None else ScheduleLoopedBFS)(built, **options)
-        else:
-            alternating = loss is not None and pipeline == "1f1b" and microbatches >= stages  # fewer are GPipe
-            self._schedule = (Schedule1F1B if alternating else ScheduleGPipe)(built[0], **options)
+        stage = PipelineStage(
+            station.module, station.number, stages, device, input_args=station.arriving, output_args=station.leaving
+        )
+        self._leaves = station.leaves
+        alternating = loss is not None and pipeline == "1f1b" and microbatches >= stages  # fewer are GPipe
+        schedule: Any = Schedule1F1B if alternating else ScheduleGPipe
+        self._schedule = schedule(stage, n_microbatches=microbatches, loss_fn=loss, scale_grads=False)
 
     def __call__(self, leaves: Sequence[Tensor], first: int, shares: Tensor | None = None) -> None:
         """Runs forward, and backward if there is a loss.
@@ -117,18 +89,18 @@ def leaf_name(place: int) -> str:
 
 
 class ScheduledRng:
-    """The draws of one rank's stages in a step.
+    """The draws of one rank's stage in a step.
 
     Each rank draws for the whole batch and for all stages, since a generator reaches a later stage's state only by
-    drawing; the rank stores the draws of its own stages.
+    drawing; the rank stores the draws of its own stage.
 
     Args:
-        own: the stages of this rank.
+        own: the stage of this rank.
     """
 
-    def __init__(self, pattern: DrawPattern, own: Collection[int]) -> None:
+    def __init__(self, pattern: DrawPattern, own: int) -> None:
         self._pattern, self._own = pattern, own
-        self._drawn: dict[int, list[tuple[Tensor, BatchDimension | None]]] = {}
+        self._drawn: list[tuple[Tensor, BatchDimension | None]] = []
 
     def draw(self, of_stages: Sequence[Sequence[RandomOp]], rows: int, samples: int) -> None:
         """Draws for a batch from torch's generators.
@@ -136,18 +108,18 @@ class ScheduledRng:
         Args:
             of_stages: the operations of each stage, in order, for `rows` rows.
         """
-        self._drawn = {stage: [] for stage in self._own}
+        self._drawn = []
         number = itertools.count()
         for stage, drawings in enumerate(of_stages):
             for drawing in drawings:
                 shape, along = self._pattern.whole_shape(drawing.shape, rows, samples, next(number))
                 value = drawing.draw(shape, along and along.order)
-                if stage in self._own:
-                    self._drawn[stage].append((value, along))
+                if stage == self._own:
+                    self._drawn.append((value, along))
 
-    def replay(self, stage: int, first: int, rows: int) -> ReplayedDraws:
-        """Returns a context in which a stage draws the numbers of these rows."""
-        return ReplayedDraws(iter(self._drawn[stage]), first, rows)
+    def replay(self, first: int, rows: int) -> ReplayedDraws:
+        """Returns a context in which this rank's stage draws the numbers of these rows."""
+        return ReplayedDraws(iter(self._drawn), first, rows)
 
 
 class ReplayedDraws(TorchDispatchMode):
