@@ -71,7 +71,7 @@ def fit(
         device: overrides the plan's, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: save and stop after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
-        callbacks: called with a `View` after each event, after the Task's callbacks; see `hotloop.view.Callback`.
+        callbacks: called with a `View` after each event, after the Task's callbacks; see `hotloop.core.callback.Callback`.
         progress: show a progress bar and a line per epoch.
         rank_timeout: how long ranks wait for each other, such as `5m`; default 60 s, or 20 times the longest step if
             that is longer. Then the run ends with a TrainingError that names each rank's position.

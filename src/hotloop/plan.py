@@ -246,13 +246,16 @@ class Plan(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Returns the plan in a TOML file; a run's file sets every axis."""
+        """Returns the plan in a TOML file; a run's file sets every axis. Errors name the file."""
         if not path.is_file():
             raise PlanError(f"no plan file at {path}", expected="a TOML file", fix="check the path")
         try:
             return cls.from_toml(path.read_text(encoding="utf-8"), source=str(path))
         except UnicodeDecodeError:
             raise _not_toml(str(path), "its bytes are no text in UTF-8") from None
+        except PlanError as error:
+            inside = "" if str(path) in error.given else f"{path}: "
+            raise PlanError(f"{inside}{error.given}", expected=error.expected, fix=error.fix) from None
 
 
 BASELINE = Plan()

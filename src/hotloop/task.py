@@ -119,7 +119,7 @@ class Task:
         goal: whether the monitored figure should fall (`min`) or rise (`max`); default by its name.
         stop_below: stop when the monitored figure falls below this (for a rising goal: rises above).
         patience: stop after so many epochs without progress.
-        callbacks: called with a read-only `View` after each event; see `hotloop.view.Callback`.
+        callbacks: called with a read-only `View` after each event; see `hotloop.core.callback.Callback`.
         state: what else training changes and a checkpoint should store, by name: an object with `state_dict` and
             `load_state_dict`, or a pair `(get, set)` of functions. The values are numbers, texts, tensors, and lists,
             tuples or dicts of them.

@@ -47,10 +47,10 @@ class State:
         sums: sums over the current epoch: loss, weight, further scalars.
         scaler: the fp16 loss scale, and steps since its last change.
         position: the position in the data.
-        trainable: `requires_grad` by parameter name; empty in checkpoints of older versions.
-        in_eval: names of modules in evaluation mode during training; None in checkpoints of older versions.
-        drawn: whether a step used Python's or NumPy's generator; None in checkpoints of older versions.
-        attributes: plain values in the Task's own objects, by path; None in checkpoints of older versions.
+        trainable: `requires_grad` by parameter name.
+        in_eval: names of modules in evaluation mode during training.
+        drawn: whether a step used Python's or NumPy's generator.
+        attributes: plain values in the Task's own objects, by path.
         named: values that the Task's `state` names.
     """
 
@@ -65,9 +65,9 @@ class State:
     scaler: dict[str, Any] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     trainable: dict[str, bool] = field(default_factory=dict)
-    in_eval: list[str] | None = None
-    drawn: bool | None = None
-    attributes: dict[str, Any] | None = None
+    in_eval: list[str] = field(default_factory=list)
+    drawn: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)
     named: dict[str, Any] = field(default_factory=dict)
 
     def nbytes(self) -> int:

@@ -79,8 +79,7 @@ def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan, trials: int) -> 
 
 
 def _read(path: Path) -> ShapePlan:
-    facts = path.with_suffix(".json")  # a study of an earlier version has none
-    return ShapePlan(Plan.read(path), json.loads(facts.read_text())["pays_after"] if facts.is_file() else None)
+    return ShapePlan(Plan.read(path), json.loads(path.with_suffix(".json").read_text())["pays_after"])
 
 
 def expected_trials(study: StudyRecord) -> int:

@@ -340,7 +340,7 @@ class Program:
         if self._step.scaler is not None and state.scaler:
             self._step.scaler.load_state_dict(dict(state.scaler))
         self._step.on_state_restored()
-        self._step.draws.drawn = state.drawn is not False
+        self._step.draws.drawn = state.drawn
         self._attributes.restore(state.attributes)
         self.parts.task.restore_state(state.named)
         self.position = state.position
@@ -364,8 +364,7 @@ class Program:
             restore_model(self.model, state)
             self._step.restore_average(state.average)
         copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
-        if state.in_eval is not None:
-            self._mode.in_eval = frozenset(state.in_eval)
+        self._mode.in_eval = frozenset(state.in_eval)
         self._attributes.restore(state.attributes, below)
         self._note_thawed()
 

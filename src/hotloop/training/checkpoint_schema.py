@@ -36,7 +36,7 @@ class Metadata(BaseModel):
     position: PositionSchema
     history: list[EpochRecord]
     best: BestSchema | None
-    epoch_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    epoch_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def check_state(given: Mapping[str, Any]) -> dict[str, Any]:

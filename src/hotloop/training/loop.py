@@ -146,8 +146,8 @@ class TrainingLoop:
             self.history, self.best = list(checkpoint.history), checkpoint.best
             sums = self.program.read_sums()
             self._read = sums["loss"], sums["weight"]
-            self._train_s = self._earlier_s = checkpoint.epoch_s  # 0 from older versions
-            self._samples = sums["samples"] if checkpoint.epoch_s else 0
+            self._train_s = self._earlier_s = checkpoint.epoch_s
+            self._samples = sums["samples"]
             self._saved = self.program.position
             check_schedule(self.program)
         else:

@@ -233,7 +233,6 @@ def _restore_switches(handle: Run, wanted: PlanRequest, say: Say) -> Iterator[No
     """Sets torch's switches as at the start of the run."""
     now, device = read_switches(), resolve_device(wanted.plan).device.partition(":")[0]
     then = now | handle.record.switches
-    handle.record = handle.record.model_copy(update={"switches": then})
     if line := other_settings(then, now, device):
         say(line)
     with apply_switches(then, device):
@@ -291,7 +290,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     def relower() -> Program:
         return ready.pop() if ready else lower(task, single_worker_plan(plan) if plan.parallel == "async" else plan)
 
-    changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every", "switches")}
+    changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
     drive = context.drive or live_drive(context, handle, plan)
     compares = drive is None and _takes_same_steps(context, handle, plan)  # a search may resume with another plan
     handle.keep(plan=plan, record=handle.as_written().record.model_copy(update=changed))

@@ -94,7 +94,7 @@ class GradientFeed:
             raise PlanError(
                 "no worker computes the gradients of this Program",
                 expected="workers, which hotloop.fit and hotloop train start",
-                fix="use one of these, or hotloop.asynchronous.simulation",
+                fix="use one of these, or simulate_training of hotloop.lowering.parameter_server.workers.simulation",
             )
         assert self.batches is not None
         self.ledger.begin_epoch(epoch, start, self.batches)
