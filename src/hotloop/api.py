@@ -13,7 +13,7 @@ from torch import nn
 
 from hotloop.core.argument_names import name_arguments
 from hotloop.core.callback import Callback
-from hotloop.core.feasibility.forecast import PlanForecast
+from hotloop.core.feasibility import PlanForecast
 from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.hardware.versions import result_versions

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from hotloop.cli.options import JsonOption, exit_on_error, print_json
-from hotloop.core.processes.signals import Terminated
+from hotloop.core.processes import Terminated
 from hotloop.distributed.process_group import LAUNCH_ID_PREFIX
 from hotloop.errors import DataError, DiskError
 

@@ -27,8 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hotloop import errors
 from hotloop.core.hardware.devices import device_names, resolve_device
 from hotloop.core.patches import patch_attribute
-from hotloop.core.processes.parent_death import LAUNCHER
-from hotloop.core.processes.signals import HANGUP, STOP_SIGNALS
+from hotloop.core.processes import HANGUP, LAUNCHER, STOP_SIGNALS
 from hotloop.core.reporter import Say, silence_loggers
 from hotloop.distributed.crash_frames import find_place, read_frames
 from hotloop.distributed.fork_safety import FORK_BYTES, OWN_BYTES, check_process_memory, end_openmp_threads

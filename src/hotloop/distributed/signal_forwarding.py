@@ -13,7 +13,7 @@ from types import FrameType
 
 import psutil
 
-from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
+from hotloop.core.processes import STOP_SIGNALS, signal_handlers
 
 _PATIENCE_S = 5.0
 """Time for the ranks to end after a second Ctrl-C; a stopped rank, or one that waits in C++, doesn't end by itself."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hotloop.core.processes.signals import STOP_SIGNALS
+from hotloop.core.processes import STOP_SIGNALS
 from hotloop.distributed.crash_frames import is_user_code
 from hotloop.distributed.rank_progress import RANK_PROGRESS
 from hotloop.errors import TrainingError

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from hotloop.core.feasibility.violations import check, is_plain
+from hotloop.core.feasibility import check, is_plain
 from hotloop.core.files.package_use import PackageUse
 from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.probe import probe_hardware

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hotloop.core.feasibility.rank_plans import JOINT_MODES
+from hotloop.core.feasibility import JOINT_MODES
 from hotloop.core.files.package_use import PackageUse
 from hotloop.core.number_formats import Float32Switches
 from hotloop.core.reporter import SILENT, Reporter, SampleProgress, Say

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.processes.signals import StopRequested
+from hotloop.core.processes import StopRequested
 from hotloop.core.random.generators import OwnedGenerators
 from hotloop.core.random.rng import RandomStreams
 from hotloop.core.records.training import Figures

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hotloop.core.feasibility.violations import violations
+from hotloop.core.feasibility import violations
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.machine_load import wait_until_quiet

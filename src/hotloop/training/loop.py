@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotloop.core.callback import Callback, Event, View
-from hotloop.core.processes.signals import REASONS, StopRequested, StopSignals
+from hotloop.core.processes import REASONS, StopRequested, StopSignals
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import EpochRecord
 from hotloop.core.state import Position, State

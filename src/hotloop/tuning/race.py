@@ -14,8 +14,7 @@ from hotloop.core.hardware.devices import check_device, resolve_device
 from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import AUTO, PlanRequest
 from hotloop.core.plan_request import BASELINE as BY_NAME
-from hotloop.core.processes.deadline import Deadline
-from hotloop.core.processes.signals import Terminated, end_reason
+from hotloop.core.processes import Deadline, Terminated, end_reason
 from hotloop.core.records.race import Crossover, Parity, RaceScaling, Timing, Verdict, best_plan_name
 from hotloop.core.reporter import Progress, Reporter, Say
 from hotloop.core.terminal import Terminal

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from hotloop.core.feasibility.forecast import RankedPlan, Violation
-from hotloop.core.feasibility.violations import find_device, reads_data_repeatedly, violations
+from hotloop.core.feasibility import RankedPlan, Violation, find_device, reads_data_repeatedly, violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import BASELINE, Plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.feasibility.violations import check, infeasible_values, is_plain, violations
+from hotloop.core.feasibility import check, infeasible_values, is_plain, violations
 from hotloop.core.records.training import TaskFacts
 from hotloop.errors import DeviceError, InsufficientMemoryError, PlanError
 from hotloop.plan import BASELINE, Plan

@@ -319,7 +319,7 @@ def test_a_program_of_ones_own_has_no_workers() -> None:
     ids=str,
 )
 def test_what_does_not_go_together_is_refused(axes: dict[str, Any]) -> None:
-    from hotloop.core.feasibility.violations import violations
+    from hotloop.core.feasibility import violations
     from hotloop.core.hardware.probe import probe_hardware
     from hotloop.lowering.context import LoweringContext
     from hotloop.lowering.task_facts import task_facts

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
+from hotloop.core.processes import STOP_SIGNALS, signal_handlers
 from hotloop.core.reporter import Say
 from hotloop.distributed.launch import LOOPBACK, launch_until_done, open_store
 from hotloop.distributed.ray.actor import RankActor, RankStatus

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from hotloop.core.feasibility.forecast import InfeasibleValue, PlanForecast, RankedPlan
-from hotloop.core.feasibility.violations import check, describe_axes, infeasible_values
+from hotloop.core.feasibility import InfeasibleValue, PlanForecast, RankedPlan, check, describe_axes, infeasible_values
 from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.number_formats import REDUCED

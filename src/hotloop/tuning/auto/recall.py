@@ -6,7 +6,7 @@ import hashlib
 import os
 from dataclasses import replace
 
-from hotloop.core.feasibility.forecast import PlanForecast
+from hotloop.core.feasibility import PlanForecast
 from hotloop.core.files.source_files import external_sources, imported_packages, installed_versions, source_digest
 from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.versions import machine_name, speed_versions

@@ -13,7 +13,7 @@ from typing import Any
 
 from hotloop.core.format import format_milliseconds
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
-from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes import Deadline
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Timing, with_payoff
 from hotloop.core.reporter import Progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from hotloop.core.feasibility.violations import find_device, reads_data_repeatedly, violations
+from hotloop.core.feasibility import find_device, reads_data_repeatedly, violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Timing
 from hotloop.core.records.training import TaskFacts
