@@ -15,8 +15,8 @@ from hotloop.core.argument_names import name_arguments
 from hotloop.core.callback import Callback
 from hotloop.core.feasibility import PlanForecast
 from hotloop.core.hardware.devices import check_device, resolve_device
+from hotloop.core.hardware.machine import result_versions
 from hotloop.core.hardware.probe import measure_hardware
-from hotloop.core.hardware.versions import result_versions
 from hotloop.core.plan_request import AUTO, PlanRequest, plan_origin, replayed_run
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hotloop import api
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
 from hotloop.task_file import load_task

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hotloop import arrays
 from hotloop.core.random.rng import RandomStreams, preserve_generators
 from hotloop.core.records.explanation import Explanation, LayerExplanation, MatrixRecord
-from hotloop.core.task_parts.module_modes import modules_in_eval, set_training
+from hotloop.core.task_parts.models import modules_in_eval, set_training
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.errors import TaskError, call_user_code

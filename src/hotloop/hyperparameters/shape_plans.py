@@ -18,7 +18,7 @@ from hotloop.core.records.race import Verdict
 from hotloop.core.records.study import ParameterRecord, StudyRecord
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import Say
-from hotloop.core.task_parts.named_optimizers import member_optimizers
+from hotloop.core.task_parts.optimizers import member_optimizers
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan

@@ -16,7 +16,7 @@ from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.reporter import ProgressReporter, Reporter, Say
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers
+from hotloop.core.task_parts.optimizers import NamedOptimizers
 from hotloop.data.feeds.feed import BatchTransform, Feed, open_feed
 from hotloop.data.feeds.rank_rows import RankRowsFeed, WholeBatchFeed, uses_whole_batch
 from hotloop.data.order import RankRows

@@ -17,9 +17,14 @@ from hotloop.core.files.package_use import PackageUse
 from hotloop.core.number_formats import Float32Switches
 from hotloop.core.reporter import SILENT, Reporter, SampleProgress, Say
 from hotloop.core.state import put_values
-from hotloop.core.task_parts.keras import is_built
-from hotloop.core.task_parts.memory_layout import check_memory
-from hotloop.core.task_parts.module_modes import describe_modes, evaluation_mode, modules_in_eval, set_training
+from hotloop.core.task_parts.models import (
+    check_memory,
+    describe_modes,
+    evaluation_mode,
+    is_built,
+    modules_in_eval,
+    set_training,
+)
 from hotloop.data.batch_tree import batch_inputs, tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import Table

@@ -15,10 +15,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hotloop.core.random.rng import StepSeeds
 from hotloop.core.state import State, copy_into, tree_leaves
-from hotloop.core.task_parts.loss_info import weight_mean
-from hotloop.core.task_parts.module_modes import switchable_optimizers
-from hotloop.core.task_parts.optimizer_state import capture_state as capture_optimizer
-from hotloop.core.task_parts.optimizer_state import inner_optimizers
+from hotloop.core.task_parts.losses import weight_mean
+from hotloop.core.task_parts.models import switchable_optimizers
+from hotloop.core.task_parts.optimizers import capture_state as capture_optimizer
+from hotloop.core.task_parts.optimizers import inner_optimizers
 from hotloop.core.task_parts.schedules import schedules_of
 from hotloop.errors import TaskError
 from hotloop.lowering.checks.first_step import check_clipping, check_loss, check_losses, report_means

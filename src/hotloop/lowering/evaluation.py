@@ -14,8 +14,7 @@ from hotloop.core.processes import StopRequested
 from hotloop.core.random.generators import OwnedGenerators
 from hotloop.core.random.rng import RandomStreams
 from hotloop.core.records.training import Figures
-from hotloop.core.task_parts.classification_check import LossReads, count_correct, has_class_shapes
-from hotloop.core.task_parts.loss_info import weight_mean
+from hotloop.core.task_parts.losses import LossReads, count_correct, has_class_shapes, weight_mean
 from hotloop.data.feeds.feed import BatchTransform, SamplesFeed, StreamFeed, open_feed
 from hotloop.data.order import DealtBatches
 from hotloop.data.row_count import count_rows

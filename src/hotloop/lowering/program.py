@@ -23,8 +23,8 @@ from hotloop.core.state import (
     sums_on_host,
     to_host,
 )
-from hotloop.core.task_parts.module_modes import evaluation_mode
-from hotloop.core.task_parts.optimizer_state import restore_state as restore_optimizer
+from hotloop.core.task_parts.models import evaluation_mode
+from hotloop.core.task_parts.optimizers import restore_state as restore_optimizer
 from hotloop.core.task_parts.schedules import schedule_state
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import Feed, SamplesFeed, StreamFeed

@@ -13,9 +13,9 @@ from typing import Any
 from hotloop.core.feasibility import violations
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.hardware.machine_load import wait_until_quiet
 from hotloop.core.hardware.probe import measure_hardware
-from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.profile import HardwareLimits, Profile, Remedy
 from hotloop.core.records.race import Verdict

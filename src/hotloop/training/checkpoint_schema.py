@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from hotloop.core.files.journal import Count
+from hotloop.core.files.run_folder import Count
 from hotloop.core.records.training import EpochRecord
 from hotloop.core.state import State
 

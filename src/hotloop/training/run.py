@@ -27,9 +27,8 @@ from pydantic import ValidationError
 
 from hotloop import __version__
 from hotloop.core.files.atomic_files import append, open_regular, read_regular, translate_write_errors, write_atomic
-from hotloop.core.files.journal import JournalRows, read_events, read_metrics, read_step
-from hotloop.core.files.run_folder import StoredRun, no_run_error
-from hotloop.core.hardware.versions import machine_name
+from hotloop.core.files.run_folder import JournalRows, StoredRun, no_run_error, read_events, read_metrics, read_step
+from hotloop.core.hardware.machine import machine_name
 from hotloop.core.records.training import EpochRecord, RunRecord
 from hotloop.errors import HotloopError, RunError, shorten
 from hotloop.plan import Plan

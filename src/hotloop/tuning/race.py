@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from hotloop.core.hardware.devices import check_device, resolve_device
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.plan_request import AUTO, PlanRequest
 from hotloop.core.plan_request import BASELINE as BY_NAME
 from hotloop.core.processes import Deadline, Terminated, end_reason

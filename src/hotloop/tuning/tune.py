@@ -11,8 +11,8 @@ from typing import Any
 from hotloop.core.feasibility import check as check_plan
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.hardware.probe import probe_hardware
-from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.processes import Deadline
 from hotloop.core.records.hardware import Hardware

@@ -1,18 +1,24 @@
-"""Facts of this machine from the operating system, drivers and torch, without measurements."""
+"""Facts of this machine from the operating system, drivers and torch, without measurements, and what results depend on."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
 import sys
 from datetime import UTC, datetime
+from functools import cache
 
+import numpy as np
 import psutil
 import torch
 
 from hotloop import __version__
+from hotloop.core.float32_switches import read_switches
 from hotloop.core.hardware import limits
+from hotloop.core.hardware.devices import device_names
+from hotloop.core.number_formats import describe_switches
 from hotloop.core.records.hardware import PRECISIONS, Device, Figure, Processor
 
 # Vector and matrix extensions in torch's list, in the order of display.
@@ -177,3 +183,58 @@ def compiler_build() -> str | None:
 
 def operating_system() -> str:
     return f"{platform.system()} {platform.release()}"
+
+
+GLIBC = "glibc"
+_SET_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+"""Environment variables that configure glibc's malloc."""
+
+
+def active_allocator() -> str | None:
+    """Returns `glibc` if a program can configure it; None for other allocators, or if the environment configures it."""
+    is_configured = any(map(os.environ.get, _SET_BY)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    return GLIBC if _is_glibc_malloc() and not is_configured else None
+
+
+@cache
+def _is_glibc_malloc() -> bool:
+    """Returns whether `malloc` is glibc's: preloaded jemalloc and tcmalloc replace it."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
+            return False
+        used, own = (ctypes.CDLL(name).malloc for name in (None, "libc.so.6"))
+    except (ValueError, OSError, AttributeError):  # another C library
+        return False
+    return ctypes.cast(used, ctypes.c_void_p).value == ctypes.cast(own, ctypes.c_void_p).value
+
+
+def result_versions() -> dict[str, str]:
+    return {
+        "hotloop": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def machine_name() -> str:
+    """Returns a text with processor, this process's cores, torch's threads and kernels, and accelerators."""
+    processor = read_processor()
+    found = [describe_device(name, processor.vectors) for name in device_names() if name != "cpu"]
+    cores = f"{processor.model or processor.architecture}, {processor.allowed_cores} cores"
+    if processor.quota_cores is not None:
+        cores += f" for the time of {processor.quota_cores:g}"
+    used = f"{torch.get_num_threads()} threads, {processor.kernels} kernels"
+    return ", ".join([cores, used, *(device.model or device.name for device in found)])
+
+
+def speed_versions() -> dict[str, str]:
+    """Returns the versions and settings that speeds depend on: `result_versions`, the C++ compiler, NVIDIA's driver, a
+    configurable allocator, and float32 switches that differ from torch's defaults.
+    """
+    driver = nvidia_gpus()[1] if any(name.startswith("cuda") for name in device_names()) else None
+    found = {"compiler": compiler_build(), "nvidia_driver": driver, "allocator": active_allocator()}
+    found["switches"] = describe_switches(read_switches()) or None
+    return result_versions() | {name: version for name, version in found.items() if version is not None}

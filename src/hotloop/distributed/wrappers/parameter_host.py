@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hotloop.core.task_parts.model_copy import copy_model
+from hotloop.core.task_parts.models import copy_model
 from hotloop.distributed.comm_stats import CommMeter
 from hotloop.distributed.world import World
 from hotloop.distributed.wrappers.ddp import ModelWithLoss, RankRowsModule

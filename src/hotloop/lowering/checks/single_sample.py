@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from hotloop.core.random.rng import RandomStreams, preserve_generators
-from hotloop.core.task_parts.model_copy import copy_model
+from hotloop.core.task_parts.models import copy_model
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.order import rank_bounds

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hotloop.core.state import State
-from hotloop.core.task_parts.loss_info import weight_mean
+from hotloop.core.task_parts.losses import weight_mean
 from hotloop.data.batch_tree import batch_length, map_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.distributed.wrappers.global_batch_rng import DrawPattern

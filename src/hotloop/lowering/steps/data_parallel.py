@@ -16,9 +16,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from hotloop.core.random.rng import RandomStreams, preserve_generators
-from hotloop.core.task_parts.loss_info import weight_mean
-from hotloop.core.task_parts.model_copy import copy_model
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.losses import weight_mean
+from hotloop.core.task_parts.models import copy_model, set_training
 from hotloop.data.batch_tree import map_tensors, to_device
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.feeds.rank_rows import non_tensor_parts

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hotloop.core.feasibility import PlanForecast
 from hotloop.core.files.source_files import external_sources, imported_packages, installed_versions, source_digest
 from hotloop.core.hardware.devices import resolve_device
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import TaskFacts
