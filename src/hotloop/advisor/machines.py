@@ -17,8 +17,7 @@ from hotloop.advisor.prices import Price
 from hotloop.advisor.speedup import Speedup, crossing_batches, pays_from
 from hotloop.advisor.words import duration, times, with_article
 from hotloop.core.records.advice import NORMAL_90, Correction, MeasuredStep
-from hotloop.core.records.cpu_rates import CpuRates
-from hotloop.core.records.step_costs import StepCosts
+from hotloop.core.records.step_costs import CpuRates, StepCosts
 from hotloop.plan import Plan
 
 RESERVED_BYTES = 0.8e9
