@@ -256,7 +256,7 @@ def exit_with_launcher() -> None:
 
 
 def _is_launched() -> bool:
-    """Returns whether a launcher started this process (`LAUNCH_ID_PREFIX` in distributed/process_group.py)."""
+    """Returns whether a launcher started this process (`LAUNCH_ID_PREFIX` in distributed/join.py)."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("hotloop-")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hotloop.core.state import Position
 from hotloop.data.feeds.batches import RowBatches
 from hotloop.data.feeds.feed import Feed, TableFeed
-from hotloop.distributed.rank_progress import RANK_PROGRESS
+from hotloop.distributed.watchdog import RANK_PROGRESS
 from hotloop.lowering.checks.batch_rows import BatchChecks
 from hotloop.lowering.eager_step import EagerStep
 

@@ -19,7 +19,7 @@ from hotloop.data.feeds.feed import BatchTransform, SamplesFeed, StreamFeed, ope
 from hotloop.data.order import DealtBatches
 from hotloop.data.row_count import count_rows
 from hotloop.data.sources import Source, Stream, Table
-from hotloop.distributed.rank_progress import RANK_PROGRESS
+from hotloop.distributed.watchdog import RANK_PROGRESS
 from hotloop.distributed.world import SINGLE_RANK, World
 from hotloop.errors import TaskError, call_user_code
 from hotloop.lowering.program import Program

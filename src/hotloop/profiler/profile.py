@@ -22,9 +22,8 @@ from hotloop.core.records.race import Verdict
 from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
 from hotloop.distributed.fork_safety import check_cuda
-from hotloop.distributed.join import join_ranks, plan_to_launch
+from hotloop.distributed.join import RankEnv, join_ranks, plan_to_launch
 from hotloop.distributed.launch import launch, local_rank_count
-from hotloop.distributed.process_group import RankEnv
 from hotloop.distributed.world import World
 from hotloop.errors import DeviceError, PlanError, TimeOverError
 from hotloop.plan import Plan

@@ -16,7 +16,7 @@ from hotloop.core.records.training import EpochRecord
 from hotloop.core.state import Position, State
 from hotloop.data.sources import Source
 from hotloop.distributed.comm_stats import CommReport
-from hotloop.distributed.rank_progress import RANK_PROGRESS
+from hotloop.distributed.watchdog import RANK_PROGRESS
 from hotloop.distributed.world import SINGLE_RANK, World, check_in_step
 from hotloop.errors import HotloopError, PartsDifferError, translate_worker_death
 from hotloop.lowering.eager_step import epoch_means

@@ -27,9 +27,8 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.training import RunRecord
 from hotloop.core.reporter import Say
 from hotloop.data.content_digest import content_digest
-from hotloop.distributed.join import join_ranks
+from hotloop.distributed.join import RankSession, join_ranks
 from hotloop.distributed.launch import local_rank_count
-from hotloop.distributed.process_group import RankSession
 from hotloop.errors import DiskError, HotloopError, RunError
 from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
 from hotloop.hardware_advice.this_machine import chip_name
