@@ -23,6 +23,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hotloop.core.files.atomic_files import read_regular
+from hotloop.core.format import is_number
 from hotloop.core.records.model_summary import ModelLayers
 from hotloop.core.records.training import Evaluation, RunRecord
 from hotloop.errors import HotloopError, PlanError, RunError
@@ -540,7 +541,7 @@ def _lines(path: Path, read: Callable[[Path], JournalRows], damages: list[str]) 
 
 def _coerced(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a valid row with finite numbers or None where texts of numbers were accepted, and events with a time."""
-    numbers = {key: float(v) for key, v in row.items() if isinstance(v, str) and key != "event" and _is_number(v)}
+    numbers = {key: float(v) for key, v in row.items() if isinstance(v, str) and key != "event" and is_number(v)}
     found = _with_finite_values(row | numbers)
     has_time = found.get("time") is not None or not {"event", "time"} & found.keys()
     return found if has_time else found | {"time": 0.0}
@@ -548,14 +549,6 @@ def _coerced(row: dict[str, Any]) -> dict[str, Any]:
 
 def _with_finite_values(row: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _latest(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
