@@ -18,8 +18,7 @@ from hotloop.core.random.rng import RandomStreams, preserve_generators
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.state import State, copy_into, restore_model
 from hotloop.core.task_parts.models import set_training, switchable_optimizers
-from hotloop.core.task_parts.optimizers import inner_optimizers
-from hotloop.core.task_parts.optimizers import restore_state as restore_optimizer
+from hotloop.core.task_parts.optimizers import inner_optimizers, restore_optimizer
 from hotloop.data.batch_tree import batch_inputs, to_device, tree_tensors
 from hotloop.data.bundle import Bundle, InputReader
 from hotloop.data.feeds.feed import first_batch

@@ -17,8 +17,7 @@ from hotloop.core.random.rng import StepSeeds
 from hotloop.core.state import State, copy_into, tree_leaves
 from hotloop.core.task_parts.losses import weight_mean
 from hotloop.core.task_parts.models import switchable_optimizers
-from hotloop.core.task_parts.optimizers import capture_state as capture_optimizer
-from hotloop.core.task_parts.optimizers import inner_optimizers
+from hotloop.core.task_parts.optimizers import capture_optimizer, inner_optimizers
 from hotloop.core.task_parts.schedules import schedules_of
 from hotloop.errors import TaskError
 from hotloop.lowering.checks.first_step import check_clipping, check_loss, check_losses, report_means

@@ -24,7 +24,7 @@ from hotloop.core.state import (
     to_host,
 )
 from hotloop.core.task_parts.models import evaluation_mode
-from hotloop.core.task_parts.optimizers import restore_state as restore_optimizer
+from hotloop.core.task_parts.optimizers import restore_optimizer
 from hotloop.core.task_parts.schedules import schedule_state
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import Feed, SamplesFeed, StreamFeed

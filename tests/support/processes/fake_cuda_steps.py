@@ -117,14 +117,14 @@ def _leave_outputs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _restore_on_cpu(patch: pytest.MonkeyPatch) -> None:
-    restore = optimizers.restore_optimizer
+    restore = optimizers._restore_plain
 
     def restored(optimizer: Any, model: nn.Module, saved: Any) -> None:
         restore(optimizer, model, saved)
         for state in optimizer.state.values():
             state.update({name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)})
 
-    patch.setattr(optimizers, "restore_optimizer", restored)
+    patch.setattr(optimizers, "_restore_plain", restored)
 
 
 class MadeOnCpu(nn.Linear):

@@ -10,11 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotloop.core.state import (
-    capture_groups,
-    capture_optimizer,
     differing_leaves,
     host_copy,
-    restore_optimizer,
     shard_like,
     to_host,
     tree_leaves,
@@ -120,6 +117,8 @@ _HOOKS = (
 )
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 """Group keys that the Plan sets; restoring a checkpoint keeps their values."""
+_UNSAVED_KEYS = {"params", "param_names", *_IMPLEMENTATION}
+"""Keys of a group that the Plan sets, or that State stores by parameter name."""
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
@@ -149,19 +148,19 @@ def _wrapped_optimizers(values: Any, path: str, seen: set[int]) -> Iterator[tupl
             yield from _wrapped_optimizers(value, place, seen)
 
 
-def capture_state(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
+def capture_optimizer(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
     """Returns the optimizer's state on the CPU; `lent` shares tensors that are on the CPU."""
     if isinstance(optimizer, NamedOptimizers):
-        members = {name: capture_state(member, model, lent=lent) for name, member in optimizer.members.items()}
-        groups = [{"params": names} for names in capture_groups(optimizer, model)]
+        members = {name: capture_optimizer(member, model, lent=lent) for name, member in optimizer.members.items()}
+        groups = [{"params": names} for names in _group_names(optimizer, model)]
         return {"name": describe_optimizer(optimizer), "groups": groups, "members": members}
     inner, own = inner_optimizers(optimizer), optimizer.state_dict()
     if has_own_state_dict(optimizer):
-        groups = [{"params": names} for names in capture_groups(optimizer, model)]
+        groups = [{"params": names} for names in _group_names(optimizer, model)]
         captured = {"name": type(optimizer).__name__, "state": {}, "own": {}, "groups": groups}
         captured["state_dict"] = to_host(own, lent=lent)
     else:
-        captured = capture_optimizer(optimizer, model, lent=lent)
+        captured = _capture_plain(optimizer, model, lent=lent)
     optimizers = {"": optimizer, **inner} if "state_dict" in captured else inner
     if optimizers:
         covered = {id(value) for _, value in tree_leaves(own) if isinstance(value, Tensor)}
@@ -182,11 +181,11 @@ def _full_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[s
     """Returns state and groups by parameter name; the `state_dict` if a parameter isn't the model's."""
     known = {id(value) for value in model.parameters()}
     if all(id(value) in known for group in optimizer.param_groups for value in group["params"]):
-        return capture_optimizer(optimizer, model, lent=lent)
+        return _capture_plain(optimizer, model, lent=lent)
     return {"state_dict": to_host(optimizer.state_dict(), lent=lent)}
 
 
-def restore_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> list[str]:
+def restore_optimizer(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> list[str]:
     """Restores a saved state; returns the paths of values that `load_state_dict` doesn't restore bit by bit.
 
     Raises:
@@ -194,19 +193,19 @@ def restore_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any])
     """
     if isinstance(optimizer, NamedOptimizers):
         return _restore_members(optimizer, model, saved)
-    add_missing_parameters(optimizer, model, saved["groups"])
+    _add_missing_parameters(optimizer, model, saved["groups"])
     if "state_dict" in saved and has_own_state_dict(optimizer):
-        check_same_groups(optimizer, model, saved)
+        _check_same_groups(optimizer, model, saved)
         changed = _load_state(optimizer, saved["state_dict"])
     else:
-        restore_optimizer(optimizer, model, saved)
+        _restore_plain(optimizer, model, saved)
         changed = []
     optimizers = {"": optimizer, **inner_optimizers(optimizer)}
     for path, state in saved.get("inner", {}).items():
         if path in optimizers and "state_dict" in state:
             changed += [f"{path}{place}" for place in _load_state(optimizers[path], state["state_dict"])]
         elif path in optimizers:
-            restore_optimizer(optimizers[path], model, state)
+            _restore_plain(optimizers[path], model, state)
     return changed
 
 
@@ -218,13 +217,13 @@ def _restore_members(optimizer: NamedOptimizers, model: nn.Module, saved: dict[s
             fix="use the Task that the run was started with",
         )
     states, members = saved["members"], optimizer.members.items()
-    return [f"{name}{path}" for name, member in members for path in restore_state(member, model, states[name])]
+    return [f"{name}{path}" for name, member in members for path in restore_optimizer(member, model, states[name])]
 
 
-def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
+def _add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
     """Adds the saved optimizer's further groups and parameters, such as from `add_param_group` in a callback."""
     named = dict(model.named_parameters())
-    now = capture_groups(optimizer, model)
+    now = _group_names(optimizer, model)
     before = {name for names in now for name in names}
     wanted = [group["params"] for group in groups]
     added = [name for names in wanted for name in names if name not in before]
@@ -238,13 +237,13 @@ def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[
         optimizer.add_param_group({"params": [named[name] for name in group["params"]], **host_copy(settings)})
 
 
-def check_same_groups(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
+def _check_same_groups(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
     """Raises CheckpointError if the class or the parameter groups differ from the saved optimizer's."""
-    now = capture_groups(optimizer, model)
-    if saved["name"] != type(optimizer).__name__ or [group["params"] for group in saved["groups"]] != now:
+    before, now = [group["params"] for group in saved["groups"]], _group_names(optimizer, model)
+    if saved["name"] != type(optimizer).__name__ or before != now:
         raise CheckpointError(
-            f"the checkpoint is of another optimizer: {saved['name']} with {len(saved['groups'])} parameter groups, where"
-            f" the Task has {type(optimizer).__name__} with {len(now)}",
+            f"the checkpoint is of another optimizer: {saved['name']} with groups of {[*map(len, before)]} parameters, where the"
+            f" Task has {type(optimizer).__name__} with groups of {[*map(len, now)]}",
             expected="the same optimizer over the same parameters",
             fix="use the Task that the run was started with",
         )
@@ -307,3 +306,70 @@ def _with_strides_of(value: Any, parameter: Tensor) -> Any:
         return value
     like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     return like.copy_(shard_like(value, parameter))
+
+
+def _capture_plain(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
+    """Returns the optimizer's state by qualified parameter name on the CPU; see `to_host` for `lent`."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = [
+        {key: to_host(value, lent=lent) for key, value in group.items() if key not in _UNSAVED_KEYS}
+        | {"params": [names[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state, own = {}, {}
+    holders: dict[Any, Any] = optimizer.state
+    for holder, values in holders.items():
+        if isinstance(holder, Tensor):
+            state[names[id(holder)]] = to_host(dict(values), lent=lent)
+        else:  # belongs to no parameter, such as a count of all steps
+            own[holder] = to_host(values, lent=lent)
+    return {"name": type(optimizer).__name__, "state": state, "own": own, "groups": groups}
+
+
+def _restore_plain(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
+    """Restores the optimizer's state bit by bit; `load_state_dict` would cast the state to the parameters' dtype."""
+    _check_same_groups(optimizer, model, saved)
+    names = {id(value): name for name, value in model.named_parameters()}
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in values.items():
+            if key in _UNSAVED_KEYS:
+                continue
+            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                group[key].copy_(value)  # a compiled step may have captured the tensor of a learning rate
+            else:
+                group[key] = host_copy(value)
+    optimizer.state.clear()
+    optimizer.state.update(host_copy(saved.get("own", {})))
+    for group in optimizer.param_groups:
+        on_host = not (group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            values = saved["state"].get(names[id(parameter)])
+            if values is not None:
+                optimizer.state[parameter] = {
+                    key: _copy_for(value, parameter, on_host=key == "step" and on_host) for key, value in values.items()
+                }
+
+
+def _group_names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    names = {id(value): name for name, value in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _copy_for(value: Any, parameter: Tensor, *, on_host: bool) -> Any:
+    """Returns a copy of saved values, with tensors on the parameter's device or on the host.
+
+    Tensors of the parameter's shape get the parameter's strides: fused optimizers read both in memory order.
+    """
+    if isinstance(value, Tensor):
+        if on_host:
+            return value.to("cpu", copy=True)
+        if value.shape == parameter.shape:
+            copy = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+            return copy.copy_(shard_like(value, parameter))
+        return value.to(parameter.device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copy_for(item, parameter, on_host=on_host) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_copy_for(item, parameter, on_host=on_host) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
