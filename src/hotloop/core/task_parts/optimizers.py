@@ -240,10 +240,12 @@ def _add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list
 def _check_same_groups(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
     """Raises CheckpointError if the class or the parameter groups differ from the saved optimizer's."""
     before, now = [group["params"] for group in saved["groups"]], _group_names(optimizer, model)
-    if saved["name"] != type(optimizer).__name__ or before != now:
+    found, own = saved["name"], type(optimizer).__name__
+    if found != own or before != now:
+        if found == own:
+            found, own = f"{found} with groups of {[*map(len, before)]} parameters", f"{own} with {[*map(len, now)]}"
         raise CheckpointError(
-            f"the checkpoint is of another optimizer: {saved['name']} with groups of {[*map(len, before)]} parameters, where the"
-            f" Task has {type(optimizer).__name__} with groups of {[*map(len, now)]}",
+            f"the checkpoint is of another optimizer: {found}, where the Task has {own}",
             expected="the same optimizer over the same parameters",
             fix="use the Task that the run was started with",
         )
