@@ -45,17 +45,13 @@ def signal_handlers(handler: Callable[[int, FrameType | None], None], *numbers: 
     if threading.current_thread() is not threading.main_thread():
         yield False
         return
-    before = {number: signal.signal(number, handler) for number in numbers if not _is_ignored(number)}
+    ignored = [number for number in HANGUP if signal.getsignal(number) is signal.SIG_IGN]  # as under nohup
+    before = {number: signal.signal(number, handler) for number in numbers if number not in ignored}
     try:
         yield True
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    """Returns whether the process ignores SIGHUP, as under nohup."""
-    return number in HANGUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 REASONS = (None, "stop-after", "SIGHUP", "SIGTERM", "SIGINT")
@@ -357,7 +353,10 @@ class CompileProcess:
             waiting.register(self._reading, selectors.EVENT_READ)
             while waiting.select(0 if until is None else max(0.0, until - time.monotonic())):
                 if not (part := os.read(self._reading, 1 << 16)):
-                    return _parse_result(self._text)
+                    try:
+                        return dict(json.loads(self._text))
+                    except ValueError:  # the child died before it wrote its whole result
+                        return {"failure": "the compiling process died"}
                 self._text += part
         return None
 
@@ -388,13 +387,6 @@ class CompileProcess:
             os.waitpid(self.pid, 0)
 
 
-def _parse_result(text: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(text))
-    except ValueError:  # the child died before it wrote its whole result
-        return {"failure": "the compiling process died"}
-
-
 def _run_child(work: Work, writing: int, parent: int) -> NoReturn:
     """Detaches the child from the parent's signals and streams, calls `work` and exits."""
     try:
@@ -406,20 +398,16 @@ def _run_child(work: Work, writing: int, parent: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
-        _allow_threads()
+        # torch's compiler needs new executors, which CPython (3.9 to 3.13) refuses if the parent is exiting.
+        for module, name in (("threading", "_SHUTTING_DOWN"), ("concurrent.futures.thread", "_shutdown")):
+            if getattr(sys.modules.get(module), name, False):
+                setattr(sys.modules[module], name, False)
         # OpenMP caches a pool per thread, and a fork copies no pool threads: a new thread gets a new pool.
         thread = threading.Thread(target=_report_result, args=(work, writing))
         thread.start()
         thread.join()
     finally:
         os._exit(1)
-
-
-def _allow_threads() -> None:
-    """Allows new executors for torch's compiler: CPython (3.9 to 3.13) refuses them if the parent is exiting."""
-    for module, name in (("threading", "_SHUTTING_DOWN"), ("concurrent.futures.thread", "_shutdown")):
-        if getattr(sys.modules.get(module), name, False):
-            setattr(sys.modules[module], name, False)
 
 
 def _report_result(work: Work, writing: int) -> None:

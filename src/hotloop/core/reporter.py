@@ -71,7 +71,11 @@ def silence_loggers(*names: str) -> Iterator[None]:
         mine = any(f"{record.name}.".startswith(f"{name}.") for name in names)
         return not mine or logging.getLogger(record.name).getEffectiveLevel() < logging.WARNING
 
-    handlers = _stream_handlers()
+    loggers = [
+        logger for name, logger in dict(logging.root.manager.loggerDict).items() if f"{name}.".startswith("torch.")
+    ]
+    every = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]
+    handlers = [handler for handler in every if type(handler) is logging.StreamHandler]  # not those of files or traces
     for handler in handlers:
         handler.addFilter(is_shown)
     try:
@@ -79,11 +83,3 @@ def silence_loggers(*names: str) -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(is_shown)
-
-
-def _stream_handlers() -> list[logging.Handler]:
-    """Returns the stream handlers of torch's loggers, without those that write files or traces."""
-    known = dict(logging.root.manager.loggerDict)
-    loggers = [logger for name, logger in known.items() if f"{name}.".startswith("torch.")]
-    handlers = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]
-    return [handler for handler in handlers if type(handler) is logging.StreamHandler]

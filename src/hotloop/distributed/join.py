@@ -311,13 +311,6 @@ def _use_store_interface(host: str, port: int) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def threads_per_rank(env: RankEnv) -> int | None:
-    """Returns the threads of each rank, so that a machine's ranks share its cores; None if the user set a number."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return None
-    return max(1, (psutil.cpu_count(logical=False) or 1) // env.local_ranks)
-
-
 def plan_to_launch(plan: Plan | str | Path | None, axes: Mapping[str, Any], resume: Path | None = None) -> Plan | None:
     """Returns the plan if it needs ranks and this process is no rank yet; None if this process can train.
 
@@ -373,8 +366,8 @@ def join_ranks(
         )
     if named is not None and named != env.ranks:
         raise PlanError(f"ranks={named} in the plan, and {env.ranks} were started", fix="make both the same")
-    if plan.threads is None and (threads := threads_per_rank(env)) is not None:
-        torch.set_num_threads(threads)
+    if plan.threads is None and "OMP_NUM_THREADS" not in os.environ:  # a machine's ranks share its cores
+        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // env.local_ranks))
     with (
         _record_rank_error(env),
         join_process_group(env, resolve_device(plan).device.partition(":")[0], say, limit_s) as ranks,

@@ -130,7 +130,8 @@ def launch_until_done(
     for attempt in range(restarts + 1):
         name = f"{launched}-{attempt}"
         try:
-            with _launch_watch(store, f"{name}/0", say, kill).watch():
+            watched = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+            with LaunchWatch(watched, f"{name}/0", say, kill).watch():
                 start(name)
             return run_in(store) or "", 0
         except ChildFailedError as failed:
@@ -154,10 +155,6 @@ def launch_until_done(
                 raise TrainingError(f"{killed}{again}", fix="find what kills it") from None
         say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {restarts})")
     raise AssertionError("the last attempt returns or raises")
-
-
-def _launch_watch(store: dist.TCPStore, name: str, say: Say, kill: Callable[[], None]) -> LaunchWatch:
-    return LaunchWatch(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say, kill)
 
 
 def _start_ranks(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals: SignalForwarder) -> None:

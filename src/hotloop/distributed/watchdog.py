@@ -277,7 +277,8 @@ class Watchdog:
 
     def _operation(self) -> tuple[str, int]:
         """Returns the oldest collective operation that hasn't ended, and the number of the newest operation."""
-        entries = _collective_records()
+        dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # torch's flight recorder, oldest first
+        entries = [] if dump is None else json.loads(dump(True, False)).get("entries", [])
         waiting = next((entry for entry in entries if not entry["retired"]), None)
         newest = max((entry["record_id"] for entry in entries), default=-1)
         if waiting is None:
@@ -364,12 +365,6 @@ def ended_key(launch: str) -> str:
 def record_collectives() -> None:
     """Makes torch's flight recorder store collective operations; to be called before the process group exists."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
-
-
-def _collective_records() -> list[dict[str, Any]]:
-    """Returns the flight recorder's records, oldest first; empty if torch lacks the flight recorder."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
 
 
 def _waiting_function(frame: FrameType | None) -> str:

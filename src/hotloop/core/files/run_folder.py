@@ -132,14 +132,10 @@ def read_rows(path: Path, schema: Any) -> JournalRows:
             schema(row).model_validate(row)
             rows.append(row)
         except (ValueError, RecursionError):  # ValidationError is a ValueError
-            if not _is_incomplete(line):
+            is_cut = line.startswith(b"{"[: len(line)]) and not line.rstrip().endswith(b"}") and line.isascii()
+            if not is_cut:  # a kill during the write may leave such a line
                 bad.append(number)
     return JournalRows(rows, bad)
-
-
-def _is_incomplete(line: bytes) -> bool:
-    """Returns whether a kill during the write may have left the line."""
-    return line.startswith(b"{"[: len(line)]) and not line.rstrip().endswith(b"}") and line.isascii()
 
 
 def read_step(path: Path) -> tuple[int | None, str]:

@@ -66,7 +66,10 @@ def describe_device(name: str, vectors: tuple[str, ...]) -> Device:
 
 def _identity(kind: str, index: int, vectors: tuple[str, ...]) -> tuple[str | None, str | None, tuple[str, ...]]:
     if kind == "cuda":
-        return _cuda(index)
+        facts = torch.cuda.get_device_properties(index)
+        amd = facts.gcnArchName if torch.version.hip else None
+        precisions = cuda_precisions((facts.major, facts.minor), amd)
+        return facts.name, amd or f"{facts.major}.{facts.minor}", precisions
     if kind == "xpu":
         return _xpu(index)
     if kind == "mps":
@@ -83,7 +86,10 @@ def device_free_bytes(device: torch.device) -> int | None:
 
 def _device_memory(kind: str, index: int) -> tuple[int | None, int | None]:
     if kind == "cpu":
-        return _host_memory()
+        memory, within = psutil.virtual_memory(), limits.cgroup_limits()
+        total = min(memory.total, within.memory_bytes or memory.total)
+        room = memory.available if within.free_bytes is None else within.free_bytes
+        return total, min(memory.available, room)
     if kind == "mps":
         total = torch.mps.recommended_max_memory()
         return total, max(0, total - torch.mps.driver_allocated_memory())
@@ -102,13 +108,6 @@ def current_time() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _host_memory() -> tuple[int, int]:
-    memory, within = psutil.virtual_memory(), limits.cgroup_limits()
-    total = min(memory.total, within.memory_bytes or memory.total)
-    room = memory.available if within.free_bytes is None else within.free_bytes
-    return total, min(memory.available, room)
-
-
 def cpu_precisions(vectors: tuple[str, ...]) -> tuple[str, ...]:
     """Returns fp32 and fp64, and bf16 and fp16 if the CPU has instructions: emulation is slow."""
     half = {
@@ -125,12 +124,6 @@ def cuda_precisions(capability: tuple[int, int], amd: str | None) -> tuple[str, 
     tf32 = amd.startswith(("gfx94", "gfx95")) if amd else capability >= (8, 0)
     has = {"bf16": bf16, "tf32": tf32}
     return tuple(precision for precision in PRECISIONS if has.get(precision, True))
-
-
-def _cuda(index: int) -> tuple[str, str, tuple[str, ...]]:
-    facts = torch.cuda.get_device_properties(index)
-    amd = facts.gcnArchName if torch.version.hip else None
-    return facts.name, amd or f"{facts.major}.{facts.minor}", cuda_precisions((facts.major, facts.minor), amd)
 
 
 def _xpu(index: int) -> tuple[str, None, tuple[str, ...]]:
