@@ -45,7 +45,7 @@ REWRITE_FUNCTIONS: dict[str, Callable[[GraphModule], int]] = {
 }
 """Rewrites of `all` on CPUs, in order: those that won in several networks, applied where they are likely to win.
 
-By name they apply everywhere. Rewrites that lost more often than they won are missing: see docs/how-to/faster.md.
+By name they apply everywhere.
 """
 
 EXPECTED_PATTERNS = {
