@@ -24,8 +24,8 @@ from hotloop.distributed.world import World
 from hotloop.errors import PlanError
 from hotloop.lowering.pipeline import microbatch_runner, pipeline_step
 from hotloop.lowering.pipeline.graph_split import GraphPiece, LossModule, TracedForward
+from hotloop.lowering.pipeline.microbatch_runner import ScheduledRng
 from hotloop.lowering.pipeline.ownership import StageOwnership
-from hotloop.lowering.pipeline.relay import ScheduledRng
 from hotloop.plan import Plan
 from hotloop.training.run import Run
 from tests.multi.distributed.test_ddp import come_to, distance

@@ -22,10 +22,9 @@ from hotloop.lowering.checks.first_step import check_clipping, check_loss
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.lowering.pipeline.graph_split import LossModule, batch_leaves, draws_error, no_backward_error
-from hotloop.lowering.pipeline.microbatch_runner import MicrobatchRunner
+from hotloop.lowering.pipeline.microbatch_runner import MicrobatchRunner, ScheduledRng
 from hotloop.lowering.pipeline.ownership import StageOwnership
 from hotloop.lowering.pipeline.partition import StageChain, example_leaves, microbatch_rows, resolve_split
-from hotloop.lowering.pipeline.relay import ScheduledRng
 from hotloop.lowering.steps.data_parallel import find_joint_ops
 from hotloop.task import StepResult
 
