@@ -32,7 +32,7 @@ from hotloop.exchanges.modules.module_limits import (
     why_short_of_memory,
     why_unfit_leaves,
 )
-from hotloop.exchanges.modules.module_verdict import ModuleErrors
+from hotloop.exchanges.modules.module_proof import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
 from hotloop.exchanges.windows.paired_times import Seconds
 from hotloop.profiler.base.transparency import hide_from_compiler
