@@ -1,6 +1,7 @@
 """Rules: (Plan, TaskFacts, Hardware) -> violations with reasons and fixes. Rules choose nothing.
 
-`RULES` lists the rules, the most fundamental first: of one process, of captured steps, and of ranks."""
+`RULES` lists the rules, the most fundamental first: of one process, of captured steps, and of ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Watches the ranks: ends a rank that waits too long for others, and reports where each rank is, and ranks without heartbeat.
 
-The threads run while the main thread waits in C++: torch releases Python's lock there."""
+The threads run while the main thread waits in C++: torch releases Python's lock there.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from hotloop.core.records.hardware import Device, Hardware, Processor
 from hotloop.core.records.race import Verdict
 from hotloop.errors import HotloopError
 from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
-from hotloop.hardware_advice.this_machine import chip_name
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from hotloop.task import Task

@@ -3,7 +3,8 @@
 status.json      the present state, replaced about once a second
 progress.jsonl   loss, learning rate, gradient norm, speed and training accuracy; some 10,000 lines at most
 system.jsonl     use of processor, memory, disk, network and GPUs; a line every few seconds
-layers.json      the model's layers with parameters and FLOPs"""
+layers.json      the model's layers with parameters and FLOPs
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hotloop.core.files.source_files import files_of
 from hotloop.core.files.trust import store_trust as trust_run
 from hotloop.core.float32_switches import apply_switches, read_switches
 from hotloop.core.format import parse_seconds
-from hotloop.core.hardware import machine
+from hotloop.core.hardware import limits
 from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.machine import result_versions
 from hotloop.core.hardware.machine_load import LoadMeter
@@ -179,7 +179,7 @@ def _feasible_own_plan(own: Plan, axes: Mapping[str, Any]) -> Plan:
     The stages depend on the number of ranks; `PlanRequest.with_split` restores them for the same number.
     """
     own = own if "split" in axes else own.with_axes(split="auto")
-    asked = "allocator" in axes or machine.active_allocator() is not None
+    asked = "allocator" in axes or limits.active_allocator() is not None
     return own if asked else own.with_axes(allocator="default")
 
 

@@ -4,7 +4,8 @@ journal.jsonl   events
 metrics.jsonl   one row per epoch
 reached         a step number
 
-Nothing here imports torch or executes the run's source. A damaged line or file is reported and left out; the others count."""
+Nothing here imports torch or executes the run's source. A damaged line or file is reported and left out; the others count.
+"""
 
 from __future__ import annotations
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
 import sys
 from datetime import UTC, datetime
-from functools import cache
 
 import numpy as np
 import psutil
@@ -178,31 +176,6 @@ def operating_system() -> str:
     return f"{platform.system()} {platform.release()}"
 
 
-GLIBC = "glibc"
-_SET_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-"""Environment variables that configure glibc's malloc."""
-
-
-def active_allocator() -> str | None:
-    """Returns `glibc` if a program can configure it; None for other allocators, or if the environment configures it."""
-    is_configured = any(map(os.environ.get, _SET_BY)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    return GLIBC if _is_glibc_malloc() and not is_configured else None
-
-
-@cache
-def _is_glibc_malloc() -> bool:
-    """Returns whether `malloc` is glibc's: preloaded jemalloc and tcmalloc replace it."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
-            return False
-        used, own = (ctypes.CDLL(name).malloc for name in (None, "libc.so.6"))
-    except (ValueError, OSError, AttributeError):  # another C library
-        return False
-    return ctypes.cast(used, ctypes.c_void_p).value == ctypes.cast(own, ctypes.c_void_p).value
-
-
 def result_versions() -> dict[str, str]:
     return {
         "hotloop": __version__,
@@ -228,6 +201,6 @@ def speed_versions() -> dict[str, str]:
     configurable allocator, and float32 switches that differ from torch's defaults.
     """
     driver = nvidia_gpus()[1] if any(name.startswith("cuda") for name in device_names()) else None
-    found = {"compiler": compiler_build(), "nvidia_driver": driver, "allocator": active_allocator()}
+    found = {"compiler": compiler_build(), "nvidia_driver": driver, "allocator": limits.active_allocator()}
     found["switches"] = describe_switches(read_switches()) or None
     return result_versions() | {name: version for name, version in found.items() if version is not None}

@@ -14,7 +14,7 @@ import torch
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.user_folders import cache_folder, key_digest
-from hotloop.core.hardware import benchmarks, machine
+from hotloop.core.hardware import benchmarks, limits, machine
 from hotloop.core.hardware.devices import check_device, device_names
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.records.hardware import Device, Hardware, Processor, Speed
@@ -77,7 +77,7 @@ def measure_hardware(
         devices=tuple(replace(one, speed=speeds[one.name]) for one in found),
         versions=machine.library_versions(driver),
         compiler=machine.find_compiler(),
-        allocator=machine.active_allocator(),
+        allocator=limits.active_allocator(),
         unused_gpus=() if any(name.startswith("cuda") for name in device_names()) else tuple(gpus),
         notes=tuple(notes),
         busy=busy,
@@ -103,7 +103,7 @@ def probe_hardware(device: str = "cpu") -> Hardware:
         ),
         versions=machine.library_versions(None),
         compiler=machine.find_compiler(),
-        allocator=machine.active_allocator(),
+        allocator=limits.active_allocator(),
     )
 
 

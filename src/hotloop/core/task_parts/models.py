@@ -2,7 +2,8 @@
 
 A module that the model factory puts into evaluation mode, such as a frozen batch normalisation, stays in this mode
 during training. A switch may change weights: a module may merge weights in `eval()`, and a schedule-free optimizer
-replaces weights by their average. hotloop restores such weights bit by bit."""
+replaces weights by their average. hotloop restores such weights bit by bit.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The forms are the script's own module, the compiled module, the own module with harmless changes as `hotloop check` has
 them, and a float64 copy. All have the same random state. The fork may change the module; the script's objects stay as
-they are."""
+they are.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import copy
 import os
 import statistics
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +24,6 @@ from hotloop.data.dataset_changes import reachable_values, value_summary
 from hotloop.errors import describe_error
 from hotloop.exchanges.modules.module_call import RecordedCall
 from hotloop.lowering.compile.dynamo_backend import NO_COMPILER
-from hotloop.margins import TYPICAL_LIMIT, WORST_LIMIT
 from hotloop.parity.comparison import FLOAT32_UNIT
 
 Results = dict[str, Tensor]
@@ -268,38 +267,3 @@ def first_line(error: BaseException) -> str:
     while (inside := getattr(error, "inner_exception", None)) is not None:
         error = inside
     return describe_error(error).splitlines()[0][:200]
-
-
-_CALLS = 3
-"""Compared calls of which the median error counts."""
-
-
-class ModuleErrors:
-    """Errors of each tensor against float64 in the last calls, in multiples of the noise floor."""
-
-    def __init__(self) -> None:
-        self._errors: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_CALLS))
-        self._calls = 0
-
-    def add(self, errors: Mapping[str, float]) -> str:
-        """Adds the errors of one call; returns what is clearly wrong, or an empty string."""
-        self._calls += bool(errors)
-        for name, error in errors.items():
-            self._errors[name].append(error)
-        name, worst = max(errors.items(), key=lambda item: item[1], default=("", 0.0))
-        if worst > WORST_LIMIT:
-            return f"the error of its {name} is {worst:.3g} times the noise floor of the script's own"
-        return self.verdict() if self.is_enough else ""
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether the median of enough calls is known."""
-        return self._calls >= _CALLS
-
-    def verdict(self) -> str:
-        """Returns what is typically wrong; empty if nothing is."""
-        typical = {name: statistics.median(errors) for name, errors in self._errors.items()}
-        name, worst = max(typical.items(), key=lambda item: item[1], default=("", 0.0))
-        if worst > TYPICAL_LIMIT:
-            return f"the typical error of its {name} is {worst:.3g} times the noise floor of the script's own"
-        return ""

@@ -1,5 +1,6 @@
 """Execution of batches by the stages of a model: torch's schedule for each shape of microbatches, and
-random draws as in one process."""
+random draws as in one process.
+"""
 
 from __future__ import annotations
 
