@@ -33,7 +33,7 @@ from bench.without_torchvision import imported_timm
 from bench.zoo import CLASSES, adamw, of_logits, of_text
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.hardware import machine
-from hotloop.core.processes.signals import time_limit
+from hotloop.core.processes import time_limit
 from hotloop.errors import HotloopError, describe_error
 from hotloop.plan import Plan
 

@@ -119,15 +119,6 @@ def stem() -> nn.Sequential:
     )
 
 
-def squeezed() -> nn.Sequential:
-    """Small filters between layers that narrow the channels, overlapping pooling (after Iandola et al., SqueezeNet, 2016)."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, stride=2), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True)]
-    for given, narrow, made in ((32, 8, 64), (64, 16, 128)):
-        layers += [nn.Conv2d(given, narrow, 1), nn.ReLU(), nn.Conv2d(narrow, made, 3, padding=1), nn.ReLU()]
-        layers += [nn.MaxPool2d(3, 2, ceil_mode=True)]
-    return nn.Sequential(*layers, nn.Conv2d(128, _CLASSES, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
 class Mixed(nn.Module):
     """Layers that mix patches, then features, in turn (after Tolstikhin et al., MLP-Mixer, 2021)."""
 
@@ -232,21 +223,19 @@ class Network:
         return [one for one in which if one in able or (one == "all" and together)]
 
 
-_CONVOLVING = ("pool_first", "pool_as_max", "conv_as_gemm")
 _SMALL, _LONG = ("mm_as_sum",), ("mm_as_sum", "mm_in_parts")
 """Products that are small, and some of many terms, too."""
-_POOLED = (*_CONVOLVING, "conv_in_pool")
+_POOLED = ("pool_as_max", "conv_in_pool")
 
 NETWORKS = {
     "lenet": Network(lenet, (1, 28, 28), (*_POOLED, "mm_by_onednn", *_SMALL)),
-    "small_vgg": Network(small_vgg, (3, 32, 32), (*_CONVOLVING, "mm_by_onednn", *_LONG)),
-    "residual": Network(Residual, (3, 32, 32), (*_CONVOLVING, *_SMALL)),
+    "small_vgg": Network(small_vgg, (3, 32, 32), ("pool_as_max", "mm_by_onednn", *_LONG)),
+    "residual": Network(Residual, (3, 32, 32), ("pool_as_max", *_SMALL)),
     "colour": Network(colour, (3, 32, 32), (*_POOLED, *_LONG)),
     "spectrogram": Network(spectrogram, (1, 64, 64), (*_POOLED, *_LONG)),
-    "digits": Network(digits, (1, 28, 28), ("pool_as_max", "conv_as_gemm", "conv_in_pool", "draw_by_words", *_SMALL)),
-    "overlapping": Network(overlapping, (3, 32, 32), ("pool_first", *_LONG)),
-    "stem": Network(stem, (3, 64, 64), ("pool_first", *_SMALL)),
-    "squeezed": Network(squeezed, (3, 64, 64), ("pool_first", "conv_as_gemm")),
+    "digits": Network(digits, (1, 28, 28), (*_POOLED, "draw_by_words", *_SMALL)),
+    "overlapping": Network(overlapping, (3, 32, 32), _LONG),
+    "stem": Network(stem, (3, 64, 64), _SMALL),
     "mixed": Network(Mixed, (1, 28, 28), ("mm_by_onednn", *_LONG)),
     "recommending": Network(recommending, (3, 32, 32), ("mm_by_onednn", *_LONG)),
     "tabular": Network(Tabular, (3, 16, 16), ("mm_by_onednn", "draw_by_words", *_LONG)),

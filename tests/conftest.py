@@ -44,13 +44,13 @@ def any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """A search tries, and finds to rewrite, the same plans with any processor and any C library."""
     if request.path.relative_to(Path(__file__).parent).parts[0] in REAL_MACHINE:
         return
-    from hotloop.core.hardware import allocators
+    from hotloop.core.hardware import limits
     from hotloop.lowering.rewrites import mm_by_onednn
     from hotloop.tuning.search import candidates
 
     monkeypatch.setattr(mm_by_onednn, "is_mkl_slow_here", lambda: False)
     monkeypatch.setattr(candidates, "is_mkl_slow", lambda processor: False)
-    monkeypatch.setattr(allocators, "_is_glibc_malloc", lambda: False)
+    monkeypatch.setattr(limits, "_is_glibc_malloc", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -72,10 +72,6 @@ def test_every_error_can_be_caught_as_one_and_says_what_it_is_for(error: type[Ho
     assert error.__doc__
 
 
-def test_the_former_name_of_an_error_still_catches_it() -> None:
-    assert errors.RoomError is errors.InsufficientMemoryError
-
-
 def test_an_error_survives_the_way_to_another_process() -> None:
     error = DataError("x has 3 rows", expected="4", fix="add one")
     again = pickle.loads(pickle.dumps(error))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hotloop.core.plan_request import PlanRequest
 from hotloop.errors import HotloopError, PlanError
-from hotloop.plan import BASELINE, Placement, Plan, Steps
+from hotloop.plan import BASELINE, REMOVED, Placement, Plan, Steps
 
 # Text that TOML can hold: any but lone surrogates, which are no text in UTF-8.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -119,6 +119,18 @@ def test_an_impossible_value_names_all_the_allowed_ones(name: str) -> None:
     assert all(repr(option) in str(caught.value) for option in options)
 
 
+@pytest.mark.parametrize("removed", REMOVED)
+def test_a_removed_axis_or_value_says_what_to_use_instead(removed: str, tmp_path: Path) -> None:
+    axis, _, value = removed.partition("=")
+    (tmp_path / "plan.toml").write_text(f'threads = 0\n{axis} = "{value or "any"}"\n')
+    for make in (lambda: Plan(**{axis: value or "any"}), lambda: PlanRequest.from_value(tmp_path / "plan.toml")):
+        with pytest.raises(PlanError) as caught:
+            make()
+        message = str(caught.value)
+        assert f"{axis}={value or 'any'!r} was removed" in message and "\n" not in message
+        assert message.endswith(REMOVED[removed][1:])
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -166,8 +178,8 @@ def test_a_file(tmp_path: Path) -> None:
 
 OF_A_RUN = [
     Plan(parallel="stages", ranks=2, pipeline="gpipe", microbatches=8, split="2"),
-    Plan(parallel="local", ranks=3, sync_every=4, outer="nesterov"),
-    Plan(parallel="async", ranks=4, staleness=3, correction="both", workforce="ray"),
+    Plan(parallel="local", ranks=3, sync_every=4),
+    Plan(parallel="async", ranks=4, staleness=3, workforce="ray"),
 ]
 
 

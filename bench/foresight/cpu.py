@@ -17,7 +17,7 @@ from bench.speed.data import ALPHABET
 from bench.speed.models import build, loss_module
 from bench.speed.workloads import WORKLOADS
 from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
-from hotloop.core.records.cpu_rates import CpuRates
+from hotloop.core.records.step_costs import CpuRates
 from hotloop.profiler.step_costs.cpu_probe import measure_cpu_rates
 from hotloop.profiler.step_costs.trace import trace_step
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from hotloop.core.argument_names import name_arguments
 from hotloop.core.callback import Callback
-from hotloop.core.feasibility.forecast import PlanForecast
+from hotloop.core.feasibility import PlanForecast
 from hotloop.core.hardware.devices import check_device, resolve_device
+from hotloop.core.hardware.machine import result_versions
 from hotloop.core.hardware.probe import measure_hardware
-from hotloop.core.hardware.versions import result_versions
 from hotloop.core.plan_request import AUTO, PlanRequest, plan_origin, replayed_run
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import Evaluation, ExportRecord
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
 from hotloop.data.readers.stored_reader import reader_from_json
 from hotloop.distributed.fork_safety import check_cuda
@@ -71,7 +71,7 @@ def fit(
         device: overrides the plan's, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: save and stop after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
-        callbacks: called with a `View` after each event, after the Task's callbacks; see `hotloop.view.Callback`.
+        callbacks: called with a `View` after each event, after the Task's callbacks; see `hotloop.core.callback.Callback`.
         progress: show a progress bar and a line per epoch.
         rank_timeout: how long ranks wait for each other, such as `5m`; default 60 s, or 20 times the longest step if
             that is longer. Then the run ends with a TrainingError that names each rank's position.
@@ -146,7 +146,7 @@ def _console(in_forks: bool) -> Terminal:
 
 
 def plan_loaded_task(
-    loaded: LoadedTask, wanted: PlanRequest, overrides: Mapping[str, Any] | None = None, say: Report = lambda line: None
+    loaded: LoadedTask, wanted: PlanRequest, overrides: Mapping[str, Any] | None = None, say: Say = lambda line: None
 ) -> PlanForecast:
     """Returns the choice of `--plan auto` for a loaded Task, by rules and earlier races."""
     return forecast_from_cache(
@@ -192,7 +192,7 @@ def load_model(
     device: str = "cpu",
     weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
 ) -> nn.Module:
     """Returns the trained model of a run, in evaluation mode.
 
@@ -222,7 +222,7 @@ def predict(
     device: str | None = None,
     weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
     progress: Progress | None = None,
 ) -> np.ndarray | dict[str, np.ndarray]:
     """Returns the trained model's output for new inputs.
@@ -261,7 +261,7 @@ def evaluate(
     device: str | None = None,
     weights: WeightsChoice = "best",
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Returns loss and metrics of a run's trained model.
@@ -311,7 +311,7 @@ def export(
     batch_size: int | None = None,
     inputs: Any = None,
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
 ) -> ExportRecord:
     """Writes the trained model of a run to a file for use without hotloop.
 
@@ -343,7 +343,7 @@ def summary(
     *,
     batch_size: int | None = None,
     trust: bool = False,
-    say: Report = warnings.warn,
+    say: Say = warnings.warn,
 ) -> PrintableSummary:
     """Returns the layers of a Task's model with output shapes, parameters, FLOPs and memory; `print` shows a table.
 

@@ -133,10 +133,6 @@ class InsufficientMemoryError(PlanError):
     """A plan needs more memory than is free now."""
 
 
-RoomError = InsufficientMemoryError
-"""The former name."""
-
-
 class TimeOverError(PlanError):
     """A time limit ended the preparation, measurement or proof of a plan."""
 

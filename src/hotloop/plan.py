@@ -24,11 +24,21 @@ _AXES_OF_RANKS = ("ranks", "workforce")
 """Axes that only several processes have."""
 
 AXES_OF_PARALLEL = {
-    "local": ("sync_every", "outer"),
+    "local": ("sync_every",),
     "stages": ("pipeline", "microbatches", "split"),
-    "async": ("staleness", "correction"),
+    "async": ("staleness",),
 }
 """Axes that belong to one value of `parallel`."""
+
+
+REMOVED = {
+    "rewrites=conv_as_gemm": "use rewrites=all, or leave the axis out",
+    "rewrites=pool_first": "use rewrites=all, or leave the axis out",
+    "outer": "leave it out: ranks of parallel=local continue from their average",
+    "correction": "leave it out: parallel=async divides the step size by the updates in between",
+    "pipeline=interleaved": "use pipeline=1f1b",
+}
+"""Axes, and values of axes, that plans no longer have, with an instruction on what to use instead."""
 
 
 def axes_dropped_with(before: str, now: str) -> tuple[str, ...]:
@@ -102,21 +112,18 @@ class Plan(BaseModel):
         device: torch's name: `cpu`, `cuda:0`, `mps`, `xpu:0`.
         precision: number format of products; parameters and updates stay fp32. `default`: torch's settings at the start
             of the run (fp32 unless changed; TF32 for convolutions on CUDA); `fp32`: regardless of the settings;
-                `tf32`: fp32
-            operands with 10 bits of mantissa (NVIDIA); `bf16`, `fp16`: autocast, `fp16` with a scaled loss.
+            `tf32`: fp32 operands with 10 bits of mantissa (NVIDIA); `bf16`, `fp16`: autocast, `fp16` with a scaled
+            loss.
         layout: order of the dimensions of images and their weights in memory.
         residency: location of the training data. `stream`: as given, data sets loaded sample by sample; `host`: read
             once into memory; `device`: on the device, which also cuts the batches.
         compile: the compiled part. `forward`: forward and backward; `step`: the whole step with clipping and update;
             `package`: the step as a package that later runs load in milliseconds.
-        rewrites: equivalent forms of parts of the network that compile to faster programs. `pool_first`: ReLU after max
-            pooling; `conv_in_pool`: a first convolution and its pooling as sums of shifted views; `conv_as_gemm`: a
-                first
-            convolution of few channels as a matrix product; `pool_as_max`: max pooling as a maximum of shifted views;
-            `mm_by_onednn`: fp32 matrix products by oneDNN; `draw_by_words`: dropout masks from bytes of random words;
-                on a
-            GPU `mm_as_sum`: tiny products as sums, and `mm_in_parts`: products of many terms and few results in parts;
-            `all` applicable rewrites that are likely faster.
+        rewrites: equivalent forms of parts of the network that compile to faster programs.
+            `conv_in_pool`: a first convolution and its pooling as sums of shifted views; `pool_as_max`: max pooling as a
+            maximum of shifted views; `mm_by_onednn`: fp32 matrix products by oneDNN; `draw_by_words`: dropout masks
+            from bytes of random words; on a GPU `mm_as_sum`: tiny products as sums, and `mm_in_parts`: products of many
+            terms and few results in parts; `all` applicable rewrites that are likely faster.
         graphs: a CUDA graph of a `step`, or of so many steps per replay.
         optimizer: implementation of the update: `default` (the Task's), parameter by parameter (`forloop`), over lists
             of parameters (`foreach`), or one kernel (`fused`).
@@ -127,24 +134,20 @@ class Plan(BaseModel):
             for the next step, whereas glibc would return it to the system, which zeroes it (Linux).
         cudnn: choice of a convolution's algorithm on CUDA. `default`: by the process's setting, normally a heuristic;
             `benchmark`: cuDNN times its algorithms for each new shape. A process reuses its first choice for a
-                shape. Each
-            recording of a graph (`graphs`) chooses again, so a resumed run may differ in its last bits.
+            shape. Each recording of a graph (`graphs`) chooses again, so a resumed run may differ in its last bits.
         parallel: how several processes, the ranks, share the training. `data`: each computes a part of each batch;
             `sharded`: the same, with sharded parameters and optimizer state; `async`: a parameter server and workers;
             `local`: ranks that average their weights periodically; `stages`: the model split by layers; `tensor`: split
             linear layers; `towers`: parameters on the CPU, replicas on the devices.
         ranks: number of ranks; None is the number of devices.
         sync_every: steps between averages of `local`; None is 16.
-        outer: use of the average by `local`. `none`: training continues from it; `nesterov`: a step towards it with
-            momentum, as in DiLoCo.
         pipeline: order of microbatches in `stages`. `gpipe`: all forward, then all backward; `1f1b`: alternating, with
-            less memory; `interleaved`: alternating, with two stages per rank.
+            less memory.
         microbatches: pieces of a batch in `stages`; None is four per rank.
         split: first modules of the second and later `stages`, comma-separated; `auto` measures the layers, and the
             Program's plan names the result.
-        staleness: largest number of batches by which workers of `async` may be apart; None for any.
-        correction: the `async` server's treatment of gradients of older parameters. `divide`: step size divided by the
-            updates in between; `compensate`: corrected gradient; `both`; `none`.
+        staleness: largest number of batches by which workers of `async` may be apart; None for any. The server divides
+            the step size of an old gradient by the updates in between.
         workforce: the ranks or `async` workers: `processes` of this machine, or processes that `ray` places in its
             cluster; Ray restarts killed workers.
         placement: devices of modules by name, in one process: `{"encoder": "cuda:0", "head": "cuda:1"}`, or as text
@@ -163,9 +166,7 @@ class Plan(BaseModel):
     compile: Literal["none", "forward", "step", "package"] = "none"
     rewrites: Literal[
         "none",
-        "pool_first",
         "conv_in_pool",
-        "conv_as_gemm",
         "pool_as_max",
         "mm_by_onednn",
         "mm_as_sum",
@@ -183,12 +184,10 @@ class Plan(BaseModel):
     parallel: Literal["none", "data", "sharded", "async", "local", "stages", "tensor", "towers"] = "none"
     ranks: int | None = Field(default=None, ge=1)
     sync_every: int | None = Field(default=None, ge=1)
-    outer: Literal["none", "nesterov"] = "none"
-    pipeline: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    pipeline: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int | None = Field(default=None, ge=1)
     split: str = "auto"
     staleness: int | None = Field(default=None, ge=0)
-    correction: Literal["divide", "compensate", "both", "none"] = "divide"
     workforce: Literal["processes", "ray"] = "processes"
     placement: Annotated[
         Placement | None,
@@ -247,13 +246,16 @@ class Plan(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Returns the plan in a TOML file; a run's file sets every axis."""
+        """Returns the plan in a TOML file; a run's file sets every axis. Errors name the file."""
         if not path.is_file():
             raise PlanError(f"no plan file at {path}", expected="a TOML file", fix="check the path")
         try:
             return cls.from_toml(path.read_text(encoding="utf-8"), source=str(path))
         except UnicodeDecodeError:
             raise _not_toml(str(path), "its bytes are no text in UTF-8") from None
+        except PlanError as error:
+            inside = "" if str(path) in error.given else f"{path}: "
+            raise PlanError(f"{inside}{error.given}", expected=error.expected, fix=error.fix) from None
 
 
 BASELINE = Plan()
@@ -265,8 +267,11 @@ def _not_toml(source: str, why: str) -> PlanError:
 
 
 def _explain(error: ValidationError) -> PlanError:
-    first = error.errors()[0]
-    axis = str(first["loc"][0])
+    problems = [(str(one["loc"][0]), one) for one in error.errors()]
+    for axis, one in problems:
+        if (instead := REMOVED.get(axis) or REMOVED.get(f"{axis}={one['input']}")) is not None:
+            return PlanError(f"{axis}={shorten(one['input'])} was removed from plans", fix=instead)
+    axis, first = problems[0]
     if first["type"] == "extra_forbidden":
         return PlanError(
             f"unknown axis {shorten(axis)} of a plan",

@@ -16,12 +16,10 @@ from torch.nn.utils.rnn import PackedSequence
 from hotloop.core.random.generators import OwnedGenerators
 from hotloop.core.random.rng import RandomStreams
 from hotloop.core.state import host_copy
-from hotloop.core.task_parts.keras import call_arguments, default_device, restart_names
-from hotloop.core.task_parts.loss_info import LossInfo
-from hotloop.core.task_parts.model_copy import copy_model
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers, check_optimizer
+from hotloop.core.task_parts.losses import LossInfo, named_scalars, sum_for_evaluation
+from hotloop.core.task_parts.models import call_arguments, copy_model, default_device, restart_names
+from hotloop.core.task_parts.optimizers import NamedOptimizers, check_optimizer
 from hotloop.core.task_parts.schedules import check_schedule
-from hotloop.core.task_parts.yielded_losses import named_scalars, sum_for_evaluation
 from hotloop.data.augment import Draws
 from hotloop.data.batch_tree import batch_inputs
 from hotloop.data.row_count import count_rows
@@ -119,7 +117,7 @@ class Task:
         goal: whether the monitored figure should fall (`min`) or rise (`max`); default by its name.
         stop_below: stop when the monitored figure falls below this (for a rising goal: rises above).
         patience: stop after so many epochs without progress.
-        callbacks: called with a read-only `View` after each event; see `hotloop.view.Callback`.
+        callbacks: called with a read-only `View` after each event; see `hotloop.core.callback.Callback`.
         state: what else training changes and a checkpoint should store, by name: an object with `state_dict` and
             `load_state_dict`, or a pair `(get, set)` of functions. The values are numbers, texts, tensors, and lists,
             tuples or dicts of them.

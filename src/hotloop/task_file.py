@@ -18,11 +18,12 @@ from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from hotloop.core.files.source_copies import SourceCopies, forget_copies
 from hotloop.core.files.source_files import (
+    SourceCopies,
     enclosing_package,
     file_of_reference,
     files_of,
+    forget_copies,
     is_taken,
     local_sources,
     make_importable,

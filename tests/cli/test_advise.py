@@ -14,7 +14,7 @@ import hotloop as package
 from hotloop.advisor.cpu_rates import INTERVAL
 from hotloop.cli.options import console
 from hotloop.core.hardware import probe
-from hotloop.core.records.cpu_rates import CpuRates
+from hotloop.core.records.step_costs import CpuRates
 from hotloop.errors import HotloopError
 from hotloop.profiler.step_costs import cpu_probe
 from tests.support.processes.in_process_command import SMALL, Hotloop

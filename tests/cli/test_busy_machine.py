@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hotloop.core.hardware.probe import measure_hardware
-from hotloop.core.hardware.speed_cache import speed_folder
+from hotloop.core.hardware.probe import measure_hardware, speed_folder
 from hotloop.core.records.race import STATES, Parity
 from hotloop.hardware_advice.ledger import ledger_folder
 from hotloop.hardware_advice.rates_cache import cpu_rates_here

@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from hotloop.cli.options import JsonOption, exit_on_error, print_json
-from hotloop.core.processes.signals import Terminated
-from hotloop.distributed.process_group import LAUNCH_ID_PREFIX
+from hotloop.core.processes import Terminated
+from hotloop.distributed.join import LAUNCH_ID_PREFIX
 from hotloop.errors import DataError, DiskError
 
 DATA_ERROR = DataError("x has 10 rows and y has 9", expected="the same number", fix="pip install hotloop[onnx]")

@@ -22,7 +22,7 @@ import torch
 
 from hotloop.core.format import parse_seconds
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.processes.signals import StopSignals, signal_handlers
+from hotloop.core.processes import StopSignals, signal_handlers
 from hotloop.core.terminal import Bar, Terminal
 from hotloop.errors import DataError, PlanError
 from hotloop.inference.npy import read_arrays

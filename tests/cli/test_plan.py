@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hotloop import api
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
 from hotloop.task_file import load_task
@@ -110,6 +110,7 @@ def test_a_plan_that_cannot_be_run_leaves_the_run_as_it_was(task: Path, hotloop:
 WRONG = {
     "an axis": (("--set", "compiel=step"), 1, ("unknown axis 'compiel'", "one of engine, device, precision")),
     "a value": (("--set", "compile=all"), 1, ("compile='all'", "'none', 'forward', 'step' or 'package'")),
+    "a removed value": (("--set", "rewrites=pool_first"), 1, ("rewrites='pool_first' was removed", "Use rewrites=all")),
     "a number": (("--set", "accumulation=0"), 1, ("accumulation=0", "1 or more")),
     "no number": (("--set", "threads=many"), 1, ("threads='many'", "a whole number")),
     "a key of a file": (("--plan", "odd.toml"), 1, ("odd.toml: unknown axis 'precison'", "one of engine, device")),

@@ -199,17 +199,6 @@ def test_trust_in_a_folder_that_others_can_write_is_refused(hotloop: Hotloop, tm
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_run_of_a_version_without_ids_is_trusted_once(hotloop: Hotloop, tmp_path: Path) -> None:
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    del record["id"], record["seal"]
-    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
-    done = hotloop(*READERS["evaluate"])
-    assert done.code == 1
-    assert "or by a version of hotloop that stored no ids" in done.err
-    assert hotloop(*READERS["evaluate"], "--trust").code == 0
-    assert hotloop(*READERS["predict"]).code == 0
-
-
 @pytest.mark.few("nothing")
 @pytest.mark.parametrize("home", ["a file", "nothing"])
 def test_where_trust_can_not_be_stored_a_line_says_so(

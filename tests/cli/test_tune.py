@@ -57,7 +57,7 @@ def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
     monkeypatch.setattr(search, "Runner", partial(search.Runner, clock=clock))
     monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=clock))
     # nor does it know what memory costs
-    monkeypatch.setattr("hotloop.core.hardware.allocators._is_glibc_malloc", lambda: False)
+    monkeypatch.setattr("hotloop.core.hardware.limits._is_glibc_malloc", lambda: False)
     monkeypatch.setattr(search, "compiled_changes", lambda *given: [])  # compiling has tests of its own
     (tmp_path / "task.py").write_text(
         f"""{SMALL}

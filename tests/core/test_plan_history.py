@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.files.plan_history import EVENT, PlanHistory, PlanSwitch
+from hotloop.core.files.run_folder import SWITCH_EVENT, PlanHistory, PlanSwitch
 from hotloop.errors import RunError
 from hotloop.plan import Plan
 
@@ -14,7 +14,7 @@ PLANS = [Plan(), Plan(optimizer="fused"), Plan(threads=1)]
 
 
 def event(number: int, step: int, plan: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"event": EVENT, **PlanSwitch(step, PLANS[plan], "for the test", number=number).fields(), **fields}
+    return {"event": SWITCH_EVENT, **PlanSwitch(step, PLANS[plan], "for the test", number=number).fields(), **fields}
 
 
 def test_each_step_has_the_plan_of_the_last_switch_before() -> None:
@@ -49,7 +49,7 @@ def test_a_journal_without_switches_is_empty() -> None:
         [event(0, 3)],
         [event(0, 0, plan=0) | {"plan": {"engine": "steam"}}],
         [event(0, 0) | {"step": "x"}],
-        [{"event": EVENT}],
+        [{"event": SWITCH_EVENT}],
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ import torch
 
 import hotloop
 from hotloop.distributed.comm_stats import CommMeter, CommReport, CommTime
-from hotloop.distributed.heartbeat import Heartbeat, LaunchWatch
+from hotloop.distributed.watchdog import Heartbeat, LaunchWatch
 from hotloop.distributed.world import SINGLE_RANK, World, is_rank_loss
 
 

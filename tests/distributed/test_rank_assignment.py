@@ -15,9 +15,8 @@ from torch import Tensor
 import hotloop
 from hotloop.data.order import DealtBatches, Order, RankRows, rank_bounds
 from hotloop.distributed.fork_safety import check_cuda
-from hotloop.distributed.join import join_ranks
+from hotloop.distributed.join import LAUNCH_ID_PREFIX, RankEnv, RankSession, join_process_group, join_ranks
 from hotloop.distributed.launch import launch, local_rank_count
-from hotloop.distributed.process_group import LAUNCH_ID_PREFIX, RankEnv, RankSession, join_process_group
 from hotloop.distributed.world import SINGLE_RANK, World
 from hotloop.distributed.wrappers.global_batch_rng import (
     BatchDimension,

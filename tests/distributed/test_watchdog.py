@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch.distributed as dist
 
-from hotloop.core.processes.signals import signal_handlers
+from hotloop.core.processes import signal_handlers
 from hotloop.distributed.watchdog import LONGEST_WAIT_S, RankPlace, Watchdog, last_place
 from hotloop.errors import TrainingError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotloop.core.records.cpu_rates import CpuRates
+from hotloop.core.records.step_costs import CpuRates
 from hotloop.hardware_advice.rates_cache import cpu_rates_here
 from hotloop.profiler.step_costs import cpu_probe
 

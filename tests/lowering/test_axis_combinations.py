@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import hotloop
-from hotloop.core.feasibility.violations import violations
+from hotloop.core.feasibility import violations
 from hotloop.core.state import State, differing_paths
 from hotloop.lowering.program import Program
 from hotloop.lowering.transforms import accumulation
@@ -60,7 +60,7 @@ def rows(**choices: tuple[Any, ...]) -> list[dict[str, Any]]:
 
 
 def can_be_run(row: Row) -> bool:
-    """What the documentation says, written down once more: `core/feasibility/violations.py` must say the same."""
+    """What the documentation says, written down once more: `core/feasibility.py` must say the same."""
     if row["layout"] == "channels_last" and row["family"] not in IMAGES:
         return False
     pieces = row["accumulation"] > 1

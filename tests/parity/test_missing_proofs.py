@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes import Deadline
 from hotloop.core.records.race import TRUSTED_CLASSES
 from hotloop.errors import HotloopError
 from hotloop.lowering.build import lower

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.core.processes.compile_process import CompileProcess
+from hotloop.core.processes import CompileProcess
 from hotloop.core.records.profile import ThreadUse
 from hotloop.profiler.busy_machine import busy_warning
 from hotloop.profiler.compile_race import NetworkCall, NetworkCallRecorder, race_compiled

@@ -17,7 +17,7 @@ TORCH_FREE = (
     "hotloop.errors",
     "hotloop.plan",
     "hotloop.core.plan_request",
-    "hotloop.core.feasibility.violations",
+    "hotloop.core.feasibility",
     "hotloop.arrays",
     "hotloop.tuning.rules",
     "hotloop.scripts.script_process",

@@ -107,20 +107,6 @@ PUBLIC = {
         "random_flip",
     ],
 }
-ALIASES = {
-    "hotloop.view": ("Callback", "Event", "View"),
-    "hotloop.asynchronous.simulation": (
-        "Exponential",
-        "Steady",
-        "Uneven",
-        "UniformTimes",
-        "simulate_training",
-        "simulated",
-    ),
-    "hotloop.parallel.server": ("Policy", "StalenessPolicy"),
-}
-"""Public paths of types that are defined elsewhere."""
-
 NAMES = [(module, name) for module, names in PUBLIC.items() for name in names]
 
 
@@ -141,14 +127,6 @@ def test_each_name_is_the_same_however_it_is_imported_first(name: str) -> None:
     """Importing a module must not put itself in the place of a function of the same name."""
     modules = sorted(path.stem for path in Path(hotloop.__file__).parent.iterdir() if path.stem[0] not in "_.")
     assert name not in modules or name in ("arrays", "data", "errors")
-
-
-@pytest.mark.few("hotloop.parallel.server")
-@pytest.mark.parametrize("module", ALIASES)
-def test_a_public_path_leads_to_where_its_names_are(module: str) -> None:
-    names = ", ".join(ALIASES[module])
-    code = f"import pickle; from {module} import {names}; [pickle.dumps(name) for name in ({names},)]"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_names_are_offered_for_completion() -> None:

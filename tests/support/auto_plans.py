@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hotloop.core.hardware import allocators
+from hotloop.core.hardware import limits
 from hotloop.plan import Plan
 
-KEPT = {"allocator": "keep"} if allocators.active_allocator() else {}
+KEPT = {"allocator": "keep"} if limits.active_allocator() else {}
 """Only glibc can be told to keep memory."""
 
 FUSED = {"optimizer": "fused", **KEPT}

@@ -141,9 +141,9 @@ def test_no_code_in_a_file_runs(folder: Path, tmp_path: Path, kind: str) -> None
     assert went_off.exists(), "the bomb itself must work, or the test shows nothing"
 
 
-def with_document(document: Any, **tensors: Tensor) -> bytes:
+def with_document(document: Any, form: str = "2", **tensors: Tensor) -> bytes:
     text = document if isinstance(document, str) else json.dumps(document)
-    return safetensors.torch.save(tensors, {"document": text})
+    return safetensors.torch.save(tensors, {"version": form, "document": text})
 
 
 DOCUMENT: dict[str, Any] = {
@@ -151,6 +151,7 @@ DOCUMENT: dict[str, Any] = {
     "position": {"step": 1, "epoch": 0, "batch": 1},
     "history": [],
     "best": None,
+    "epoch_s": 0.0,
 }
 
 HOSTILE: dict[str, bytes] = {
@@ -188,6 +189,14 @@ def test_a_hostile_file_with_a_true_checksum_is_passed_over(folder: Path, name: 
 def test_the_document_of_the_hostile_ones_is_good_in_itself(folder: Path) -> None:
     path = placed(folder, with_document(DOCUMENT))
     assert load(path).state.position.step == 1
+
+
+def test_a_checkpoint_of_another_form_is_passed_over_and_says_its_form(folder: Path) -> None:
+    newest, _ = two(folder)
+    path = placed(folder, with_document(DOCUMENT, form="1"))
+    with pytest.raises(CheckpointError, match=r"checkpoint of form '1'; expected form '2'.*Start a new run$"):
+        load(path)
+    assert_passed_over(folder, path, newest)
 
 
 def test_a_checkpoint_whose_best_epoch_is_bad_is_passed_over(folder: Path) -> None:

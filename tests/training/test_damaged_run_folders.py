@@ -261,13 +261,41 @@ def test_a_plan_that_was_cut_off_is_an_error(copy: Path, kept: int) -> None:
     path = copy / "plan.toml"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]))
     said = refused(copy)
-    assert "plan.toml is damaged: it doesn't say" in said
+    assert "plan.toml is damaged" in said and "it doesn't say" in said
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b'{"name": 5}', b"{" * 100_000])
 def test_a_damaged_record_is_an_error(copy: Path, content: bytes) -> None:
     (copy / "run.json").write_bytes(content)
     assert "run.json is damaged" in refused(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        (
+            "run.json",
+            lambda text: text.replace('"id":', '"identity":'),
+            "run.json is damaged, or another version of hotloop wrote it: 'id'",
+        ),
+        (
+            "run.json",
+            lambda text: text.replace('"version": 1,', '"version": 1, "room": 3,'),
+            "wrote it: 'room': Extra inputs",
+        ),
+        (
+            "plan.toml",
+            lambda text: text + 'outer = "none"\n',
+            "plan.toml: outer='none' was removed from plans. Leave it out",
+        ),
+    ],
+)
+def test_a_file_of_another_version_is_one_line_with_what_to_do(
+    copy: Path, name: str, change: Callable[[str], str], says: str
+) -> None:
+    text = (copy / name).read_text()
+    (copy / name).write_text(change(text))
+    assert (copy / name).read_text() != text and says in refused(copy)
 
 
 @pytest.mark.parametrize(

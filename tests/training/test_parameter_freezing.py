@@ -133,13 +133,6 @@ def test_the_state_has_what_is_trainable_and_goes_through_a_file() -> None:
     assert all(value.requires_grad for value in other.model.parameters())
 
 
-def test_a_checkpoint_without_it_leaves_parameters_as_they_were_built() -> None:
-    program = hotloop.lower(make("frozen"))
-    older = replace(program.state(), trainable={}, in_eval=None, drawn=None, attributes=None)
-    program.restore(through_file(older))
-    assert [value.requires_grad for value in program.model.parameters()] == [False, False, True, True]
-
-
 def test_saved_parameters_of_another_optimizer_are_still_refused() -> None:
     saved = hotloop.lower(make("thawed, and in no optimizer")).state()
     with pytest.raises(CheckpointError, match="another optimizer"):

@@ -73,13 +73,12 @@ def other_momentum(program: Program) -> None:
 
 
 FAULTS: dict[str, Restore] = {
-    # A scale of the loss is there under fp16 alone, and an outer momentum of ranks: tests/lowering/test_cpu_plans.py and
-    # tests/multi/lowering/test_local_sgd.py have them. Frozen parameters and modes are in tests/core/task_parts/test_module_modes.py, what modules save by
-    # themselves in tests/core/test_state.py, plain values in tests/lowering/object_state/test_attributes.py.
+    # A scale of the loss is there under fp16 alone: tests/lowering/test_cpu_plans.py. Frozen parameters and modes are in
+    # tests/core/task_parts/test_module_modes.py, what modules save by themselves in tests/core/test_state.py, plain values in tests/lowering/object_state/test_attributes.py.
     **{
         f"{field.name} not restored": not_restored(field.name)
         for field in fields(State)
-        if field.name not in ("scaler", "outer", "extra", "trainable", "in_eval", "attributes")
+        if field.name not in ("scaler", "extra", "trainable", "in_eval", "attributes")
     },
     "the order starts again with the epoch": moved(batch=-7),
     "a batch is skipped": moved(batch=1),

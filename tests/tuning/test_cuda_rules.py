@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.feasibility.violations import violations
+from hotloop.core.feasibility import violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 
 import hotloop
 from bench.race_verdicts import MARKED
-from hotloop.core.processes.signals import Terminated
+from hotloop.core.processes import Terminated
 from hotloop.core.records.race import Parity, Verdict
 from hotloop.errors import PlanError, TaskError
 from hotloop.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.feasibility.violations import violations
+from hotloop.core.feasibility import violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.plan import Plan
 from hotloop.tuning.rules import MIN_COMPILED_STEPS, rank_plans, skipped_hints

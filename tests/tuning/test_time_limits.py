@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop.core.processes.deadline import Deadline
-from hotloop.core.processes.signals import time_limit
+from hotloop.core.processes import Deadline, time_limit
 from hotloop.core.records.race import Parity
 from hotloop.errors import TimeOverError
 from hotloop.lowering.build import lower

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hotloop.core.records.cpu_rates import CpuRates, Points
-from hotloop.core.records.step_costs import Kind, OperatorCost, StepCosts
+from hotloop.core.records.step_costs import CpuRates, Kind, OperatorCost, Points, StepCosts
 
 INTERVAL = (0.70, 1.40)
 """Of the prediction: 90 % of steps; measured on small and large networks of one CPU."""

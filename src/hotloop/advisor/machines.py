@@ -15,10 +15,8 @@ from hotloop.advisor.estimate import Estimate, Host, estimate, parse_plan
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.prices import Price
 from hotloop.advisor.speedup import Speedup, crossing_batches, pays_from
-from hotloop.advisor.words import duration, times, with_article
 from hotloop.core.records.advice import NORMAL_90, Correction, MeasuredStep
-from hotloop.core.records.cpu_rates import CpuRates
-from hotloop.core.records.step_costs import StepCosts
+from hotloop.core.records.step_costs import CpuRates, StepCosts
 from hotloop.plan import Plan
 
 RESERVED_BYTES = 0.8e9
@@ -400,3 +398,20 @@ def _at(costs: StepCosts, machine: Machine, batch: float, options: dict[str, Any
         factor = machine.measured.step_ms / predicted(costs, machine, "none", options).step_ms
     step_ms = result.step_ms * factor
     return step_ms, *_interval(replace(machine, measured=None), result, step_ms)
+
+
+def with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEFHLMNRSX' or name[:1] == '8' else 'a'} {name}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """Returns `45 s`, `12 min`, `3.4 h` or `2.1 days`."""
+    for limit, unit, size in ((100, "s", 1), (6000, "min", 60), (48 * 3600, "h", 3600)):
+        if seconds < limit:
+            value = seconds / size
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
+    return f"{seconds / 86400:,.1f} days"

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 from rich.console import RenderableType
 
-from hotloop.core.processes.parent_death import LAUNCHER, end_with_parent
-from hotloop.core.processes.signals import Terminated, raise_on_signals
+from hotloop.core.processes import LAUNCHER, Terminated, end_with_parent, raise_on_signals
 from hotloop.core.terminal import Terminal
 from hotloop.errors import DiskError, HotloopError, shorten, translate_worker_death
 
@@ -257,7 +256,7 @@ def exit_with_launcher() -> None:
 
 
 def _is_launched() -> bool:
-    """Returns whether a launcher started this process (`LAUNCH_ID_PREFIX` in distributed/process_group.py)."""
+    """Returns whether a launcher started this process (`LAUNCH_ID_PREFIX` in distributed/join.py)."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("hotloop-")
 
 

@@ -81,3 +81,12 @@ def parse_seconds(text: str, name: str) -> float:
     except ValueError:
         pass
     raise PlanError(f"{name}={shorten(text)}", expected="a time above zero, such as 90s, 5m, 11h or 1h30m")
+
+
+def is_number(text: str) -> bool:
+    """Whether a text spells a number, also an infinite one or NaN."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -104,8 +104,7 @@ def _has_more_bits(one: str, other: str) -> bool:
 def describe_reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
     """Returns one line for each operator class that the plan computes in fewer bits than the baseline.
 
-    A class that the baseline lacks (the plan replaced a convolution by a matrix product) is compared with the
-    baseline's format of the fewest bits.
+    An operator class that the baseline doesn't use is compared with its class of the lowest precision.
     """
     formats = baseline.lowest
     lines = [

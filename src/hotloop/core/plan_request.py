@@ -129,11 +129,7 @@ def _read_plan(path: Path) -> Plan:
         near = did_you_mean(str(path), (AUTO, BASELINE, ARRAYS))
         fix = f"check the spelling and the path{f': {near}' if near else ''}"
         raise PlanError(f"no plan at {shorten(str(path))}", expected=EXPECTED_PLAN, fix=fix)
-    try:
-        return Plan.read(path)
-    except PlanError as error:
-        inside = "" if str(path) in error.given else f"{path}: "
-        raise PlanError(f"{inside}{error.given}", expected=error.expected, fix=error.fix) from None
+    return Plan.read(path)
 
 
 def _parse_axis_value(axis: str, value: Any) -> Any:

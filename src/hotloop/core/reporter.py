@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-Report = Callable[[str], None]
+Say = Callable[[str], None]
 """Prints one line to the user at once."""
 
 Progress = Callable[[str, float], None]
@@ -36,7 +36,7 @@ class Reporter:
         bar: shows a progress bar. Without a bar, counted work shows a line every 10 s.
     """
 
-    say: Report = lambda line: None
+    say: Say = lambda line: None
     bar: ProgressReporter | None = None
 
     def during(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]:
@@ -45,7 +45,7 @@ class Reporter:
 
 
 @contextmanager
-def _report_lines(say: Report, doing: str) -> Iterator[SampleProgress]:
+def _report_lines(say: Say, doing: str) -> Iterator[SampleProgress]:
     said = time.monotonic()
 
     def progress(done: int, samples: int) -> None:
@@ -71,7 +71,11 @@ def silence_loggers(*names: str) -> Iterator[None]:
         mine = any(f"{record.name}.".startswith(f"{name}.") for name in names)
         return not mine or logging.getLogger(record.name).getEffectiveLevel() < logging.WARNING
 
-    handlers = _stream_handlers()
+    loggers = [
+        logger for name, logger in dict(logging.root.manager.loggerDict).items() if f"{name}.".startswith("torch.")
+    ]
+    every = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]
+    handlers = [handler for handler in every if type(handler) is logging.StreamHandler]  # not those of files or traces
     for handler in handlers:
         handler.addFilter(is_shown)
     try:
@@ -79,11 +83,3 @@ def silence_loggers(*names: str) -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(is_shown)
-
-
-def _stream_handlers() -> list[logging.Handler]:
-    """Returns the stream handlers of torch's loggers, without those that write files or traces."""
-    known = dict(logging.root.manager.loggerDict)
-    loggers = [logger for name, logger in known.items() if f"{name}.".startswith("torch.")]
-    handlers = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]
-    return [handler for handler in handlers if type(handler) is logging.StreamHandler]

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 from hotloop.errors import CheckpointError
 
-_UNSAVED_PARTS = {"params", "param_names", "foreach", "fused", "capturable"}
-"""Keys of an optimizer's group that the Plan sets, or that State stores by parameter name."""
-
 
 @dataclass(frozen=True)
 class Position:
@@ -46,12 +43,11 @@ class State:
         loss: buffers of a loss module.
         sums: sums over the current epoch: loss, weight, further scalars.
         scaler: the fp16 loss scale, and steps since its last change.
-        outer: momentum by parameter name, for ranks that average their weights.
         position: the position in the data.
-        trainable: `requires_grad` by parameter name; empty in checkpoints of older versions.
-        in_eval: names of modules in evaluation mode during training; None in checkpoints of older versions.
-        drawn: whether a step used Python's or NumPy's generator; None in checkpoints of older versions.
-        attributes: plain values in the Task's own objects, by path; None in checkpoints of older versions.
+        trainable: `requires_grad` by parameter name.
+        in_eval: names of modules in evaluation mode during training.
+        drawn: whether a step used Python's or NumPy's generator.
+        attributes: plain values in the Task's own objects, by path.
         named: values that the Task's `state` names.
     """
 
@@ -64,12 +60,11 @@ class State:
     loss: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
-    outer: dict[str, Tensor] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     trainable: dict[str, bool] = field(default_factory=dict)
-    in_eval: list[str] | None = None
-    drawn: bool | None = None
-    attributes: dict[str, Any] | None = None
+    in_eval: list[str] = field(default_factory=list)
+    drawn: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)
     named: dict[str, Any] = field(default_factory=dict)
 
     def nbytes(self) -> int:
@@ -226,84 +221,3 @@ def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     ]
-
-
-def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
-    """Returns the optimizer's state by qualified parameter name on the CPU; see `to_host` for `lent`."""
-    names = {id(value): name for name, value in model.named_parameters()}
-    groups = [
-        {key: to_host(value, lent=lent) for key, value in group.items() if key not in _UNSAVED_PARTS}
-        | {"params": [names[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    state, own = {}, {}
-    holders: dict[Any, Any] = optimizer.state
-    for holder, values in holders.items():
-        if isinstance(holder, Tensor):
-            state[names[id(holder)]] = to_host(dict(values), lent=lent)
-        else:  # belongs to no parameter, such as a count of all steps
-            own[holder] = to_host(values, lent=lent)
-    return {"name": type(optimizer).__name__, "state": state, "own": own, "groups": groups}
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
-    """Restores the optimizer's state bit by bit; `load_state_dict` would cast the state to the parameters' dtype."""
-    names = {id(value): name for name, value in model.named_parameters()}
-    groups = saved["groups"]
-    now = capture_groups(optimizer, model)
-    if saved["name"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {type(optimizer).__name__}",
-            expected="the same optimizer",
-            fix="use the Task that the run was started with",
-        )
-    if [group["params"] for group in groups] != now:
-        raise CheckpointError(
-            f"the checkpoint is of another optimizer: its groups hold {[len(group['params']) for group in groups]}"
-            f" parameters, the Task's {[len(names) for names in now]}",
-            expected="the same parameter groups",
-            fix="use the Task that the run was started with",
-        )
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in values.items():
-            if key in _UNSAVED_PARTS:
-                continue
-            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
-                group[key].copy_(value)  # a compiled step may have captured the tensor of a learning rate
-            else:
-                group[key] = host_copy(value)
-    optimizer.state.clear()
-    optimizer.state.update(host_copy(saved.get("own", {})))
-    for group in optimizer.param_groups:
-        on_host = not (group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            values = saved["state"].get(names[id(parameter)])
-            if values is not None:
-                optimizer.state[parameter] = {
-                    key: _copy_for(value, parameter, on_host=key == "step" and on_host) for key, value in values.items()
-                }
-
-
-def capture_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    names = {id(value): name for name, value in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _copy_for(value: Any, parameter: Tensor, *, on_host: bool) -> Any:
-    """Returns a copy of saved values, with tensors on the parameter's device or on the host.
-
-    Tensors of the parameter's shape get the parameter's strides: fused optimizers read both in memory order.
-    """
-    if isinstance(value, Tensor):
-        if on_host:
-            return value.to("cpu", copy=True)
-        if value.shape == parameter.shape:
-            copy = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-            return copy.copy_(shard_like(value, parameter))
-        return value.to(parameter.device, copy=True)
-    if isinstance(value, dict):
-        return {key: _copy_for(item, parameter, on_host=on_host) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_copy_for(item, parameter, on_host=on_host) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value

@@ -29,7 +29,7 @@ class BatchFunction:
         """
         spare = map_tensors(torch.clone, batch) if self._is_first else None
         result = self._apply(batch, seed, further)
-        if self._is_first and self._owned.has_late_finds():  # the first call may create generators
+        if self._is_first and self._owned.late_finds():  # the first call may create generators
             result = self._apply(spare, seed, further)
         self._is_first = False
         return result

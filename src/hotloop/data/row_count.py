@@ -29,7 +29,11 @@ def count_rows(batch: Any, asked: int | None = None) -> RowCount:
         batch: tensors, sequences, mappings and objects in any nesting, mostly `(inputs..., target)`.
         asked: number of samples that `collate` received; None if unknown.
     """
-    if type(batch) in (tuple, list) and asked is not None and all(map(_has_rows(asked), batch)):
+    if (
+        type(batch) in (tuple, list)
+        and asked is not None
+        and all(isinstance(item, Tensor) and not item.is_nested and item.shape[:1] == (asked,) for item in batch)
+    ):
         return RowCount(asked)  # a fast path, because this function runs at each step
     columns = list(_columns(batch))
     if not columns:
@@ -55,10 +59,6 @@ class _Column(NamedTuple):
     @property
     def either(self) -> frozenset[int]:
         return self.firsts | self.seconds
-
-
-def _has_rows(asked: int) -> Any:
-    return lambda item: isinstance(item, Tensor) and not item.is_nested and item.ndim > 0 and item.shape[0] == asked
 
 
 def _columns(item: Any, outermost: bool = True) -> Iterator[_Column]:

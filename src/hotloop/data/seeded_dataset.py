@@ -65,7 +65,7 @@ class SeededDataset(torch.utils.data.Dataset):
     def _sample(self, epoch: int, sample: int) -> Any:
         self.begin("sample", epoch, sample)
         item = get_sample(self.dataset, sample)
-        if self.owned_generators.has_late_finds():  # the first request may create generators, as in MONAI
+        if self.owned_generators.late_finds():  # the first request may create generators, as in MONAI
             self.begin("sample", epoch, sample)
             item = get_sample(self.dataset, sample)
         return item

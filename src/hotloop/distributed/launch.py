@@ -5,15 +5,19 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import queue
 import re
 import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -27,15 +31,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hotloop import errors
 from hotloop.core.hardware.devices import device_names, resolve_device
 from hotloop.core.patches import patch_attribute
-from hotloop.core.processes.parent_death import LAUNCHER
-from hotloop.core.processes.signals import HANGUP, STOP_SIGNALS
-from hotloop.core.reporter import silence_loggers
-from hotloop.distributed.crash_frames import find_place, read_frames
+from hotloop.core.processes import HANGUP, LAUNCHER, STOP_SIGNALS, signal_handlers
+from hotloop.core.reporter import Say, silence_loggers
 from hotloop.distributed.fork_safety import FORK_BYTES, OWN_BYTES, check_process_memory, end_openmp_threads
-from hotloop.distributed.heartbeat import LaunchWatch
-from hotloop.distributed.process_group import LAUNCH_ID_PREFIX, run_in
-from hotloop.distributed.signal_forwarding import SignalForwarder
-from hotloop.distributed.watchdog import last_place
+from hotloop.distributed.join import LAUNCH_ID_PREFIX, run_in
+from hotloop.distributed.watchdog import LaunchWatch, find_place, last_place, read_frames
 from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
 from hotloop.plan import Plan
 
@@ -45,8 +45,6 @@ STOP_CODES = {128 + number: number for number in STOP_SIGNALS}
 """Exit codes of a training that saved and stopped."""
 
 LOOPBACK = "127.0.0.1"
-
-Report = Callable[[str], None]
 
 
 def local_rank_count(plan: Plan) -> int:
@@ -75,9 +73,7 @@ def own_command() -> list[str]:
     return [sys.executable, *([] if imports_from_cwd else ["-P"]), "-m", "hotloop", *sys.argv[1:]]
 
 
-def launch(
-    ranks: int, entry: Callable[..., Any] | list[str], say: Report, *, restarts: int = RESTARTS
-) -> tuple[str, int]:
+def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, restarts: int = RESTARTS) -> tuple[str, int]:
     """Runs `entry` as ranks until their end; starts all again from the last checkpoint if a rank is killed.
 
     Args:
@@ -115,7 +111,7 @@ def launch_until_done(
     ranks: int,
     store: dist.TCPStore,
     logs: str,
-    say: Report,
+    say: Say,
     *,
     restarts: int = RESTARTS,
     heard: Callable[[], signal.Signals | None] = lambda: None,
@@ -134,7 +130,8 @@ def launch_until_done(
     for attempt in range(restarts + 1):
         name = f"{launched}-{attempt}"
         try:
-            with _launch_watch(store, f"{name}/0", say, kill).watch():
+            watched = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+            with LaunchWatch(watched, f"{name}/0", say, kill).watch():
                 start(name)
             return run_in(store) or "", 0
         except ChildFailedError as failed:
@@ -158,10 +155,6 @@ def launch_until_done(
                 raise TrainingError(f"{killed}{again}", fix="find what kills it") from None
         say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {restarts})")
     raise AssertionError("the last attempt returns or raises")
-
-
-def _launch_watch(store: dist.TCPStore, name: str, say: Report, kill: Callable[[], None]) -> LaunchWatch:
-    return LaunchWatch(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say, kill)
 
 
 def _start_ranks(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals: SignalForwarder) -> None:
@@ -325,3 +318,86 @@ def _last_line(logs: str, rank: int) -> str:
     text = files[-1].read_text(errors="replace") if files else ""
     lines = text.partition("Fatal Python error")[0].split("\n")
     return next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")
+
+
+_KILL_AFTER_S = 5.0
+"""Time for the ranks to end after a second Ctrl-C; a stopped rank, or one that waits in C++, doesn't end by itself."""
+
+_POLL_S = 0.2
+"""Time between two searches for newly started ranks, after a signal."""
+
+
+class SignalForwarder:
+    """Passes Ctrl-C and SIGTERM on to the ranks; torch's agent itself would kill them.
+
+    Args:
+        say: reports that ranks are killed.
+
+    Attributes:
+        heard: the last received signal; a fork that begins later inherits the value.
+        active: whether this object receives signals: only the main thread may set handlers.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.heard: signal.Signals | None = None
+        self.active = False
+        self._say = say
+        self._owner = os.getpid()
+        self._others = {child.pid for child in psutil.Process().children()}
+        self._came: queue.SimpleQueue[signal.Signals | None] = (
+            queue.SimpleQueue()
+        )  # a signal handler may call its `put`
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Passes signals on within the context, in a thread: the main thread may wait in torch's agent."""
+        thread = threading.Thread(target=self._pass_on, name="hotloop-forwarding", daemon=True)
+        thread.start()
+        try:
+            with signal_handlers(self._on_signal, *STOP_SIGNALS) as self.active:
+                yield
+        finally:
+            self._came.put(None)
+            thread.join()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again = self.heard is not None and number == signal.SIGINT
+        self.heard = signal.SIGINT if again else signal.Signals(number)
+        if os.getpid() == self._owner:
+            self._came.put(self.heard)
+
+    def _pass_on(self) -> None:
+        came: list[signal.Signals] = []
+        sent: dict[int, int] = {}  # number of signals sent to each process
+        kill_at: float | None = None
+        while True:
+            with suppress(queue.Empty):
+                if (number := self._came.get(timeout=_POLL_S if came else None)) is None:
+                    return
+                if came and number == signal.SIGINT and kill_at is None:
+                    kill_at = time.monotonic() + _KILL_AFTER_S
+                came.append(number)
+            for rank in self._ranks():
+                for number in came[sent.get(rank.pid, 0) :]:
+                    _send_signal(rank, number)
+                sent[rank.pid] = len(came)
+            if kill_at is not None and time.monotonic() > kill_at:
+                self._kill()
+                kill_at = None
+
+    def _kill(self) -> None:
+        if self._ranks():
+            self._say(f"the ranks haven't ended {_KILL_AFTER_S:.0f}s after a second Ctrl-C: killing them")
+        self.kill()
+
+    def kill(self) -> None:
+        for rank in self._ranks():
+            _send_signal(rank, signal.SIGKILL)
+
+    def _ranks(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child.pid not in self._others]
+
+
+def _send_signal(process: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)

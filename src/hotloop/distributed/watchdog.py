@@ -1,13 +1,15 @@
-"""Ends a rank that waits too long for other ranks, with one line that reports the place of each rank.
+"""Watches the ranks: ends a rank that waits too long for others, and reports where each rank is, and ranks without heartbeat.
 
 The threads run while the main thread waits in C++: torch releases Python's lock there.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,13 +22,57 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from hotloop.core.processes.signals import STOP_SIGNALS
-from hotloop.distributed.crash_frames import is_user_code
-from hotloop.distributed.rank_progress import RANK_PROGRESS
-from hotloop.errors import TrainingError
+from hotloop.core.processes import STOP_SIGNALS
+from hotloop.errors import TrainingError, is_library_file
+
+
+@dataclass
+class RankProgress:
+    """The progress of one process, which has one training run at a time.
+
+    Attributes:
+        phase: `start`, `training`, `evaluation`, `checkpoint`, `callbacks` or `end`.
+        step: number of the current or last step, from 0.
+        steps: number of steps that this process has begun.
+        batches: number of evaluation batches that this process has begun.
+        longest_s: seconds of the longest step with the wait for its batch; 0 before the first step ends.
+    """
+
+    phase: str = "start"
+    step: int = 0
+    steps: int = 0
+    batches: int = 0
+    longest_s: float = 0.0
+    _began: float = 0.0
+
+    def begin_step(self, number: int) -> None:
+        """Records the begin of a step and the duration of the step before."""
+        now = time.monotonic()
+        if self.phase == "training" and self.steps and number == self.step + 1:
+            self.longest_s = max(self.longest_s, now - self._began)
+        self.phase, self.step, self._began = "training", number, now
+        self.steps += 1
+
+    def begin_batch(self) -> None:
+        """Records the begin of an evaluation batch."""
+        self.batches += 1
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Records a phase within the context, or within each call as a decorator."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase, self._began = before, time.monotonic()  # the step's time excludes the phase
+
+
+RANK_PROGRESS = RankProgress()
+
 
 LONGEST_WAIT_S = 1800.0
 """Longest wait while another rank starts, writes a checkpoint or calls callbacks; torch's default timeout of gloo."""
@@ -50,6 +96,20 @@ _JOINT_PHASES = ("training", "evaluation")
 """Phases in which all ranks compute. In other phases one rank may work while the others wait."""
 
 _RECORDED_COLLECTIVES = 64
+
+
+@contextmanager
+def _run_beside(over: threading.Event, *loops: Callable[[], None]) -> Iterator[None]:
+    """Runs each loop in a thread within the context; sets `over` at the end, and waits for the threads."""
+    threads = [threading.Thread(target=loop, name="hotloop-watchdog", daemon=True) for loop in loops]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 @dataclass(frozen=True)
@@ -124,19 +184,8 @@ class Watchdog:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Runs two threads within the context: one uses the store, whose calls may hang; the other works without it."""
-        threads = [
-            threading.Thread(target=run, name="hotloop-watchdog", daemon=True)
-            for run in (self._check_ranks, self._check_parent)
-        ]
-        with self._receive_signals():
-            for thread in threads:
-                thread.start()
-            try:
-                yield
-            finally:
-                self._is_over.set()
-                for thread in threads:
-                    thread.join()
+        with self._receive_signals(), _run_beside(self._is_over, self._check_ranks, self._check_parent):
+            yield
 
     @contextmanager
     def _receive_signals(self) -> Iterator[None]:
@@ -229,7 +278,8 @@ class Watchdog:
 
     def _operation(self) -> tuple[str, int]:
         """Returns the oldest collective operation that hasn't ended, and the number of the newest operation."""
-        entries = _collective_records()
+        dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # torch's flight recorder, oldest first
+        entries = [] if dump is None else json.loads(dump(True, False)).get("entries", [])
         waiting = next((entry for entry in entries if not entry["retired"]), None)
         newest = max((entry["record_id"] for entry in entries), default=-1)
         if waiting is None:
@@ -318,12 +368,6 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
 
 
-def _collective_records() -> list[dict[str, Any]]:
-    """Returns the flight recorder's records, oldest first; empty if torch lacks the flight recorder."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
-
-
 def _waiting_function(frame: FrameType | None) -> str:
     """Returns the running function of torch.distributed; the flight recorder lacks sends and receives."""
     for _ in range(3):
@@ -342,3 +386,202 @@ def _user_line(frame: FrameType | None) -> str:
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+_BEAT_S = 1.0
+_NO_BEAT_S = 4.0
+"""A rank without a heartbeat for this time is stopped, or its machine fails."""
+
+
+_OBSERVATION_S = 3 * _BEAT_S
+"""Each live rank sends a heartbeat within this time."""
+
+_LEFT = "over"
+"""Last heartbeat of a rank that leaves."""
+
+
+class Heartbeat:
+    """Sends the heartbeat of one rank, and reads those of the others.
+
+    Args:
+        store: a store that only this object's thread uses.
+        launch: name of the set of processes, which keeps the heartbeats of an earlier set apart.
+        tell: reports ranks that become silent, or go on.
+    """
+
+    def __init__(self, store: dist.Store, launch: str, rank: int, ranks: int, tell: Callable[[str], None]) -> None:
+        self._store, self._launch, self._rank, self._ranks, self._tell = store, launch, rank, ranks, tell
+        self._last_beats: dict[int, tuple[str, float]] = {}
+        self._silent: set[int] = set()
+        self._over = threading.Event()
+
+    @contextmanager
+    def beat(self) -> Iterator[None]:
+        """Sends heartbeats in a thread within the context; the first at once, since a rank may be stopped soon."""
+        self._store.set(self._key(self._rank), "0")
+        try:
+            with _run_beside(self._over, self._beat):
+                yield
+        finally:
+            with suppress(RuntimeError):  # the store may have ended
+                self._store.set(self._key(self._rank), _LEFT)
+
+    def _beat(self) -> None:
+        count = 0
+        with suppress(RuntimeError):  # the store has ended
+            while not self._over.wait(_BEAT_S):
+                count += 1
+                self._store.set(self._key(self._rank), str(count))
+                self.check(time.monotonic())
+
+    def check(self, now: float) -> None:
+        """Reads all heartbeats and reports changes; `now` in seconds."""
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        for rank in others:
+            beat = _read_beat(self._store, self._key(rank))
+            if rank not in self._last_beats or self._last_beats[rank][0] != beat:
+                self._last_beats[rank] = beat, now
+        silent = {rank for rank in others if now - self._last_beats[rank][1] > _NO_BEAT_S}
+        if all(rank in silent for rank in range(self._rank)):  # else an earlier rank reports
+            self._report_changes(silent, now)
+        self._silent = silent
+
+    def _report_changes(self, silent: set[int], now: float) -> None:
+        for rank in sorted(silent - self._silent):
+            seconds = now - self._last_beats[rank][1]
+            self._tell(f"waiting for rank {rank}: no sign of life for {seconds:.0f}s")
+        for rank in sorted(self._silent - silent):
+            self._tell(f"rank {rank} continues")
+
+    def _key(self, rank: int) -> str:
+        return _beat_key(self._launch, rank)
+
+
+class LaunchWatch:
+    """Watches the heartbeat of rank 0 from the launcher: no rank reports on rank 0, nor on ranks that never began.
+
+    Args:
+        store: a store that only this object's thread uses.
+        launch: name of the set of processes.
+        tell: reports that rank 0 becomes silent or goes on, and that a process is stopped while the ranks start.
+        kill: kills ranks that still run after a watchdog has ended another rank.
+    """
+
+    def __init__(
+        self, store: dist.Store, launch: str, tell: Callable[[str], None], kill: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store, self._key, self._tell, self._kill = store, _beat_key(launch, 0), tell, kill
+        self._ended_key = ended_key(launch)
+        self._beat, self._since, self._silent = "", 0.0, False
+        self._stopped_at: dict[int, float] = {}
+        self._over = threading.Event()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Reads the heartbeat each second in a thread within the context."""
+        with _run_beside(self._over, self._watch):
+            yield
+
+    def _watch(self) -> None:
+        while not self._over.wait(_BEAT_S):
+            self.check(time.monotonic())
+            if self._store.check([self._ended_key]) and not self._over.wait(_BEAT_S):
+                self._kill()
+
+    def check(self, now: float) -> None:
+        """Reads the heartbeat and reports a change; `now` in seconds. A rank 0 that still starts isn't silent."""
+        beat = _read_beat(self._store, self._key)
+        if beat == "":
+            self._report_stopped(now)
+        if beat != self._beat:
+            self._beat, self._since = beat, now
+        silent = beat not in ("", _LEFT) and now - self._since > _NO_BEAT_S
+        if silent and not self._silent:
+            self._tell(f"waiting for rank 0: no sign of life for {now - self._since:.0f}s")
+        elif self._silent and not silent:
+            self._tell("rank 0 continues")
+        self._silent = silent
+
+    def _report_stopped(self, now: float) -> None:
+        """Reports a rank whose process is stopped, as by SIGSTOP, before the ranks have found each other."""
+        stopped = {one.pid for one in psutil.Process().children() if _is_stopped(one)}
+        self._stopped_at = {pid: self._stopped_at.get(pid, now) for pid in stopped}
+        for pid, since in self._stopped_at.items():
+            if now - since > _NO_BEAT_S:
+                self._stopped_at[pid] = math.inf  # reported once
+                self._tell(f"waiting for a rank that is stopped: kill -CONT {pid} lets its process continue")
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
+
+
+def silent_ranks(store: dist.Store, launch: str, ranks: int) -> list[int]:
+    """Observes the heartbeats for some seconds; returns the ranks that sent none and haven't left."""
+
+    def signs() -> list[str]:
+        return [_read_beat(store, _beat_key(launch, rank)) for rank in range(ranks)]
+
+    before = signs()
+    time.sleep(_OBSERVATION_S)
+    return [rank for rank, (then, now) in enumerate(zip(before, signs(), strict=True)) if then == now != _LEFT]
+
+
+def _read_beat(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _beat_key(launch: str, rank: int) -> str:
+    return f"hotloop/beat/{launch}/{rank}"
+
+
+_FRAMES_FILE = "frames.txt"
+"""File with a rank's frames, beside the error file of torch's agent."""
+
+
+@contextmanager
+def recording_frames() -> Iterator[None]:
+    """Within the context, a fatal signal writes the frames of all threads into the folder of torch's agent, if any."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        yield
+        return
+    was_enabled = faulthandler.is_enabled()
+    with Path(error_file).with_name(_FRAMES_FILE).open("w") as file:
+        file.write(f"main thread: 0x{threading.main_thread().ident:016x}\n")
+        file.flush()
+        faulthandler.enable(file)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+            if was_enabled:
+                faulthandler.enable()
+
+
+def read_frames(folder: Path, rank: int) -> str:
+    """Returns the frames that a rank wrote last; empty if the rank wrote none.
+
+    Args:
+        folder: the log folder of torch's agent, in which rank r of each start has `*/attempt_*/r`.
+    """
+    files = sorted(folder.glob(f"*/attempt_*/{rank}/{_FRAMES_FILE}"), key=lambda file: file.stat().st_mtime)
+    text = files[-1].read_text(errors="replace") if files else ""
+    return text if "Fatal Python error" in text else ""
+
+
+def find_place(frames: str) -> str:
+    """Returns the place of the main thread, such as `in all_reduce (task.py:33)`; empty outside the user's code."""
+    main = re.match("main thread: (0x[0-9a-f]+)", frames)
+    threads = re.split(r"^(?:Current thread|Thread) ", frames, flags=re.MULTILINE)
+    main_text = next((text for text in threads if main and text.startswith(main[1])), "")
+    places = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main_text, flags=re.MULTILINE)
+    operation = next((function for path, _, function in places[:3] if "/torch/distributed/" in path), "")
+    line = next((f"{Path(path).name}:{number}" for path, number, _ in places if is_user_code(path)), "")
+    return f"in {operation or 'no collective operation'} ({line})" if line else ""
+
+
+def is_user_code(path: str) -> bool:
+    return path.endswith(".py") and not is_library_file(path)

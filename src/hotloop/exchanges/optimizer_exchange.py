@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from hotloop.core.patches import Patches
-from hotloop.core.task_parts.memory_layout import is_gapless
+from hotloop.core.task_parts.models import is_gapless
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.update_proof import Tensors, compare_update
 from hotloop.profiler.base.transparency import hide_from_warnings

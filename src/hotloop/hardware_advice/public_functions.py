@@ -15,7 +15,7 @@ from hotloop.advisor.estimate import estimate as estimate_costs
 from hotloop.advisor.prices import read_prices
 from hotloop.core.format import parse_seconds
 from hotloop.core.records.advice import HardwareAdvice
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.errors import TaskError, type_name
 from hotloop.hardware_advice.task_advice import AdviceRequest, advise_task
 from hotloop.plan import Plan
@@ -36,7 +36,7 @@ def advise(
     precision: str = "fp32",
     plan: Plan | str = "baseline",
     carbon: float | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
 ) -> HardwareAdvice:
     """Returns which hardware a Task needs: predicted steps, run times, memory and costs of machines, and the answer.
 

@@ -15,7 +15,7 @@ from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.user_folders import cache_folder, key_digest
 from hotloop.core.hardware.machine import read_processor
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
-from hotloop.core.records.cpu_rates import CpuRates
+from hotloop.core.records.step_costs import CpuRates
 from hotloop.errors import HotloopError
 from hotloop.profiler.step_costs import cpu_probe
 

@@ -11,7 +11,7 @@ from hotloop.advisor.parallel_ways import at_batch
 from hotloop.core.hardware.machine_load import wait_until_quiet
 from hotloop.core.records.advice import HardwareAdvice, MeasuredStep
 from hotloop.core.records.step_costs import StepCosts
-from hotloop.core.reporter import Progress, Report
+from hotloop.core.reporter import Progress, Say
 from hotloop.errors import TaskError
 from hotloop.hardware_advice.task_advice import AdviceRequest, Subject, advise_subject, request_machines_here
 from hotloop.scripts.script_process import run_script
@@ -28,7 +28,7 @@ def advise_script(
     request: AdviceRequest,
     *,
     stdout: int | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> HardwareAdvice:
     """Returns the advice for a script, which is stopped as by Ctrl-C after `steps` timed steps.

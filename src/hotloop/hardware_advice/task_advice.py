@@ -25,7 +25,7 @@ from hotloop.core.records.advice import (
 )
 from hotloop.core.records.step_costs import StepCosts
 from hotloop.core.records.training import SourceRecord
-from hotloop.core.reporter import Progress, Report
+from hotloop.core.reporter import Progress, Say
 from hotloop.errors import HotloopError
 from hotloop.hardware_advice.ledger import correction, load_predictions, prediction_key, store_prediction
 from hotloop.hardware_advice.rates_cache import cpu_rates_here
@@ -139,7 +139,7 @@ def advise_task(
     loaded: LoadedTask,
     request: AdviceRequest,
     *,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> HardwareAdvice:
     """Returns the advice for a Task; predictions are stored for later runs.
@@ -231,7 +231,7 @@ def advise_subject(
     here: Mapping[str, Machine],
     request: AdviceRequest,
     *,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
 ) -> HardwareAdvice:
     """Returns the advice from the costs of a step by batch size."""
     predictions, notes = load_predictions()

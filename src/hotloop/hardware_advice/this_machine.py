@@ -12,10 +12,13 @@ from hotloop.core.hardware.probe import ProbeProgress, measure_hardware
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.advice import MeasuredStep
 from hotloop.core.records.hardware import Device, Hardware, Processor
+from hotloop.core.records.race import Verdict
 from hotloop.errors import HotloopError
+from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from hotloop.task import Task
+from hotloop.task_file import LoadedTask
 from hotloop.tuning.races.runner import Runner, mean_feed_time
 
 _VECTOR_BITS = (("avx512_f", 512), ("avx2", 256))
@@ -106,3 +109,22 @@ def measure_step(task: Task, plan: Plan) -> tuple[MeasuredStep, float, str]:
             return measured, mean_feed_time(program) or 0.0, load.busy()
         finally:
             program.close()
+
+
+def compare_with_predictions(loaded: LoadedTask, verdict: Verdict, batch_size: int | None = None) -> list[str]:
+    """Returns a line for each raced plan whose step `hotloop advise` predicted for this machine's chip.
+
+    Args:
+        batch_size: rows of a step; the Task's by default.
+    """
+    size = batch_size or loaded.task.roles.batch_size
+    lines: dict[str, str] = {}
+    for timing in verdict.plans:
+        plan = timing.as_plan
+        key, chip = prediction_key(loaded.task.name, size, loaded.record, plan), chip_name(plan.device)
+        if timing.step_ms is None or f"{key} {chip}" in lines:
+            continue  # plans that a prediction doesn't distinguish count once, the first
+        line = measure_prediction(key, chip, timing.step_ms, verdict.busy)
+        if line is not None:
+            lines[f"{key} {chip}"] = f"{timing.name}: {line}"
+    return list(lines.values())

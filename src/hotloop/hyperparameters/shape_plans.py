@@ -17,8 +17,8 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.study import ParameterRecord, StudyRecord
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Report
-from hotloop.core.task_parts.named_optimizers import member_optimizers
+from hotloop.core.reporter import Say
+from hotloop.core.task_parts.optimizers import member_optimizers
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
@@ -39,7 +39,7 @@ class ShapePlan:
     plan: Plan
     pays_after: int | None
 
-    def lower(self, task: Task, steps: int | None, say: Report) -> Program:
+    def lower(self, task: Task, steps: int | None, say: Say) -> Program:
         """Lowers the plan for one trial. A number that is a constant of the compiled step, such as the rate of a dropout,
         makes another package: it is compiled only if that pays in this trial.
 
@@ -79,8 +79,7 @@ def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan, trials: int) -> 
 
 
 def _read(path: Path) -> ShapePlan:
-    facts = path.with_suffix(".json")  # a study of an earlier version has none
-    return ShapePlan(Plan.read(path), json.loads(facts.read_text())["pays_after"] if facts.is_file() else None)
+    return ShapePlan(Plan.read(path), json.loads(path.with_suffix(".json").read_text())["pays_after"])
 
 
 def expected_trials(study: StudyRecord) -> int:

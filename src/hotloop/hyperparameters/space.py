@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotloop.core.files.atomic_files import read_regular
+from hotloop.core.format import is_number
 from hotloop.core.records.study import ParameterRecord, Value
 from hotloop.errors import StudyError, did_you_mean, shorten, type_name
 
@@ -137,7 +138,7 @@ def _conditions(when: Any, place: str) -> dict[str, list[Value]]:
 
 def _parse_text(name: str, text: str, place: str) -> ParameterRecord:
     found = re.fullmatch(r"(.+?)\.\.(.+?)((?::[a-z]\w*(?:=[^:]*)?)*)", text.strip())
-    if found and (_is_number(found[1]) or _is_number(found[2])):
+    if found and (is_number(found[1]) or is_number(found[2])):
         return _parse_range(found[1], found[2], [flag for flag in found[3].split(":") if flag], place)
     if "," in text:
         parts = [part.strip() for part in text.split(",")]
@@ -149,11 +150,11 @@ def _parse_text(name: str, text: str, place: str) -> ParameterRecord:
 
 def _parse_range(low: str, high: str, flags: list[str], place: str) -> ParameterRecord:
     for end in (low, high):
-        if not _is_number(end):
+        if not is_number(end):
             raise StudyError(f"{place}: {end!r} is no number", expected=_FORMS)
     step: float | None = None
     for flag in flags:
-        if flag.startswith("step=") and _is_number(flag[5:]):
+        if flag.startswith("step=") and is_number(flag[5:]):
             step = float(flag[5:])
         elif flag not in ("log", "int"):
             raise StudyError(f"{place}: ':{flag}'", expected=":log, :int or :step=STEP")
@@ -191,14 +192,6 @@ def _choice(values: Sequence[Any], place: str) -> ParameterRecord:
         if value in values[:number] and type(value) is type(values[values.index(value)]):
             raise StudyError(f"{place}: {value!r} is there twice", expected="different values")
     return ParameterRecord(choices=list(values), place=place)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _literal(text: str) -> Value:

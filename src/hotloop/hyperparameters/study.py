@@ -17,7 +17,7 @@ from hotloop.core.files.source_files import split_reference
 from hotloop.core.files.trust import require_trust, store_trust
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.study import StudyRecord, StudyResult, TrialRecord
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
 from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters import samplers
@@ -45,7 +45,7 @@ DEFAULT_TRIALS = 20
 
 
 def start_study(
-    source: TaskSource, space: Space, options: StudyOptions, path: Path | None, processes: TrialProcesses, say: Report
+    source: TaskSource, space: Space, options: StudyOptions, path: Path | None, processes: TrialProcesses, say: Say
 ) -> StudyResult:
     """Runs a new study.
 
@@ -125,7 +125,7 @@ def resume_study(
     options: StudyOptions,
     make_task: bytes | None,
     processes: TrialProcesses,
-    say: Report,
+    say: Say,
     *,
     trust: bool = False,
 ) -> StudyResult:
@@ -152,7 +152,7 @@ def resume_study(
 
 
 def continue_trial(
-    path: Path, number: int, make_task: bytes | None, processes: TrialProcesses, say: Report, *, trust: bool = False
+    path: Path, number: int, make_task: bytes | None, processes: TrialProcesses, say: Say, *, trust: bool = False
 ) -> StudyResult:
     """Trains a pruned trial of a study to its end, exactly as if it had not been pruned."""
     folder = _open(path, make_task, say, trust)
@@ -167,7 +167,7 @@ def continue_trial(
         return _report(folder, FINISHED)
 
 
-def _open(path: Path, make_task: bytes | None, say: Report, trust: bool) -> StudyFolder:
+def _open(path: Path, make_task: bytes | None, say: Say, trust: bool) -> StudyFolder:
     folder = StudyFolder.open(path)
     if folder.record.source is None and make_task is None:
         raise StudyError(
@@ -196,7 +196,7 @@ def _run(
     options: StudyOptions,
     until: float,
     changes: list[str],
-    say: Report,
+    say: Say,
 ) -> StudyResult:
     """Runs rounds to the end, and reports.
 

@@ -27,7 +27,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from hotloop.core.files.atomic_files import read_regular, translate_write_errors, write_atomic
-from hotloop.core.files.journal import read_step
+from hotloop.core.files.run_folder import read_step
 from hotloop.core.files.source_files import files_of, source_digest
 from hotloop.core.records.study import StudyRecord, TrialProgress
 from hotloop.errors import DiskError, StudyError

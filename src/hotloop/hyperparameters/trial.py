@@ -20,8 +20,7 @@ from filelock import FileLock, Timeout
 
 from hotloop.core.files.source_files import files_of
 from hotloop.core.hardware.devices import check_device
-from hotloop.core.hardware.machine import read_processor
-from hotloop.core.hardware.versions import result_versions
+from hotloop.core.hardware.machine import read_processor, result_versions
 from hotloop.core.installed_code import is_installed
 from hotloop.core.plan_request import AUTO, PlanRequest
 from hotloop.core.records.study import RULES_PLAN, ParameterRecord, StudyRecord, TrialProgress, Value

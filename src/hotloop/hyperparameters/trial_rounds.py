@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hotloop.core.format import format_figure
 from hotloop.core.records.study import PackMember, PackPlan, StudyRecord, TrialProgress
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters.samplers import make_sampler, memory_study
 from hotloop.hyperparameters.space import all_params, sample
@@ -51,9 +51,7 @@ class Rounds:
         jobs: processes that train at the same time.
     """
 
-    def __init__(
-        self, folder: StudyFolder, processes: Workers, make_task: bytes | None, jobs: int, say: Report
-    ) -> None:
+    def __init__(self, folder: StudyFolder, processes: Workers, make_task: bytes | None, jobs: int, say: Say) -> None:
         self.folder, self.study, self.processes = folder, folder.record, processes
         self.make_task, self.jobs, self.say = make_task, jobs, say
 

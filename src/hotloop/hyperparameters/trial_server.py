@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import Any
 
 from hotloop.core.files.source_files import installed_versions
-from hotloop.core.processes.parent_death import end_with_parent
+from hotloop.core.processes import end_with_parent
 from hotloop.errors import HotloopError, TaskError, describe_error
 from hotloop.hyperparameters.trial_processes import PREPARE
 

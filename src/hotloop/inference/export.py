@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import ExportPort, ExportRecord
-from hotloop.core.task_parts.module_modes import may_rewrite_weights
+from hotloop.core.task_parts.models import may_rewrite_weights
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import ExportError, HotloopError, call_user_code, describe_error
 from hotloop.inference.export_formats import (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from hotloop.core.task_parts.module_modes import modules_in_eval, set_training
+from hotloop.core.task_parts.models import modules_in_eval, set_training
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.errors import ExportError, HotloopError, describe_error
 from hotloop.inference.predict import model_output

@@ -17,9 +17,8 @@ from hotloop.core.random.generators import OwnedGenerators
 from hotloop.core.random.rng import RandomStreams, preserve_generators
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.state import State, copy_into, restore_model
-from hotloop.core.task_parts.module_modes import modules_in_eval, set_training, switchable_optimizers
-from hotloop.core.task_parts.optimizer_state import inner_optimizers
-from hotloop.core.task_parts.optimizer_state import restore_state as restore_optimizer
+from hotloop.core.task_parts.models import set_training, switchable_optimizers
+from hotloop.core.task_parts.optimizers import inner_optimizers, restore_optimizer
 from hotloop.data.batch_tree import batch_inputs, to_device, tree_tensors
 from hotloop.data.bundle import Bundle, InputReader
 from hotloop.data.feeds.feed import first_batch
@@ -119,7 +118,7 @@ def model_for_export(task: Task, state: State) -> nn.Module:
     """
     with preserve_generators():
         model = build_model(task)
-        set_training(model, state.in_eval if state.in_eval is not None else modules_in_eval(model))
+        set_training(model, state.in_eval)
         optimizer = task.build_optimizer(model) if state.optimizer.get("switched") else None
     restore_model(model, state)
     restore_model_attributes(model, state.attributes)

@@ -9,7 +9,7 @@ from typing import Any
 from hotloop.core.state import Position
 from hotloop.data.feeds.batches import RowBatches
 from hotloop.data.feeds.feed import Feed, TableFeed
-from hotloop.distributed.rank_progress import RANK_PROGRESS
+from hotloop.distributed.watchdog import RANK_PROGRESS
 from hotloop.lowering.checks.batch_rows import BatchChecks
 from hotloop.lowering.eager_step import EagerStep
 
@@ -29,7 +29,7 @@ class BatchCursor:
         """Returns up to `steps` checked batches of the position's epoch."""
         if self._batches is None:
             self._batches = self._open(feed, position)
-            self._step.first_split_step = _row_arrays(feed)
+            self._step.row_arrays = _row_arrays(feed)
         taken: Iterator[Any] = (
             self._batches.take(steps) if isinstance(self._batches, RowBatches) else islice(self._batches, steps)
         )

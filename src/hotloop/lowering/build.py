@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
-from hotloop.core.feasibility.violations import check, is_plain
+from hotloop.core.feasibility import check, is_plain
 from hotloop.core.files.package_use import PackageUse
 from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.random.rng import preserve_generators
-from hotloop.core.reporter import ProgressReporter, Report, Reporter
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers
+from hotloop.core.reporter import ProgressReporter, Reporter, Say
+from hotloop.core.task_parts.optimizers import NamedOptimizers
 from hotloop.data.feeds.feed import BatchTransform, Feed, open_feed
 from hotloop.data.feeds.rank_rows import RankRowsFeed, WholeBatchFeed, uses_whole_batch
 from hotloop.data.order import RankRows
@@ -77,7 +77,7 @@ TRANSFORMS: tuple[Callable[[LoweringContext], LoweringContext], ...] = (
 def lower(
     task: Task,
     plan: Plan = BASELINE,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     during: ProgressReporter | None = None,
     make_step: Callable[[LoweringContext], EagerStep] | None = None,
     package: PackageUse | None = None,
@@ -111,7 +111,7 @@ def lower(
         with preserve_attributes(parts.task):
             check_single_samples(parts)
         if plan.parallel == "async":
-            return parameter_server_program(parts, StalenessPolicy.from_plan(plan))
+            return parameter_server_program(parts, StalenessPolicy(plan.staleness))
         check_whole_gradients(parts.model, plan)
         step = (make_step or _make_step)(parts)
         check_whole_gradients(step.holder, plan)  # the optimizer's factory may register hooks
@@ -217,7 +217,7 @@ def _make_feed(parts: LoweringContext) -> Feed:
     order, world, source = parts.splits.order, parts.world, parts.splits.train
     # A Task with deterministic=False may change its data set: each epoch gets new workers, as with torch's loaders.
     opened = partial(open_feed, source, workers=parts.plan.workers, endless=parts.task.deterministic is not False)
-    if parts.is_dealt.is_single:
+    if parts.evaluation_ranks.is_single:
         return opened(order, _make_transform(parts))
     assert order is not None
     rows = RankRows(**vars(order), rank=world.rank, ranks=world.ranks)

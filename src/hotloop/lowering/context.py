@@ -12,14 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hotloop.core.feasibility.rank_plans import JOINT_MODES
+from hotloop.core.feasibility import JOINT_MODES
 from hotloop.core.files.package_use import PackageUse
 from hotloop.core.number_formats import Float32Switches
-from hotloop.core.reporter import SILENT, Report, Reporter, SampleProgress
+from hotloop.core.reporter import SILENT, Reporter, SampleProgress, Say
 from hotloop.core.state import put_values
-from hotloop.core.task_parts.keras import is_built
-from hotloop.core.task_parts.memory_layout import check_memory
-from hotloop.core.task_parts.module_modes import describe_modes, evaluation_mode, modules_in_eval, set_training
+from hotloop.core.task_parts.models import (
+    check_memory,
+    describe_modes,
+    evaluation_mode,
+    is_built,
+    modules_in_eval,
+    set_training,
+)
 from hotloop.data.batch_tree import batch_inputs, tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import Table
@@ -78,7 +83,7 @@ class LoweringContext:
     package: PackageUse = field(default_factory=PackageUse)
 
     @property
-    def say(self) -> Report:
+    def say(self) -> Say:
         return self.reporter.say
 
     def during(self, doing: str, counted: bool = True) -> AbstractContextManager[SampleProgress]:
@@ -118,14 +123,14 @@ class LoweringContext:
         return self.plan.parallel == "stages"
 
     @property
-    def is_joint(self) -> World:
+    def joint_ranks(self) -> World:
         """The ranks that compute each batch together, each with a part of the model: they stop and continue together.
         This process alone if each rank has the whole model.
         """
         return self.world if self.plan.parallel in JOINT_MODES else SINGLE_RANK
 
     @property
-    def is_dealt(self) -> World:
+    def evaluation_ranks(self) -> World:
         """The ranks that share the batches of an evaluation: all ranks that have the whole model."""
         return SINGLE_RANK if self.plan.parallel in JOINT_MODES else self.world
 

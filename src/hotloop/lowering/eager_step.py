@@ -15,10 +15,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hotloop.core.random.rng import StepSeeds
 from hotloop.core.state import State, copy_into, tree_leaves
-from hotloop.core.task_parts.loss_info import weight_mean
-from hotloop.core.task_parts.module_modes import switchable_optimizers
-from hotloop.core.task_parts.optimizer_state import capture_state as capture_optimizer
-from hotloop.core.task_parts.optimizer_state import inner_optimizers
+from hotloop.core.task_parts.losses import weight_mean
+from hotloop.core.task_parts.models import switchable_optimizers
+from hotloop.core.task_parts.optimizers import capture_optimizer, inner_optimizers
 from hotloop.core.task_parts.schedules import schedules_of
 from hotloop.errors import TaskError
 from hotloop.lowering.checks.first_step import check_clipping, check_loss, check_losses, report_means
@@ -41,24 +40,23 @@ class EagerStep:
         draws: seeds the generators before each step.
         owned: the random generators of model, loss, step, optimizer and schedule.
         steps_run: number of steps that the compiled program ran; None without one.
-        look_s: seconds of one recheck of the captured step; 0 without a capture.
-        first_split_step: the arrays whose unchanged rows are the batches of `run`; None for other batches.
+        recheck_s: seconds of one recheck of the captured step; 0 without a capture.
+        row_arrays: the arrays whose unchanged rows are the batches of `run`; None for other batches.
         cuts_batches: whether `run` takes a `RowBatches`, and cuts several batches at once.
         draws_by_words: whether random zeros and ones differ from the baseline's; see `WordDrawMode`.
         inexact: lines about why a resumed run differs from an uninterrupted one.
         scaler: decides the scale of fp16's loss; None in other precisions.
         scale: the scale of a compiled step's loss, 0-dim, on the device; None in other precisions.
         average: exponential averages of this rank's parameters by name; empty if the Task has none.
-        outer: momentum by parameter name of ranks that step towards their average; empty in other modes.
         sums: sums over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
     """
 
     steps_run: int | None = None
-    look_s = 0.0
+    recheck_s = 0.0
     draws_by_words = False
     inexact: tuple[str, ...] = ()
-    first_split_step: Any = None
+    row_arrays: Any = None
     cuts_batches = False
 
     def __init__(self, parts: LoweringContext) -> None:
@@ -85,7 +83,6 @@ class EagerStep:
         self._needs_closure = needs_closure(self.optimizer)
         self._sweeps = parts.plan.optimizer == "fused" and parts.device.type == "cpu" and parts.world.is_single
         self._checked = self._has_said_means = False
-        self.outer: dict[str, Tensor] = {}
         self.sums: dict[str, Any] = {}
         self.reset_sums()
 
@@ -203,7 +200,7 @@ class EagerStep:
         loss = self.parts.task.loss
         modules = [self.parts.model, *([loss] if isinstance(loss, nn.Module) else [])]
         named = [value for module in modules for value in (*module.parameters(), *module.buffers())]
-        state = [value for _, value in tree_leaves([list(self.optimizer.state.values()), self.average, self.outer])]
+        state = [value for _, value in tree_leaves([list(self.optimizer.state.values()), self.average])]
         return {id(value) for value in (*named, *self._trainable, *state) if isinstance(value, Tensor)}
 
     def trainable(self) -> tuple[bool, ...]:

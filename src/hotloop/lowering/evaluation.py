@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.processes.signals import StopRequested
+from hotloop.core.processes import StopRequested
 from hotloop.core.random.generators import OwnedGenerators
 from hotloop.core.random.rng import RandomStreams
 from hotloop.core.records.training import Figures
-from hotloop.core.task_parts.classification_check import LossReads, count_correct, has_class_shapes
-from hotloop.core.task_parts.loss_info import weight_mean
+from hotloop.core.task_parts.losses import LossReads, count_correct, has_class_shapes, weight_mean
 from hotloop.data.feeds.feed import BatchTransform, SamplesFeed, StreamFeed, open_feed
 from hotloop.data.order import DealtBatches
 from hotloop.data.row_count import count_rows
 from hotloop.data.sources import Source, Stream, Table
-from hotloop.distributed.rank_progress import RANK_PROGRESS
+from hotloop.distributed.watchdog import RANK_PROGRESS
 from hotloop.distributed.world import SINGLE_RANK, World
 from hotloop.errors import TaskError, call_user_code
 from hotloop.lowering.program import Program
@@ -43,7 +42,7 @@ def evaluate(program: Program, source: Source, watch: BatchObserver | None = Non
     """
     sums = _WeightedSums(program)
     parts, stopped = program.parts, ""
-    world = SINGLE_RANK if isinstance(source, Stream) else parts.is_dealt
+    world = SINGLE_RANK if isinstance(source, Stream) else parts.evaluation_ranks
     try:
         with RANK_PROGRESS.within("evaluation"), program.inference():
             for batch, samples in evaluation_batches(program, source, world):

@@ -23,8 +23,8 @@ from hotloop.core.state import (
     sums_on_host,
     to_host,
 )
-from hotloop.core.task_parts.module_modes import evaluation_mode
-from hotloop.core.task_parts.optimizer_state import restore_state as restore_optimizer
+from hotloop.core.task_parts.models import evaluation_mode
+from hotloop.core.task_parts.optimizers import restore_optimizer
 from hotloop.core.task_parts.schedules import schedule_state
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import Feed, SamplesFeed, StreamFeed
@@ -115,7 +115,7 @@ class Program:
     @property
     def recheck_s(self) -> float:
         """Seconds per epoch of checking whether callbacks changed the captured step; see `schedule_recheck`."""
-        return self._step.look_s if self.watched else 0.0
+        return self._step.recheck_s if self.watched else 0.0
 
     @property
     def device(self) -> torch.device:
@@ -302,7 +302,6 @@ class Program:
             schedule=host_copy(schedule_state(self._step.schedule)),
             sums=sums_on_host(self._step.totals()),
             scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
-            outer=to_host(self._step.outer, lent=lent),
         )
         return self._step.gather_state(state)
 
@@ -340,10 +339,8 @@ class Program:
         self._step.sums.update(to_device(host_copy(state.sums), self.device))
         if self._step.scaler is not None and state.scaler:
             self._step.scaler.load_state_dict(dict(state.scaler))
-        if self._step.outer:
-            copy_into(self._step.outer, state.outer or host_copy(self._step.outer), "outer momentum")
         self._step.on_state_restored()
-        self._step.draws.drawn = state.drawn is not False
+        self._step.draws.drawn = state.drawn
         self._attributes.restore(state.attributes)
         self.parts.task.restore_state(state.named)
         self.position = state.position
@@ -367,8 +364,7 @@ class Program:
             restore_model(self.model, state)
             self._step.restore_average(state.average)
         copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
-        if state.in_eval is not None:
-            self._mode.in_eval = frozenset(state.in_eval)
+        self._mode.in_eval = frozenset(state.in_eval)
         self._attributes.restore(state.attributes, below)
         self._note_thawed()
 

@@ -42,7 +42,7 @@ class StepGenerators:
     def find_late(self) -> list[str]:
         """Returns a line for each generator that steps created since the last call of `refresh`."""
         both = (self.of_batch, self.of_update)
-        late = [path for owned in both for path in owned.has_late_finds(thorough=self._is_first)]
+        late = [path for owned in both for path in owned.late_finds(thorough=self._is_first)]
         self._is_first = False
         return [
             f"a step makes the random generator {path}: what the first step of each process draws from it doesn't follow "

@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 
 from hotloop.core.files.source_files import installed_versions
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.task_parts.memory_layout import is_gapless
-from hotloop.core.task_parts.named_optimizers import (
+from hotloop.core.task_parts.models import is_gapless
+from hotloop.core.task_parts.optimizers import (
     NamedOptimizers,
     check_optimizer,
     describe_optimizer,
+    inner_optimizers,
     member_optimizers,
 )
-from hotloop.core.task_parts.optimizer_state import inner_optimizers
 from hotloop.data.batch_tree import batch_inputs, tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import Stream, Table

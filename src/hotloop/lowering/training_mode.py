@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from hotloop.core.task_parts.module_modes import modules_in_eval, set_training
+from hotloop.core.task_parts.models import modules_in_eval, set_training
 from hotloop.errors import PlanError
 
 

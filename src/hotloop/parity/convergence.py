@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hotloop.core.processes.signals import end_reason
+from hotloop.core.processes import end_reason
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Convergence
 from hotloop.data.sources import Source

@@ -302,7 +302,7 @@ def _computed_tensors(state: State) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
     Of an epoch's sums only the loss: others may count, such as correct answers, which rounding changes now and then.
     """
-    kinds = {"parameters": "the parameters", "average": "the averaged parameters", "outer": "the ranks' momentum"}
+    kinds = {"parameters": "the parameters", "average": "the averaged parameters"}
     for path, value in tree_leaves(vars(state)):
         field, role = path.split("/")[1], path.rpartition("/")[2]
         if path == "/sums/loss" and isinstance(value, float):

@@ -17,7 +17,7 @@ from hotloop.core.number_formats import REDUCED, lowest_format
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import STATES, Parity
 from hotloop.core.state import State
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers
+from hotloop.core.task_parts.optimizers import NamedOptimizers
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.errors import HotloopError, MemoryExhausted, describe_error, error_summary, is_out_of_memory
 from hotloop.lowering.build import lower

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.core.random.rng import RandomStreams, generator_states, preserve_generators
-from hotloop.core.task_parts.model_copy import copy_model
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.models import copy_model, set_training
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import first_batch
 from hotloop.distributed.wrappers.global_batch_rng import (
@@ -168,7 +167,7 @@ class PieceDraws:
                 replayed = _ReplayedDraws(self)
                 draws = program._step.draws
                 draws.seed = _redraw(draws.seed, replayed)  # type: ignore[method-assign]
-                program.parts = replace(program.parts, around=(*program.parts.around, replayed.is_on))
+                program.parts = replace(program.parts, around=(*program.parts.around, replayed.replaying))
             yield
         finally:
             for program, parts in before:
@@ -196,7 +195,7 @@ class _ReplayedDraws(TorchDispatchMode):
         self._number = 0
         self._drawn: Iterator[Tensor] | None = None
 
-    def is_on(self) -> _ReplayedDraws:
+    def replaying(self) -> _ReplayedDraws:
         return self
 
     def begin(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
-from hotloop.core.processes.compile_process import CompileProcess
+from hotloop.core.processes import CompileProcess
 from hotloop.profiler.base.tensor_facts import has_gradient
 
 _RACING_S = 15.0

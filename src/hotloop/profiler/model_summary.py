@@ -20,7 +20,7 @@ from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.model_summary import ModelLayers, ModelMemory, ModuleRow
 from hotloop.core.state import tree_leaves as named_leaves
-from hotloop.core.task_parts.named_optimizers import describe_optimizer
+from hotloop.core.task_parts.optimizers import describe_optimizer
 from hotloop.data.batch_tree import batch_inputs, tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.errors import call_user_code

@@ -10,21 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hotloop.core.feasibility.violations import violations
+from hotloop.core.feasibility import violations
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.hardware.machine_load import wait_until_quiet
 from hotloop.core.hardware.probe import measure_hardware
-from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.profile import HardwareLimits, Profile, Remedy
 from hotloop.core.records.race import Verdict
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
 from hotloop.distributed.fork_safety import check_cuda
-from hotloop.distributed.join import join_ranks, plan_to_launch
+from hotloop.distributed.join import RankEnv, join_ranks, plan_to_launch
 from hotloop.distributed.launch import launch, local_rank_count
-from hotloop.distributed.process_group import RankEnv
 from hotloop.distributed.world import World
 from hotloop.errors import DeviceError, PlanError, TimeOverError
 from hotloop.plan import Plan
@@ -200,7 +199,7 @@ def profile_and_diagnose_task(
     overrides: Mapping[str, Any] | None = None,
     steps: int | None = None,
     trace: Path | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
     keeps: bool = False,
 ) -> Profile:
@@ -280,7 +279,7 @@ def race_remedies(
     time_limit: str | None = None,
     began: float | None = None,
     prove: Prove | None = PROVE,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
     """Races the remedies that a plan can express against `plan`, and returns the profile with the results.

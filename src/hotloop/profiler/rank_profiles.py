@@ -11,7 +11,7 @@ from hotloop.core.records.profile import Profile, RankTime
 from hotloop.core.records.profile_terms import Phase
 from hotloop.distributed.comm_stats import CommTime
 from hotloop.distributed.world import World
-from hotloop.distributed.wrappers.parameter_host import ParameterHost
+from hotloop.distributed.wrappers.ddp import ParameterHost
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.steps.local_sgd import SYNC_EVERY, WeightAverage
 from hotloop.profiler.base.phases import RANK_PHASES

@@ -9,18 +9,19 @@ from typing import Any
 
 from hotloop.core.number_formats import reduced_formats
 from hotloop.core.records.profile import (
+    CompiledNetwork,
     LineTime,
     LoaderUse,
     ModuleTime,
     OperatorTime,
     OptimizerUse,
+    Overhead,
     PagingRecord,
     Profile,
     RareUpdate,
     ThreadUse,
     TimeOutsideSteps,
 )
-from hotloop.core.records.profile_ratios import CompiledNetwork, Overhead
 from hotloop.core.records.profile_terms import Phase, SlowPattern
 from hotloop.profiler.base.light_mode import without_cold_steps
 from hotloop.profiler.base.schedule import DEFAULT_STEPS, DELAYED, middle_mean

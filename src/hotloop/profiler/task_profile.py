@@ -12,7 +12,7 @@ from typing import Any
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile import CTRL_C, Profile
 from hotloop.core.records.profile_terms import Phase
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.data.feeds.feed import BatchTransform, Feed
 from hotloop.distributed.comm_stats import CommTime
 from hotloop.errors import PlanError, TrainingError
@@ -53,7 +53,7 @@ def profile_task(
     steps: int | None = None,
     trace: Path | None = None,
     source: str = "",
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     keeps: bool = False,
 ) -> Profile:
     """Trains for a while under a plan, and profiles the steps; the training's state is discarded.

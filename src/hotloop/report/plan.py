@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.core.feasibility.forecast import InfeasibleValue
+from hotloop.core.feasibility import InfeasibleValue
 from hotloop.core.records.race import Convergence, Parity
 
 if TYPE_CHECKING:
-    from hotloop.core.feasibility.forecast import PlanForecast, RankedPlan
+    from hotloop.core.feasibility import PlanForecast, RankedPlan
 
 
 _STORED = "stored as the fastest that is proven equal"

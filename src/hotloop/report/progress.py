@@ -27,7 +27,7 @@ from rich.table import Column
 from rich.text import Text
 
 from hotloop.core.callback import View
-from hotloop.core.processes.signals import REASONS
+from hotloop.core.processes import REASONS
 from hotloop.core.reporter import Reporter
 from hotloop.core.terminal import Bar
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any
 
-from hotloop.core.processes.parent_death import end_with_parent
+from hotloop.core.processes import end_with_parent
 
 
 def begin(settings: dict[str, Any]) -> None:

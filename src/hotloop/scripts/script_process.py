@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
+from hotloop.core.processes import STOP_SIGNALS, signal_handlers
 from hotloop.errors import TaskError
 from hotloop.scripts.child import mark_stop
 

@@ -25,11 +25,12 @@ from torch import Tensor
 from hotloop.core.files.atomic_files import open_regular, read_regular, write_named
 from hotloop.core.records.training import EpochRecord
 from hotloop.core.state import Position, State
-from hotloop.errors import CheckpointError, RunError, type_name
+from hotloop.errors import CheckpointError, RunError, shorten, type_name
 from hotloop.training.checkpoint_schema import Metadata, check_state, position_contradiction
 
 _FILE_NAME = re.compile(r"step-(\d{9,})-([0-9a-f]{64})\.safetensors")
-_VERSION = "1"
+_VERSION = "2"
+"""Form of the file. A file of another form is refused."""
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
@@ -116,6 +117,12 @@ def decode(content: bytes, path: Path) -> Checkpoint:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         metadata = header.get("__metadata__", {})
         document = json.loads(metadata["document"])
+        if metadata["version"] != _VERSION:
+            raise CheckpointError(
+                f"{path} is a checkpoint of form {shorten(metadata['version'])}",
+                expected=f"form {_VERSION!r}, which this version of hotloop writes",
+                fix="start a new run",
+            )
         state = {name: _unpack(value, tensors) for name, value in document["state"].items()}
         meta = Metadata.model_validate(document)
         best = BestEpoch(**meta.best.model_dump()) if meta.best else None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from hotloop.core.files.journal import Count
+from hotloop.core.files.run_folder import Count
 from hotloop.core.records.training import EpochRecord
 from hotloop.core.state import State
 
@@ -36,7 +36,7 @@ class Metadata(BaseModel):
     position: PositionSchema
     history: list[EpochRecord]
     best: BestSchema | None
-    epoch_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    epoch_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def check_state(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotloop.core.callback import Callback, Event, View
-from hotloop.core.processes.signals import REASONS, StopRequested, StopSignals
+from hotloop.core.processes import REASONS, StopRequested, StopSignals
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import EpochRecord
 from hotloop.core.state import Position, State
 from hotloop.data.sources import Source
 from hotloop.distributed.comm_stats import CommReport
-from hotloop.distributed.rank_progress import RANK_PROGRESS
+from hotloop.distributed.watchdog import RANK_PROGRESS
 from hotloop.distributed.world import SINGLE_RANK, World, check_in_step
 from hotloop.errors import HotloopError, PartsDifferError, translate_worker_death
 from hotloop.lowering.eager_step import epoch_means
@@ -146,8 +146,8 @@ class TrainingLoop:
             self.history, self.best = list(checkpoint.history), checkpoint.best
             sums = self.program.read_sums()
             self._read = sums["loss"], sums["weight"]
-            self._train_s = self._earlier_s = checkpoint.epoch_s  # 0 from older versions
-            self._samples = sums["samples"] if checkpoint.epoch_s else 0
+            self._train_s = self._earlier_s = checkpoint.epoch_s
+            self._samples = sums["samples"]
             self._saved = self.program.position
             check_schedule(self.program)
         else:
@@ -324,7 +324,7 @@ class TrainingLoop:
     def _evaluate(self, source: Source, name: str) -> dict[str, float]:
         """Returns metrics of the validation or test data, and reports those that aren't finite."""
         try:
-            check, largest = self.interrupts.check, self.program.parts.is_joint.all_reduce_max
+            check, largest = self.interrupts.check, self.program.parts.joint_ranks.all_reduce_max
             values = evaluate(self.program, source, lambda *batch: check(self._reserve_s, largest)).values
         except StopRequested:
             raise

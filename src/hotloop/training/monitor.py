@@ -14,22 +14,22 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from hotloop.core.callback import View
-from hotloop.core.hardware.system_use import SystemSampler
 from hotloop.core.records.model_summary import ModelLayers
 from hotloop.core.records.training import EpochRecord
 from hotloop.errors import HotloopError
 from hotloop.lowering.program import Program
 from hotloop.lowering.training_accuracy import training_accuracy_of
 from hotloop.profiler.model_summary import model_layers
-from hotloop.training.gradient_norm import gradient_norm_of
 
 STATUS_INTERVAL_S = 1.0
 
@@ -209,3 +209,95 @@ def _replace(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def gradient_norm_of(program: Program) -> Callable[[], float | None]:
+    """Returns a function that computes the 2-norm of the stored gradients, after clipping.
+
+    With parallel=data each rank stores the gradient of the whole batch. The norm is None for plans that store no
+    gradients, as compile=step, and for other ranks, whose norm would be a collective operation. The function doesn't
+    prolong the model's life.
+    """
+    plan = program.parts.plan
+    if plan.parallel not in ("none", "data") or plan.compile in ("step", "package"):
+        return lambda: None
+    model = weakref.ref(program.model)
+
+    def norm() -> float | None:
+        found = model()
+        gradients = [] if found is None else [value.grad for value in found.parameters() if value.grad is not None]
+        gradients = [value for value in gradients if value.layout == torch.strided and not value.is_complex()]
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+
+    return norm
+
+
+class SystemSampler:
+    """Reads the counters of the system; a sample says what changed since the sample before.
+
+    GPU figures need the package nvidia-ml-py, and are left out without it.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._gpus = _open_gpus()
+        self._before = self._counters()
+        psutil.cpu_percent()  # the first call only starts the interval
+
+    def sample(self) -> dict[str, Any]:
+        """Returns one row: percent of all cores, bytes, and bytes per second."""
+        counters, before = self._counters(), self._before
+        self._before = counters
+        seconds = max(1e-6, counters["time"] - before["time"])
+        rates = {
+            f"{name}_per_s": round(max(0.0, counters[name] - before[name]) / seconds, 1)
+            for name in counters.keys() & before.keys() - {"time"}
+        }
+        memory = psutil.virtual_memory()
+        return {
+            "time": round(time.time(), 3),
+            "cpu_percent": psutil.cpu_percent(),
+            "memory_bytes": self._resident_bytes(),
+            "machine_memory_bytes": memory.total - memory.available,
+            **rates,
+            **self._gpu_figures(),
+        }
+
+    def _counters(self) -> dict[str, float]:
+        found: dict[str, float] = {"time": time.monotonic()}
+        with suppress(Exception):  # a container may hide the counters
+            disk = psutil.disk_io_counters()
+            if disk is not None:
+                found |= {"disk_read_bytes": disk.read_bytes, "disk_written_bytes": disk.write_bytes}
+        with suppress(Exception):
+            net = psutil.net_io_counters()
+            if net is not None:
+                found |= {"net_received_bytes": net.bytes_recv, "net_sent_bytes": net.bytes_sent}
+        return found
+
+    def _resident_bytes(self) -> int:
+        total = self._process.memory_info().rss
+        for child in self._process.children(recursive=True):
+            with suppress(psutil.Error):
+                total += child.memory_info().rss
+        return int(total)
+
+    def _gpu_figures(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for number, (nvml, handle) in enumerate(self._gpus):
+            with suppress(nvml.NVMLError):
+                figures[f"gpu{number}_percent"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                figures[f"gpu{number}_memory_bytes"] = nvml.nvmlDeviceGetMemoryInfo(handle).used
+        return figures
+
+
+def _open_gpus() -> list[tuple[Any, Any]]:
+    """Returns NVML's module and a handle for each GPU; empty without the package, the driver or a GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        return [(pynvml, pynvml.nvmlDeviceGetHandleByIndex(number)) for number in range(count)]
+    except Exception:  # NVML fails in many ways, and training needs no figures of it
+        return []

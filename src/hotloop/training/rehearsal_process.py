@@ -13,7 +13,7 @@ from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.source_files import files_of
 from hotloop.core.float32_switches import apply_switches
 from hotloop.core.hardware.devices import resolve_device
-from hotloop.core.processes.parent_death import end_with_parent
+from hotloop.core.processes import end_with_parent
 from hotloop.errors import describe_error
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan

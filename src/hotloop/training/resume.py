@@ -8,7 +8,7 @@ from typing import Any
 
 from hotloop.core.files.trust import require_trust
 from hotloop.core.records.training import RunRecord, TaskFacts
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.data.bundle import Bundle
 from hotloop.errors import CheckpointError, RunError, TaskError, describe_error, is_out_of_memory
 from hotloop.lowering.program import Program
@@ -128,7 +128,7 @@ def check_schedule(program: Program) -> None:
         )
 
 
-def task_of_run(run: Run, task: Task | None = None, *, trust: bool = False, say: Report = lambda line: None) -> Task:
+def task_of_run(run: Run, task: Task | None = None, *, trust: bool = False, say: Say = lambda line: None) -> Task:
     """Returns the Task of a run: `task`, the Task of this process, or that of the source in the folder.
 
     Args:

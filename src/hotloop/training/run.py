@@ -27,11 +27,10 @@ from pydantic import ValidationError
 
 from hotloop import __version__
 from hotloop.core.files.atomic_files import append, open_regular, read_regular, translate_write_errors, write_atomic
-from hotloop.core.files.journal import JournalRows, read_events, read_metrics, read_step
-from hotloop.core.files.run_folder import StoredRun, no_run_error
-from hotloop.core.hardware.versions import machine_name
+from hotloop.core.files.run_folder import JournalRows, StoredRun, no_run_error, read_events, read_metrics, read_step
+from hotloop.core.hardware.machine import machine_name
 from hotloop.core.records.training import EpochRecord, RunRecord
-from hotloop.errors import HotloopError, PlanError, RunError
+from hotloop.errors import HotloopError, RunError, shorten
 from hotloop.plan import Plan
 from hotloop.report.notebook import as_data_frame, run_html
 from hotloop.training.checkpoint import CheckpointFolder
@@ -43,6 +42,9 @@ _DIGITS = 20
 
 _STALE_LOCK_S = 2.0
 """Seconds for which a starting worker of a killed training may still have the lock."""
+
+_WRITTEN_AXES = tuple(axis for axis, field in Plan.model_fields.items() if field.default is not None)
+"""Axes that a plan file of a run has."""
 
 
 class Run:
@@ -108,12 +110,17 @@ class Run:
         try:
             record = RunRecord.model_validate({key: value for key, value in document.items() if key != "seal"})
         except ValidationError as error:
-            raise _damaged_record(path / "run.json") from error
+            first = error.errors()[0]
+            field = shorten(".".join(map(str, first["loc"])))
+            raise _damaged(path / "run.json", f"{field}: {first['msg']}") from error
         plan = Plan.read(path / "plan.toml")
-        _check_complete(path / "plan.toml", plan, record)
+        lacking = [axis for axis in _WRITTEN_AXES if axis not in plan.model_fields_set]
+        if lacking:
+            more = " and more" * (len(lacking) > 3)
+            raise _damaged(path / "plan.toml", f"it doesn't say {', '.join(lacking[:3])}{more}")
         run = cls(path, record, plan)
         text = (read_regular(path / "plan.toml") or b"").decode()
-        run._is_changed = "seal" in document and document["seal"] != _seal(document, text)
+        run._is_changed = document.get("seal") != _seal(document, text)
         return run
 
     def __repr__(self) -> str:
@@ -353,24 +360,15 @@ def _read_document(path: Path) -> dict[str, Any]:
             return document
     except (ValueError, RecursionError):
         pass
-    raise _damaged_record(path)
+    raise _damaged(path, "it is no JSON object")
 
 
-def _damaged_record(path: Path) -> RunError:
-    return RunError(f"{path} is damaged", expected="what hotloop wrote", fix="restore it from a copy")
-
-
-def _check_complete(path: Path, plan: Plan, record: RunRecord) -> None:
-    """Raises PlanError if a truncated file lacks axes that hotloop writes."""
-    is_sealed = bool(record.switches) and record.versions.get("hotloop") == __version__
-    written = [axis for axis, field in Plan.model_fields.items() if field.default is not None]
-    lacking = [axis for axis in (written if is_sealed else ["engine", "device"]) if axis not in plan.model_fields_set]
-    if lacking:
-        raise PlanError(
-            f"{path} is damaged: it doesn't say {', '.join(lacking[:3])}{' and more' * (len(lacking) > 3)}",
-            expected="every axis of the plan, as hotloop wrote them",
-            fix="restore it from a copy",
-        )
+def _damaged(path: Path, why: str) -> RunError:
+    return RunError(
+        f"{path} is damaged, or another version of hotloop wrote it: {why}",
+        expected=f"what hotloop {__version__} writes",
+        fix="restore it from a copy, or start a new run",
+    )
 
 
 def _seal(document: Mapping[str, Any], plan: str) -> str:

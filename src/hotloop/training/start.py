@@ -18,18 +18,17 @@ from hotloop.core.files.source_files import files_of
 from hotloop.core.files.trust import store_trust as trust_run
 from hotloop.core.float32_switches import apply_switches, read_switches
 from hotloop.core.format import parse_seconds
-from hotloop.core.hardware import allocators
+from hotloop.core.hardware import limits
 from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.machine import result_versions
 from hotloop.core.hardware.machine_load import LoadMeter
-from hotloop.core.hardware.versions import result_versions
 from hotloop.core.number_formats import other_settings
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.training import RunRecord
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.data.content_digest import content_digest
-from hotloop.distributed.join import join_ranks
+from hotloop.distributed.join import RankSession, join_ranks
 from hotloop.distributed.launch import local_rank_count
-from hotloop.distributed.process_group import RankSession
 from hotloop.errors import DiskError, HotloopError, RunError
 from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
 from hotloop.hardware_advice.this_machine import chip_name
@@ -180,7 +179,7 @@ def _feasible_own_plan(own: Plan, axes: Mapping[str, Any]) -> Plan:
     The stages depend on the number of ranks; `PlanRequest.with_split` restores them for the same number.
     """
     own = own if "split" in axes else own.with_axes(split="auto")
-    asked = "allocator" in axes or allocators.active_allocator() is not None
+    asked = "allocator" in axes or limits.active_allocator() is not None
     return own if asked else own.with_axes(allocator="default")
 
 
@@ -229,11 +228,10 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
 
 
 @contextmanager
-def _restore_switches(handle: Run, wanted: PlanRequest, say: Report) -> Iterator[None]:
+def _restore_switches(handle: Run, wanted: PlanRequest, say: Say) -> Iterator[None]:
     """Sets torch's switches as at the start of the run."""
     now, device = read_switches(), resolve_device(wanted.plan).device.partition(":")[0]
     then = now | handle.record.switches
-    handle.record = handle.record.model_copy(update={"switches": then})
     if line := other_settings(then, now, device):
         say(line)
     with apply_switches(then, device):
@@ -291,7 +289,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
     def relower() -> Program:
         return ready.pop() if ready else lower(task, single_worker_plan(plan) if plan.parallel == "async" else plan)
 
-    changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every", "switches")}
+    changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
     drive = context.drive or live_drive(context, handle, plan)
     compares = drive is None and _takes_same_steps(context, handle, plan)  # a search may resume with another plan
     handle.keep(plan=plan, record=handle.as_written().record.model_copy(update=changed))
@@ -348,7 +346,7 @@ def _rehearsals(context: RunContext, handle: Run) -> Rehearsals | None:
     return Rehearsals(handle, request, context.say, started_s=time.process_time())
 
 
-def _figure_loggers(task: Task, handle: Run, say: Report) -> list[FigureLogger]:
+def _figure_loggers(task: Task, handle: Run, say: Say) -> list[FigureLogger]:
     record, plan = handle.record, handle.plan
     settings: dict[str, Any] = {"task": record.name, "plan": plan.brief(), "batch_size": record.facts.batch_size}
     settings |= record.overrides | (record.source.parameters if record.source else {})
@@ -363,7 +361,7 @@ def _compare_with_prediction(context: RunContext, plan: Plan, outcome: RunOutcom
     return measure_prediction(key, chip_name(plan.device), step_ms, busy)
 
 
-def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | None, say: Report) -> Program:
+def _with_workers(program: Program, handle: Run, task: Task, limit_s: float | None, say: Say) -> Program:
     plan, record = program.parts.plan, handle.record
     if plan.parallel != "async":
         return program

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotloop.core.callback import Callback, View
 from hotloop.core.records.training import EpochRecord
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.data.batch_tree import batch_inputs
 from hotloop.data.feeds.feed import first_batch
 from hotloop.lowering.program import Program
@@ -96,7 +96,7 @@ class TensorBoard:
         self._writer.flush()
 
 
-def callbacks_for(task: Task, program: Program, say: Report) -> list[Callback]:
+def callbacks_for(task: Task, program: Program, say: Say) -> list[Callback]:
     """Returns a writer for TensorBoard if it is installed; models that take a batch's inputs get a graph.
 
     The graph is of a copy, since a user's callback may use the model that the factory returned last. With several ranks

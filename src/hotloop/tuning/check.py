@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Parity
-from hotloop.core.reporter import Report, Reporter
+from hotloop.core.reporter import Reporter, Say
 from hotloop.lowering.failures.explanation import explain_error
 from hotloop.parity.convergence import check_convergence, check_seeds
 from hotloop.parity.proof import prove_programs
@@ -28,7 +28,7 @@ def check(
     *,
     device: str | None = None,
     converge: int = 0,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, done, total: None,
 ) -> Parity:
     """Returns whether a plan gives the same result as the baseline on its device, with the evidence.
@@ -54,9 +54,7 @@ def check(
     )
 
 
-def check_requested(
-    loaded: LoadedTask, wanted: PlanRequest, *, converge: int, say: Report, progress: Progress
-) -> Parity:
+def check_requested(loaded: LoadedTask, wanted: PlanRequest, *, converge: int, say: Say, progress: Progress) -> Parity:
     """Checks like `check`; `auto` is the plan that `train` takes."""
     check_comparable(wanted.plan)
     if converge:

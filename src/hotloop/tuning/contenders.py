@@ -11,7 +11,7 @@ from typing import Any
 from hotloop.core.format import parse_seconds
 from hotloop.core.plan_request import BASELINE as BY_NAME
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes import Deadline
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hotloop.core.feasibility.violations import find_device, violations
+from hotloop.core.feasibility import find_device, violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan

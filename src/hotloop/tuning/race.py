@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 from hotloop.core.hardware.devices import check_device, resolve_device
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.plan_request import AUTO, PlanRequest
 from hotloop.core.plan_request import BASELINE as BY_NAME
-from hotloop.core.processes.deadline import Deadline
-from hotloop.core.processes.signals import Terminated, end_reason
+from hotloop.core.processes import Deadline, Terminated, end_reason
 from hotloop.core.records.race import Crossover, Parity, RaceScaling, Timing, Verdict, best_plan_name
-from hotloop.core.reporter import Progress, Report, Reporter
+from hotloop.core.reporter import Progress, Reporter, Say
 from hotloop.core.terminal import Terminal
 from hotloop.errors import DeviceError, HotloopError, TaskError, error_summary
 from hotloop.parity.proof import prove_plans
@@ -95,7 +94,7 @@ def race_loaded(
     *,
     overrides: Mapping[str, Any] | None = None,
     prove: Prove | None = PROVE,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
     deadline: Deadline | None = None,
     racing_s: float = DEFAULT_RACE_S,
@@ -210,7 +209,7 @@ def race_scales(
     contest: RaceSpec,
     *,
     overrides: Mapping[str, Any] | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> RaceScaling:
     """Races plans without proofs at several sizes of the Task in a file.

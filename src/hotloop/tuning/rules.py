@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from hotloop.core.feasibility.forecast import RankedPlan, Violation
-from hotloop.core.feasibility.violations import find_device, read_stored_plan, violations
+from hotloop.core.feasibility import RankedPlan, Violation, find_device, reads_data_repeatedly, violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import BASELINE, Plan
@@ -37,14 +36,14 @@ def rank_plans(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[RankedP
     if violations(plain, facts, hardware):
         return []
     wishes = [
-        wish for wish in _hints(facts, hardware, base) if not violations(_plan_text(plain, wish), facts, hardware)
+        wish for wish in _hints(facts, hardware, base) if not violations(_with_hints(plain, wish), facts, hardware)
     ]
     choices = []
     # The last hint is the most likely to fail in lowering, so it is dropped first.
     for given_up in range(len(wishes) + 1):
         for dropped in combinations(reversed(wishes), given_up):
             kept = [wish for wish in wishes if wish not in dropped]
-            plan = _plan_text(plain, *kept)
+            plan = _with_hints(plain, *kept)
             if not violations(plan, facts, hardware):
                 choices.append(RankedPlan(plan, (*reasons, *(wish.why for wish in kept))))
     return choices
@@ -53,7 +52,7 @@ def rank_plans(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[RankedP
 def skipped_hints(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tuple[PlanHint, Violation]]:
     """Returns hints that can't be run here, each with its first reason."""
     plain = _base_on_device(hardware, base)
-    found = ((wish, violations(_plan_text(plain, wish), facts, hardware)) for wish in _hints(facts, hardware, base))
+    found = ((wish, violations(_with_hints(plain, wish), facts, hardware)) for wish in _hints(facts, hardware, base))
     return [(wish, problems[0]) for wish, problems in found if problems]
 
 
@@ -81,7 +80,7 @@ def _base_on_device(hardware: Hardware, base: Plan) -> Plan:
     return BASELINE.with_axes(**{"device": accelerator, **kept})
 
 
-def _plan_text(plan: Plan, *wishes: PlanHint) -> Plan:
+def _with_hints(plan: Plan, *wishes: PlanHint) -> Plan:
     return plan.with_axes(**{wish.axis: wish.value for wish in wishes})
 
 
@@ -89,15 +88,15 @@ def _hints(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[PlanHin
     """Yields hints for axes that aren't set, feasible or not."""
     plain = _base_on_device(hardware, base)
     every = (
-        *_residency_hints(hardware, plain),
+        *_allocator_hints(hardware, plain),
         *_optimizer_hints(facts, hardware, plain),
-        *_worker_hints(facts, hardware, plain),
+        *_residency_hints(facts, hardware, plain),
         *_compile_hints(facts, hardware, plain),
     )
     yield from (wish for wish in every if wish.axis not in base.model_fields_set)
 
 
-def _residency_hints(hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
+def _allocator_hints(hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
     device = find_device(plan, hardware)
     if device is not None and not device.is_accelerator and hardware.allocator is not None:
         why = "allocator=keep: memory that a step frees is reused by the next step, instead of going back to the system"
@@ -122,11 +121,11 @@ def _optimizer_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterat
             return
 
 
-def _worker_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
+def _residency_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
     device = find_device(plan, hardware)
     free = device.memory_free if device is not None and device.is_accelerator else None
     if facts.data == "Samples":
-        if read_stored_plan(facts):
+        if reads_data_repeatedly(facts):
             yield PlanHint("residency", "host", "residency=host: samples are loaded once, and not again in each epoch")
     elif free is not None and facts.data_bytes is not None and facts.data_bytes <= _MEMORY_SHARE * free.value:
         yield PlanHint("residency", "device", f"residency=device: the data fits into the memory of {plan.device}")

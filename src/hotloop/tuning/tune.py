@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hotloop.core.feasibility.violations import check as check_plan
+from hotloop.core.feasibility import check as check_plan
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.devices import resolve_device
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.hardware.probe import probe_hardware
-from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes import Deadline
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Verdict, describe_ratio
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Progress, Report
+from hotloop.core.reporter import Progress, Say
 from hotloop.core.terminal import Terminal
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
@@ -71,7 +71,7 @@ def tune_loaded(
     overrides: Mapping[str, Any] | None = None,
     facts: TaskFacts | None = None,
     time_limit: str | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
 ) -> Verdict:
@@ -188,7 +188,7 @@ def cached_or_tuned_plan(
     wanted: PlanRequest,
     *,
     overrides: Mapping[str, Any] | None = None,
-    say: Report = lambda line: None,
+    say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
     until: float = math.inf,
     searches: list[Verdict] | None = None,

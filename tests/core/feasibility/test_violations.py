@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.feasibility.violations import check, infeasible_values, is_plain, violations
+from hotloop.core.feasibility import check, infeasible_values, is_plain, violations
 from hotloop.core.records.training import TaskFacts
 from hotloop.errors import DeviceError, InsufficientMemoryError, PlanError
 from hotloop.plan import BASELINE, Plan
@@ -50,9 +50,6 @@ REFUSED = {
     "rewritten elsewhere": (MAC, {}, {"device": "mps", "rewrites": "all"}, ("measured on CPUs and CUDA devices alone",)),
     "oneDNN on a GPU": (GPU, {}, {**ON_GPU, "rewrites": "mm_by_onednn"}, ("is for the CPU",)),
     "a GPU's sums on a CPU": (CPU, {}, {"rewrites": "mm_as_sum"}, ("is for CUDA devices",)),
-    "no convolution to rewrite": (
-        CPU, {"convolutions": False}, {"rewrites": "conv_as_gemm"}, ("no convolution",),
-    ),
     "no convolution to pool": (CPU, {"convolutions": False}, {"rewrites": "conv_in_pool"}, ("no convolution",)),
     "words for the draws of pieces": (
         CPU, {}, {"rewrites": "draw_by_words", "accumulation": 2}, ("whole batches", "accumulation=1"),
@@ -82,7 +79,7 @@ REFUSED = {
     "lists of both kinds": (CPU, {}, {"parallel": "tensor", "optimizer": "foreach"}, ("contain both", "optimizer=default")),
     "averages with LBFGS": (CPU, LBFGS, {"parallel": "local"}, ("LBFGS calls the loss itself", "parallel=data")),
     "averages of ranks in step": (CPU, {}, {**RANKS, "sync_every": 4}, ("average their weights", "parallel=local")),
-    "averages of one process": (CPU, {}, {"outer": "nesterov"}, ("average their weights", "leave outer out")),
+    "averages of one process": (CPU, {}, {"sync_every": 2}, ("average their weights", "leave sync_every out")),
     "staleness of ranks in step": (CPU, {}, {**RANKS, "staleness": 3}, ("parallel=async", "leave staleness out")),
     "ranks that compile": (CPU, {}, {**RANKS, "compile": "step"}, ("on several ranks are untested", "compile=none")),
     "ranks of a package": (CPU, {}, {**RANKS, "compile": "package"}, ("on several ranks are untested", "parallel=none")),
@@ -239,9 +236,8 @@ def test_the_table_goes_by_what_is_set() -> None:
 def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
     other = {"engine": "arrays", "device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
              "compile": "step", "rewrites": "all", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1,
-             "threads": 1, "parallel": "data", "ranks": 2, "sync_every": 2, "outer": "nesterov", "staleness": 1,
-             "correction": "none", "workforce": "ray", "pipeline": "gpipe", "microbatches": 2, "split": "1",
-             "placement": "1=cpu", "allocator": "keep", "cudnn": "benchmark"}  # fmt: skip
+             "threads": 1, "parallel": "data", "ranks": 2, "sync_every": 2, "staleness": 1, "workforce": "ray",
+             "pipeline": "gpipe", "microbatches": 2, "split": "1", "placement": "1=cpu", "allocator": "keep", "cudnn": "benchmark"}  # fmt: skip
     assert is_plain(BASELINE)
     assert is_plain(BASELINE.with_axes(**{axis: other[axis]})) is (axis in ("device", "workers", "threads"))
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotloop.core.hardware import benchmarks, limits, machine, speed_cache
-from hotloop.core.hardware import probe as package
+from hotloop.core.hardware import benchmarks, limits, machine, probe
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.records.hardware import Device, Figure, Hardware, Speed
 
@@ -22,13 +21,13 @@ CPU = Device("cpu", "cpu", "Some chip", None, ("fp32", "fp64"), None, Figure(2.0
 @pytest.fixture(autouse=True)
 def only_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test sees the CPU alone, on a machine with accelerators too."""
-    monkeypatch.setattr(package, "device_names", lambda: ["cpu"])
+    monkeypatch.setattr(probe, "device_names", lambda: ["cpu"])
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Each test has a cache folder of its own."""
-    monkeypatch.setattr(speed_cache, "speed_folder", lambda: tmp_path / "devices")
+    monkeypatch.setattr(probe, "speed_folder", lambda: tmp_path / "devices")
     return tmp_path / "devices"
 
 
@@ -174,7 +173,7 @@ def test_figures_of_another_setting_are_not_taken(
     elif change == "threads":
         monkeypatch.setattr(limits, "sensible_threads", lambda *_: 77)
     elif change == "host":
-        monkeypatch.setattr(speed_cache.platform, "node", lambda: "another-host")
+        monkeypatch.setattr(probe.platform, "node", lambda: "another-host")
     else:
         monkeypatch.setattr(machine, "_cpu_model", lambda: "another chip")
     assert measure_hardware().notes == ()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hotloop.core.hardware import machine
-from hotloop.core.hardware.versions import machine_name
+from hotloop.core.hardware.machine import machine_name
 
 
 @pytest.mark.parametrize(

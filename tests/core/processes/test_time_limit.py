@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hotloop.core.processes.signals import time_limit
+from hotloop.core.processes import time_limit
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no alarms on Windows")
 

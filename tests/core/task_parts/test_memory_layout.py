@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.state import differing_paths
-from hotloop.core.task_parts.memory_layout import has_overlap, share_memory
+from hotloop.core.task_parts.models import has_overlap, share_memory
 from hotloop.errors import PlanError, TaskError
 from tests.support.processes.resumed_training import last_checkpoint
 from tests.support.tasks.owned_generators import X, Y, after, lowered, task_of

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.core.task_parts import module_modes
-from hotloop.core.task_parts.module_modes import evaluation_mode, modules_in_eval, set_training
+from hotloop.core.task_parts import models
+from hotloop.core.task_parts.models import evaluation_mode, modules_in_eval, set_training
 from hotloop.errors import PlanError, TaskError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
@@ -100,7 +100,7 @@ def test_every_plan_keeps_a_frozen_norm_and_trains_as_the_plain_loop(axes: dict[
 
 def test_ignoring_the_factorys_modes_would_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that `in_eval` guards against."""
-    monkeypatch.setattr(module_modes, "set_training", lambda model, in_eval: model.train())
+    monkeypatch.setattr(models, "set_training", lambda model, in_eval: model.train())
     monkeypatch.setattr(hotloop.lowering.training_mode, "set_training", lambda model, in_eval: model.train())
     program = hotloop.lower(a_task(model=frozen_norm))
     advance(program, 3)

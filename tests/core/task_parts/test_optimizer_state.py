@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 
 import hotloop
 from hotloop.core.state import differing_paths
-from hotloop.core.task_parts import optimizer_state
+from hotloop.core.task_parts import optimizers
 from hotloop.errors import CheckpointError, PlanError, TaskError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
@@ -221,14 +221,14 @@ def test_going_back_to_the_first_state_forgets_what_an_inner_optimizer_has_kept(
 
 def test_without_the_inner_optimizers_state_the_result_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that saving inner optimizers guards against."""
-    monkeypatch.setattr(optimizer_state, "inner_optimizers", lambda optimizer: {})
+    monkeypatch.setattr(optimizers, "inner_optimizers", lambda optimizer: {})
     with pytest.raises(AssertionError):
         assert_resumes(a_task(model=network, optimizer=OPTIMIZERS["sharpness with momentum"]))
 
 
 def test_without_the_repair_load_state_dict_would_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that comparing after load_state_dict guards against; what it leaves is reported."""
-    monkeypatch.setattr(optimizer_state, "_repair_state", lambda live, saved: None)
+    monkeypatch.setattr(optimizers, "_repair_state", lambda live, saved: None)
     program = hotloop.lower(a_task(model=network, optimizer=WideState))
     advance(program, 3)
     program.restore(program.state())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +80,6 @@ def test_killed_before_or_after_the_first_draw_it_ends_the_same(tmp_path: Path, 
     fitted(drawing(draw, "late"), tmp_path / "run", until=until)
     fitted(drawing(draw, "late"), tmp_path / "run")
     assert disagreements(tmp_path / "whole", tmp_path / "run") == []
-
-
-def test_a_state_from_before_draws_were_noted_goes_on_from_seeds_of_each_step() -> None:
-    program = hotloop.lower(drawing("numpy", "late"))
-    program.restore(replace(program.state(), drawn=None))
-    assert program.state().drawn is True
 
 
 def test_draws_that_are_not_noticed_would_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_a_callback_that_changes_nothing_leaves_the_step_compiled(tmp_path: Path
 
 def test_without_callbacks_of_the_user_s_nobody_looks_again() -> None:
     program = hotloop.lower(a_task(), STEP)
-    assert program.recheck_s == 0 < program._step.look_s
+    assert program.recheck_s == 0 < program._step.recheck_s
     program.schedule_recheck([])
     assert not program._step._recheck.due  # type: ignore[attr-defined]
     program.schedule_recheck([Reading()])

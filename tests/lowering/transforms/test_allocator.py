@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop.core.hardware import allocators
-from hotloop.core.hardware.versions import speed_versions
+from hotloop.core.hardware import limits
+from hotloop.core.hardware.machine import speed_versions
 from hotloop.core.state import differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering.transforms import allocator as axis
@@ -24,15 +24,15 @@ from hotloop.tuning.search.race_cache import _DEPENDS_ON
 from tests.support.processes.page_fault_count import KEEP, a_task
 from tests.support.programs import advance
 
-pytestmark = pytest.mark.skipif(allocators.active_allocator() is None, reason="memory here isn't glibc's to keep")
+pytestmark = pytest.mark.skipif(limits.active_allocator() is None, reason="memory here isn't glibc's to keep")
 
-IS_GLIBCS = allocators._is_glibc_malloc
+IS_GLIBCS = limits._is_glibc_malloc
 
 
 @pytest.fixture(autouse=True)
 def this_machine(any_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real C library, which other tests go without."""
-    monkeypatch.setattr(allocators, "_is_glibc_malloc", IS_GLIBCS)
+    monkeypatch.setattr(limits, "_is_glibc_malloc", IS_GLIBCS)
 
 
 def counted(*without: int) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_a_run_goes_on_where_nobody_can_be_told(
 ) -> None:
     """And says so; unless it is asked for."""
     hotloop.fit(a_task(epochs=1), run=tmp_path / "run", progress=False)
-    monkeypatch.setattr(allocators, "_is_glibc_malloc", lambda: False)
+    monkeypatch.setattr(limits, "_is_glibc_malloc", lambda: False)
     longer = a_task(epochs=2)
     with pytest.raises(PlanError, match="only glibc"):
         hotloop.fit(longer, run=tmp_path / "run", resume=True, plan=KEEP, progress=False)
@@ -144,7 +144,7 @@ def test_a_run_goes_on_where_nobody_can_be_told(
 
 def test_what_is_remembered_is_of_the_allocator_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed_versions()["allocator"] == "glibc"
-    monkeypatch.setattr(allocators, "_is_glibc_malloc", lambda: False)
+    monkeypatch.setattr(limits, "_is_glibc_malloc", lambda: False)
     assert "allocator" not in speed_versions() and "allocator" in _DEPENDS_ON
 
 
@@ -161,7 +161,7 @@ def test_the_result_has_the_same_bits() -> None:
 
 def asked(command: str, **environment: str) -> str:
     """What a process of its own says of its allocator."""
-    code = f"from hotloop.core.hardware import allocators\n{command}"
+    code = f"from hotloop.core.hardware import limits\n{command}"
     found = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
     )
@@ -177,8 +177,8 @@ def asked(command: str, **environment: str) -> str:
     ],
 )
 def test_what_the_environment_says_stays(variable: str, value: str) -> None:
-    assert asked("print(allocators.active_allocator())") == "glibc"
-    assert asked("print(allocators.active_allocator())", **{variable: value}) == "None"
+    assert asked("print(limits.active_allocator())") == "glibc"
+    assert asked("print(limits.active_allocator())", **{variable: value}) == "None"
 
 
 @pytest.mark.more
@@ -189,11 +189,11 @@ def test_another_allocator_that_is_preloaded_is_not_told(tmp_path: Path) -> None
         "#include <stddef.h>\nextern void *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
     )
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    assert asked("print(allocators.active_allocator())", LD_PRELOAD=str(library)) == "None"
+    assert asked("print(limits.active_allocator())", LD_PRELOAD=str(library)) == "None"
 
 
 def test_what_can_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocators, "_is_glibc_malloc", lambda: False)
+    monkeypatch.setattr(limits, "_is_glibc_malloc", lambda: False)
     with pytest.raises(PlanError, match=r"allocator=keep can't be run here: only glibc's .* Use allocator=default"):
         hotloop.lower(a_task(), KEEP)
 

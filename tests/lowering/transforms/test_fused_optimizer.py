@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.core.feasibility.violations import violations
-from hotloop.core.task_parts.memory_layout import is_gapless
+from hotloop.core.feasibility import violations
+from hotloop.core.task_parts.models import is_gapless
 from hotloop.errors import PlanError
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.transforms import optimizer as update

@@ -11,7 +11,7 @@ import torch
 import hotloop
 from hotloop.core.state import differing_paths
 from hotloop.distributed.world import World, check_in_step
-from hotloop.distributed.wrappers.parameter_host import ParameterHost
+from hotloop.distributed.wrappers.ddp import ParameterHost
 from hotloop.errors import OutOfStepError
 from hotloop.lowering.steps.later_gradients import LaterGradients
 from hotloop.plan import Plan

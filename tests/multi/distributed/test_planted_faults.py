@@ -12,7 +12,7 @@ import torch
 
 import hotloop
 from hotloop.data.order import Order, RankRows
-from hotloop.distributed.process_group import check_sums
+from hotloop.distributed.join import check_sums
 from hotloop.distributed.world import World, check_in_step
 from hotloop.distributed.wrappers import ddp, sync_batch_norm
 from hotloop.distributed.wrappers.global_batch_rng import GlobalBatchRng

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.distributed.process_group import BEGAN
+from hotloop.distributed.join import BEGAN
 from hotloop.errors import MemoryExhausted, TrainingError
 from hotloop.plan import Plan
 from hotloop.training.run import Run

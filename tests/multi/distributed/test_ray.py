@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.distributed.join import join_ranks
-from hotloop.distributed.process_group import RankEnv
+from hotloop.distributed.join import RankEnv, join_ranks
 from hotloop.distributed.ray import cluster, ray_launch
 from hotloop.errors import PlanError
 from hotloop.plan import Plan

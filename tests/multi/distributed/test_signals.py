@@ -15,7 +15,6 @@ import pytest
 import torch.distributed as dist
 
 from hotloop.distributed import launch as launching
-from hotloop.distributed import signal_forwarding as forwarding
 from hotloop.distributed.join import join_ranks
 from hotloop.distributed.launch import launch
 from hotloop.errors import HotloopError
@@ -120,7 +119,7 @@ def stop_one_and_wait_for_it() -> None:
 
 @pytest.mark.more
 def test_ranks_that_hear_no_second_ctrl_c_are_killed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(launching, "_KILL_AFTER_S", 1.0)
     said: list[str] = []
     assert launch(2, stop_one_and_wait_for_it, said.append) == ("", 128 + signal.SIGINT)
     assert said[-2:] == ["the ranks haven't ended 1s after a second Ctrl-C: killing them", "stopped (SIGINT)"]

@@ -14,7 +14,6 @@ import hotloop
 from hotloop.core.state import differing_paths
 from hotloop.distributed.world import World, check_in_step
 from hotloop.errors import OutOfStepError
-from hotloop.lowering.steps import local_sgd
 from hotloop.lowering.steps.local_sgd import WeightAverage
 from hotloop.plan import Plan
 from hotloop.training.checkpoint import Checkpoint, decode, encode
@@ -24,8 +23,7 @@ from tests.support.tasks.rank_tasks import tokens
 
 RANKS = 3
 EACH_STEP = Plan(parallel="local", ranks=RANKS, sync_every=1)
-SELDOM = Plan(parallel="local", ranks=RANKS, sync_every=5, outer="nesterov")
-RATE, MOMENTUM = 0.7, 0.9
+SELDOM = Plan(parallel="local", ranks=RANKS, sync_every=5)
 
 
 def tokens_in_fp64() -> hotloop.Task:
@@ -109,18 +107,6 @@ def learnt(plan: Plan) -> float:
     return sums["loss"] / sums["weight"]
 
 
-def outer_steps(world: World) -> list[torch.Tensor]:
-    """Where a parameter comes to in 3 meetings, when rank r goes r + 1 further each time."""
-    value, momentum = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    average = WeightAverage(world, local_sgd.CommMeter(), [value], [momentum])
-    places = []
-    for _ in range(3):
-        value += world.rank + 1
-        average.take(torch.ones((), dtype=torch.float64))
-        places.append(value.clone())
-    return places
-
-
 def in_step(world: World, task: hotloop.Task) -> float:
     program = hotloop.lower(task, Plan(parallel="local", ranks=RANKS, sync_every=2))
     while not program.advance(1).ended:
@@ -151,7 +137,6 @@ def compute(world: World) -> dict[str, Any]:
         "back": gone_back(SELDOM, replace(tokens_in_fp64(), batch_size=3)),
         "apart": apart(world),
         "learnt": learnt(SELDOM),
-        "outer": outer_steps(world),
     }
 
 
@@ -199,12 +184,3 @@ def test_ranks_that_seldom_meet_learn_what_one_process_learns(seen: list[Any]) -
     first.advance(1)
     before = first.read_sums()["loss"] / first.read_sums()["weight"]
     assert seen[0]["learnt"] < 1e-4 * before
-
-
-def test_the_outer_step_is_torchs_nesterov_along_the_mean_way(seen: list[Any]) -> None:
-    value = torch.zeros(2, dtype=torch.float64)
-    outer = torch.optim.SGD([value], lr=RATE, momentum=MOMENTUM, nesterov=True)
-    for place in seen[0]["outer"]:
-        value.grad = -torch.full_like(value, (1 + 2 + 3) / RANKS)
-        outer.step()
-        assert torch.allclose(place, value, rtol=1e-12)

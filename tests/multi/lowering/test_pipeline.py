@@ -24,8 +24,8 @@ from hotloop.distributed.world import World
 from hotloop.errors import PlanError
 from hotloop.lowering.pipeline import microbatch_runner, pipeline_step
 from hotloop.lowering.pipeline.graph_split import GraphPiece, LossModule, TracedForward
+from hotloop.lowering.pipeline.microbatch_runner import ScheduledRng
 from hotloop.lowering.pipeline.ownership import StageOwnership
-from hotloop.lowering.pipeline.relay import ScheduledRng
 from hotloop.plan import Plan
 from hotloop.training.run import Run
 from tests.multi.distributed.test_ddp import come_to, distance
@@ -90,14 +90,13 @@ def normed(dtype: torch.dtype) -> hotloop.Task:
 
 
 CASES: dict[str, Callable[[torch.dtype], hotloop.Task]] = {"words": words, "tokens": tokens, "images": normed}
-# 5 microbatches are an odd number for two ranks that interleave their stages; tokens have two modules to cut between.
+# Tokens have two modules to cut between.
 PLANS = {
     "1f1b": Plan(parallel="stages", ranks=2, microbatches=4),
     "gpipe": Plan(parallel="stages", ranks=3, pipeline="gpipe", microbatches=5, split="left,norm"),
-    "interleaved": Plan(parallel="stages", ranks=2, pipeline="interleaved", microbatches=5),
     "whole": Plan(parallel="stages", ranks=2, microbatches=1),  # as batch norms need it
 }
-GIVEN = [("words", "1f1b"), ("tokens", "1f1b"), ("words", "gpipe"), ("words", "interleaved"), ("images", "whole")]
+GIVEN = [("words", "1f1b"), ("tokens", "1f1b"), ("words", "gpipe"), ("images", "whole")]
 
 
 def more_of(plan: str) -> list[pytest.MarkDecorator]:
@@ -180,7 +179,7 @@ def a_skip_that_is_lost(patch: pytest.MonkeyPatch) -> None:
 def draws_of_the_first_rows(patch: pytest.MonkeyPatch) -> None:
     """Each microbatch gets the masks of the first."""
     given = ScheduledRng.replay
-    patch.setattr(ScheduledRng, "replay", lambda self, stage, first, rows: given(self, stage, 0, rows))
+    patch.setattr(ScheduledRng, "replay", lambda self, first, rows: given(self, 0, rows))
 
 
 def weights_at_both_ends_apart(patch: pytest.MonkeyPatch) -> None:
@@ -351,7 +350,11 @@ REFUSED: dict[str, tuple[hotloop.Task, dict[str, Any], str]] = {
     "layers that Python drops": (linear(Dropping(4, 4)), {}, DRAWN),
     "inputs that NumPy mixes": (linear(loss=None, step=mixing), {}, DRAWN),
     "too many names": (linear(), {"split": "1,1"}, r"names 2 beginnings of stages, and there are 2 stages"),
-    "too few modules": (linear(), {"pipeline": "interleaved"}, r"can't be cut into 4 stages: .* begin with '1' alone"),
+    "too few modules": (
+        linear(model=lambda: nn.Linear(4, 2)),
+        {},
+        r"can't be cut into 2 stages: .* none of its modules alone.*Use parallel=data",
+    ),
 }
 
 

@@ -342,7 +342,7 @@ def test_a_rank_that_is_killed_after_the_run_was_made_and_before_its_first_step(
 
 OUTLIVING = """
 import os, pathlib, signal, time
-from hotloop.core.processes.signals import signal_handlers
+from hotloop.core.processes import signal_handlers
 from hotloop.distributed.launch import launch
 
 def outlive():

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.profile import HardwareLimits, LineTime, ModuleTime, Profile, TimeOutsideSteps
-from hotloop.core.records.profile_ratios import CompiledNetwork
+from hotloop.core.records.profile import (
+    CompiledNetwork,
+    HardwareLimits,
+    LineTime,
+    ModuleTime,
+    Profile,
+    TimeOutsideSteps,
+)
 from hotloop.profiler.costs.roofline import with_limit_shares
 from hotloop.profiler.detectors import diagnose
 from hotloop.profiler.detectors.compilation import MANY_SMALL_OPERATIONS

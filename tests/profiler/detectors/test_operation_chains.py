@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.core.records.profile import ModuleTime, OperatorTime, Remedy
-from hotloop.core.records.profile_ratios import CompiledNetwork
+from hotloop.core.records.profile import CompiledNetwork, ModuleTime, OperatorTime, Remedy
 from tests.support.profiler.handmade_steps import operator, remedies, seen
 
 NAMES = ("exp", "sum", "div", "log")

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hotloop.advisor.cpu_rates import cpu_step_time
-from hotloop.core.records.cpu_rates import CpuRates
-from hotloop.core.records.step_costs import OperatorCost, StepCosts
+from hotloop.core.records.step_costs import CpuRates, OperatorCost, StepCosts
 from hotloop.errors import HotloopError
 from hotloop.profiler.step_costs import cpu_probe
 from hotloop.profiler.step_costs.cpu_probe_operators import PRODUCT_PROBES, TRAFFIC_PROBES

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.core.state import State, differing_paths
-from hotloop.core.task_parts import optimizer_state
+from hotloop.core.task_parts import optimizers
 from hotloop.data.feeds import feed, prefetch
 from hotloop.lowering import build
 from hotloop.lowering.transforms import layout, placement, precision, residency
@@ -117,14 +117,14 @@ def _leave_outputs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _restore_on_cpu(patch: pytest.MonkeyPatch) -> None:
-    restore = optimizer_state.restore_optimizer
+    restore = optimizers._restore_plain
 
     def restored(optimizer: Any, model: nn.Module, saved: Any) -> None:
         restore(optimizer, model, saved)
         for state in optimizer.state.values():
             state.update({name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)})
 
-    patch.setattr(optimizer_state, "restore_optimizer", restored)
+    patch.setattr(optimizers, "_restore_plain", restored)
 
 
 class MadeOnCpu(nn.Linear):

@@ -11,12 +11,12 @@ from hotloop.core.records.profile import (
     ModuleTime,
     OperatorTime,
     OptimizerUse,
+    Overhead,
     Profile,
     RareUpdate,
     Remedy,
     TimeOutsideSteps,
 )
-from hotloop.core.records.profile_ratios import Overhead
 
 
 def module(name: str, kind: str, forward: float, backward: float, **fields: Any) -> ModuleTime:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop.core.files.plan_history import EVENT
+from hotloop.core.files.run_folder import SWITCH_EVENT
 from hotloop.errors import PlanError, RunError
 from hotloop.plan import Plan
 from hotloop.training.live import live_training
@@ -89,7 +89,7 @@ def test_steps_that_leave_a_core_to_the_child_are_repeated(
             killer.read_only = True  # type: ignore[attr-defined]
             trained(tmp_path / "run", callbacks=[killer])
         hotloop.fit(task(EPOCHS), run=tmp_path / "run", resume=True, progress=False)
-    rows = [row for row in Run.open(tmp_path / "run").journal() if row["event"] == EVENT]
+    rows = [row for row in Run.open(tmp_path / "run").journal() if row["event"] == SWITCH_EVENT]
     reasons = [row["reason"] for row in rows]
     assert all(row["window"] for row in rows if row["reason"].startswith("one thread fewer"))
     for reason in (
@@ -108,7 +108,9 @@ def test_a_missed_switch_would_be_seen(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     journal = tmp_path / "run" / "journal.jsonl"
     rows = [json.loads(line) for line in journal.read_text().splitlines()]
-    changed = [row | {"step": row["step"] + 1} if row["event"] == EVENT and row["number"] == 2 else row for row in rows]
+    changed = [
+        row | {"step": row["step"] + 1} if row["event"] == SWITCH_EVENT and row["number"] == 2 else row for row in rows
+    ]
     journal.write_text("".join(json.dumps(row) + "\n" for row in changed))
     replayed(tmp_path / "again", tmp_path / "run")
     assert differences(tmp_path / "run", tmp_path / "again") != []
@@ -179,7 +181,7 @@ def test_a_damaged_journal_is_refused(tmp_path: Path, damage: str) -> None:
     trained(tmp_path / "run")
     journal = tmp_path / "run" / "journal.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
-    place = [number for number, line in enumerate(lines) if json.loads(line)["event"] == EVENT][1]
+    place = [number for number, line in enumerate(lines) if json.loads(line)["event"] == SWITCH_EVENT][1]
     lines[place : place + 1] = ['{"event": "plan_switch", "step": -1}\n'] if damage == "line" else []
     journal.write_text("".join(lines))
     with pytest.raises(RunError, match="damaged"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.core.feasibility.violations import violations
+from hotloop.core.feasibility import violations
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Verdict
 from hotloop.errors import PlanError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop.core.feasibility.forecast import PlanForecast, RankedPlan
+from hotloop.core.feasibility import PlanForecast, RankedPlan
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.report.plan import plan_document, plan_page

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.core.hardware.versions import machine_name
+from hotloop.core.hardware.machine import machine_name
 from hotloop.core.records.training import SourceRecord
 from hotloop.task import Task
 from hotloop.task_file import LoadedTask, load_task

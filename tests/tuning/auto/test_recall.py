@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hotloop.core.files.source_files import external_sources
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.core.records.training import SourceRecord

@@ -11,7 +11,7 @@ import pytest
 
 import hotloop
 from hotloop.core.callback import View
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.errors import DiskError, HotloopError
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask, load_task

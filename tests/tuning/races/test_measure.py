@@ -78,7 +78,7 @@ def test_what_an_epoch_takes_beside_its_steps_counts_for_the_run_alone(clock: Cl
 
     def looking(task: Task) -> Program:
         program = lower(task, Plan(device="cpu", optimizer="foreach"))
-        program._step.look_s = 0.2
+        program._step.recheck_s = 0.2
         return program
 
     for callbacks, looking_ms in ([print], 40.0), ([], 0.0):

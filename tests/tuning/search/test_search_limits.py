@@ -13,7 +13,7 @@ import torch
 
 import hotloop
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes import Deadline
 from hotloop.core.records.race import Timing
 from hotloop.errors import TaskError
 from hotloop.lowering.eager_step import EagerStep
@@ -125,7 +125,7 @@ def test_nothing_is_begun_that_takes_longer_than_what_is_left_until_a_run_is_to_
     left_s: float, speed: float, winner: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of 10 ms, of which a proof takes 250."""
-    monkeypatch.setattr("hotloop.core.processes.deadline.time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr("hotloop.core.processes.time", SimpleNamespace(monotonic=lambda: 100.0))
     lowered = held.lower
     monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
     monkeypatch.setattr(module, "profile_step", lambda program: HALF)
@@ -144,14 +144,14 @@ def test_a_proof_is_not_begun_that_takes_longer_than_what_is_left(monkeypatch: p
             now[0] += 4.0
             return super().timing(entrant, steps)
 
-    monkeypatch.setattr("hotloop.core.processes.deadline.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("hotloop.core.processes.time", SimpleNamespace(monotonic=lambda: now[0]))
     search = searching(monkeypatch, Slow(optimizer__fused=1.2), deadline=Deadline(10.0), task=family("mlp"))
     assert search.run() == BASELINE
     assert "optimizer=fused was not proven: that takes about 2 s, and 0 s are left" in search.notes[-1]
 
 
 def test_it_is_said_where_a_run_that_is_to_stop_leaves_too_little_for_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.core.processes.deadline.time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr("hotloop.core.processes.time", SimpleNamespace(monotonic=lambda: 0.0))
     least = Budget.of(0.01, None, None)
     deadline = Deadline(least.min_race_s() + least.proof_s + 0.001)
     search = searching(monkeypatch, Long(), deadline=deadline, task=family("mlp"))

@@ -1,6 +1,10 @@
-"""Reads a run's folder for reports, without torch and without executing the run's source.
+"""Reads a run's folder: its files of lines with their schemas, the plans by step, and all of it for reports.
 
-A damaged file is reported in `damages` and left out: the other files are shown.
+journal.jsonl   events
+metrics.jsonl   one row per epoch
+reached         a step number
+
+Nothing here imports torch or executes the run's source. A damaged line or file is reported and left out; the others count.
 """
 
 from __future__ import annotations
@@ -10,21 +14,257 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import psutil
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hotloop.core.files.atomic_files import read_regular
-from hotloop.core.files.journal import JournalRows, read_events, read_metrics, read_rows
+from hotloop.core.format import is_number
 from hotloop.core.records.model_summary import ModelLayers
 from hotloop.core.records.training import Evaluation, RunRecord
-from hotloop.errors import HotloopError, RunError
+from hotloop.errors import HotloopError, PlanError, RunError
 from hotloop.plan import Plan
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+
+
+class JournalEvent(BaseModel):
+    """A line of the journal; each kind of event has further fields."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    event: str
+    time: float = 0.0
+
+
+class StepEvent(JournalEvent):
+    """The events `start`, `resume`, `stop` and `checkpoint`."""
+
+    step: Count
+
+
+class PlanSwitchEvent(StepEvent):
+    """Another plan from a step on."""
+
+    number: Count
+    plan: dict[str, Any]
+    reason: str
+    window: bool
+    searching: bool
+
+
+class FinalEvent(JournalEvent):
+    """The figures of the selected weights after training."""
+
+    reason: str
+    weights: Literal["best", "last"]
+    epoch: Count
+
+
+class MetricsRow(BaseModel):
+    """An epoch's number, its last step, and figures by name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, float | None]
+
+    epoch: Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+    step: Count
+
+
+EVENT_TYPES: dict[str, type[BaseModel]] = dict.fromkeys(("start", "resume", "stop", "checkpoint"), StepEvent) | {
+    "final": FinalEvent,
+    "plan_switch": PlanSwitchEvent,
+}
+
+
+@dataclass(frozen=True)
+class JournalRows:
+    """The lines of a file.
+
+    Attributes:
+        rows: the valid lines.
+        bad_lines: numbers of damaged lines, from 1.
+        problem: why the path can't be read, such as a folder in place of a file; empty otherwise.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    bad_lines: list[int] = field(default_factory=list)
+    problem: str = ""
+
+    def damage(self, path: Path, instead: str) -> list[str]:
+        """Returns a line for the user about damage; `instead` names the replacement."""
+        if self.problem:
+            return [f"{self.problem}: {instead}"]
+        if not self.bad_lines:
+            return []
+        first, count = self.bad_lines[0], len(self.bad_lines)
+        return [
+            f"{path} is damaged in {f'line {first}' if count == 1 else f'{count} lines from line {first} on'}: {instead}"
+        ]
+
+
+def read_events(path: Path) -> JournalRows:
+    """Returns the journal's events; an incomplete line, which a kill leaves, doesn't count as damage."""
+    return read_rows(path, lambda row: EVENT_TYPES.get(str(row.get("event")), JournalEvent))
+
+
+def read_metrics(path: Path) -> JournalRows:
+    return read_rows(path, lambda row: MetricsRow)
+
+
+def read_rows(path: Path, schema: Any) -> JournalRows:
+    try:
+        content = read_regular(path)
+    except RunError as error:
+        return JournalRows(problem=error.given)
+    rows, bad = [], []
+    for number, line in enumerate((content or b"").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError
+            schema(row).model_validate(row)
+            rows.append(row)
+        except (ValueError, RecursionError):  # ValidationError is a ValueError
+            is_cut = line.startswith(b"{"[: len(line)]) and not line.rstrip().endswith(b"}") and line.isascii()
+            if not is_cut:  # a kill during the write may leave such a line
+                bad.append(number)
+    return JournalRows(rows, bad)
+
+
+def read_step(path: Path) -> tuple[int | None, str]:
+    """Returns the step number in a file or None, and the file's problem; empty without one."""
+    try:
+        content = read_regular(path)
+    except RunError as error:
+        return None, error.given
+    if not content:  # a kill between creation and write
+        return None, ""
+    if content.isdigit() and len(content) <= 20 and int(content) < 2**63:  # ASCII digits alone
+        return int(content), ""
+    return None, f"{path} is damaged"
+
+
+SWITCH_EVENT = "plan_switch"
+"""The journal's event of a switch. A resumed run that takes another plan replaces the later switches."""
+
+
+@dataclass(frozen=True)
+class PlanSwitch:
+    """A plan, from a step on.
+
+    Attributes:
+        step: steps that were done before.
+        number: of the switches of its run, from 0.
+        is_window: whether the plan takes the steps of a short window beside the plan in use.
+        is_searching: whether the run may switch to plans that its journal doesn't have.
+    """
+
+    step: int
+    plan: Plan
+    reason: str
+    number: int = 0
+    is_window: bool = False
+    is_searching: bool = False
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of the journal's line."""
+        return {
+            "step": self.step,
+            "number": self.number,
+            "plan": self.plan.model_dump(mode="json"),
+            "reason": self.reason,
+            "window": self.is_window,
+            "searching": self.is_searching,
+        }
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any]) -> PlanSwitch:
+        return cls(
+            step=int(event["step"]),
+            plan=Plan(**event["plan"]),
+            reason=str(event["reason"]),
+            number=int(event["number"]),
+            is_window=bool(event["window"]),
+            is_searching=bool(event["searching"]),
+        )
+
+
+@dataclass
+class PlanHistory:
+    """The switches of one run in order of their steps; the first is of step 0. Empty for a run with one plan."""
+
+    switches: list[PlanSwitch] = field(default_factory=list)
+    written: int = 0
+
+    @classmethod
+    def from_journal(cls, events: Iterable[Mapping[str, Any]]) -> PlanHistory:
+        """Reads the switches.
+
+        Raises:
+            RunError: a switch is missing or damaged.
+        """
+        found = cls()
+        for event in events:
+            if event.get("event") != SWITCH_EVENT:
+                continue
+            try:
+                switch = PlanSwitch.from_event(event)
+            except (KeyError, TypeError, ValueError, ValidationError, PlanError) as error:
+                raise _damaged(f"plan switch {found.written} is damaged") from error
+            if switch.number != found.written or (found.written == 0 and switch.step):
+                raise _damaged(f"plan switch {found.written} is missing")
+            found.add(switch)
+        return found
+
+    def __bool__(self) -> bool:
+        return bool(self.switches)
+
+    def next_switch(self, step: int, plan: Plan, reason: str, **fields: bool) -> PlanSwitch:
+        """Returns the switch to write next; `add` it after it is in the journal."""
+        return PlanSwitch(step, plan, reason, number=self.written, **fields)
+
+    def add(self, switch: PlanSwitch) -> None:
+        """Adds a switch, which replaces those of its own and of later steps."""
+        self.switches = [*(one for one in self.switches if one.step < switch.step), switch]
+        self.written = switch.number + 1
+
+    def at(self, step: int) -> PlanSwitch:
+        """Returns the switch whose plan takes the step after `step` steps."""
+        return next(one for one in reversed(self.switches) if one.step <= step or one is self.switches[0])
+
+    def next_step(self, step: int) -> int | None:
+        """Returns the step of the first switch after `step`; None without one."""
+        return next((one.step for one in self.switches if one.step > step), None)
+
+    @property
+    def last(self) -> PlanSwitch:
+        return self.switches[-1]
+
+    @property
+    def plan_in_use(self) -> Plan:
+        """The last plan that isn't of a window."""
+        return next(one.plan for one in reversed(self.switches) if not one.is_window)
+
+    def without_search(self) -> list[PlanSwitch]:
+        """Returns the switches for the journal of a run that repeats this one."""
+        return [replace(one, number=number, is_searching=False) for number, one in enumerate(self.switches)]
+
+
+def _damaged(given: str) -> RunError:
+    return RunError(
+        f"the run's journal.jsonl is damaged: {given}",
+        expected="each switch of the plan, as hotloop wrote it",
+        fix="restore the file from a copy",
+    )
+
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -298,7 +538,7 @@ def _lines(path: Path, read: Callable[[Path], JournalRows], damages: list[str]) 
 
 def _coerced(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a valid row with finite numbers or None where texts of numbers were accepted, and events with a time."""
-    numbers = {key: float(v) for key, v in row.items() if isinstance(v, str) and key != "event" and _is_number(v)}
+    numbers = {key: float(v) for key, v in row.items() if isinstance(v, str) and key != "event" and is_number(v)}
     found = _with_finite_values(row | numbers)
     has_time = found.get("time") is not None or not {"event", "time"} & found.keys()
     return found if has_time else found | {"time": 0.0}
@@ -306,14 +546,6 @@ def _coerced(row: dict[str, Any]) -> dict[str, Any]:
 
 def _with_finite_values(row: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _latest(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:

@@ -23,14 +23,6 @@ TRUST_VARIABLE = "HOTLOOP_TRUST"
 """Environment variable; 1 trusts all runs, for unattended resumes on replacement machines."""
 
 
-def run_id(record: RunRecord | StudyRecord) -> str:
-    """Returns the run's id; for runs of older versions, a hash of name and creation time."""
-    if record.id:
-        return record.id
-    started = "\n".join(["before ids", record.name, record.created])
-    return hashlib.sha256(started.encode(errors="replace")).hexdigest()
-
-
 def require_trust(record: RunRecord | StudyRecord, path: Path, asked: bool, say: Callable[[str], None]) -> None:
     """Checks that a run's code may execute.
 
@@ -90,9 +82,8 @@ def check_trusted(record: RunRecord | StudyRecord, path: Path) -> None:
             expected="the files and the entry of that time",
             fix=f"put them back; or {fix}",
         )
-    age = "" if record.id else ", or by a version of hotloop that stored no ids"
     raise RunError(
-        f"{path} is a foreign run: it was started by somebody else, on another machine{age},"
+        f"{path} is a foreign run: it was started by somebody else or on another machine,"
         f" and {path / 'source'} holds code that would run now",
         expected="a run that you started here, or one that you trust",
         fix=fix,
@@ -108,7 +99,7 @@ def _trust_file(record: RunRecord | StudyRecord, path: Path) -> Path | None:
     folder, source = data_folder(), record.source
     entry = "" if source is None else json.dumps(source.model_dump(mode="json"), sort_keys=True)
     code = [hashlib.sha256(entry.encode(errors="replace")).hexdigest(), folder_digest(path / "source")]
-    parts = [run_id(record), "\n".join([run_id(record), *code])]
+    parts = [record.id, "\n".join([record.id, *code])]
     name = "-".join(hashlib.sha256(part.encode(errors="replace")).hexdigest()[:32] for part in parts)
     return None if folder is None else folder / "trusted" / name
 

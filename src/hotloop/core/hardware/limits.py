@@ -1,10 +1,13 @@
-"""This process's share of the machine: affinity, containers' limits (cgroups), kinds of cores."""
+"""What this process may use of the machine: cores (affinity, containers' limits), memory, and the allocator."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -151,3 +154,28 @@ def _free_address_space() -> int | None:
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
+
+
+GLIBC = "glibc"
+_SET_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+"""Environment variables that configure glibc's malloc."""
+
+
+def active_allocator() -> str | None:
+    """Returns `glibc` if a program can configure it; None for other allocators, or if the environment configures it."""
+    is_configured = any(map(os.environ.get, _SET_BY)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    return GLIBC if _is_glibc_malloc() and not is_configured else None
+
+
+@cache
+def _is_glibc_malloc() -> bool:
+    """Returns whether `malloc` is glibc's: preloaded jemalloc and tcmalloc replace it."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
+            return False
+        used, own = (ctypes.CDLL(name).malloc for name in (None, "libc.so.6"))
+    except (ValueError, OSError, AttributeError):  # another C library
+        return False
+    return ctypes.cast(used, ctypes.c_void_p).value == ctypes.cast(own, ctypes.c_void_p).value

@@ -1,4 +1,4 @@
-"""Facts of this machine from the operating system, drivers and torch, without measurements."""
+"""Facts of this machine from the operating system, drivers and torch, without measurements, and what results depend on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import shutil
 import sys
 from datetime import UTC, datetime
 
+import numpy as np
 import psutil
 import torch
 
 from hotloop import __version__
+from hotloop.core.float32_switches import read_switches
 from hotloop.core.hardware import limits
+from hotloop.core.hardware.devices import device_names
+from hotloop.core.number_formats import describe_switches
 from hotloop.core.records.hardware import PRECISIONS, Device, Figure, Processor
 
 # Vector and matrix extensions in torch's list, in the order of display.
@@ -60,7 +64,10 @@ def describe_device(name: str, vectors: tuple[str, ...]) -> Device:
 
 def _identity(kind: str, index: int, vectors: tuple[str, ...]) -> tuple[str | None, str | None, tuple[str, ...]]:
     if kind == "cuda":
-        return _cuda(index)
+        facts = torch.cuda.get_device_properties(index)
+        amd = facts.gcnArchName if torch.version.hip else None
+        precisions = cuda_precisions((facts.major, facts.minor), amd)
+        return facts.name, amd or f"{facts.major}.{facts.minor}", precisions
     if kind == "xpu":
         return _xpu(index)
     if kind == "mps":
@@ -77,7 +84,10 @@ def device_free_bytes(device: torch.device) -> int | None:
 
 def _device_memory(kind: str, index: int) -> tuple[int | None, int | None]:
     if kind == "cpu":
-        return _host_memory()
+        memory, within = psutil.virtual_memory(), limits.cgroup_limits()
+        total = min(memory.total, within.memory_bytes or memory.total)
+        room = memory.available if within.free_bytes is None else within.free_bytes
+        return total, min(memory.available, room)
     if kind == "mps":
         total = torch.mps.recommended_max_memory()
         return total, max(0, total - torch.mps.driver_allocated_memory())
@@ -96,13 +106,6 @@ def current_time() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _host_memory() -> tuple[int, int]:
-    memory, within = psutil.virtual_memory(), limits.cgroup_limits()
-    total = min(memory.total, within.memory_bytes or memory.total)
-    room = memory.available if within.free_bytes is None else within.free_bytes
-    return total, min(memory.available, room)
-
-
 def cpu_precisions(vectors: tuple[str, ...]) -> tuple[str, ...]:
     """Returns fp32 and fp64, and bf16 and fp16 if the CPU has instructions: emulation is slow."""
     half = {
@@ -119,12 +122,6 @@ def cuda_precisions(capability: tuple[int, int], amd: str | None) -> tuple[str, 
     tf32 = amd.startswith(("gfx94", "gfx95")) if amd else capability >= (8, 0)
     has = {"bf16": bf16, "tf32": tf32}
     return tuple(precision for precision in PRECISIONS if has.get(precision, True))
-
-
-def _cuda(index: int) -> tuple[str, str, tuple[str, ...]]:
-    facts = torch.cuda.get_device_properties(index)
-    amd = facts.gcnArchName if torch.version.hip else None
-    return facts.name, amd or f"{facts.major}.{facts.minor}", cuda_precisions((facts.major, facts.minor), amd)
 
 
 def _xpu(index: int) -> tuple[str, None, tuple[str, ...]]:
@@ -177,3 +174,33 @@ def compiler_build() -> str | None:
 
 def operating_system() -> str:
     return f"{platform.system()} {platform.release()}"
+
+
+def result_versions() -> dict[str, str]:
+    return {
+        "hotloop": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def machine_name() -> str:
+    """Returns a text with processor, this process's cores, torch's threads and kernels, and accelerators."""
+    processor = read_processor()
+    found = [describe_device(name, processor.vectors) for name in device_names() if name != "cpu"]
+    cores = f"{processor.model or processor.architecture}, {processor.allowed_cores} cores"
+    if processor.quota_cores is not None:
+        cores += f" for the time of {processor.quota_cores:g}"
+    used = f"{torch.get_num_threads()} threads, {processor.kernels} kernels"
+    return ", ".join([cores, used, *(device.model or device.name for device in found)])
+
+
+def speed_versions() -> dict[str, str]:
+    """Returns the versions and settings that speeds depend on: `result_versions`, the C++ compiler, NVIDIA's driver, a
+    configurable allocator, and float32 switches that differ from torch's defaults.
+    """
+    driver = nvidia_gpus()[1] if any(name.startswith("cuda") for name in device_names()) else None
+    found = {"compiler": compiler_build(), "nvidia_driver": driver, "allocator": limits.active_allocator()}
+    found["switches"] = describe_switches(read_switches()) or None
+    return result_versions() | {name: version for name, version in found.items() if version is not None}

@@ -37,12 +37,9 @@ class CpuUsage:
 
     @classmethod
     def now(cls) -> CpuUsage:
-        return cls(time.monotonic(), sum(_busy_s(times) for times in _core_times()), _own_cpu_s())
-
-
-def _core_times() -> list[Any]:
-    every = psutil.cpu_times(percpu=True)
-    return [every[core] for core in allowed_cores() if core < len(every)] or every
+        every = psutil.cpu_times(percpu=True)
+        cores = [every[core] for core in allowed_cores() if core < len(every)] or every
+        return cls(time.monotonic(), sum(map(_busy_s, cores)), _own_cpu_s())
 
 
 def _busy_s(times: Any) -> float:

@@ -1,14 +1,24 @@
-"""Collects the facts of this machine as a Hardware record."""
+"""Collects the facts of this machine as a Hardware record; measured speeds are cached in the user's cache folder."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import platform
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from hotloop.core.hardware import allocators, benchmarks, machine, speed_cache
+import torch
+
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.files.user_folders import cache_folder, key_digest
+from hotloop.core.hardware import benchmarks, limits, machine
 from hotloop.core.hardware.devices import check_device, device_names
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
-from hotloop.core.records.hardware import Device, Hardware, Speed
+from hotloop.core.records.hardware import Device, Hardware, Processor, Speed
+from hotloop.errors import HotloopError
 
 __all__ = ["ProbeProgress", "check_device", "device_names", "measure_hardware", "probe_hardware"]
 
@@ -34,12 +44,12 @@ def measure_hardware(
     names = device_names() if device is None else [str(check_device(device))]
     processor = machine.read_processor()
     found = [machine.describe_device(name, processor.vectors) for name in names]
-    keys = {one.name: speed_cache.speed_key(one, processor) for one in found}
+    keys = {one.name: speed_key(one, processor) for one in found}
     notes: list[str] = []
 
     speeds: dict[str, Speed] = {}
     for one in [] if refresh else found:
-        stored, remarks = speed_cache.read_speed(keys[one.name])
+        stored, remarks = read_speed(keys[one.name])
         notes += remarks
         if stored is not None:
             speeds[one.name] = stored
@@ -56,7 +66,7 @@ def measure_hardware(
         if (
             benchmarks.is_complete(one, taken) and not load.busy()
         ):  # a missing figure may have a passing cause, such as a full device
-            notes += speed_cache.write_speed(keys[one.name], taken, remarks)
+            notes += write_speed(keys[one.name], taken, remarks)
     counter.end()
     busy = load.busy() if missing else ""
 
@@ -67,7 +77,7 @@ def measure_hardware(
         devices=tuple(replace(one, speed=speeds[one.name]) for one in found),
         versions=machine.library_versions(driver),
         compiler=machine.find_compiler(),
-        allocator=allocators.active_allocator(),
+        allocator=limits.active_allocator(),
         unused_gpus=() if any(name.startswith("cuda") for name in device_names()) else tuple(gpus),
         notes=tuple(notes),
         busy=busy,
@@ -93,7 +103,7 @@ def probe_hardware(device: str = "cpu") -> Hardware:
         ),
         versions=machine.library_versions(None),
         compiler=machine.find_compiler(),
-        allocator=allocators.active_allocator(),
+        allocator=limits.active_allocator(),
     )
 
 
@@ -112,3 +122,49 @@ class _Counter:
     def end(self) -> None:
         if self.progress and self.total:
             self.progress("", self.total, self.total)
+
+
+def speed_folder() -> Path:
+    return cache_folder() / "devices"
+
+
+def speed_key(device: Device, processor: Processor) -> dict[str, Any]:
+    """Returns everything that a stored speed depends on; the host's name, for shared homes, as a hash."""
+    return {
+        "method": benchmarks.METHOD,
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
+        "device": device.name,
+        "model": device.model,
+        "precisions": list(device.precisions),
+        "processor": processor.model,
+        "threads": processor.threads,
+        "torch": torch.__version__,
+    }
+
+
+def read_speed(wanted: dict[str, Any]) -> tuple[Speed | None, list[str]]:
+    """Returns the stored speed or None, and notes, such as on a file that can't be used."""
+    path = _speed_file(wanted)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict) or stored.get("key") != wanted:
+            raise ValueError("its content does not match its name")
+        return Speed.from_dict(stored.get("speed")), [str(note) for note in stored.get("notes") or ()]
+    except FileNotFoundError:
+        return None, []
+    except (OSError, ValueError, HotloopError) as error:
+        return None, [f"the stored figures in {path} can't be used ({error}), so they were measured anew"]
+
+
+def write_speed(wanted: dict[str, Any], speed: Speed, notes: list[str]) -> list[str]:
+    """Stores a speed; returns a note after a failure."""
+    content = {"key": wanted, "speed": speed.to_dict(), "notes": notes}
+    try:
+        write_atomic(_speed_file(wanted), json.dumps(content, indent=2))
+    except HotloopError as error:
+        return [f"the measured figures couldn't be stored: {error.given}"]
+    return []
+
+
+def _speed_file(wanted: dict[str, Any]) -> Path:
+    return speed_folder() / f"{wanted['device'].replace(':', '')}-{key_digest(wanted)}.json"

@@ -98,7 +98,7 @@ class OwnedGenerators:
             return True
         return any(list(map(type, own.values())) != types for own, types in self._types)
 
-    def has_late_finds(self, *, thorough: bool = False) -> list[str]:
+    def late_finds(self, *, thorough: bool = False) -> list[str]:
         """Returns the paths of generators that were created since the last walk.
 
         Args:

@@ -38,6 +38,28 @@ class _Record:
 
 
 @dataclass(frozen=True)
+class _StoredRecord:
+    """A record with a form in JSON; messages name it by `what`."""
+
+    what: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Reads the result of `to_dict`, also after JSON; raises HotloopError for the first wrong field."""
+        from pydantic import TypeAdapter, ValidationError  # slow to import
+
+        try:
+            return TypeAdapter(cls).validate_python(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the record"
+            raise HotloopError(f"{where} of {cls.what}: {first['msg']}", expected="a record of to_dict()") from None
+
+
+@dataclass(frozen=True)
 class OperatorCost(_Record):
     """One call of an operator, and the number of equal calls in the step.
 
@@ -89,7 +111,7 @@ class OperatorCost(_Record):
 
 
 @dataclass(frozen=True)
-class StepCosts(_Record):
+class StepCosts(_StoredRecord, _Record):
     """One training step of a batch: forward, backward and update.
 
     Attributes:
@@ -111,6 +133,8 @@ class StepCosts(_Record):
         parameter_tensors: trainable ones.
         notes: what was estimated or left out, a line each.
     """
+
+    what = "a step's costs"
 
     operators: tuple[OperatorCost, ...]
     batch_size: int
@@ -148,17 +172,32 @@ class StepCosts(_Record):
     def in_phase(self, phase: StepPhase) -> Iterator[OperatorCost]:
         return (one for one in self.operators if one.phase == phase)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """Reads the result of `to_dict`, also after JSON; raises HotloopError for the first wrong field."""
-        from pydantic import TypeAdapter, ValidationError  # slow to import
+Points = tuple[tuple[tuple[float, ...], float], ...]
 
-        try:
-            return TypeAdapter(cls).validate_python(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the record"
-            raise HotloopError(f"{where} of a step's costs: {first['msg']}", expected="a record of to_dict()") from None
+
+@dataclass(frozen=True)
+class CpuRates(_StoredRecord):
+    """What small probes take on a CPU.
+
+    Attributes:
+        products: by operator and phase, such as `aten.mm/backward`: ((shape as in `OperatorCost`), FLOP/s) a probe.
+        traffic: by operator, such as `aten.relu`: ((bytes read and written), seconds) a probe.
+        overhead_s: seconds of the host: `view`, a view in the forward pass; `node`, in the backward pass; `module`, a
+            module's call; `parameter`, of an update, beside its operators; `optimizer`, an update beside its parameters;
+            `engine`, a backward pass beside its nodes.
+        fault_s: seconds per byte of new memory, which the system zeroes.
+        cold_s: seconds per byte that a tensor takes longer to read and write from main memory than from a cache.
+        cache_bytes: of the last-level cache.
+        threads: of one operation.
+    """
+
+    what = "a CPU's rates"
+
+    products: dict[str, Points]
+    traffic: dict[str, Points]
+    overhead_s: dict[str, float]
+    fault_s: float
+    cold_s: float
+    cache_bytes: int
+    threads: int = 1

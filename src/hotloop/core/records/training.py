@@ -133,22 +133,21 @@ class RunRecord(Record):
     """The description of a run folder (`run.json`).
 
     Attributes:
-        id: of this run and its copies; empty in runs of older versions.
+        id: of this run and its copies.
         source: how to load the Task from the folder; None for a Task made in Python.
         overrides: Task fields set by the command, such as `epochs`.
         checkpoint_every: `auto`, a number of steps, or seconds as `90s`.
         reader: how the Task's input files are read, with the statistics of the training data, and the `digest` of the
             files; empty for data without files.
         has_class_scores: whether the model's outputs are class scores, by the loss.
-        switches: torch's float32 switches at the run's start, such as `cudnn.conv: tf32`; empty in runs of older
-            versions.
+        switches: torch's float32 switches at the run's start, such as `cudnn.conv: tf32`.
         rehearsals: a line for each rehearsal of the resume, or why there was none.
-        data: hash of the training, validation and test data; empty in runs of older versions.
+        data: hash of the training, validation and test data.
         unknown_data: types of data whose samples `data` doesn't cover, such as a data set of the user's own.
     """
 
     version: int = 1
-    id: str = ""
+    id: str
     name: str
     created: str
     source: SourceRecord | None

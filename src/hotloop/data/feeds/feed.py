@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hotloop.core.processes.signals import StopRequested
+from hotloop.core.processes import StopRequested
 from hotloop.core.random.generators import OwnedGenerators
 from hotloop.core.random.rng import RandomStreams, preserve_generators, seed_for
 from hotloop.data.augment import Draws
@@ -282,7 +282,7 @@ class StreamFeed:
         )
 
     def _begin(self, streams: RandomStreams, epoch: int, number: int) -> None:
-        self._owned_generators.has_late_finds()
+        self._owned_generators.late_finds()
         self._owned_generators.seed(streams.reseed("stream", epoch, number))
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
-from hotloop.core.processes.signals import HANGUP
+from hotloop.core.processes import HANGUP
 from hotloop.data.seeded_dataset import show_dataset
 
 Check = Callable[[], None]

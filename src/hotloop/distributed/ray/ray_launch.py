@@ -16,8 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hotloop.core.processes.signals import STOP_SIGNALS, signal_handlers
-from hotloop.distributed.launch import LOOPBACK, Report, launch_until_done, open_store
+from hotloop.core.processes import STOP_SIGNALS, signal_handlers
+from hotloop.core.reporter import Say
+from hotloop.distributed.launch import LOOPBACK, launch_until_done, open_store
 from hotloop.distributed.ray.actor import RankActor, RankStatus
 from hotloop.distributed.ray.cluster import connect, translate_ray_errors
 from hotloop.errors import PlanError
@@ -31,7 +32,7 @@ _LOST_STATUS = RankStatus(exitcode=-signal.SIGKILL)
 """Status of a rank whose actor or machine has ended."""
 
 
-def launch_on_ray(plan: Plan, command: list[str], say: Report) -> tuple[str, int]:
+def launch_on_ray(plan: Plan, command: list[str], say: Say) -> tuple[str, int]:
     """Runs a command of hotloop as ranks in a Ray cluster, see `connect`; otherwise like `launch`.
 
     All machines must share the current folder and the folder of the run.
@@ -120,7 +121,7 @@ def _rank_count(ray: Any, plan: Plan, kind: str) -> int:
 
 
 @contextmanager
-def _reserve(ray: Any, ranks: int, kind: str, say: Report) -> Iterator[Any]:
+def _reserve(ray: Any, ranks: int, kind: str, say: Say) -> Iterator[Any]:
     """Reserves a core or GPU for each rank in one step, so that two trainings never wait for each other."""
     bundle = {"CPU": 1, "GPU": 1} if kind == "cuda" else {"CPU": 1}
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
@@ -131,7 +132,7 @@ def _reserve(ray: Any, ranks: int, kind: str, say: Report) -> Iterator[Any]:
         ray.util.remove_placement_group(group)
 
 
-def _wait_for(group: Any, say: Report) -> None:
+def _wait_for(group: Any, say: Say) -> None:
     """Waits until Ray has placed all ranks, also after the loss of a machine."""
     if group.wait(_PATIENCE_S):
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from hotloop.core.processes.compile_process import CompileProcess
+from hotloop.core.processes import CompileProcess
 from hotloop.tuning.live.spare_time import SpareTime
 
 _MOST_LOSS = 0.02

@@ -7,18 +7,19 @@ The module object, its class, hooks, parameters and `state_dict()` stay the scri
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hotloop.core.processes.compile_process import CompileProcess
+from hotloop.core.processes import CompileProcess
 from hotloop.errors import describe_error
 from hotloop.exchanges.modules.module_call import (
     RecordedCall,
@@ -32,9 +33,9 @@ from hotloop.exchanges.modules.module_limits import (
     why_short_of_memory,
     why_unfit_leaves,
 )
-from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
 from hotloop.exchanges.windows.paired_times import Seconds
+from hotloop.margins import TYPICAL_LIMIT, WORST_LIMIT
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
 
@@ -473,3 +474,38 @@ def _first_line(error: BaseException) -> str:
     while (inside := getattr(error, "inner_exception", None)) is not None:
         error = inside
     return describe_error(error).splitlines()[0][:200]
+
+
+_JUDGED_CALLS = 3
+"""Compared calls of which the median error counts."""
+
+
+class ModuleErrors:
+    """Errors of each tensor against float64 in the last calls, in multiples of the noise floor."""
+
+    def __init__(self) -> None:
+        self._errors: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_JUDGED_CALLS))
+        self._calls = 0
+
+    def add(self, errors: Mapping[str, float]) -> str:
+        """Adds the errors of one call; returns what is clearly wrong, or an empty string."""
+        self._calls += bool(errors)
+        for name, error in errors.items():
+            self._errors[name].append(error)
+        name, worst = max(errors.items(), key=lambda item: item[1], default=("", 0.0))
+        if worst > WORST_LIMIT:
+            return f"the error of its {name} is {worst:.3g} times the noise floor of the script's own"
+        return self.verdict() if self.is_enough else ""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the median of enough calls is known."""
+        return self._calls >= _JUDGED_CALLS
+
+    def verdict(self) -> str:
+        """Returns what is typically wrong; empty if nothing is."""
+        typical = {name: statistics.median(errors) for name, errors in self._errors.items()}
+        name, worst = max(typical.items(), key=lambda item: item[1], default=("", 0.0))
+        if worst > TYPICAL_LIMIT:
+            return f"the typical error of its {name} is {worst:.3g} times the noise floor of the script's own"
+        return ""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hotloop.core.hardware.allocators import active_allocator
+from hotloop.core.hardware.limits import active_allocator
 from hotloop.lowering.transforms.allocator import keep_freed_memory, leave_freed_memory
 from hotloop.margins import MARGIN
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling, worker
 
 from hotloop.core.patches import Patches
-from hotloop.core.processes.parent_death import end_with_parent
+from hotloop.core.processes import end_with_parent
 from hotloop.core.random.rng import generator_states
 from hotloop.errors import describe_error
 from hotloop.exchanges.dataset_watch import DatasetWatch

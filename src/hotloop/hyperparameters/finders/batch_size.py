@@ -15,7 +15,7 @@ import torch
 from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.records.study import BatchSizeRange, BatchSizeTrial, Value
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.errors import HotloopError, describe_error, is_out_of_memory
 from hotloop.hyperparameters.finders.finder_task import load_finder_task, rules_plan
 from hotloop.hyperparameters.study_options import TaskSource
@@ -76,7 +76,7 @@ def measure_batch_sizes(
     values: Mapping[str, Value],
     axes: Mapping[str, Any],
     name: str,
-    say: Report,
+    say: Say,
 ) -> BatchSizeRange:
     """Doubles the batch size until it exceeds the data, the memory or the predicted memory.
 

@@ -10,7 +10,7 @@ from typing import Any
 from hotloop.core.files.source_files import split_reference
 from hotloop.core.hardware.limits import allowed_cores
 from hotloop.core.records.study import BatchSizeRange, LearningRateRange
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
 from hotloop.errors import HotloopError, StudyError, did_you_mean
 from hotloop.hyperparameters.finders.batch_size import measure_batch_sizes
@@ -87,7 +87,7 @@ def _find_from_python(
     progress: bool,
 ) -> LearningRateRange | BatchSizeRange:
     axes = {} if device is None else {"device": device}
-    say: Report = _say if progress else lambda line: None
+    say: Say = _say if progress else lambda line: None
     return find(what, TaskSource.from_value(make_task), parse_space(arguments or {}), axes, page, say)
 
 
@@ -96,7 +96,7 @@ def _say(line: str) -> None:
 
 
 def find(
-    what: str, source: TaskSource, space: Space, axes: Mapping[str, Any], page: Path | None, say: Report
+    what: str, source: TaskSource, space: Space, axes: Mapping[str, Any], page: Path | None, say: Say
 ) -> LearningRateRange | BatchSizeRange:
     """Finds a learning rate (`lr`) or a batch size (`batch-size`).
 

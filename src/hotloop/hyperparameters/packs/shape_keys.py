@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers
+from hotloop.core.task_parts.optimizers import NamedOptimizers
 from hotloop.data.sources import Stream
 from hotloop.lowering.eager_step import needs_closure
 from hotloop.task import Task

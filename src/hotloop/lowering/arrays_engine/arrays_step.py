@@ -18,7 +18,7 @@ from torch import Tensor
 from hotloop.arrays.dense import Dropout, Embedding
 from hotloop.arrays.layer import shape_after
 from hotloop.arrays.optimizers import Memory, Optimizer
-from hotloop.core.task_parts.module_modes import modules_in_eval
+from hotloop.core.task_parts.models import modules_in_eval
 from hotloop.errors import DataError, PlanError, TaskError, type_name
 from hotloop.lowering.arrays_engine.conversion import (
     as_array,

@@ -18,7 +18,7 @@ from hotloop import arrays
 from hotloop.arrays.backend import namespace
 from hotloop.arrays.graph import Graph
 from hotloop.arrays.layer import Layer
-from hotloop.core.task_parts.loss_info import LossInfo
+from hotloop.core.task_parts.losses import LossInfo
 from hotloop.lowering.arrays_engine.graph_trace import LayerCall, module_label, trace_layers, unsupported_error
 
 

@@ -72,6 +72,6 @@ def _batch_parts_name(parts: LoweringContext) -> str:
     plan = parts.plan
     if plan.parallel == "stages" and plan.microbatches != 1:
         return "the microbatches of each batch"
-    if not parts.world.is_single and parts.is_joint.is_single:
+    if not parts.world.is_single and parts.joint_ranks.is_single:
         return "the ranks' rows of each batch"
     return "the pieces of each batch" if plan.accumulation > 1 else ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hotloop.core.task_parts.optimizer_state import has_own_state_dict, inner_optimizers
+from hotloop.core.task_parts.optimizers import has_own_state_dict, inner_optimizers
 from hotloop.errors import PlanError, TaskError
 from hotloop.lowering.context import LoweringContext
 

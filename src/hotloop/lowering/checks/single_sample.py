@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from hotloop.core.random.rng import RandomStreams, preserve_generators
-from hotloop.core.task_parts.model_copy import copy_model
+from hotloop.core.task_parts.models import copy_model
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.order import rank_bounds
@@ -62,7 +62,7 @@ def _smallest_part(parts: LoweringContext, sizes: set[int]) -> int:
     """Returns the smallest nonzero number of samples of a piece or of a rank's part, for batches of these sizes."""
     smallest = min(sizes)
     for size in sizes:
-        ranks = parts.is_dealt.ranks
+        ranks = parts.evaluation_ranks.ranks
         edges = [
             *itertools.pairwise(piece_bounds(size, parts.plan.accumulation)),
             *(rank_bounds(size, rank, ranks) for rank in range(ranks)),

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
 from hotloop.core.state import bytes_of
-from hotloop.core.task_parts.memory_layout import share_memory
+from hotloop.core.task_parts.models import share_memory
 from hotloop.lowering.object_state.side_effects import capture_error
 
 

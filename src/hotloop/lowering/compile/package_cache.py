@@ -23,7 +23,7 @@ from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.package_use import PackageUse
 from hotloop.core.files.user_folders import cache_folder, foreign_access, make_private_folder
 from hotloop.core.hardware import machine
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.errors import HotloopError, describe_error
 from hotloop.lowering.compile.capture import CapturedStep, StepCapture
 from hotloop.lowering.compile.guards import constant_contents
@@ -41,7 +41,7 @@ NOT_CACHED = "the package isn't cached for later runs"
 
 
 def load_or_build_package(
-    captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Report, use: PackageUse
+    captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Say, use: PackageUse
 ) -> Callable[[list[Tensor]], Any]:
     """Returns the captured step as a program from a package, cached or new.
 
@@ -137,7 +137,7 @@ def _load_package(path: Path) -> Callable[[list[Tensor]], Any]:
     return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
 
 
-def _build_package(captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Report) -> bytes:
+def _build_package(captured: CapturedStep, device: torch.device, options: dict[str, Any], say: Say) -> bytes:
     from torch._inductor.package import package_aoti
 
     with redirect_stdout(io.StringIO()), inductor_patches(device, say):

@@ -32,7 +32,7 @@ def user_sample_numbers(program: Program, position: Position) -> Tensor | None:
 
 def rank_sample_numbers(program: Program, position: Position) -> Tensor | None:
     """Returns the numbers of the rank's samples: int64 (rows,); a rank without rows computes the first sample."""
-    numbers, world = user_sample_numbers(program, position), program.parts.is_dealt
+    numbers, world = user_sample_numbers(program, position), program.parts.evaluation_ranks
     if numbers is None:
         return None
     first, last = rank_bounds(len(numbers), world.rank, world.ranks)

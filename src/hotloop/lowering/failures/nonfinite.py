@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.state import Position
-from hotloop.core.task_parts.named_optimizers import owner_optimizer
+from hotloop.core.task_parts.optimizers import owner_optimizer
 from hotloop.data.sources import Source
 from hotloop.errors import HotloopError, NonFiniteError, describe_error
 from hotloop.lowering.evaluation import evaluate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.errors import PlanError
-from hotloop.plan import Plan
-
-_COMPENSATION = 0.04
-"""Value for images in the paper of `StalenessPolicy.compensation`."""
 
 
 @dataclass(frozen=True)
@@ -26,26 +21,14 @@ class StalenessPolicy:
             for no bound.
         divide: whether the step size is divided by the staleness, the number of updates since the assignment
             (Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning, 2015, arXiv 1511.05950).
-        compensation: lambda of `g + lambda * g * g * (w_now - w_then)`, an estimate of the gradient at the present
-            parameters (Zheng et al.: Asynchronous stochastic gradient descent with delay compensation, 2016, arXiv
-            1609.08326); 0 for none.
     """
 
     bound: int | None = None
     divide: bool = True
-    compensation: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bound is not None and self.bound < 0:
             raise PlanError(f"a staleness bound of {self.bound}", expected="0 or more, or None")
-        if not (math.isfinite(self.compensation) and self.compensation >= 0):
-            raise PlanError(f"compensation={self.compensation}", expected="0 or more, such as 0.04")
-
-    @classmethod
-    def from_plan(cls, plan: Plan) -> StalenessPolicy:
-        """Returns the plan's policy."""
-        compensation = _COMPENSATION if plan.correction in ("compensate", "both") else 0.0
-        return cls(plan.staleness, plan.correction in ("divide", "both"), compensation)
 
     def factor(self, staleness: int) -> float:
         """Returns the factor of the step size."""
@@ -72,7 +55,7 @@ class ParameterServer:
     Args:
         model: the model to train.
         optimizer: of torch; its step size is the Task's, and is restored after each update.
-        clip: clips the corrected gradients in place.
+        clip: clips the gradients in place.
 
     Attributes:
         version: number of updates.
@@ -102,17 +85,17 @@ class ParameterServer:
         return self._copy
 
     @torch.no_grad()
-    def update(self, gradients: Sequence[Tensor | None], then: WeightVersion, buffers: Sequence[Tensor] = ()) -> int:
+    def update(self, gradients: Sequence[Tensor | None], version: int, buffers: Sequence[Tensor] = ()) -> int:
         """Updates the parameters; returns the staleness of the gradients.
 
         Args:
             gradients: of each parameter, in the model's order; None for a parameter without gradient.
-            then: the weights that they were computed with.
+            version: of the weights that they were computed with.
             buffers: the worker's buffers; they replace the present ones.
         """
-        staleness = self.version - then.version
-        for parameter, gradient, old in zip(self._parameters, gradients, then.parameters, strict=True):
-            parameter.grad = None if gradient is None else self._correct(gradient, parameter, old, staleness)
+        staleness = self.version - version
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         self._clip()
         with self._step_size(self.policy.factor(staleness)):
             self.optimizer.step()
@@ -125,12 +108,6 @@ class ParameterServer:
         """Counts a change of the parameters."""
         self.version += 1
         self._copy = None
-
-    def _correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int) -> Tensor:
-        gradient, strength = gradient.to(now.device), self.policy.compensation
-        if not strength or not staleness:
-            return gradient
-        return gradient + strength * gradient * gradient * (now - then.to(now.device))
 
     @contextmanager
     def _step_size(self, factor: float) -> Iterator[None]:

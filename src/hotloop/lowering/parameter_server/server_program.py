@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.core.state import State
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.loader_workers import Check, never_stop
@@ -24,9 +24,8 @@ from hotloop.lowering.parameter_server.scheduler import (
     WorkerAnswer,
     WorkerLost,
     WorkerPool,
-    WorkItem,
 )
-from hotloop.lowering.parameter_server.server import ParameterServer, StalenessPolicy, WeightVersion
+from hotloop.lowering.parameter_server.server import ParameterServer, StalenessPolicy
 from hotloop.lowering.program import Program
 
 _PATIENCE_S = 5.0
@@ -49,14 +48,13 @@ class ServerStep(EagerStep):
         self.server = ParameterServer(parts.model, self.optimizer, policy, lambda: self.clip(self._trainable))
         self.staleness: dict[int, int] = {}
 
-    def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
-        gradient, then = batch
-        staleness = self.server.update(gradient.gradients, then, gradient.buffers)
+    def __call__(self, batch: Gradient, samples: int, step: int) -> Tensor:
+        staleness = self.server.update(batch.gradients, batch.work.version, batch.buffers)
         self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
         self.step_schedule()
         if self.average:
             self.update_average(list(self.average.values()), self._averaged)
-        loss, scalars, weight = to_device((gradient.loss, gradient.scalars, gradient.weight), self.parts.device)
+        loss, scalars, weight = to_device((batch.loss, batch.scalars, batch.weight), self.parts.device)
         self._add(loss, scalars, weight)
         self.sums["samples"] += samples
         return cast(Tensor, loss)
@@ -67,7 +65,7 @@ class ServerStep(EagerStep):
 
 
 class GradientFeed:
-    """Assigns batches to workers, and yields `((gradient, its weights), samples)` as they come.
+    """Assigns batches to workers, and yields `(gradient, samples)` as they come.
 
     Each epoch begins and ends with all its batches counted once.
 
@@ -79,7 +77,7 @@ class GradientFeed:
         limit_s: the longest wait for an answer, in seconds; None derives the limit from the longest wait so far.
     """
 
-    def __init__(self, order: Order, server: ParameterServer, say: Report) -> None:
+    def __init__(self, order: Order, server: ParameterServer, say: Say) -> None:
         self.batches: int | None = order.batches
         self.reseeds = False
         self.crew: WorkerPool | None = None
@@ -90,14 +88,13 @@ class GradientFeed:
         self._longest_s = 0.0
         self._server, self._say = server, say
         self._free: list[int] = []
-        self._assigned: dict[int, tuple[WorkItem, WeightVersion]] = {}
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         if self.crew is None:
             raise PlanError(
                 "no worker computes the gradients of this Program",
                 expected="workers, which hotloop.fit and hotloop train start",
-                fix="use one of these, or hotloop.asynchronous.simulation",
+                fix="use one of these, or simulate_training of hotloop.lowering.parameter_server.workers.simulation",
             )
         assert self.batches is not None
         self.ledger.begin_epoch(epoch, start, self.batches)
@@ -111,10 +108,8 @@ class GradientFeed:
                 self._release_worker(worker, answer.reason)
                 continue
             self._free.append(worker)
-            if isinstance(answer, Gradient):
-                _, weights = self._assigned.pop(worker)
-                if self.ledger.count(worker, answer.work):
-                    yield (answer, weights), answer.samples
+            if isinstance(answer, Gradient) and self.ledger.count(worker, answer.work):
+                yield answer, answer.samples
 
     def _next_answer(self, crew: WorkerPool) -> tuple[int, WorkerAnswer]:
         """Returns the next answer.
@@ -163,13 +158,11 @@ class GradientFeed:
             if work is None:
                 waiting.append(worker)
                 continue
-            self._assigned[worker] = work, self._server.weights()
-            crew.submit(worker, *self._assigned[worker])
+            crew.submit(worker, work, self._server.weights())
         self._free = waiting
 
     def _release_worker(self, worker: int, why: str) -> None:
         self.lost += 1
-        self._assigned.pop(worker, None)
         if worker in self._free:
             self._free.remove(worker)
         batch = self.ledger.release_worker(worker)
@@ -178,7 +171,7 @@ class GradientFeed:
     def set_workers(self, crew: WorkerPool, limit_s: float | None = None) -> None:
         """Starts again with these workers; `limit_s` is that of the class."""
         self.crew, self.limit_s = crew, limit_s
-        self._free, self._assigned = [], {}
+        self._free = []
 
     def close(self) -> None:
         if self.crew is not None:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hotloop.core.random.generators import OwnedGenerators
 from hotloop.core.random.rng import RandomStreams, preserve_generators
 from hotloop.core.reporter import silence_loggers
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.models import set_training
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.errors import HotloopError, PlanError, describe_error, is_out_of_memory
 from hotloop.lowering.compile.inductor_patches.grouped_mm_strides import traceable_groups

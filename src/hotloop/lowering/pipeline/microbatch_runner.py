@@ -1,24 +1,136 @@
-"""Execution of batches by the stages of a model: one schedule for each shape of microbatches."""
+"""Execution of batches by the stages of a model: torch's schedule for each shape of microbatches, and
+random draws as in one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotloop.distributed.wrappers.global_batch_rng import BatchDimension, DrawPattern, RandomOp
 from hotloop.errors import PlanError
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.pipeline.graph_split import GraphPiece, LossModule, TensorLeaves
 from hotloop.lowering.pipeline.ownership import StageOwnership
-from hotloop.lowering.pipeline.partition import StageChain, microbatch_rows, names_in_piece, stage_count
+from hotloop.lowering.pipeline.partition import StageChain, microbatch_rows, names_in_piece
 from hotloop.lowering.pipeline.piece_costs import ContextFactory
-from hotloop.lowering.pipeline.relay import MicrobatchSchedule, ReadyStage, ScheduledRng, leaf_name, microbatch_runs
 from hotloop.lowering.transforms.precision import autocast_context
 from hotloop.task import StepResult
+
+_ROWS = "rows"
+
+
+class MicrobatchSchedule:
+    """Runs microbatches of equal size through all stages.
+
+    Args:
+        stage: the stage of this rank.
+        leaves: indices of the batch's tensors that it uses.
+        loss: `(outputs of the last stage, share)` -> the microbatch's part of the loss; None for a forward pass alone.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        leaves: Sequence[int],
+        pipeline: str,
+        microbatches: int,
+        loss: Callable[[Any, Tensor], Tensor] | None,
+    ) -> None:
+        self._leaves = leaves
+        alternating = loss is not None and pipeline == "1f1b" and microbatches >= stage.num_stages  # fewer are GPipe
+        schedule: Any = Schedule1F1B if alternating else ScheduleGPipe
+        self._schedule = schedule(stage, n_microbatches=microbatches, loss_fn=loss, scale_grads=False)
+
+    def __call__(self, leaves: Sequence[Tensor], first: int, shares: Tensor | None = None) -> None:
+        """Runs forward, and backward if there is a loss.
+
+        Args:
+            leaves: the batch's tensors, cut to the rows of these microbatches.
+            first: number of the first of these rows in the batch.
+            shares: each microbatch's share of the batch's loss: (microbatches,).
+        """
+        rows = torch.arange(first, first + len(leaves[0]))
+        values = {_ROWS: rows, **{leaf_name(place): leaves[place] for place in self._leaves}}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+                self._schedule.step(target=shares, return_outputs=False, **values)
+
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception):  # torch wraps a stage's error in one about shapes
+                raise error.__cause__ from None
+            raise
+
+
+def leaf_name(place: int) -> str:
+    """Returns the keyword under which a stage gets one of the batch's tensors."""
+    return f"leaf_{place}"
+
+
+class ScheduledRng:
+    """The draws of one rank's stage in a step.
+
+    Each rank draws for the whole batch and for all stages, since a generator reaches a later stage's state only by
+    drawing; the rank stores the draws of its own stage.
+
+    Args:
+        own: the stage of this rank.
+    """
+
+    def __init__(self, pattern: DrawPattern, own: int) -> None:
+        self._pattern, self._own = pattern, own
+        self._drawn: list[tuple[Tensor, BatchDimension | None]] = []
+
+    def draw(self, of_stages: Sequence[Sequence[RandomOp]], rows: int, samples: int) -> None:
+        """Draws for a batch from torch's generators.
+
+        Args:
+            of_stages: the operations of each stage, in order, for `rows` rows.
+        """
+        self._drawn = []
+        number = itertools.count()
+        for stage, drawings in enumerate(of_stages):
+            for drawing in drawings:
+                shape, along = self._pattern.whole_shape(drawing.shape, rows, samples, next(number))
+                value = drawing.draw(shape, along and along.order)
+                if stage == self._own:
+                    self._drawn.append((value, along))
+
+    def replay(self, first: int, rows: int) -> ReplayedDraws:
+        """Returns a context in which this rank's stage draws the numbers of these rows."""
+        return ReplayedDraws(iter(self._drawn), first, rows)
+
+
+class ReplayedDraws(TorchDispatchMode):
+    """Gives random operators the recorded draws in order.
+
+    Args:
+        drawn: for the whole batch, each with its dimension along the samples.
+        first, rows: of the batch.
+    """
+
+    def __init__(self, drawn: Iterator[tuple[Tensor, BatchDimension | None]], first: int, rows: int) -> None:
+        super().__init__()
+        self._drawn, self._first, self._rows = drawn, first, rows
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawing = RandomOp.of(function, args, kwargs or {})
+        if drawing is None:
+            return function(*args, **(kwargs or {}))
+        value, along = next(self._drawn)
+        if along is not None:
+            value = value.narrow(along.dim, self._first * along.each, self._rows * along.each)
+        return drawing.finish(args, value)
 
 
 class MicrobatchRunner:
@@ -26,9 +138,6 @@ class MicrobatchRunner:
 
     torch's pipelines take microbatches of one shape. A batch, or a remainder, of another shape is exported, cut and run
     separately, with the same result.
-
-    Attributes:
-        own: the stages of this rank.
     """
 
     def __init__(
@@ -39,7 +148,6 @@ class MicrobatchRunner:
         scheduled_rng: ScheduledRng | None,
     ) -> None:
         self._parts, self._objective, self._ownership, self._scheduled_rng = parts, objective, ownership, scheduled_rng
-        self.own = rank_stages(parts)
         self._chains: dict[Any, StageChain] = {}
         self._runs: dict[Any, MicrobatchSchedule] = {}
         self._outputs: list[tuple[Tensor, ...]] = []
@@ -74,14 +182,17 @@ class MicrobatchRunner:
         return results
 
     def _schedules(self, samples: int) -> list[tuple[int, int]]:
-        """Returns `(microbatches, rows of each)`; an evaluation's batch may be larger than a training batch."""
-        parts, size = self._parts, self._parts.splits.batch_size
-        blocks = [min(size, samples - first) for first in range(0, samples, size)]
-        return [
-            run
-            for block in blocks
-            for run in microbatch_runs(block, microbatch_rows(parts), parts.plan.pipeline, parts.world.ranks)
-        ]
+        """Returns `(microbatches, rows of each)` in order; one run of a torch schedule has microbatches of equal size.
+
+        The remainder of a batch is a run of its own. An evaluation's batch may be larger than a training batch.
+        """
+        size, rows = self._parts.splits.batch_size, microbatch_rows(self._parts)
+        runs = []
+        for first in range(0, samples, size):
+            whole, left = divmod(min(size, samples - first), rows)
+            runs += [(whole, rows)] if whole else []
+            runs += [(1, left)] if left else []
+        return runs
 
     def _draw(self, leaves: TensorLeaves, rows: int, training: bool) -> None:
         if self._scheduled_rng is not None:
@@ -92,9 +203,9 @@ class MicrobatchRunner:
         chain, parts = self._chain(like, training), self._parts
         if (id(chain), count) not in self._runs:
             loss = _loss_share if training else None
-            stations = [self._station(chain, stage) for stage in self.own]
+            leaves = chain.pieces[parts.world.rank].leaves
             self._runs[id(chain), count] = MicrobatchSchedule(
-                stations, len(chain.pieces), parts.device, parts.plan.pipeline, count, loss
+                self._stage(chain), leaves, parts.plan.pipeline, count, loss
             )
         return chain, self._runs[id(chain), count]
 
@@ -108,25 +219,28 @@ class MicrobatchRunner:
         with self._ownership.on_host(), torch.enable_grad():
             samples = [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in like]
             chain = StageChain.from_plan(self._parts, self._objective.train(training), samples)
-        for stage in self.own:
-            strange = [name for name in names_in_piece(chain.pieces[stage]) if name not in self._ownership.own]
-            if strange:
-                raise PlanError(
-                    f"parallel=stages: for {len(like[0])} samples {'in training' if training else 'in evaluation'}"
-                    f" stage {stage} uses {strange[0]!r}, which belongs to another",
-                    expected="the same modules in the same order for every batch",
-                    fix="use parallel=sharded",
-                )
+        stage = self._parts.world.rank
+        strange = [name for name in names_in_piece(chain.pieces[stage]) if name not in self._ownership.own]
+        if strange:
+            raise PlanError(
+                f"parallel=stages: for {len(like[0])} samples {'in training' if training else 'in evaluation'}"
+                f" stage {stage} uses {strange[0]!r}, which belongs to another",
+                expected="the same modules in the same order for every batch",
+                fix="use parallel=sharded",
+            )
         return chain
 
-    def _station(self, chain: StageChain, stage: int) -> ReadyStage:
+    def _stage(self, chain: StageChain) -> PipelineStage:
+        stage = self._parts.world.rank
         piece, shape = chain.pieces[stage], chain.piece_shapes[stage]
         _move_constants(piece, self._parts.device)
-        replay = None if self._scheduled_rng is None else partial(self._scheduled_rng.replay, stage)
+        replay = None if self._scheduled_rng is None else self._scheduled_rng.replay
         outputs = self._outputs if stage == len(chain.pieces) - 1 else None
         leading = [value.requires_grad for value in shape.leaving]
         module = _Stage(piece, partial(autocast_context, self._parts), replay, leading, outputs)
-        return ReadyStage(stage, module, piece.leaves, shape.arriving, shape.leaving)
+        return PipelineStage(
+            module, stage, len(chain.pieces), self._parts.device, input_args=shape.arriving, output_args=shape.leaving
+        )
 
 
 class _Stage(nn.Module):
@@ -158,10 +272,6 @@ class _Stage(nn.Module):
         if self._outputs is not None:
             self._outputs.append(tuple(value.detach() for value in left))
         return left
-
-
-def rank_stages(parts: LoweringContext) -> range:
-    return range(parts.world.rank, stage_count(parts), parts.world.ranks)
 
 
 def _loss_share(left: Any, share: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from hotloop.distributed.world import World
 
 
 class StageOwnership:
-    """The parameters and buffers of a model, of which each rank has those of its stages on its device.
+    """The parameters and buffers of a model, of which each rank has those of its stage on its device.
 
     Tensors of other ranks have their shape on the memory of a single number.
 

@@ -24,7 +24,6 @@ from hotloop.lowering.pipeline.piece_costs import (
     infer_piece_shapes,
     measure_pieces,
 )
-from hotloop.lowering.pipeline.relay import STAGES_PER_RANK
 from hotloop.lowering.transforms.accumulation import check_pieces
 from hotloop.lowering.transforms.precision import autocast_context
 
@@ -56,12 +55,12 @@ class StageChain:
         shapes = infer_piece_shapes(pieces, leaves, parts.device, partial(autocast_context, parts))
         return cls(traced, tuple(pieces), tuple(shapes))
 
-    def stage_holders(self, ranks: int) -> dict[str, set[int]]:
+    def stage_holders(self) -> dict[str, set[int]]:
         """Returns the ranks that use each parameter and buffer."""
         holders: dict[str, set[int]] = {}
         for stage, piece in enumerate(self.pieces):
             for name in names_in_piece(piece):
-                holders.setdefault(name, set()).add(stage % ranks)
+                holders.setdefault(name, set()).add(stage)
         return holders
 
 
@@ -69,11 +68,6 @@ def names_in_piece(piece: GraphPiece) -> list[str]:
     """Returns the names of the model's parameters and buffers in a piece."""
     values = itertools.chain(piece.body.named_parameters(), piece.body.named_buffers())
     return [name.removeprefix("model.") for name, _ in values if name.startswith("model.")]
-
-
-def stage_count(parts: LoweringContext) -> int:
-    """Returns the number of stages of all ranks."""
-    return parts.world.ranks * (STAGES_PER_RANK if parts.plan.pipeline == "interleaved" else 1)
 
 
 def microbatch_rows(parts: LoweringContext) -> int:
@@ -138,7 +132,7 @@ def cut_positions(traced: TracedForward, split: str) -> list[int]:
 
 def _measure_split(parts: LoweringContext, objective: LossModule) -> tuple[str, list[str]]:
     """Returns the names of the stages' first modules, with commas between, and the lines to report."""
-    stages = stage_count(parts)
+    stages = parts.world.ranks
     leaves = example_leaves(parts, microbatch_rows(parts))
     traced = TracedForward.from_task(objective.train(), leaves)
     split = parts.plan.split
@@ -159,7 +153,7 @@ def _measure_split(parts: LoweringContext, objective: LossModule) -> tuple[str, 
             + (", ".join(map(repr, beginnings)) or "none of its modules")
             + " alone",
             expected="a chain of modules with parameters, each used after the one before",
-            fix=_fewer_stages(parts, len(beginnings) + 1),
+            fix=f"use --ranks {len(beginnings) + 1} or parallel=data" if beginnings else "use parallel=data",
         )
     with parts.during("measuring the layers", counted=False):
         costs = measure_pieces(
@@ -174,19 +168,10 @@ def _measure_split(parts: LoweringContext, objective: LossModule) -> tuple[str, 
         )
     names = list(beginnings)
     first_modules = [names[cut - 1] for cut in cuts]
-    return ",".join(first_modules), _describe_split(parts, costs, cuts, first_modules)
+    return ",".join(first_modules), _describe_split(costs, cuts, first_modules)
 
 
-def _fewer_stages(parts: LoweringContext, most: int) -> str:
-    ranks = most // (stage_count(parts) // parts.world.ranks)
-    advice = [f"--ranks {ranks}"] if ranks > 1 else []
-    advice += ["pipeline=1f1b"] if parts.plan.pipeline == "interleaved" and most > 1 else []
-    return f"use {' or '.join([*advice, 'parallel=data'])}"
-
-
-def _describe_split(
-    parts: LoweringContext, costs: Sequence[PieceCost], cuts: Sequence[int], names: Sequence[str]
-) -> list[str]:
+def _describe_split(costs: Sequence[PieceCost], cuts: Sequence[int], names: Sequence[str]) -> list[str]:
     total = sum(cost.seconds for cost in costs) or 1.0
     lines = []
     for stage, (first, last) in enumerate(itertools.pairwise([0, *cuts, len(costs)])):
@@ -194,8 +179,7 @@ def _describe_split(
         end = f"up to {names[stage]!r}" if stage < len(names) else "to the end"
         share = sum(cost.seconds for cost in costs[first:last]) / total
         weights = _format_mib(sum(cost.weights for cost in costs[first:last]))
-        rank = stage % parts.world.ranks
-        lines.append(f"stage {stage} on rank {rank}, {begin} {end}: {share:.0%} of the time, {weights} to train")
+        lines.append(f"stage {stage} on rank {stage}, {begin} {end}: {share:.0%} of the time, {weights} to train")
     return lines
 
 
@@ -208,12 +192,12 @@ def _stage_memory_bytes(parts: LoweringContext) -> float:
     if parts.device.type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(parts.device)
-    return _MEMORY_SHARE * free * parts.world.ranks / stage_count(parts)
+    return _MEMORY_SHARE * free
 
 
 def _microbatches_in_flight(parts: LoweringContext, stage: int) -> int:
     microbatches = parts.plan.microbatches or 1
-    return microbatches if parts.plan.pipeline == "gpipe" else min(microbatches, stage_count(parts) - stage)
+    return microbatches if parts.plan.pipeline == "gpipe" else min(microbatches, parts.world.ranks - stage)
 
 
 def _check_modules(model: nn.Module) -> None:

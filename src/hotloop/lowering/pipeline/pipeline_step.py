@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hotloop.core.state import State
-from hotloop.core.task_parts.loss_info import weight_mean
+from hotloop.core.task_parts.losses import weight_mean
 from hotloop.data.batch_tree import batch_length, map_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.distributed.wrappers.global_batch_rng import DrawPattern
@@ -22,10 +22,9 @@ from hotloop.lowering.checks.first_step import check_clipping, check_loss
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.lowering.pipeline.graph_split import LossModule, batch_leaves, draws_error, no_backward_error
-from hotloop.lowering.pipeline.microbatch_runner import MicrobatchRunner, rank_stages
+from hotloop.lowering.pipeline.microbatch_runner import MicrobatchRunner, ScheduledRng
 from hotloop.lowering.pipeline.ownership import StageOwnership
 from hotloop.lowering.pipeline.partition import StageChain, example_leaves, microbatch_rows, resolve_split
-from hotloop.lowering.pipeline.relay import ScheduledRng
 from hotloop.lowering.steps.data_parallel import find_joint_ops
 from hotloop.task import StepResult
 
@@ -48,7 +47,7 @@ class PipelineStep(EagerStep):
             raise no_backward_error(seen.scripted)
         parts = resolve_split(parts, objective)
         chain = StageChain.from_plan(parts, objective.train(), example_leaves(parts, microbatch_rows(parts)))
-        self._ownership = StageOwnership(parts.model, chain.stage_holders(parts.world.ranks), parts.world)
+        self._ownership = StageOwnership(parts.model, chain.stage_holders(), parts.world)
         self._ownership.move_to_owners(parts.device, objective.loss)
         super().__init__(parts)
         computed = chain.traced.result(chain.piece_shapes[-1].leaving)
@@ -68,7 +67,7 @@ class PipelineStep(EagerStep):
         if not odd and sum(len(seen.drawings) for seen in chain.piece_shapes) != pattern.count:
             odd = "what draws otherwise when it is exported"
         if not odd:
-            return ScheduledRng(pattern, rank_stages(self.parts))
+            return ScheduledRng(pattern, self.parts.world.rank)
         self.draws = self._step_draws(self.parts.device, rank=self.parts.world.rank)
         self.parts.say(f"each rank draws its own random numbers, which differ from those of one process: {odd}")
         return None

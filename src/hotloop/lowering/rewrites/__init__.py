@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from torch.fx import GraphModule
 
 from hotloop.errors import PlanError
-from hotloop.lowering.rewrites.conv_as_gemm import MAX_WEIGHTS, convolution_as_product
 from hotloop.lowering.rewrites.conv_in_pool import (
     MAX_TERMS,
     convolution_in_pooling,
@@ -19,12 +18,9 @@ from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_wh
 from hotloop.lowering.rewrites.mm_on_gpu import MOST_OF_SUM, product_as_sum, product_in_parts
 from hotloop.lowering.rewrites.pool_as_max import MAX_WINDOW as MOST_IN_WINDOW
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
-from hotloop.lowering.rewrites.pool_first import relu_after_pooling
 
 REWRITES: dict[str, Callable[[GraphModule], int]] = {
-    "pool_first": relu_after_pooling,
     "conv_in_pool": convolution_in_pooling,
-    "conv_as_gemm": convolution_as_product,
     "pool_as_max": pooling_as_maximum,
     "mm_by_onednn": product_by_onednn,
     "mm_as_sum": product_as_sum,
@@ -49,14 +45,12 @@ REWRITE_FUNCTIONS: dict[str, Callable[[GraphModule], int]] = {
 }
 """Rewrites of `all` on CPUs, in order: those that won in several networks, applied where they are likely to win.
 
-By name they apply everywhere. Rewrites that lost more often than they won are missing: see docs/how-to/faster.md.
+By name they apply everywhere.
 """
 
 EXPECTED_PATTERNS = {
-    "pool_first": "a ReLU whose only use is a max pooling",
     "conv_in_pool": "a 2d convolution of the input data whose only use is a max pooling as for pool_as_max, with at most "
     f"{MAX_TERMS} weights of a filter times window elements",
-    "conv_as_gemm": f"a 2d convolution of the input data with at most {MAX_WEIGHTS} weights in a filter",
     "pool_as_max": f"a 2d max pooling whose windows have at most {MOST_IN_WINDOW} elements and cover the image without overlap",
     "mm_by_onednn": "a product of two fp32 matrices of at least 2 MFLOP",
     "mm_as_sum": f"a product of two matrices of at most {MOST_OF_SUM:,} multiplications",

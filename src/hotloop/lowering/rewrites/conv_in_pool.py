@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-from hotloop.lowering.rewrites.conv_as_gemm import is_ordinary, sum_by_filter
 from hotloop.lowering.rewrites.fx_nodes import (
     argument_named,
     as_pair,
@@ -25,12 +24,12 @@ from hotloop.lowering.rewrites.fx_nodes import (
     fake_value,
     find_calls,
     insert_operations,
+    is_plain,
     operand_at,
     replace_node,
     result_part,
 )
 from hotloop.lowering.rewrites.pool_as_max import elementwise_maximum, pool_window
-from hotloop.lowering.rewrites.pool_first import gradient_gate, is_gradient, swap_relu_and_pool
 
 MAX_TERMS = 128
 """Numbers of a window times weights of a filter; each product is an operation to compile.
@@ -59,12 +58,12 @@ def _rewrite(graph: GraphModule, pool: Node, most_terms: int) -> bool:
     forward = operand_at(pool_input) if pool_input.target is aten.relu.default else pool_input
     if window is None or not _is_rewritable(forward, window, most_terms):
         return False
-    spread = next((user for user in pool_input.users if is_gradient(user, pool)), None)
-    gated = spread if pool_input is forward else gradient_gate(pool_input)
+    spread = next((user for user in pool_input.users if _is_gradient(user, pool)), None)
+    gated = spread if pool_input is forward else _gradient_gate(pool_input)
     backward = None if gated is None else next(iter(gated.users), None)
     if spread is None or backward is None or not _are_only_users(pool, forward, spread, backward):
         return False
-    if pool_input is not forward and not swap_relu_and_pool(graph, pool):
+    if pool_input is not forward and not _swap_relu_and_pool(graph, pool):
         return False
     operands = [operand_at(forward, place) for place in range(3)]
     image, *trained = [operand for operand in operands if operand is not None]
@@ -76,7 +75,7 @@ def _rewrite(graph: GraphModule, pool: Node, most_terms: int) -> bool:
         new = insert_operations(graph, backward, convolution.gradient, gradient, place, views)
         replace_node(graph, weight_gradient, new)
     if bias_gradient is not None:
-        replace_node(graph, bias_gradient, insert_operations(graph, backward, sum_by_filter, gradient))
+        replace_node(graph, bias_gradient, insert_operations(graph, backward, _sum_by_filter, gradient))
     if (pooled := result_part(pool, 0)) is not None:
         replace_node(graph, pooled, largest)
     for node in (backward, spread, pool, forward):
@@ -86,9 +85,63 @@ def _rewrite(graph: GraphModule, pool: Node, most_terms: int) -> bool:
 
 def _is_rewritable(node: Node, window: tuple[int, int], most_terms: int) -> bool:
     """Whether the node is a convolution with few enough terms."""
-    if node.target is not aten.convolution.default or not is_ordinary(node):
+    if node.target is not aten.convolution.default or not _is_plain_convolution(node):
         return False
     return fake_value(operand_at(node, 1))[0].numel() * window[0] * window[1] <= most_terms
+
+
+def _is_plain_convolution(node: Node) -> bool:
+    """Whether the node convolves plain images of one dtype, without groups."""
+    image, weight = fake_value(operand_at(node)), fake_value(operand_at(node, 1))
+    plain = argument_named(node, "groups") == 1 and not argument_named(node, "transposed")
+    return plain and is_plain(image) and is_plain(fake_value(node)) and weight.dtype == image.dtype
+
+
+def _swap_relu_and_pool(graph: GraphModule, pool: Node) -> bool:
+    """Moves the ReLU before a pooling behind it; returns whether that was possible.
+
+    Both are monotone, so `max(relu(x)) = relu(max(x))`, bit by bit. The gradients are equal, too: a positive largest
+    number is the first of the largest in either order, and otherwise the ReLU's gradient is zero.
+    """
+    relu, pooled = operand_at(pool), result_part(pool, 0)
+    gated = _gradient_gate(relu)
+    if relu.target is not aten.relu.default or gated is None or pooled is None:
+        return False
+    spread = operand_at(gated)
+    if not _is_gradient(spread, pool) or set(relu.users) != {pool, spread, gated} or set(spread.users) != {gated}:
+        return False
+    for user in (pool, spread):
+        user.replace_input_with(relu, operand_at(relu))
+    with graph.graph.inserting_after(pooled):
+        after = graph.graph.call_function(aten.relu.default, (pooled,))
+    after.meta["val"] = pooled.meta["val"]
+    pooled.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
+    gradient = operand_at(spread)
+    spread.replace_input_with(gradient, insert_operations(graph, spread, _gate_gradient, gradient, after))
+    replace_node(graph, gated, spread)
+    graph.graph.erase_node(relu)
+    return True
+
+
+def _gradient_gate(relu: Node) -> Node | None:
+    """Returns the node of the ReLU's gradient; None if there is none."""
+    gates = (user for user in relu.users if user.target is aten.threshold_backward.default and operand_at(user, 2) == 0)
+    return next(gates, None)
+
+
+def _is_gradient(node: Node, pool: Node) -> bool:
+    """Whether `node` is the gradient of the pooling."""
+    backward = node.target is aten.max_pool2d_with_indices_backward.default
+    return backward and operand_at(node, 1) is operand_at(pool) and operand_at(node, -1) is result_part(pool, 1)
+
+
+def _gate_gradient(gradient: Tensor, output: Tensor) -> Tensor:
+    return aten.threshold_backward.default(gradient, output, 0)
+
+
+def _sum_by_filter(gradient: Tensor) -> Tensor:
+    """(samples, filters, height, width) -> (filters,)."""
+    return gradient.sum((2, 3)).sum(0)
 
 
 def _are_only_users(pool: Node, forward: Node, spread: Node, backward: Node) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.task_parts.keras import default_device
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers
-from hotloop.core.task_parts.yielded_losses import YieldedLoss, YieldedLosses
+from hotloop.core.task_parts.losses import YieldedLoss, YieldedLosses
+from hotloop.core.task_parts.models import default_device
+from hotloop.core.task_parts.optimizers import NamedOptimizers
 from hotloop.errors import TaskError, type_name
 from hotloop.lowering.checks.first_step import check_clipping, check_losses
 from hotloop.lowering.context import LoweringContext

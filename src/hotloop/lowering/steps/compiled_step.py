@@ -113,7 +113,7 @@ class CompiledStep(EagerStep):
         captured = capture_reproducibly(capture, batch, self.parts) if is_package else capture.trace_twice(batch)
         names = tensors_by_place(step_tensors(self, cells, whole=self.whole))
         self._expected = dict(zip(names, captured.examples, strict=False))  # the batch's examples come last
-        self._recheck, self.look_s = CaptureRecheck(captured, capture.trace_once), capture.once_s
+        self._recheck, self.recheck_s = CaptureRecheck(captured, capture.trace_once), capture.once_s
         return captured
 
     def _rewrite(self, captured: CapturedStep) -> None:
@@ -198,9 +198,9 @@ class CompiledStep(EagerStep):
         """
         no_calls = self.parts.task.weight is None and (self.schedule is None or not self._each_step)
         runs = self.whole and self._runner is not None and self._bound is not None and self.scaler is None
-        if not (no_calls and runs) or self.first_split_step is None or self._captured is None or self._captured.scalars:
+        if not (no_calls and runs) or self.row_arrays is None or self._captured is None or self._captured.scalars:
             return False
-        is_within = self._indices is None or self._indices.are_all_within(list(tree_tensors(self.first_split_step)))
+        is_within = self._indices is None or self._indices.are_all_within(list(tree_tensors(self.row_arrays)))
         return is_within and self._has_own_memory(loss)
 
     def _has_own_memory(self, loss: Tensor) -> bool:

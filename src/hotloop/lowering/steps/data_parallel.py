@@ -16,17 +16,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from hotloop.core.random.rng import RandomStreams, preserve_generators
-from hotloop.core.task_parts.loss_info import weight_mean
-from hotloop.core.task_parts.model_copy import copy_model
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.losses import weight_mean
+from hotloop.core.task_parts.models import copy_model, set_training
 from hotloop.data.batch_tree import map_tensors, to_device
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.feeds.rank_rows import non_tensor_parts
 from hotloop.data.order import rank_bounds
-from hotloop.distributed.wrappers.ddp import FIGURES, DdpModel, ModelWithLoss
+from hotloop.distributed.wrappers.ddp import FIGURES, DdpModel, ModelWithLoss, ParameterHost
 from hotloop.distributed.wrappers.fsdp import FsdpModel
 from hotloop.distributed.wrappers.global_batch_rng import DrawPattern, DrawRecorder, GlobalBatchRng, RandomDraw
-from hotloop.distributed.wrappers.parameter_host import ParameterHost
 from hotloop.distributed.wrappers.sync_batch_norm import GlobalBatchNorm, backward_in_modes
 from hotloop.errors import PlanError, describe_error
 from hotloop.lowering.context import LoweringContext, counts_samples

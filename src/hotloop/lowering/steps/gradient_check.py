@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hotloop.core.random.rng import RandomStreams, preserve_generators
-from hotloop.core.task_parts.model_copy import copy_model
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.models import copy_model, set_training
 from hotloop.data.batch_tree import map_tensors
 from hotloop.data.feeds.feed import BatchTransform, open_feed
 from hotloop.data.feeds.rank_rows import non_tensor_parts

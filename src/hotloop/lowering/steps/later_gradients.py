@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hotloop.core.random.rng import preserve_generators
-from hotloop.core.task_parts.model_copy import copy_model
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.models import copy_model, set_training
 from hotloop.data.batch_tree import flatten_tree, to_device
 from hotloop.distributed.wrappers.global_batch_rng import DrawPattern
 from hotloop.distributed.wrappers.sync_batch_norm import backward_in_modes

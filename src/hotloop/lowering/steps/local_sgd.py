@@ -19,9 +19,6 @@ from hotloop.lowering.context import LoweringContext, counts_samples
 from hotloop.lowering.steps.data_parallel import DataParallelStep
 from hotloop.task import StepResult
 
-OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
-"""Rate and momentum of DiLoCo (arXiv 2311.08105, section 3)."""
-
 
 class WeightAverage:
     """Averages the changes of the ranks' parameters since the last average.
@@ -30,13 +27,10 @@ class WeightAverage:
 
     Args:
         parameters: of this rank.
-        momentum: one tensor for each parameter, updated in place; empty without an outer step.
     """
 
-    def __init__(
-        self, world: World, meter: CommMeter, parameters: Sequence[Tensor], momentum: Sequence[Tensor] = ()
-    ) -> None:
-        self._world, self._meter, self._parameters, self._momentum = world, meter, parameters, momentum
+    def __init__(self, world: World, meter: CommMeter, parameters: Sequence[Tensor]) -> None:
+        self._world, self._meter, self._parameters = world, meter, parameters
         self.begin()
 
     def begin(self) -> None:
@@ -54,14 +48,9 @@ class WeightAverage:
         share = self._share(counted)
         changes = [value - start for value, start in zip(self._parameters, self._start, strict=True)]
         self._add_up([*changes, *others], share)
-        for place, (value, start, change) in enumerate(zip(self._parameters, self._start, changes, strict=True)):
-            value.copy_(start + (self._outer(change, self._momentum[place]) if self._momentum else change))
+        for value, start, change in zip(self._parameters, self._start, changes, strict=True):
+            value.copy_(start + change)
         self.begin()
-
-    def _outer(self, change: Tensor, momentum: Tensor) -> Tensor:
-        """Returns Nesterov's step along the average change, which takes the place of a negative gradient."""
-        momentum.mul_(OUTER_MOMENTUM).add_(change)
-        return OUTER_RATE * (change + OUTER_MOMENTUM * momentum)
 
     def _share(self, counted: Tensor) -> Tensor:
         """Returns this rank's share of the average, 0-dim."""
@@ -95,8 +84,7 @@ class LocalSgdStep(DataParallelStep):
     """A step of this rank alone; every few steps all ranks continue from their average.
 
     Local SGD (Stich 2018, arXiv 1805.09767, algorithm 1); a rank's weight is that of its losses since the last average.
-    With `outer`, the average is the target of a step with Nesterov's momentum (DiLoCo: Douillard et al. 2023, arXiv
-    2311.08105, algorithm 1). The optimizer's state is averaged, too, so that one checkpoint holds the whole state.
+    The optimizer's state is averaged, too, so that one checkpoint holds the whole state.
     """
 
     def __init__(self, parts: LoweringContext) -> None:
@@ -105,10 +93,8 @@ class LocalSgdStep(DataParallelStep):
         self._every = parts.plan.sync_every or SYNC_EVERY
         if self._every > 1:
             self.inexact = (_RESUME_NOTE,)
-        trainable = {name: value for name, value in parts.model.named_parameters() if value.requires_grad}
-        if parts.plan.outer == "nesterov":
-            self.outer = {name: torch.zeros_like(value) for name, value in trainable.items()}
-        self._mean = WeightAverage(parts.world, parts.meter, list(trainable.values()), list(self.outer.values()))
+        trainable = [value for value in parts.model.parameters() if value.requires_grad]
+        self._mean = WeightAverage(parts.world, parts.meter, trainable)
         self._counted: Any = 0  # weight of the rank's losses since the last average
         self._begin()
 

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.core.random.rng import RandomStreams, preserve_generators
 from hotloop.core.state import full_tensor
-from hotloop.core.task_parts.model_copy import copy_model
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.models import copy_model, set_training
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import first_batch
 from hotloop.errors import PlanError, describe_error

@@ -15,9 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hotloop.core.task_parts.loss_info import weight_mean
-from hotloop.core.task_parts.model_copy import NotCopiedError, copy_model
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.losses import weight_mean
+from hotloop.core.task_parts.models import NotCopiedError, copy_model, set_training
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.row_count import count_rows
 from hotloop.errors import HotloopError, PlanError, describe_error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from hotloop.core.task_parts.named_optimizers import member_optimizers
+from hotloop.core.task_parts.optimizers import member_optimizers
 from hotloop.errors import PlanError
 from hotloop.lowering.context import LoweringContext
 from hotloop.plan import Plan

@@ -38,7 +38,7 @@ def apply_placement(parts: LoweringContext, device: torch.device) -> LoweringCon
     for name, module in {id(module): (name, module) for name, module in names}.values():
         there, home = places.at(name), places.run_across_devices(name)
         if there != home:
-            DeviceTrip(name, there, home).is_on(module)
+            DeviceTrip(name, there, home).attach(module)
     elsewhere = tuple(sorted({*devices.values()} - {device}, key=str))
     return replace(parts, elsewhere=elsewhere, notes=(*parts.notes, _describe_placement(parts.model, devices, device)))
 
@@ -166,7 +166,7 @@ class DeviceTrip:
     home: torch.device
     _open_calls: list[DeviceCopies] = field(default_factory=list)
 
-    def is_on(self, module: nn.Module) -> None:
+    def attach(self, module: nn.Module) -> None:
         """Registers the hooks."""
         module.register_forward_pre_hook(self.move_inputs, with_kwargs=True)
         module.register_forward_hook(self.move_outputs, always_call=True)

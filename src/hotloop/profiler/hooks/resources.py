@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from hotloop.core.hardware import allocators
+from hotloop.core.hardware import limits
 from hotloop.core.hardware.limits import cgroup_limits
 from hotloop.core.hardware.machine_load import LoadMeter
 from hotloop.profiler.base.call_sites import CallSites
@@ -37,7 +37,7 @@ class Cores:
         self._cpu = self._wall = 0.0
         self._began = (0.0, 0.0)
         self._system = (0.0, 0.0)
-        self._pages = allocators.active_allocator() is not None
+        self._pages = limits.active_allocator() is not None
         self._load = LoadMeter()
 
     def begin(self) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.random.rng import preserve_generators
-from hotloop.core.records.cpu_rates import CpuRates, Points
-from hotloop.core.records.step_costs import OperatorCost
+from hotloop.core.records.step_costs import CpuRates, OperatorCost, Points
 from hotloop.profiler.step_costs.cpu_probe_operators import PRODUCT_PROBES, TRAFFIC_PROBES, Probe
 from hotloop.profiler.step_costs.operator_recorder import StepRecorder
 

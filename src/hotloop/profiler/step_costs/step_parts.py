@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hotloop.core.task_parts.keras import default_device, restart_names
-from hotloop.core.task_parts.model_copy import copy_model
+from hotloop.core.task_parts.models import copy_model, default_device, restart_names
 from hotloop.data.feeds.feed import first_batch
 from hotloop.errors import TaskError
 from hotloop.task import Parameters, Task

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.step_costs import OperatorCost, StepCosts
-from hotloop.core.task_parts.model_copy import copy_model
-from hotloop.core.task_parts.named_optimizers import NamedOptimizers
-from hotloop.core.task_parts.yielded_losses import YieldedLosses
+from hotloop.core.task_parts.losses import YieldedLosses
+from hotloop.core.task_parts.models import copy_model
+from hotloop.core.task_parts.optimizers import NamedOptimizers
 from hotloop.errors import HotloopError, TaskError, describe_error
 from hotloop.lowering.eager_step import needs_closure
 from hotloop.plan import Plan

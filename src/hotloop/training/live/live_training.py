@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hotloop.core.files.plan_history import PlanHistory
+from hotloop.core.files.run_folder import PlanHistory
 from hotloop.errors import RunError
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import missing_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hotloop.core.files.package_use import PackageUse
-from hotloop.core.files.plan_history import EVENT, PlanHistory, PlanSwitch
+from hotloop.core.files.run_folder import SWITCH_EVENT, PlanHistory, PlanSwitch
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
@@ -18,7 +18,7 @@ from hotloop.training.run import Run
 
 def record_switch(run: Run, history: PlanHistory, switch: PlanSwitch) -> None:
     """Writes a switch to the run's journal, durably, and then to the history."""
-    run.log(EVENT, **switch.fields())
+    run.log(SWITCH_EVENT, **switch.fields())
     history.add(switch)
 
 

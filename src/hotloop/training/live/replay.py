@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hotloop.core.files.plan_history import PlanHistory
-from hotloop.core.hardware import allocators
-from hotloop.core.hardware.versions import result_versions
+from hotloop.core.files.run_folder import PlanHistory
+from hotloop.core.hardware import limits
+from hotloop.core.hardware.machine import result_versions
 from hotloop.core.plan_request import AXES_BESIDE_AUTO, PlanRequest
 from hotloop.core.records.training import RunRecord
 from hotloop.errors import RunError
@@ -41,7 +41,7 @@ def without_live_request(context: RunContext, path: Path) -> RunContext:
 
 def runnable_plan(plan: Plan) -> Plan:
     """Returns a plan without an allocator that this machine doesn't have; the results have the same bits."""
-    return plan if allocators.active_allocator() is not None else plan.with_axes(allocator="default")
+    return plan if limits.active_allocator() is not None else plan.with_axes(allocator="default")
 
 
 def replayed_history(path: Path) -> PlanHistory:

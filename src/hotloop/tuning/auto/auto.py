@@ -7,8 +7,7 @@ from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from hotloop.core.feasibility.forecast import InfeasibleValue, PlanForecast, RankedPlan
-from hotloop.core.feasibility.violations import check, describe_axes, infeasible_values
+from hotloop.core.feasibility import InfeasibleValue, PlanForecast, RankedPlan, check, describe_axes, infeasible_values
 from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.probe import probe_hardware
 from hotloop.core.number_formats import REDUCED
@@ -17,7 +16,7 @@ from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.hardware import Device, Hardware
 from hotloop.core.records.race import Verdict, describe_ratio
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.lowering.build import lower, translate_memory_errors
 from hotloop.lowering.context import LoweringContext
@@ -87,7 +86,7 @@ def live_candidates(context: RunContext, eager: Plan, memory: RaceHistory) -> li
     return [way for way in ways if way.compile == "package"] + [one for one in others if not memory.why_refused(one)]
 
 
-def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Report) -> list[RankedPlan]:
+def _without_rejected(choices: list[RankedPlan], memory: RaceHistory, say: Say) -> list[RankedPlan]:
     """Returns the choices that no earlier race excludes; the baseline stays."""
     against = {choice.plan: memory.why_refused(choice.plan) for choice in choices[:-1]}
     for plan, why in against.items():
@@ -103,7 +102,7 @@ def _why_only_eager(considered: PlanOptions) -> str:
     return refused[0] if refused and not said else why_not_compiled(considered.facts, considered.device.kind)
 
 
-def _say_once(say: Report) -> Report:
+def _say_once(say: Say) -> Say:
     """Reports each line once: a Task may be lowered several times before training."""
     said = set[str]()
 
@@ -186,7 +185,7 @@ def _lower_faster(
 
 
 def _plans_to_compile(
-    choices: list[RankedPlan], plan: Plan, facts: TaskFacts, wanted: PlanRequest, memory: RaceHistory, say: Report
+    choices: list[RankedPlan], plan: Plan, facts: TaskFacts, wanted: PlanRequest, memory: RaceHistory, say: Say
 ) -> tuple[list[Plan], list[Plan]]:
     """Returns the ways to compile an eager plan that the choices allow, see `_plans_not_rejected`."""
     others = [one.plan for one in choices if one.plan.compile != plan.compile]
@@ -197,7 +196,7 @@ def _plans_to_compile(
 
 
 def _plans_not_rejected(
-    whole: list[Plan], eager: Plan, steps: int | None, allowed: Collection[str], memory: RaceHistory, say: Report
+    whole: list[Plan], eager: Plan, steps: int | None, allowed: Collection[str], memory: RaceHistory, say: Say
 ) -> tuple[list[Plan], list[Plan]]:
     """Returns whole compiled steps that no earlier race excludes; and plans to try if these fail.
 

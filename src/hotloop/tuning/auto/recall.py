@@ -6,14 +6,14 @@ import hashlib
 import os
 from dataclasses import replace
 
-from hotloop.core.feasibility.forecast import PlanForecast
+from hotloop.core.feasibility import PlanForecast
 from hotloop.core.files.source_files import external_sources, imported_packages, installed_versions, source_digest
 from hotloop.core.hardware.devices import resolve_device
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import TaskFacts
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.errors import MemoryExhausted, PlanError
 from hotloop.lowering.build import lower, translate_memory_errors
 from hotloop.lowering.context import LoweringContext
@@ -54,16 +54,14 @@ def _source_digest(loaded: LoadedTask, parts: LoweringContext) -> str:
     )
 
 
-def cached_best_plan(
-    loaded: LoadedTask, wanted: PlanRequest, say: Report, facts: TaskFacts | None = None
-) -> Plan | None:
+def cached_best_plan(loaded: LoadedTask, wanted: PlanRequest, say: Say, facts: TaskFacts | None = None) -> Plan | None:
     """Returns the fastest proven plan for this Task, machine and versions, with the axes that are set."""
     found = cached_best_race(loaded, wanted, say, facts)
     return None if found is None else found.timing.as_plan
 
 
 def cached_best_race(
-    loaded: LoadedTask, wanted: PlanRequest, say: Report, facts: TaskFacts | None = None
+    loaded: LoadedTask, wanted: PlanRequest, say: Say, facts: TaskFacts | None = None
 ) -> CachedRace | None:
     """Returns the result of `cached_best_plan`."""
     if loaded.record is None:  # without its source a Task has no unique fingerprint
@@ -80,7 +78,7 @@ def _race_key(wanted: PlanRequest, facts: TaskFacts) -> RaceKey:
     return facts.fingerprint, machine_name(), speed_versions(), resolve_device(wanted.plan).device
 
 
-def _matching_races(wanted: PlanRequest, where: RaceKey, say: Report) -> list[CachedRace]:
+def _matching_races(wanted: PlanRequest, where: RaceKey, say: Say) -> list[CachedRace]:
     """Returns the results of plans with the axes that are set, relative to the baseline of this run.
 
     Results of other baselines don't count: the fastest plan with many workers may be slower than one without.
@@ -95,7 +93,7 @@ def _matching_races(wanted: PlanRequest, where: RaceKey, say: Report) -> list[Ca
 
 
 def _load_history(
-    loaded: LoadedTask, wanted: PlanRequest, facts: TaskFacts, say: Report, done: int = 0
+    loaded: LoadedTask, wanted: PlanRequest, facts: TaskFacts, say: Say, done: int = 0
 ) -> tuple[list[CachedRace], RaceHistory]:
     """Returns the cached races and the history of the Task; both are empty for a Task without source."""
     if loaded.record is None:
@@ -125,7 +123,7 @@ def _fastest_plan(
     return None if found is None else found.timing.as_plan
 
 
-def _say_notes(notes: list[str], say: Report) -> None:
+def _say_notes(notes: list[str], say: Say) -> None:
     for note in notes:
         say(note)
 
@@ -150,7 +148,7 @@ def count_trained_steps(context: RunContext, steps: int) -> None:
         _say_notes(save_trained_steps(*where, load_trained_steps(*where) + steps), context.say)
 
 
-def forecast_from_cache(loaded: LoadedTask, wanted: PlanRequest, say: Report) -> PlanForecast:
+def forecast_from_cache(loaded: LoadedTask, wanted: PlanRequest, say: Say) -> PlanForecast:
     """Forecasts what `lower_cached_or_auto` does under `auto`.
 
     Raises:

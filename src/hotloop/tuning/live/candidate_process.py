@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hotloop.core.processes.compile_process import CompileProcess
+from hotloop.core.processes import CompileProcess
 from hotloop.core.records.race import Parity
 from hotloop.errors import describe_error
 from hotloop.lowering.build import lower

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.core.records.training import TaskFacts
 from hotloop.tuning.live.window_race import WindowRace

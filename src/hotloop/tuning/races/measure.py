@@ -13,7 +13,7 @@ from typing import Any
 
 from hotloop.core.format import format_milliseconds
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
-from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes import Deadline
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Timing, with_payoff
 from hotloop.core.reporter import Progress
@@ -241,7 +241,7 @@ def _run(
         racer.window_times = ContenderTimes(racer.name, racer.runner, group=racer.group, feed_s=racer.feed_s)
         racer.window_times.set_layout(racer.device, racer.step_s, base.step_s, limits.brief)
     # Plans that keep memory run one after another, since this returns the least memory to the system.
-    together = sorted(runners, key=_measure_memory)
+    together = sorted(runners, key=_keeps_memory)
     lanes = {racer.name: racer.window_times for racer in together if racer.window_times is not None}
     programs = [racer.program for racer in runners if racer.program is not None]
     try:
@@ -263,7 +263,7 @@ def _run(
             _attempt(racer, baseline, racer.runner.restore_state)
 
 
-def _measure_memory(racer: _ContenderState) -> bool:
+def _keeps_memory(racer: _ContenderState) -> bool:
     return racer.program is not None and racer.program.parts.plan.allocator == "keep"
 
 

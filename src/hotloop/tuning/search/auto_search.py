@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
-from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.errors import PlanError, error_summary

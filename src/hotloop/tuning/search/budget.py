@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes import Deadline
 from hotloop.tuning.races.rounds import WindowSteps
 from hotloop.tuning.races.statistics import ENOUGH_PAIRS, MIN_PAIRS
 

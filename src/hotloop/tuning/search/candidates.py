@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from hotloop.core.feasibility.violations import find_device, read_stored_plan, violations
+from hotloop.core.feasibility import find_device, reads_data_repeatedly, violations
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Timing
 from hotloop.core.records.training import TaskFacts
@@ -180,7 +180,7 @@ def _layout_candidates(facts: TaskFacts) -> Iterator[AxisChange]:
 def _residency_candidates(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[AxisChange]:
     device = find_device(base, hardware)
     if facts.data == "Samples":
-        if not read_stored_plan(facts):
+        if not reads_data_repeatedly(facts):
             return
         yield {"residency": "host"}
     if device is not None and device.is_accelerator:

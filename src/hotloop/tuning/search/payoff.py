@@ -12,7 +12,7 @@ from typing import Any
 
 from hotloop.core.format import format_milliseconds
 from hotloop.core.number_formats import REDUCED
-from hotloop.core.processes.deadline import SEARCH_SHARE
+from hotloop.core.processes import SEARCH_SHARE
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
 from hotloop.data.feeds.feed import BatchTransform, open_feed

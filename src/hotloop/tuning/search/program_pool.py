@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hotloop.core.hardware.limits import free_memory_bytes
-from hotloop.core.processes.deadline import Deadline
-from hotloop.core.processes.signals import time_limit
+from hotloop.core.processes import Deadline, time_limit
 from hotloop.core.records.training import TaskFacts
 from hotloop.errors import PlanError
 from hotloop.lowering.build import lower

@@ -15,7 +15,7 @@ import torch
 from hotloop.core.callback import has_user_callbacks
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
 from hotloop.core.number_formats import REDUCED
-from hotloop.core.processes.deadline import GRACE_S, Deadline
+from hotloop.core.processes import GRACE_S, Deadline
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import TRUSTED_CLASSES, Parity, Timing

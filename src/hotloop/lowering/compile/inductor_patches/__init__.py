@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hotloop.core.files.user_folders import cache_folder, foreign_access, make_private_folder
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.errors import RunError
 from hotloop.lowering.compile.inductor_patches.embedding_gradients import parallel_embedding_gradients
 from hotloop.lowering.compile.inductor_patches.grouped_mm_strides import traceable_groups
@@ -31,7 +31,7 @@ INDUCTOR_PATCH_VERSION = 4
 
 
 @contextmanager
-def inductor_patches(device: torch.device, say: Report = warnings.warn) -> Iterator[None]:
+def inductor_patches(device: torch.device, say: Say = warnings.warn) -> Iterator[None]:
     """Applies all patches while a step is compiled for a device, and registers hotloop's operators.
 
     `say` gets a line if the compiler's cache folder isn't used, since another user may have written its programs.
@@ -52,7 +52,7 @@ def inductor_patches(device: torch.device, say: Report = warnings.warn) -> Itera
         yield
 
 
-def _use_private_cache(say: Report) -> None:
+def _use_private_cache(say: Say) -> None:
     """Changes the folder of torch's compiled programs if another user can write the present one.
 
     torch 2.13 runs whatever programs it finds in its folder below the temporary one.

@@ -29,7 +29,7 @@ from torch.distributed.rpc import constants
 
 from hotloop.core.hardware.devices import device_names
 from hotloop.core.patches import patch_attribute
-from hotloop.core.processes.signals import STOP_SIGNALS
+from hotloop.core.processes import STOP_SIGNALS
 from hotloop.distributed.fork_safety import FORK_BYTES, check_process_memory
 from hotloop.distributed.watchdog import LONGEST_WAIT_S
 from hotloop.errors import HotloopError, TrainingError, describe_error

@@ -18,7 +18,7 @@ from hotloop.core.number_formats import Float32Switches
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.training import SourceRecord
 from hotloop.core.state import Position, put_values
-from hotloop.core.task_parts.module_modes import set_training
+from hotloop.core.task_parts.models import set_training
 from hotloop.data.feeds.rank_rows import RandomAccessFeed
 from hotloop.errors import HotloopError, NonFiniteError, PlanError, TaskError, TrainingError, describe_error
 from hotloop.lowering.build import lower

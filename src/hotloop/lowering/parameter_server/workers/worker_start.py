@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hotloop.core.reporter import Report
+from hotloop.core.reporter import Say
 from hotloop.distributed.ray.cluster import check_installed
 from hotloop.lowering.parameter_server.scheduler import WorkerPool
 from hotloop.lowering.parameter_server.server_program import ParameterServerProgram
@@ -13,7 +13,7 @@ from hotloop.plan import BASELINE, Plan, axes_dropped_with
 
 
 def start_workers(
-    program: Program, recipe: RemoteTask, workers: int, say: Report, limit_s: float | None = None
+    program: Program, recipe: RemoteTask, workers: int, say: Say, limit_s: float | None = None
 ) -> Program:
     """Starts workers for a parameter server's Program; returns any other Program unchanged.
 

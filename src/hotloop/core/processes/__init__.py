@@ -1,1 +1,0 @@
-"""Processes: signals, deadlines, and child processes that end with their parent."""
