@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.advisor.speedup import Speedup, crossing_batches, pays_from
+from hotloop.advisor.machines import Speedup, crossing_batches, pays_from
 
 SIZES = len(crossing_batches())
 

@@ -40,7 +40,7 @@ def _once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures this machine's speed once for all tests, whose cache folders are empty."""
     if not _MEASURED:
         _MEASURED.append(probe.measure_hardware())
-    monkeypatch.setattr("hotloop.hardware_advice.this_machine.measure_hardware", lambda **options: _MEASURED[0])
+    monkeypatch.setattr("hotloop.advisor.this_machine.measure_hardware", lambda **options: _MEASURED[0])
 
 
 def test_the_answer_comes_first(task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_training_measures_the_prediction_and_the_score_shows_both(task: Path, h
 def test_a_step_that_takes_too_long_is_predicted_from_operators_measured_once(
     task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotloop.hardware_advice.task_advice._MEASURABLE_S", 0.0)
+    monkeypatch.setattr("hotloop.advisor.advice._MEASURABLE_S", 0.0)
     slow, calls = rates_of(seconds=0.5), []
     monkeypatch.setattr(cpu_probe, "measure_cpu_rates", lambda tick: calls.append(tick) or slow)
     first = hotloop("advise", task, *CHIPS, "--json").document

@@ -176,7 +176,7 @@ def test_a_step_of_python_says_nothing_of_operations() -> None:
 
 def test_threads_of_torch_are_not_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "hotloop.profiler.busy_machine.oversubscription", lambda threads, cores: pytest.fail("measured")
+        "hotloop.profiler.profile.oversubscription", lambda threads, cores: pytest.fail("measured")
     )
     crowded = seen(threads=ThreadUse(torch=16, cores=2, busy=1.0, others=0.0))
     monkeypatch.setattr(profile, "profile_task", lambda *args, **options: crowded)

@@ -18,10 +18,9 @@ from torch import nn
 
 from hotloop.core.processes import CompileProcess
 from hotloop.core.records.profile import ThreadUse
-from hotloop.profiler.busy_machine import busy_warning
 from hotloop.profiler.compile_race import NetworkCall, NetworkCallRecorder, race_compiled
 from hotloop.profiler.hooks.resources import Cores
-from hotloop.profiler.script import profile_script
+from hotloop.profiler.profile import busy_warning, profile_script
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 

@@ -13,11 +13,10 @@ from torch import nn
 
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import HostClock, Instant, Timeline, durations
-from hotloop.profiler.base.step_detection import TrainingEvent
-from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
+from hotloop.profiler.base.steps import ProfileFacts, StepFact, TrainingEvent
 from hotloop.profiler.hooks.torch_hooks import measure_mark_ms
-from hotloop.profiler.session.observers import make_observers
-from hotloop.profiler.session.step_history import early_steps
+from hotloop.profiler.session import make_observers
+from hotloop.profiler.step_sequence import early_steps
 from hotloop.profiler.timers.line_sampler import LinePhases, phase_shares, shift_phases
 from tests.support.profiler.profiled_steps import watched
 
@@ -128,8 +127,8 @@ def test_plain_python_after_a_helper_that_ends_the_step_is_no_making_of_a_batch(
 
 @pytest.mark.more  # it is what the test before would miss
 def test_lines_that_are_marked_until_there_is_no_more_room_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.timers.markers._MAX_MARKS_PER_LINE", 10**9)
-    monkeypatch.setattr("hotloop.profiler.timers.markers._MAX_MARKS", 40_000)
+    monkeypatch.setattr("hotloop.profiler.timers.line_tracer._MAX_MARKS_PER_LINE", 10**9)
+    monkeypatch.setattr("hotloop.profiler.timers.line_tracer._MAX_MARKS", 40_000)
     monkeypatch.setattr("hotloop.profiler.timers.line_sampler._ENOUGH_SAMPLES", 10**9)
     with pytest.raises(AssertionError):
         check_busy()

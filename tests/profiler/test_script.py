@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from hotloop.errors import TaskError
-from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
-from hotloop.profiler.script import profile_script
+from hotloop.profiler.base.steps import ProfileFacts, StepFact
+from hotloop.profiler.profile import profile_script
+from hotloop.profiler.script_child import PlainLineSampler
 from hotloop.profiler.summary import summarize
-from hotloop.profiler.timers.plain_python import PlainLineSampler
 from hotloop.scripts import script_process as host
 from hotloop.scripts.import_hook import ImportHook
 
@@ -317,7 +317,7 @@ print(len(heard), flush=True)
 IN_A_TERMINAL = """
 import fcntl, sys, termios
 from pathlib import Path
-from hotloop.profiler.script import profile_script
+from hotloop.profiler.profile import profile_script
 fcntl.ioctl(sys.stderr, termios.TIOCSCTTY, 0)
 sys.exit(profile_script(Path(sys.argv[1])).exit_code)
 """

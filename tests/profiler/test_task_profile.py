@@ -12,8 +12,7 @@ from torch import Tensor
 from hotloop.core.state import differing_paths
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.profiler.rank_profiles import agree_on_steps
-from hotloop.profiler.task_profile import profile_program
+from hotloop.profiler.task_profile import agree_on_steps, profile_program
 from tests.support.programs import a_task
 
 

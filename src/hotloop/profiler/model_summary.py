@@ -28,8 +28,7 @@ from hotloop.lowering.build import lower
 from hotloop.lowering.context import count_parameters
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.profiler.costs import matmul_cost
-from hotloop.profiler.costs.operator_cost import count_operator
+from hotloop.profiler.operator_cost import PRODUCT_FORMULAS, count_operator
 from hotloop.report.model_summary import PrintableSummary
 from hotloop.task import Task
 
@@ -226,7 +225,7 @@ class _FlopCounter(ReadOnlyDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__ if hasattr(function, "overloadpacket") else ""
-        if name in matmul_cost.FORMULAS:
+        if name in PRODUCT_FORMULAS:
             shapes = [_shapes(value) for value in args]
             arguments: list[Any] = [None if isinstance(value, Tensor) else value for value in args]
             if name == "convolution_backward":  # the bias's gradient is a sum, not a product

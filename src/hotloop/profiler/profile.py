@@ -1,7 +1,9 @@
-"""Profiles a Task or a script: records steps, measures the machine's limits, diagnoses, races remedies."""
+"""Profiles a Task or a script: records steps, measures the machine's limits and load, diagnoses, races remedies.
+"""
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,14 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hotloop.core.feasibility import violations
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.machine import machine_name, speed_versions
-from hotloop.core.hardware.machine_load import wait_until_quiet
+from hotloop.core.hardware.machine_load import is_busy, wait_until_quiet
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.records.profile import HardwareLimits, Profile, Remedy
+from hotloop.core.records.profile import HardwareLimits, Profile, Remedy, ThreadUse
 from hotloop.core.records.race import Verdict
 from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
@@ -27,12 +31,13 @@ from hotloop.distributed.launch import launch, local_rank_count
 from hotloop.distributed.world import World
 from hotloop.errors import DeviceError, PlanError, TimeOverError
 from hotloop.plan import Plan
-from hotloop.profiler.busy_machine import busy_warning, slowdown_notes, with_oversubscription
-from hotloop.profiler.costs.roofline import device_limits, with_limit_shares
+from hotloop.profiler.base.steps import ProfileFacts
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.script import profile_script
+from hotloop.profiler.roofline import device_limits, with_limit_shares
+from hotloop.profiler.summary import summarize
 from hotloop.profiler.task_profile import profile_task
 from hotloop.report.race import race_progress_bar
+from hotloop.scripts.script_process import run_script
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
 from hotloop.tuning.auto.auto import feasibility_facts, list_options
@@ -358,3 +363,125 @@ def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
     gain = max(0.0, 1 - 1 / timing.ratio) if "engine" in remedy.axes else remedy.gain
     evidence = f"{remedy.evidence}{proven}".removeprefix("; ")
     return remedy.model_copy(update={"won": won, "gain": gain, "evidence": evidence})
+
+
+def profile_script(
+    path: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    steps: int | None = None,
+    stop_after_s: float | None = None,
+    stdout: int | None = None,
+    trace: Path | None = None,
+    try_s: float | None = None,
+) -> Profile:
+    """Runs a script to its end and profiles its training steps; see `run_script`.
+
+    After Ctrl-C or SIGTERM the profile has the records until then.
+
+    Args:
+        steps: number of measured steps, then the script runs on alone; None for 60, fewer if these take over 30 s.
+        trace: a file for the Chrome trace of a few steps.
+        try_s: seconds for a race of the compiled network after the measured steps; the script waits. None: no race.
+
+    Raises:
+        TaskError: the file doesn't exist.
+    """
+    settings = {
+        "steps": steps,
+        "try_s": try_s,
+        "trace": str(trace.resolve()) if trace is not None else None,
+    }
+    wait_until_quiet()
+    end = run_script(
+        path,
+        arguments,
+        inside="hotloop.profiler.script_child:wait_for_torch",
+        settings=settings,
+        stop_after_s=stop_after_s,
+        stdout=stdout,
+    )
+    facts = ProfileFacts.of(end.result) if end.result is not None else None
+    if facts is None:
+        notes = ["the script ended before anything was recorded"]
+        profile = Profile(source=str(path), steps=0, step_ms=None, notes=notes)
+    else:
+        profile = summarize(facts, str(path))
+    stopped = end.stopped or (facts.closed if facts is not None else "")
+    return profile.model_copy(update={"exit_code": end.exit_code, "stopped": stopped, "seconds": end.seconds})
+
+
+_NOTABLE_SLOWDOWN = 1.2
+"""Smallest reported slowdown: duration of operations over their duration on an idle machine."""
+
+_MATRIX_SIZES = (256, 512)
+
+_ROUNDS = 12
+
+_MAX_S = 2.0
+
+
+def busy_warning(threads: ThreadUse | None) -> str:
+    """Returns the warning that other programs use the cores; empty if they use almost none."""
+    if threads is None or not is_busy(threads.others, threads.cores):
+        return ""
+    free, again = max(1, threads.cores - round(threads.others)), "run again when the machine is quiet"
+    if threads.torch > free:
+        again = f"set OMP_NUM_THREADS={free} and run again, best when the machine is quiet"
+    return (
+        f"The machine is busy: other programs kept {threads.others:.1f} of {threads.cores} cores busy. Times are too long, "
+        f"and advice that depends on how fast operations are is left out: {again}."
+    )
+
+
+def with_oversubscription(threads: ThreadUse | None) -> ThreadUse | None:
+    """Returns the threads, with the measured slowdown if torch has more threads than the machine has cores."""
+    if threads is None or threads.torch <= threads.cores:
+        return threads
+    return threads.model_copy(update={"slower": oversubscription(threads.torch, threads.cores)})
+
+
+def slowdown_notes(threads: ThreadUse | None) -> list[str]:
+    """Returns a note with the current slowdown if torch's threads wait for cores that other programs use."""
+    if threads is None or threads.torch > threads.cores:
+        return []
+    free = max(1, threads.cores - round(threads.others))
+    slower = oversubscription(threads.torch, free) if threads.torch > free else 1.0
+    if slower < _NOTABLE_SLOWDOWN:
+        return []
+    return [
+        f"other programs kept {threads.others:.1f} of {threads.cores} cores busy, and the pieces of an operation wait for "
+        f"each other: cut for {threads.torch} threads, operations take {slower:.1f} times as long as with {free} while "
+        f"they run (OMP_NUM_THREADS={free}); times and limits are those of a shared machine"
+    ]
+
+
+def oversubscription(threads: int, cores: int) -> float:
+    """Returns the slowdown of operations with `threads` threads relative to one per core or one alone; at least 1.
+
+    The faster of the two counts: on busy cores that is one thread. The result is the median of many rounds, within
+    2 s.
+    """
+    before = torch.get_num_threads()
+    ratios: list[float] = []
+    until = time.monotonic() + _MAX_S
+    try:
+        with torch.inference_mode():
+            inputs = [torch.rand(size, size) for size in _MATRIX_SIZES]
+            while len(ratios) < _ROUNDS and (not ratios or time.monotonic() < until):
+                one, few, many = (_time_matmuls(inputs, count) for count in (1, cores, threads))
+                ratios.append(many / min(one, few))
+    finally:
+        torch.set_num_threads(before)
+    return max(1.0, statistics.median(ratios))
+
+
+def _time_matmuls(inputs: list[torch.Tensor], threads: int) -> float:
+    torch.set_num_threads(threads)
+    for one in inputs:  # the first operation wakes the threads
+        one @ one
+    began = time.perf_counter()
+    for one in inputs:
+        for _ in range(3):
+            (one @ one).relu()
+    return time.perf_counter() - began

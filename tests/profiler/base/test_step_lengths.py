@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.profiler.base.schedule import Kind
-from hotloop.profiler.base.step_facts import StepFact
-from hotloop.profiler.base.step_lengths import StepLengths
+from hotloop.profiler.base.steps import Kind, StepFact
+from hotloop.profiler.summary import StepLengths
 
 
 def steps(kind: Kind, *calls: int) -> list[StepFact]:

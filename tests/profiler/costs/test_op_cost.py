@@ -6,9 +6,8 @@ import pytest
 
 from hotloop.core.records.hardware import Device, Figure, Speed
 from hotloop.core.records.profile import HardwareLimits, ModuleTime, OperatorTime, Profile
-from hotloop.profiler.costs.op_cost import OpCost
-from hotloop.profiler.costs.operator_cost import count_operator
-from hotloop.profiler.costs.roofline import device_limits, least_ms, precision_of, with_limit_shares
+from hotloop.profiler.operator_cost import OpCost, count_operator
+from hotloop.profiler.roofline import device_limits, least_ms, precision_of, with_limit_shares
 
 F = "float32"
 

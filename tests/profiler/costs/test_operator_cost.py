@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from hotloop.profiler.costs.op_cost import OpCost
-from hotloop.profiler.costs.operator_cost import count_operator
+from hotloop.profiler.operator_cost import OpCost, count_operator
 
 COUNTED_BY_TORCH = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 
@@ -182,7 +181,7 @@ def test_bytes_are_what_goes_in_and_comes_out(name: str) -> None:
 
 
 def test_a_planted_wrong_formula_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotloop.profiler.costs import operator_cost
+    from hotloop.profiler import operator_cost
 
     monkeypatch.setattr(operator_cost, "FORMULAS", {**operator_cost.FORMULAS, "mm": operator_cost.FORMULAS["dot"]})
     with pytest.raises(AssertionError):

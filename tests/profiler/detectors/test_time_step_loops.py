@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotloop.core.records.profile import LineTime
-from hotloop.profiler.detectors import compilation
+from hotloop.profiler.detectors.small_ops import compile_candidates
 from hotloop.profiler.detectors.step import ProfiledStep
 from tests.support.profiler.handmade_steps import STEP_MS, adam, first, loader, loop, operator, remedies, seen
 
@@ -51,7 +51,7 @@ def test_what_a_compiled_models_call_takes_is_none_of_what_compiling_wins() -> N
     for plan in ("", "baseline"):
         profile = seen({"forward": 5.0}, operators=ones, plan=plan)
         own = profile.model_copy(update={"operators": ones})
-        (found,) = compilation.compile_candidates(ProfiledStep(own, STEP_MS))
+        (found,) = compile_candidates(ProfiledStep(own, STEP_MS))
         gains.append(found.gain)
     assert gains[1] == pytest.approx(300 * 3e-3 / STEP_MS)
     assert gains[0] == pytest.approx(gains[1] - 0.1 / STEP_MS)
@@ -67,7 +67,7 @@ def test_of_a_script_a_kernel_stays_between_two_products() -> None:
     gains = []
     for operators in (ones, [*ones, *products]):
         own = seen({"forward": 5.0}).model_copy(update={"operators": operators})
-        (found,) = compilation.compile_candidates(ProfiledStep(own, STEP_MS))
+        (found,) = compile_candidates(ProfiledStep(own, STEP_MS))
         gains.append(found.gain)
     assert gains[0] - gains[1] == pytest.approx(100 * 3e-3 / STEP_MS)
 

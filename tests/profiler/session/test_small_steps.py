@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.records.profile import LineTime, ModuleTime, OperatorTime, Profile
-from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.base.steps import ProfileFacts, StepFact
+from hotloop.profiler.session import make_observers
 from hotloop.profiler.summary import summarize
 from tests.support.profiler.profiled_steps import training, watched
 

@@ -18,10 +18,8 @@ from tqdm.contrib import DummyTqdmFile
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile import RareUpdate
 from hotloop.profiler.base.phases import Timeline, durations
-from hotloop.profiler.base.schedule import order
-from hotloop.profiler.base.step_detection import Finder, TrainingEvent, is_end
-from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.base.steps import Finder, ProfileFacts, StepFact, TrainingEvent, is_end, order
+from hotloop.profiler.session import make_observers
 from hotloop.profiler.summary import summarize
 from hotloop.report.profile import profile_page
 from tests.profiler.base.test_step_detection import two_optimizers

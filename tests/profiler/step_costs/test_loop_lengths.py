@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiler.step_costs.loop_lengths import loop_lengths
+from hotloop.profiler.step_costs.script_step import loop_lengths
 
 
 def lengths(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, **names: Any) -> list[int | None]:

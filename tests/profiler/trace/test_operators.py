@@ -23,13 +23,10 @@ from torch import Tensor, nn
 import hotloop.profiler.trace.events
 from hotloop.core.records.profile import OperatorTime
 from hotloop.profiler.base.call_sites import CallSites
-from hotloop.profiler.session.observers import make_observers
-from hotloop.profiler.session.session import ProfilerSession
-from hotloop.profiler.timers.line_tracer import LineTracer
-from hotloop.profiler.timers.markers import TraceMarkers
-from hotloop.profiler.trace.chrome_trace import MAX_SPANS, Span, write_trace
+from hotloop.profiler.session import ProfilerSession, make_observers
+from hotloop.profiler.timers.line_tracer import LineTracer, TraceMarkers
 from hotloop.profiler.trace.events import TraceReader
-from hotloop.profiler.trace.tracer import Tracer
+from hotloop.profiler.trace.tracer import MAX_SPANS, Span, Tracer, write_trace
 from tests.support.profiler import profiled_steps
 
 

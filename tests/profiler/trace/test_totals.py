@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.profiler.trace.totals import OperatorKey, TracedSteps, merge_typical_steps
+from hotloop.profiler.trace.events import OperatorKey, TracedSteps, merge_typical_steps
 
 KEY = OperatorKey("aten::mm", "forward", None, ("train.py", 7), ("8x8",), "float32", "cpu", "", None)
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hotloop.core.records.profile import COUNTS, LineTime, OperatorTime, Remedy
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.detectors.code_regions import (
+    FOREACH_ADVICE,
     MIN_LOOP_CALLS,
     SpreadWork,
+    describe_parameter_loop,
     find_spread_work,
     function_of,
     group_lines,
@@ -17,12 +19,12 @@ from hotloop.profiler.detectors.code_regions import (
     is_action_choice,
     is_view,
     loop_functions,
+    parameter_read_loops,
     region_key,
     runs_per_step,
     training_line_test,
 )
 from hotloop.profiler.detectors.device_sync import is_read_on_host
-from hotloop.profiler.detectors.parameter_loops import FOREACH_ADVICE, describe_parameter_loop, parameter_read_loops
 from hotloop.profiler.detectors.step import (
     ASIDE_PHASES,
     COMPUTING_PHASES,

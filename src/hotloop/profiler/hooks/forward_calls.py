@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.base.phases import Timeline
-from hotloop.profiler.base.step_facts import StepFact
+from hotloop.profiler.base.steps import StepFact
 from hotloop.profiler.base.tensor_facts import has_gradient
 from hotloop.profiler.compile_race import NetworkCallRecorder
 
