@@ -83,7 +83,7 @@ def raced_as(monkeypatch, ratio: float | None, **fields: Any) -> list[Any]:
 
 
 def watched_as(monkeypatch, profile: Profile) -> None:
-    monkeypatch.setattr(inspecting, "profile_task", lambda *args, **options: profile)
+    monkeypatch.setattr(inspecting, "record_task", lambda *args, **options: profile)
 
 
 def test_what_was_seen_is_held_against_the_machine_and_diagnosed(monkeypatch, measured) -> None:
@@ -244,7 +244,7 @@ def test_programs_that_hold_cores_are_told(used: ThreadUse, slower: float, told:
 
 def test_a_script_that_never_trained_needs_no_limits(monkeypatch, measured) -> None:
     nothing = Profile(source="train.py", steps=0, step_ms=None, notes=["it never trained here"])
-    monkeypatch.setattr(inspecting, "profile_script", lambda *args, **options: nothing)
+    monkeypatch.setattr(inspecting, "record_script", lambda *args, **options: nothing)
     found = hotloop.profile("train.py", progress=False)
     assert measured == [] and found.notes == nothing.notes and found.machine
 

@@ -37,7 +37,7 @@ from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.steps import StepFact
 from hotloop.profiler.base.tensor_facts import tensor_fingerprints, tensors_in
 from hotloop.profiler.base.transparency import RecursionHeadroom, hide_from_compiler
-from hotloop.profiler.hooks.forward_calls import CallInputs
+from hotloop.profiler.compile_race import CallInputs
 from hotloop.profiler.hooks.torch_hooks import stop_on_error, with_callbacks
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"

@@ -1,5 +1,4 @@
-"""Profiles a Task or a script: records steps, measures the machine's limits and load, diagnoses, races remedies.
-"""
+"""Profiles a Task or a script: records steps, measures the machine's limits and load, diagnoses, races remedies."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,11 @@ from hotloop.distributed.launch import launch, local_rank_count
 from hotloop.distributed.world import World
 from hotloop.errors import DeviceError, PlanError, TimeOverError
 from hotloop.plan import Plan
-from hotloop.profiler.base.steps import ProfileFacts
+from hotloop.profiler.base.steps import DEFAULT_SETTINGS, REMEDY_RACE_S, ProfileFacts, ProfileSettings
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.roofline import device_limits, with_limit_shares
+from hotloop.profiler.operator_cost import device_limits, with_limit_shares
 from hotloop.profiler.summary import summarize
-from hotloop.profiler.task_profile import profile_task
+from hotloop.profiler.task_profile import record_task
 from hotloop.report.race import race_progress_bar
 from hotloop.scripts.script_process import run_script
 from hotloop.task import Task, override_fields
@@ -50,9 +49,6 @@ UNTRIED_TORCH = (
     "only a race measures whether PyTorch takes less time for this step: --try, or hotloop race --plans arrays,auto"
 )
 NO_PLAN = "a script has no plan to change; make the training a Task, and --try races remedies that a plan can express"
-REMEDY_RACE_S = 30.0
-"""Seconds for racing remedies, or for compiling and racing a script's network, without a time limit."""
-
 SHARED_LIMITS_NOTE = "limits are those of the whole machine, which the ranks on it share"
 
 
@@ -90,14 +86,10 @@ def profile(
     console = Terminal() if progress else Terminal(quiet=True)
     if not isinstance(task, Task):
         refuse_for_script(plan=plan is not None)
-        try_s = None
-        if try_remedies:
-            try_s = REMEDY_RACE_S if time_limit is None else parse_seconds(time_limit, "time-limit")
+        settings = ProfileSettings.of(steps, trace, tries=try_remedies, time_limit=time_limit)
         limit_s = None if stop_after is None else parse_seconds(stop_after, "stop-after")
         with race_progress_bar(console) as moved:
-            return profile_and_diagnose_script(
-                Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, try_s=try_s, progress=moved
-            )
+            return profile_script(Path(task), arguments, settings, stop_after_s=limit_s, progress=moved)
     loaded, wanted = LoadedTask(task, None, {}), PlanRequest.from_value(plan)
     refuse_for_ranks(wanted.plan, try_remedies=try_remedies)
 
@@ -106,7 +98,7 @@ def profile(
     def inspect() -> Profile:
         with join_as_rank(wanted, console) as moved:
             chosen = resolve_plan(task, wanted)
-            found = profile_and_diagnose_task(loaded, chosen, steps=steps, trace=trace, progress=moved)
+            found = profile_task(loaded, chosen, steps=steps, trace=trace, progress=moved)
             if not try_remedies:
                 return found
             return race_remedies(loaded, found, chosen, time_limit=time_limit, began=began, progress=moved)
@@ -181,23 +173,20 @@ def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
         )
 
 
-def profile_and_diagnose_script(
+def profile_script(
     path: Path | str,
     arguments: Sequence[str] = (),
+    settings: ProfileSettings = DEFAULT_SETTINGS,
     *,
-    steps: int | None = None,
     stop_after_s: float | None = None,
     stdout: int | None = None,
-    trace: Path | None = None,
-    try_s: float | None = None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
-    """Profiles a script; see `profile` and `profile_script`."""
-    options: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
-    return _diagnose(profile_script(path, arguments, **options), progress)
+    """Profiles a script; see `profile` and `record_script`."""
+    return _diagnose(record_script(path, arguments, settings, stop_after_s=stop_after_s, stdout=stdout), progress)
 
 
-def profile_and_diagnose_task(
+def profile_task(
     loaded: LoadedTask,
     plan: Plan,
     *,
@@ -208,7 +197,7 @@ def profile_and_diagnose_task(
     progress: Progress = lambda doing, share: None,
     keeps: bool = False,
 ) -> Profile:
-    """Profiles a loaded Task; see `profile`, and `profile_task` for `keeps`.
+    """Profiles a loaded Task; see `profile`, and `record_task` for `keeps`.
 
     Of several ranks, rank 0 returns the diagnosed profile of all, the others their own records.
     """
@@ -217,7 +206,7 @@ def profile_and_diagnose_task(
     wait_until_quiet()
     progress("recording", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
-    recorded = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
+    recorded = record_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
     if not World.from_group(plan).is_rank_zero:
         return recorded
     if recorded.ranks:  # cores that one rank leaves idle are used by another
@@ -365,50 +354,34 @@ def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
     return remedy.model_copy(update={"won": won, "gain": gain, "evidence": evidence})
 
 
-def profile_script(
+def record_script(
     path: Path | str,
     arguments: Sequence[str] = (),
+    settings: ProfileSettings = DEFAULT_SETTINGS,
     *,
-    steps: int | None = None,
     stop_after_s: float | None = None,
     stdout: int | None = None,
-    trace: Path | None = None,
-    try_s: float | None = None,
 ) -> Profile:
     """Runs a script to its end and profiles its training steps; see `run_script`.
 
     After Ctrl-C or SIGTERM the profile has the records until then.
 
-    Args:
-        steps: number of measured steps, then the script runs on alone; None for 60, fewer if these take over 30 s.
-        trace: a file for the Chrome trace of a few steps.
-        try_s: seconds for a race of the compiled network after the measured steps; the script waits. None: no race.
-
     Raises:
         TaskError: the file doesn't exist.
     """
-    settings = {
-        "steps": steps,
-        "try_s": try_s,
-        "trace": str(trace.resolve()) if trace is not None else None,
-    }
     wait_until_quiet()
+    inside = "hotloop.profiler.script_child:wait_for_torch"
     end = run_script(
-        path,
-        arguments,
-        inside="hotloop.profiler.script_child:wait_for_torch",
-        settings=settings,
-        stop_after_s=stop_after_s,
-        stdout=stdout,
+        path, arguments, inside=inside, settings=asdict(settings), stop_after_s=stop_after_s, stdout=stdout
     )
-    facts = ProfileFacts.of(end.result) if end.result is not None else None
-    if facts is None:
-        notes = ["the script ended before anything was recorded"]
+    if end.result is None:
+        notes, closed = ["the script ended before anything was recorded"], ""
         profile = Profile(source=str(path), steps=0, step_ms=None, notes=notes)
     else:
-        profile = summarize(facts, str(path))
-    stopped = end.stopped or (facts.closed if facts is not None else "")
-    return profile.model_copy(update={"exit_code": end.exit_code, "stopped": stopped, "seconds": end.seconds})
+        facts = ProfileFacts.of(end.result)
+        profile, closed = summarize(facts, str(path)), facts.closed
+    update = {"exit_code": end.exit_code, "stopped": end.stopped or closed, "seconds": end.seconds}
+    return profile.model_copy(update=update)
 
 
 _NOTABLE_SLOWDOWN = 1.2

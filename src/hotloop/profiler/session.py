@@ -22,8 +22,8 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.autograd_patterns import AutogradPatterns, EvaluationPauses, find_identities
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.steps import CLOSE, Kind, Observer, ProfileFacts, TrainingEvent, middle_mean
+from hotloop.profiler.compile_race import CallInputs, ForwardCalls, describe_inputs
 from hotloop.profiler.hooks.dataloaders import LoaderRecorder
-from hotloop.profiler.hooks.forward_calls import CallInputs, ForwardCalls, describe_inputs
 from hotloop.profiler.hooks.optimizer_hooks import ClosurePhases, OptimizerRecorder
 from hotloop.profiler.hooks.resources import GarbageCollections, compile_seconds, memory_in_use
 from hotloop.profiler.hooks.torch_hooks import (
@@ -38,7 +38,7 @@ from hotloop.profiler.step_sequence import StepSequence
 from hotloop.profiler.timers.line_sampler import LinePhases, StackSampler, phase_shares, shift_phases
 from hotloop.profiler.timers.module_names import ModuleNames, module_times
 from hotloop.profiler.timers.modules import ModuleClock
-from hotloop.profiler.trace.calibration import (
+from hotloop.profiler.trace.events import (
     clamp_lines_to_phases,
     remove_profiler_overhead,
     with_compiled,

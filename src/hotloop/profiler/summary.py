@@ -27,7 +27,7 @@ from hotloop.profiler.base.phases import without_cold_steps
 from hotloop.profiler.base.steps import DEFAULT_STEPS, DELAYED, Kind, ProfileFacts, StepFact, middle_mean
 from hotloop.profiler.detectors.optimizer_updates import merge_alike_optimizers
 from hotloop.profiler.timers.line_sampler import shift_phases
-from hotloop.profiler.trace.calibration import clamp_ops_to_phases
+from hotloop.profiler.trace.events import clamp_ops_to_phases
 from hotloop.tuning.races.statistics import ratio_of
 
 _MIN_STEPS = 8

@@ -50,7 +50,7 @@ _MAX_S = 300.0
 """Longest recording in seconds, if no number of steps is given."""
 
 
-def profile_task(
+def record_task(
     task: Task,
     plan: Plan = BASELINE,
     *,
@@ -89,7 +89,7 @@ def profile_task(
             program.close()
 
 
-def profile_program(
+def record_program(
     program: Program, *, steps: int | None = None, trace: Path | None = None, source: str = ""
 ) -> Profile:
     """Profiles a Program, and restores its State; code compiled before is one unit."""

@@ -6,8 +6,14 @@ import pytest
 
 from hotloop.core.records.hardware import Device, Figure, Speed
 from hotloop.core.records.profile import HardwareLimits, ModuleTime, OperatorTime, Profile
-from hotloop.profiler.operator_cost import OpCost, count_operator
-from hotloop.profiler.roofline import device_limits, least_ms, precision_of, with_limit_shares
+from hotloop.profiler.operator_cost import (
+    OpCost,
+    count_operator,
+    device_limits,
+    least_ms,
+    precision_of,
+    with_limit_shares,
+)
 
 F = "float32"
 

@@ -15,7 +15,7 @@ from hotloop.lowering.build import lower
 from hotloop.lowering.compile.capture import capture_step
 from hotloop.profiler.timers.module_names import ModuleName, ModuleNames, OwnTime, module_times
 from hotloop.profiler.timers.modules import ModuleClock
-from hotloop.profiler.trace.calibration import with_compiled, with_fused, with_shares
+from hotloop.profiler.trace.events import with_compiled, with_fused, with_shares
 from hotloop.profiler.trace.inductor_kernels import (
     PHASE_KEY,
     CompilationRecorder,

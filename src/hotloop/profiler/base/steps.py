@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
+from hotloop.core.format import parse_seconds
 from hotloop.core.records.profile_terms import Phase
 
 Kind = Literal[
@@ -40,6 +42,34 @@ DISTURBING: tuple[Kind, ...] = (*CLOSE, "clocked")
 """Kinds for which functions are replaced; Python's caches are cold afterwards."""
 
 DEFAULT_STEPS = 60
+
+REMEDY_RACE_S = 30.0
+"""Seconds for racing remedies, or for compiling and racing a script's network, without a time limit."""
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """How a script's steps are recorded: JSON values for its process.
+
+    Attributes:
+        steps: number of measured steps, then the script runs on alone; None for 60, fewer if these take over 30 s.
+        trace: the absolute path of a file for the Chrome trace of a few steps; None for no trace.
+        try_s: seconds for a race of the compiled network after the measured steps; the script waits. None: no race.
+    """
+
+    steps: int | None = None
+    trace: str | None = None
+    try_s: float | None = None
+
+    @classmethod
+    def of(cls, steps: int | None, trace: Path | None, *, tries: bool, time_limit: str | None) -> ProfileSettings:
+        """Returns the settings of a command; raises HotloopError for a wrong time limit."""
+        limit_s = REMEDY_RACE_S if time_limit is None or not tries else parse_seconds(time_limit, "time-limit")
+        return cls(steps, None if trace is None else str(trace.resolve()), limit_s if tries else None)
+
+
+DEFAULT_SETTINGS = ProfileSettings()
+
 
 _PAIR: list[Kind] = ["clean", "instrumented"]
 _PATTERN_STEP: list[Kind] = ["habits"]

@@ -16,7 +16,6 @@ from hotloop.profiler.detectors import (
     code_regions,
     data_loading,
     device_sync,
-    machine_use,
     operators,
     optimizer_updates,
     python_lines,
@@ -51,7 +50,7 @@ SPECIFIC_DETECTORS: tuple[Detector, ...] = (
     code_regions.parameter_reads,
     code_regions.gradient_hooks,
     small_ops.python_loops,
-    machine_use.too_many_threads,
+    bottleneck.too_many_threads,
 )
 GENERAL_DETECTORS: tuple[Detector, ...] = (
     python_lines.python_in_loop,
@@ -60,7 +59,7 @@ GENERAL_DETECTORS: tuple[Detector, ...] = (
     small_ops.unfused_chain,
     operators.slow_operators,
     operators.slow_layouts,
-    machine_use.idle_cores,
+    bottleneck.idle_cores,
 )
 """They report where time goes. Their remedies are dropped at places that a specific detector explains."""
 
@@ -122,11 +121,11 @@ def find_remedies(step: ProfiledStep) -> list[Remedy]:
     detectors = [] if arrays else [one for one in GENERAL_DETECTORS if not (busy and one in ABSOLUTE_DETECTORS)]
     general = _worthwhile(chain.from_iterable(detect(told) for detect in detectors))
     found = _merge_remedies(step, specific, general)
-    paged = [_after_paging(one, specific, found) for one in _worthwhile(machine_use.memory_returned_to_os(step))]
-    small, others = _worthwhile(machine_use.small_batch(told)), [one for one in found if not one.note]
-    if small and not (machine_use.can_stay(step) and others):
+    paged = [_after_paging(one, specific, found) for one in _worthwhile(bottleneck.memory_returned_to_os(step))]
+    small, others = _worthwhile(bottleneck.small_batch(told)), [one for one in found if not one.note]
+    if small and not (bottleneck.can_stay(step) and others):
         found = _merge_remedies(
-            step, [*specific, *(machine_use.as_note_beside(step, one, others) for one in small)], general
+            step, [*specific, *(bottleneck.as_note_beside(step, one, others) for one in small)], general
         )
     if not step.profile.plan:
         found = [one.model_copy(update={"axes": {}}) for one in found]

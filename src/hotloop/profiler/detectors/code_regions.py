@@ -1,5 +1,4 @@
-"""Regions of code: lines that count together, the line that calls several small costs, and loops over parameters.
-"""
+"""Regions of code: lines that count together, the line that calls several small costs, and loops over parameters."""
 
 from __future__ import annotations
 

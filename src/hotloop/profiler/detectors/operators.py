@@ -1,5 +1,4 @@
-"""Slow operators: avoidable products, scatters, growing tensors, unsuitable dtypes, and those far from the machine's limit.
-"""
+"""Slow operators: avoidable products, scatters, growing tensors, unsuitable dtypes, and those far from the machine's limit."""
 
 from __future__ import annotations
 

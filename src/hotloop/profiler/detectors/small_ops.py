@@ -1,5 +1,4 @@
-"""Many small operations: Python loops, chains of elementwise operations, and compiling, which a measurement must support.
-"""
+"""Many small operations: Python loops, chains of elementwise operations, and compiling, which a measurement must support."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from hotloop.core.records.profile import LineTime, LoaderUse, OperatorTime, Profile, Remedy
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.operator_cost import OpCost
-from hotloop.profiler.roofline import least_ms, precision_in
+from hotloop.profiler.operator_cost import OpCost, least_ms, precision_in
 
 Key = TypeVar("Key")
 

@@ -1,5 +1,4 @@
-"""CPU and memory use of the process, garbage collections, and Python processes that the script starts.
-"""
+"""CPU and memory use of the process, garbage collections, and Python processes that the script starts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Follows the user line that a thread executes, by Python's tracing, in a few steps, and marks it in torch's profiler.
-"""
+"""Follows the user line that a thread executes, by Python's tracing, in a few steps, and marks it in torch's profiler."""
 
 from __future__ import annotations
 

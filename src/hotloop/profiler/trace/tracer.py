@@ -1,5 +1,4 @@
-"""Runs a few steps under torch's profiler: operators with their modules and the user's lines, and a Chrome trace.
-"""
+"""Runs a few steps under torch's profiler: operators with their modules and the user's lines, and a Chrome trace."""
 
 from __future__ import annotations
 
