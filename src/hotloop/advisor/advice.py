@@ -398,7 +398,7 @@ def advise_script(
         f"{len(times_ms)} steps of the script were timed, then it was stopped",
         "the time of loading batches isn't in the predictions",
     ]
-    batches = _steps_of_epoch(found)
+    batches = found["steps_of_epoch"] or (found["loops"][-1] if found["loops"] else None)  # of the innermost loop
     if batches is None:
         notes.append(f"the length of the data is unknown: an epoch is taken as {_UNKNOWN_BATCHES:,} batches")
     if epochs is None and (epochs := _epochs(found)) is None:
@@ -417,12 +417,6 @@ def advise_script(
         busy=busy,
     )
     return advise_subject(subject, here, request, say=say)
-
-
-def _steps_of_epoch(found: dict[str, Any]) -> int | None:
-    """Returns the steps in a round of the loader, else in the innermost loop; None where neither length is known."""
-    innermost = found["loops"][-1] if found["loops"] else None
-    return found["steps_of_epoch"] or innermost
 
 
 def _epochs(found: dict[str, Any]) -> int | None:

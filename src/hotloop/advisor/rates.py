@@ -163,7 +163,8 @@ def _product_time(
 ) -> PredictedTime:
     chip_class = product_class(chip, precision)
     rate = chip.peak(precision) * coefficients.factor(chip, chip_class).value
-    rate *= coefficients.classes.get(_product_kind(operator, chip_class), 1.0)
+    form = conv_form(operator) if operator.kind == "convolution" else operator.kind
+    rate *= coefficients.classes.get(f"{form}/{chip_class}", 1.0)
     use = tile_use(operator, chip, coefficients, chip_class)
     compute = operator.flops / (rate * use)
     memory = operator.bytes * byte_scale / (chip.bandwidth_bytes_per_s * coefficients.factor(chip, "memory").value)
@@ -173,12 +174,6 @@ def _product_time(
     seconds = (compute**power + memory**power) ** (1 / power)
     count = operator.count
     return PredictedTime(seconds * count, compute * count, memory * count, chip_class)
-
-
-def _product_kind(operator: OperatorCost, chip_class: str) -> str:
-    """Returns the name of the class factor: convolutions differ by kernel size and groups."""
-    form = conv_form(operator) if operator.kind == "convolution" else operator.kind
-    return f"{form}/{chip_class}"
 
 
 def conv_form(operator: OperatorCost) -> str:

@@ -63,12 +63,10 @@ def machines_here(progress: ProbeProgress | None = None) -> tuple[dict[str, Mach
     for device in hardware.devices:
         if device.kind not in (name.partition(":")[0] for name in found):
             total = device.memory_total.value if device.memory_total else None
-            found[device.name] = Machine(_chip(device, hardware), name=_title(device), memory_bytes=total, is_here=True)
+            title = "CPU" if device.kind == "cpu" else device.model or device.name
+            chip, name = _chip(device, hardware), f"this machine ({title})"
+            found[device.name] = Machine(chip, name=name, memory_bytes=total, is_here=True)
     return found, hardware.busy
-
-
-def _title(device: Device) -> str:
-    return f"this machine ({'CPU' if device.kind == 'cpu' else device.model or device.name})"
 
 
 def _chip(device: Device, hardware: Hardware) -> Chip:

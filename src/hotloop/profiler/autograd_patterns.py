@@ -59,6 +59,7 @@ class AutogradPatterns:
     Attributes:
         trained_on: inputs of the forward passes through which the backward passes of a step ran.
         evaluated_at: lines that called a network in evaluation mode, with counts.
+        cleared: the gradients of backward passes until they are cleared or read.
     """
 
     def __init__(
@@ -81,13 +82,15 @@ class AutogradPatterns:
         self._created: tuple[str, int] | None = None
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
         self._walks, self._asked = BackwardWalks(parameters), -1
-        self._cleared = ClearedGradients(parameters)
+        self.cleared = ClearedGradients(parameters)
         self._trained_s: dict[int, float] = {}
         self._traceback_lines = 0
         self._profiled: list[tuple[int, float]] = []
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-        self._validations = ValidationTimer(sites, mine, self._note_validation)
+        self._validations = ValidationTimer(
+            sites, mine, lambda where, seconds: self._count(ARGUMENT_VALIDATION, [Mark(where, self._step, seconds)])
+        )
         self._retained_graphs, self._retaining_lines = RetainedGraphs(sites, fail), Counter[str]()
         self._evaluating, self._headroom = Patches(), RecursionHeadroom()
         self._graded: list[Mark] = []
@@ -155,12 +158,9 @@ class AutogradPatterns:
             self._retained.append(mark)
         self._losses.append((self._step, where, weakref.ref(loss)))
 
-    def backward_over(self) -> None:
-        self._cleared.ended()
-
     def optimizer_stepped(self, optimizer: Any) -> None:
         if self._on:
-            self._cleared.optimizer_stepped(value for group in optimizer.param_groups for value in group["params"])
+            self.cleared.optimizer_stepped(value for group in optimizer.param_groups for value in group["params"])
 
     def _find_needless_work(self, nodes: list[Any], again: list[Any], where: str, *, returns_gradients: bool) -> None:
         """Counts needless work. A pass with `returns_gradients` doesn't add to the gradients of tensors."""
@@ -168,12 +168,12 @@ class AutogradPatterns:
         self._walks.record(nodes, where, self._step, older)
         if returns_gradients:
             self._asked = self._step
-            self._cleared.asked()
+            self.cleared.asked()
             return
         needless = [
             *self._walks.find_shared_graph(again, where, self._step),
             *self._walks.find_unused_gradients(nodes, _forward_of, where, self._step),
-            *self._cleared.record(nodes, where, self._step, _forward_of),
+            *self.cleared.record(nodes, where, self._step, _forward_of),
         ]
         for work in needless:
             if work.what != "input gradients" or self._asked != self._step:
@@ -186,7 +186,7 @@ class AutogradPatterns:
     def step_done(self, *, usual: bool = True) -> None:
         """Ends a step; patterns of an unusual step aren't counted."""
         self.on = self.on and usual
-        self._cleared.step_done(self._step)
+        self.cleared.step_done(self._step)
         if self.on or self._losses or self._retained or self._before is not None:
             self._review_step()
         self._step += 1
@@ -258,10 +258,7 @@ class AutogradPatterns:
         if torch.autograd.profiler._is_profiler_enabled:
             self._found["profiler", where][self._backwards] += 1
             operators = 2 * self._walks.latest_nodes  # one operator creates each node, and the node runs one
-            self._profiled.append((operators, operator_us()))
-
-    def _note_validation(self, where: str, seconds: float) -> None:
-        self._count(ARGUMENT_VALIDATION, [Mark(where, self._step, seconds)])
+            self._profiled.append((operators, _measure_us(torch.zeros(1))))
 
     def note_recomputation(self, seconds: float, where: str) -> None:
         """Counts a forward pass that a backward pass has repeated."""
@@ -349,7 +346,7 @@ class AutogradPatterns:
     def _part(self, what: str, where: str, seconds: Mapping[int, float]) -> float:
         """Returns a pattern's share of the backward time, which is taken as proportional to the forward time."""
         if what in (CLEARED, UNREAD):
-            return self._cleared.dropped_share(what, where)
+            return self.cleared.dropped_share(what, where)
         if what != "repeated forward":
             return self._walks.needless_share(what, where)
         trained_s = sum(self._trained_s[step] for step in seconds)
@@ -568,11 +565,6 @@ class EvaluationPauses:
 
 
 _TINY_NUMBERS = 20
-
-
-def operator_us() -> float:
-    """Returns the microseconds of a tiny operator under the current modes."""
-    return _measure_us(torch.zeros(1))
 
 
 _TRACEBACK_PREFIX = "traceback_"

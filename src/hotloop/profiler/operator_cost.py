@@ -184,11 +184,7 @@ def _result(call: OpCall) -> tuple[int, int]:
 
 def _in_place(flops: int) -> Formula:
     """Counts an operator that reads all tensors and writes the first one."""
-
-    def count(call: OpCall) -> tuple[float, float]:
-        return flops * call.count(0), call.size(*call.tensors) + call.size(0)
-
-    return count
+    return lambda call: (flops * call.count(0), call.size(*call.tensors) + call.size(0))
 
 
 def _foreach(flops: int) -> Formula:
@@ -363,11 +359,7 @@ def _norm(call: OpCall) -> tuple[float, float]:
 
 def _same_shape(flops: int, *read: int) -> Formula:
     """Counts an operator that reads the tensors at `read` and writes the shape of the first of them."""
-
-    def count(call: OpCall) -> tuple[float, float]:
-        return flops * call.count(read[0]), call.size(*read) + call.size(read[0])
-
-    return count
+    return lambda call: (flops * call.count(read[0]), call.size(*read) + call.size(read[0]))
 
 
 def _batch_norm(call: OpCall) -> tuple[float, float]:
@@ -392,19 +384,15 @@ def _batch_norm_backward(grad: int, image: int, weight: int) -> Formula:
 
 
 def _layer_norm(weight: int, bias: int) -> Formula:
-    def count(call: OpCall) -> tuple[float, float]:
-        return _NORM_FLOPS * call.count(0), 2 * call.size(0) + call.size(weight, bias)
-
-    return count
+    return lambda call: (_NORM_FLOPS * call.count(0), 2 * call.size(0) + call.size(weight, bias))
 
 
 def _layer_norm_backward(*read: int) -> Formula:
     """Counts the gradients of input, weight and bias. Arguments: grad, input, statistics, weight (last)."""
-
-    def count(call: OpCall) -> tuple[float, float]:
-        return _NORM_BACKWARD_FLOPS * call.count(1), call.size(*read) + call.size(1) + 2 * call.size(read[-1])
-
-    return count
+    return lambda call: (
+        _NORM_BACKWARD_FLOPS * call.count(1),
+        call.size(*read) + call.size(1) + 2 * call.size(read[-1]),
+    )
 
 
 def _kernel_sizes(call: OpCall) -> list[int]:
@@ -468,10 +456,7 @@ def _loss(flops: int, reduction: int) -> Formula:
 
 
 def _loss_backward(flops: int, *read: int) -> Formula:
-    def count(call: OpCall) -> tuple[float, float]:
-        return flops * call.count(1), call.size(*read) + call.size(1)
-
-    return count
+    return lambda call: (flops * call.count(1), call.size(*read) + call.size(1))
 
 
 _REDUCTION_FORMULAS: dict[str, Formula] = {

@@ -85,7 +85,8 @@ def profile(
     """
     console = Terminal() if progress else Terminal(quiet=True)
     if not isinstance(task, Task):
-        refuse_for_script(plan=plan is not None)
+        if plan is not None:
+            raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
         settings = ProfileSettings.of(steps, trace, tries=try_remedies, time_limit=time_limit)
         limit_s = None if stop_after is None else parse_seconds(stop_after, "stop-after")
         with race_progress_bar(console) as moved:
@@ -143,12 +144,6 @@ def resolve_plan(task: Task, wanted: PlanRequest) -> Plan:
     if not wanted.is_auto:
         return wanted.plan
     return next(one.plan for one in list_options(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
-
-
-def refuse_for_script(*, plan: bool) -> None:
-    """Raises PlanError if a plan is given for a script."""
-    if plan:
-        raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
 
 
 def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
@@ -283,7 +278,10 @@ def race_remedies(
         began: start of the time limit, by `time.monotonic()`; default now.
     """
     base = resolve_device(plan)
-    found = found.model_copy(update={"remedies": [*found.remedies, *_torch_remedies(base)]})
+    if base.engine != "eager":
+        what = "the step is written out in array operations"
+        remedy = Remedy(cause=what, where="", remedy="let PyTorch compute it", gain=0.0, axes={"engine": "eager"})
+        found = found.model_copy(update={"remedies": [*found.remedies, remedy]})
     asked = [one for one in [*found.remedies, *found.candidates] if one.axes]
     plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in asked))
     if not plans:
@@ -326,13 +324,6 @@ def _why_not_won(candidate: Remedy) -> str:
     ratio, low, high = candidate.won
     found = f"raced, it is {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
     return f"{axes} is no remedy here: {found}. hotloop tune tries other plans."
-
-
-def _torch_remedies(base: Plan) -> list[Remedy]:
-    if base.engine == "eager":
-        return []
-    what = "the step is written out in array operations"
-    return [Remedy(cause=what, where="", remedy="let PyTorch compute it", gain=0.0, axes={"engine": "eager"})]
 
 
 def _why_lost(remedy: Remedy) -> str:

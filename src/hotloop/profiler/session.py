@@ -30,7 +30,6 @@ from hotloop.profiler.hooks.torch_hooks import (
     CompilePause,
     PhaseHooks,
     TorchHooks,
-    TorchListener,
     measure_mark_ms,
     stop_on_error,
 )
@@ -54,7 +53,7 @@ _PUBLISH_EVERY_S = 1.0
 """Interval of publishing all facts, for a process that may be killed."""
 
 
-class ProfilerSession(TorchListener):
+class ProfilerSession:
     """Receives events, and records facts.
 
     Args:
@@ -194,7 +193,7 @@ class ProfilerSession(TorchListener):
             self._hooks.wrap_backward()
 
     def flags(self) -> list[str]:
-        self._hooks.unwrap_backward()
+        self._hooks.outermost.undo()
         self._pauses.end_evaluation()
         return self._loaders.drawn_loaders()
 
@@ -280,7 +279,7 @@ class ProfilerSession(TorchListener):
         if self._backwards or self.closed or token is None:
             return
         self._optimizers.exclude_time(time.perf_counter() - token)
-        self._patterns.backward_over()
+        self._patterns.cleared.ended()
         updates_now = self.facts.by_hand or self._optimizers.is_inside
         creates_graph = len(args) > 3 and bool(args[3])
         self.timeline.turn("loss" if creates_graph else "update" if updates_now else "python")

@@ -92,7 +92,8 @@ def order(steps: int) -> list[Kind]:
     An odd step is instrumented. No clock is used, so that ranks which take the same steps record them alike.
     """
     pairs, odd = divmod(steps, 2)
-    measured = [_measured_pair(number) for number in range(pairs)] + [["instrumented"]] * odd
+    # Thue-Morse order: work that a loop does every second, third or fourth step falls on both kinds alike.
+    measured = [_PAIR[::-1] if number.bit_count() % 2 else _PAIR for number in range(pairs)] + [["instrumented"]] * odd
     details = [
         _FIRST_DETAILS,
         _SECOND_DETAILS,
@@ -100,11 +101,6 @@ def order(steps: int) -> list[Kind]:
     ]
     nothing: list[Kind] = []
     return [kind for both in zip_longest(measured, details, fillvalue=nothing) for kinds in both for kind in kinds]
-
-
-def _measured_pair(number: int) -> list[Kind]:
-    """Thue-Morse order: work that a loop does every second, third or fourth step falls on both kinds alike."""
-    return _PAIR[::-1] if number.bit_count() % 2 else _PAIR
 
 
 class Observer(Protocol):

@@ -167,7 +167,8 @@ def _without_callers(step: ProfiledStep, found: Sequence[Remedy]) -> list[Remedy
         id(one)
         for one in counted
         for other in counted
-        if _calls(one.where, other.where, callers) and _is_same_cost(one, other)
+        if _calls(one.where, other.where, callers)
+        and abs(one.gain - other.gain) < max(COUNTS, _SAME_COST * max(one.gain, other.gain))
     }
     return [one for one in found if id(one) not in repeated]
 
@@ -180,10 +181,6 @@ def _calls(where: str, inner: str, outer: Mapping[str, str]) -> bool:
             return True
         seen.add(inner)
     return False
-
-
-def _is_same_cost(one: Remedy, other: Remedy) -> bool:
-    return abs(one.gain - other.gain) < max(COUNTS, _SAME_COST * max(one.gain, other.gain))
 
 
 def _unexplained(step: ProfiledStep, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:

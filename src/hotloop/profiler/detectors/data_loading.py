@@ -49,7 +49,7 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
 
 def loading_wait_ms(step: ProfiledStep) -> float:
     """Returns the ms per step in which the training waits for data from open loaders."""
-    opening = sum(_reopening_ms(step, use) for use in _reopened_loaders(step))
+    opening = sum(step.loading_ms(use, use.opening_ms) for use in _reopened_loaders(step))
     return max(0.0, step.phase("data") - step.evaluating_ms - opening)
 
 
@@ -73,7 +73,7 @@ def _timed_samples_ms(step: ProfiledStep, loader: LoaderUse) -> float:
 def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
     """Yields remedies for loaders that each step opens for a first batch."""
     for use in _reopened_loaders(step):
-        spent = _reopening_ms(step, use)
+        spent = step.loading_ms(use, use.opening_ms)
         starting = "starting its workers and waiting for their first batch" if use.workers else "beginning it"
         yield Remedy(
             cause="a DataLoader is opened anew at each step",
@@ -96,10 +96,6 @@ def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
         and (use.batches is None or use.draws <= _MAIN_SHARE * use.opened * use.batches)
         and use not in step.evaluation_loaders
     ]
-
-
-def _reopening_ms(step: ProfiledStep, loader: LoaderUse) -> float:
-    return step.loading_ms(loader, loader.opening_ms)
 
 
 def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:

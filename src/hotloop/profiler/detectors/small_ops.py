@@ -344,11 +344,6 @@ _RECURRENT_OPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """Recurrent operators, which iterate over time steps internally. torch.compile calls them unchanged."""
 
 
-def _recurrent_layers(step: ProfiledStep) -> set[tuple[str, str]]:
-    """Returns (module, line) of the recurrent layers; their backward has the same module and line."""
-    return {(one.module, one.where) for one in step.operators(lambda one: one.outer in _RECURRENT_OPS)}
-
-
 def compile_candidates(step: ProfiledStep) -> Iterator[Remedy]:
     """Yields compiling, with an estimated gain, if calls of single operations cost much and no part is compiled.
 
@@ -357,7 +352,8 @@ def compile_candidates(step: ProfiledStep) -> Iterator[Remedy]:
     if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_GENERATED_KERNELS)):
         return
     hooks = hook_lines(step)  # the compiler excludes hooks
-    layers = set() if step.profile.plan else _recurrent_layers(step)  # a Task's step compiles their parts
+    recurrent = step.operators(lambda one: one.outer in _RECURRENT_OPS and not step.profile.plan)
+    layers = {(one.module, one.where) for one in recurrent}  # a Task's step compiles their parts
     operators = step.operators(
         lambda one: one.phase in COMPUTING_PHASES and one.where not in hooks and (one.module, one.where) not in layers
     )

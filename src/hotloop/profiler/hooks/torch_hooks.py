@@ -122,41 +122,16 @@ def stop_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class TorchListener:
-    """Callbacks of `TorchHooks` and `PhaseHooks`."""
-
-    def fail(self, error: Exception) -> None: ...
-    def is_training_thread(self) -> bool:
-        return False
-
-    def should_record_backward(self) -> bool:
-        return self.is_training_thread()
-
-    def backward_began(self, args: tuple, kwargs: dict) -> Any: ...
-    def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def backward_done(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns replacement arguments for the optimizer; None keeps the arguments."""
-
-    def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None: ...
-    def loading_began(self, args: tuple, kwargs: dict) -> Any: ...
-    def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def saving_began(self, args: tuple, kwargs: dict) -> Any: ...
-    def saving_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def threads_set(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def mode_began(self, args: tuple, kwargs: dict) -> Any: ...
-    def mode_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def forward_began(self, args: tuple, kwargs: dict) -> Any: ...
-    def forward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-
-
 class TorchHooks:
-    """Notifies a listener of backwards, updates, batches, checkpoints and changes of the training mode."""
+    """Notifies a session of backwards, updates, batches, checkpoints and changes of the training mode.
 
-    def __init__(self, listener: TorchListener, light_span: LightSpan) -> None:
+    Attributes:
+        outermost: reports `backward_done` until `undo`.
+    """
+
+    def __init__(self, listener: Any, light_span: LightSpan) -> None:
         self._listener, self._light_span = listener, light_span
-        self._patches, self._every_step_patches, self._outermost = Patches(), Patches(), Patches()
+        self._patches, self._every_step_patches, self.outermost = Patches(), Patches(), Patches()
         self._loading = with_callbacks(listener.is_training_thread, listener.loading_began, listener.loading_ended)
         should_record = listener.should_record_backward
         self._backward = with_callbacks(should_record, listener.backward_began, listener.backward_ended)
@@ -207,15 +182,12 @@ class TorchHooks:
         """From here on, `backward_done` is called after all wrappers of a backward that exist by now."""
         listener = self._listener
         done = with_callbacks(listener.is_training_thread, lambda args, kwargs: None, listener.backward_done)
-        self._outermost.undo()
-        self._outermost.patch(torch.autograd, "_engine_run_backward", done)
-
-    def unwrap_backward(self) -> None:
-        self._outermost.undo()
+        self.outermost.undo()
+        self.outermost.patch(torch.autograd, "_engine_run_backward", done)
 
     def _undo(self) -> None:
         self._light_span.stop()
-        for patches in (self._outermost, self._every_step_patches, self._patches):
+        for patches in (self.outermost, self._every_step_patches, self._patches):
             patches.undo()
 
     def remove(self) -> None:
@@ -307,7 +279,7 @@ _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_sc
 class PhaseHooks:
     """Puts operations into the phases of a timeline, between `install` and `remove`."""
 
-    def __init__(self, listener: TorchListener, timeline: Timeline) -> None:
+    def __init__(self, listener: Any, timeline: Timeline) -> None:
         self._listener, self._timeline = listener, timeline
         self._base_patches, self._suspendable_patches, self._headroom = Patches(), Patches(), RecursionHeadroom()
         self._on = False

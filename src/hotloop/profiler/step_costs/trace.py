@@ -358,7 +358,7 @@ class _Trace:
 
     def run(self) -> StepCosts:
         recorder, model = self.recorder, self._build_model()
-        with self._fakes():
+        with nullcontext() if self.mode is None else self.mode:
             model.train(self.parts.optimizer is not None)
             optimizer = None if self.parts.optimizer is None else self._build_optimizer(model)
             with recorder, operators_of(recorder.device), counted_modules(model) as calls:
@@ -376,9 +376,6 @@ class _Trace:
                     self._step(model, optimizer)
                     self.module_calls = calls[0] * self.pieces // min(self.pieces, _PIECES_TRACED)
         return self._costs(model, optimizer, base, inputs)
-
-    def _fakes(self) -> Any:
-        return self.mode if self.mode is not None else nullcontext()
 
     def _add_inputs(self) -> int:
         """Counts the whole batch, of which a piece is computed."""
