@@ -10,8 +10,7 @@ from typing import Any, Literal
 from hotloop.advisor.chips import Chip, Price
 from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
 from hotloop.advisor.estimate import Estimate, Host, estimate, parse_plan
-from hotloop.advisor.parallel_ways import Interconnect, at_batch
-from hotloop.advisor.rates import Coefficients
+from hotloop.advisor.parallel_ways import at_batch
 from hotloop.core.records.advice import NORMAL_90, Correction, MachineAdvice, MeasuredStep
 from hotloop.core.records.step_costs import CpuRates, StepCosts
 from hotloop.plan import Plan
@@ -172,8 +171,6 @@ def compare_machines(
     budget: float | None = None,
     is_sure: bool = True,
     host: Host | None = None,
-    network: Interconnect | None = None,
-    coefficients: Coefficients | None = None,
 ) -> Advice:
     """Returns a row for each machine, the cheapest and the fastest that meet deadline and budget, and the stage.
 
@@ -181,13 +178,13 @@ def compare_machines(
         costs: record of the step.
         machines: machines to consider, that at hand among them.
         steps: steps of the whole run.
-        precision, plan, host, network, coefficients: as for `estimate`.
+        precision, plan, host: as for `estimate`.
         prices: by chip.
         deadline_s: longest run in seconds.
         budget: highest cost of the run.
         is_sure: whether a GPU may be said to pay surely; not beside other programs.
     """
-    options = {"precision": precision, "plan": plan, "host": host, "network": network, "coefficients": coefficients}
+    options = {"precision": precision, "plan": plan, "host": host}
     rows = [_row(costs, machine, steps, prices or {}, deadline_s, budget, options) for machine in machines]
     rows = _marked(rows)
     stage, reason = _stage(rows, deadline_s, budget)

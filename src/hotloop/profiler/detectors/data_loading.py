@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from hotloop.core.records.profile import COUNTS, LineTime, LoaderUse, Remedy
 from hotloop.profiler.detectors.code_regions import function_of
@@ -26,25 +27,22 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
     where = lines[0].where if lines else ""
     if not waited:
         return
-    if loader is None and step.profile.plan:
-        yield Remedy(
-            cause="waiting for data: hotloop makes each batch while the step waits",
-            where=where or step.profile.source,
-            remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
-            gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
-            axes={"residency": "host"},
-        )
-    elif loader is None:
-        yield Remedy(
-            cause="waiting for data: batches are made in Python, one after the other",
-            where=where or step.profile.step_where,
-            remedy="read the data into tensors once, before the loop, and cut each batch out with one index",
-            gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
-        )
-    else:
+    if loader is not None:
         yield _loader_remedy(step, loader, waited, lines)
+        return
+    is_task = bool(step.profile.plan)
+    yield Remedy(
+        cause="waiting for data: hotloop makes each batch while the step waits"
+        if is_task
+        else "waiting for data: batches are made in Python, one after the other",
+        where=where or (step.profile.source if is_task else step.profile.step_where),
+        remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest"
+        if is_task
+        else "read the data into tensors once, before the loop, and cut each batch out with one index",
+        gain=step.share(waited),
+        evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
+        axes={"residency": "host"} if is_task else {},
+    )
 
 
 def loading_wait_ms(step: ProfiledStep) -> float:
@@ -100,16 +98,15 @@ def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
 
 def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
     evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
+    remedy = partial(Remedy, gain=step.share(waited), axes={"residency": "host"})
     if (line := _collate_line(step, loader, waited, lines)) is not None:
         function = named_function(line.function)
-        return Remedy(
+        return remedy(
             cause=f"slow samples: collating the samples of a batch takes long, in {function}",
             where=line.where,
             remedy="compute for all samples at once, with operations on whole tensors, or once before training"
             + _workers_advice(step, waited, "; or "),
-            gain=step.share(waited),
             evidence=evidence,
-            axes={"residency": "host"},
         )
     hottest = next(
         (line.where for line in lines if line.where != loader.where and line.own_ms >= _MAIN_SHARE * waited), ""
@@ -125,30 +122,24 @@ def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: 
         cause = "slow samples: they are loaded one by one"
         if loader.at_once:
             cause = "slow samples: the data set takes long to hand out a batch"
-        return Remedy(
+        return remedy(
             cause=cause,
             where=hottest or loader.where if loader.sample_where == loader.where else loader.sample_where,
             remedy=_first_batch_advice(loader, hottest) + _workers_advice(step, waited, ", or "),
-            gain=step.share(waited),
             evidence=evidence + each,
-            axes={"residency": "host"},
         )
     if loader.batch_size is None:
-        return Remedy(
+        return remedy(
             cause="waiting for data: the loader itself takes long, and its data set makes whole batches",
             where=loader.where,
             remedy="cut the batches out in the loop, without a loader" + _workers_advice(step, waited, ", or "),
-            gain=step.share(waited),
             evidence=evidence,
-            axes={"residency": "host"},
         )
-    return Remedy(
+    return remedy(
         cause="per-sample loading: the loader reads each sample on its own and collates the batch",
         where=loader.where,
         remedy=_whole_batches_advice(loader),
-        gain=step.share(waited),
         evidence=evidence,
-        axes={"residency": "host"},
     )
 
 

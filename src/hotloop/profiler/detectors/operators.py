@@ -391,7 +391,7 @@ CONCATENATION = "tensors are concatenated in the loop, by a copy of all their nu
 
 _CONCATENATING = ("aten::cat", "aten::stack", "aten::hstack", "aten::vstack", "aten::concat", "aten::concatenate")
 
-_MAIN_SHARE = 0.5  # share of the time of a line's operators from which concatenation is the line's main work
+_JOINING_SHARE = 0.5  # share of the time of a line's operators from which concatenation is the line's main work
 
 
 def concatenation_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
@@ -400,7 +400,7 @@ def concatenation_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
     for where, same_line in group_by(operators, lambda one: one.where).items():
         joining = [one for one in same_line if one.name in _CONCATENATING or one.outer in _CONCATENATING]
         spent = sum(map(step.cost_ms, joining))
-        if not joining or spent < _MAIN_SHARE * sum(map(step.cost_ms, same_line)):
+        if not joining or spent < _JOINING_SHARE * sum(map(step.cost_ms, same_line)):
             continue
         spent = max(spent, step.aside_ms.get(where, 0.0))
         if step.share(spent) < COUNTS:
