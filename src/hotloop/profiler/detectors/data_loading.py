@@ -27,22 +27,25 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
     where = lines[0].where if lines else ""
     if not waited:
         return
-    if loader is not None:
+    if loader is None and step.profile.plan:
+        yield Remedy(
+            cause="waiting for data: hotloop makes each batch while the step waits",
+            where=where or step.profile.source,
+            remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
+            gain=step.share(waited),
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
+            axes={"residency": "host"},
+        )
+    elif loader is None:
+        yield Remedy(
+            cause="waiting for data: batches are made in Python, one after the other",
+            where=where or step.profile.step_where,
+            remedy="read the data into tensors once, before the loop, and cut each batch out with one index",
+            gain=step.share(waited),
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
+        )
+    else:
         yield _loader_remedy(step, loader, waited, lines)
-        return
-    is_task = bool(step.profile.plan)
-    yield Remedy(
-        cause="waiting for data: hotloop makes each batch while the step waits"
-        if is_task
-        else "waiting for data: batches are made in Python, one after the other",
-        where=where or (step.profile.source if is_task else step.profile.step_where),
-        remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest"
-        if is_task
-        else "read the data into tensors once, before the loop, and cut each batch out with one index",
-        gain=step.share(waited),
-        evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
-        axes={"residency": "host"} if is_task else {},
-    )
 
 
 def loading_wait_ms(step: ProfiledStep) -> float:
