@@ -306,12 +306,9 @@ def memory_of(costs: StepCosts, split: Split, width: float) -> int:
     own = split.tensor * split.stages
     state = fixed / own / (split.data if split.is_sharded else 1)
     if split.data > 1:
-        state += 2 * _largest_weight(costs) / split.tensor if split.is_sharded else costs.gradient_bytes / own
+        largest = max((_weight_bytes(one) for one in costs.operators if one.phase == "forward"), default=0)
+        state += 2 * largest / split.tensor if split.is_sharded else costs.gradient_bytes / own
     moving = (costs.input_bytes + activations * width) / (split.data * own)
     moving *= min(1.0, split.stages / split.pieces)
     moving *= (1.3 if split.tensor > 1 else 1.0) * (1.2 if split.stages > 1 else 1.0)
     return round(state + costs.buffer_bytes + moving)
-
-
-def _largest_weight(costs: StepCosts) -> int:
-    return max((_weight_bytes(one) for one in costs.operators if one.phase == "forward"), default=0)

@@ -21,7 +21,7 @@ from hotloop.core.float32_switches import read_switches
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.autograd_patterns import AutogradPatterns, EvaluationPauses, find_identities
 from hotloop.profiler.base.call_sites import CallSites
-from hotloop.profiler.base.steps import CLOSE, Kind, Observer, ProfileFacts, TrainingEvent, middle_mean
+from hotloop.profiler.base.steps import CLOSE, Kind, Observer, ProfileFacts, TrainingEvent, mean_phases, middle_mean
 from hotloop.profiler.compile_race import CallInputs, ForwardCalls, describe_inputs
 from hotloop.profiler.hooks.dataloaders import LoaderRecorder
 from hotloop.profiler.hooks.optimizer_hooks import ClosurePhases, OptimizerRecorder
@@ -581,7 +581,5 @@ class _OperatorObserver:
 
 
 def _instrumented_phases(session: ProfilerSession) -> dict[Phase, float]:
-    steps = [step.phases for step in session.facts.steps if step.phases]
-    names = {name for phases in steps for name in phases}
-    means = {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}
+    means = mean_phases([step for step in session.facts.steps if step.phases])
     return shift_phases(means, session.facts.turned)

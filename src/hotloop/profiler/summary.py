@@ -24,7 +24,7 @@ from hotloop.core.records.profile import (
 )
 from hotloop.core.records.profile_terms import Phase, SlowPattern
 from hotloop.profiler.base.phases import without_cold_steps
-from hotloop.profiler.base.steps import DEFAULT_STEPS, DELAYED, Kind, ProfileFacts, StepFact, middle_mean
+from hotloop.profiler.base.steps import DEFAULT_STEPS, DELAYED, Kind, ProfileFacts, StepFact, mean_phases, middle_mean
 from hotloop.profiler.detectors.optimizer_updates import merge_alike_optimizers
 from hotloop.profiler.timers.line_sampler import shift_phases
 from hotloop.profiler.trace.events import clamp_ops_to_phases
@@ -130,8 +130,7 @@ def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, flo
     """Milliseconds per phase, scaled to the duration of a clean step."""
     if not steps or not step_ms:
         return {}
-    names = dict.fromkeys(name for step in steps for name in step.phases)
-    means = {name: middle_mean([step.phases.get(name, 0.0) for step in steps]) for name in names}
+    means = mean_phases(steps)
     total = sum(means.values())
     return {name: mean * step_ms / total for name, mean in means.items() if mean}
 

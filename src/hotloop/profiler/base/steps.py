@@ -364,3 +364,9 @@ class ProfileFacts:
     @classmethod
     def of(cls, values: dict[str, Any]) -> ProfileFacts:
         return cls(**{**values, "steps": [StepFact(**step) for step in values["steps"]]})
+
+
+def mean_phases(steps: Sequence[StepFact]) -> dict[Phase, float]:
+    """Returns the milliseconds of each phase: means of the middle half of the steps."""
+    names = dict.fromkeys(name for step in steps for name in step.phases)
+    return {name: middle_mean([step.phases.get(name, 0.0) for step in steps]) for name in names}

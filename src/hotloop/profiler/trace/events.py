@@ -459,9 +459,7 @@ def remove_profiler_overhead(
     """
     clocked = {(one.name, phase): own for one in modules for phase, own in _own_times(one)}
     factors = {key: _overhead_ratio(clocked[key], wall) for key, wall in walls.items() if clocked.get(key)}
-    total: dict[Phase, float] = defaultdict(float)
-    for one in operators:
-        total[one.phase] += one.ms if one.device == "cpu" else 0.0
+    total = _host_ms(operators)
     outside = _overhead_ratio(phases.get("unattributed", 0.0), walls.get(("", "unattributed"), 0.0))
 
     def factor(one: OperatorTime) -> float:
@@ -470,19 +468,14 @@ def remove_profiler_overhead(
             return around[0]
         return _overhead_ratio(phases[one.phase], total[one.phase]) if phases.get(one.phase) else outside
 
-    found = [one if one.device != "cpu" else one.model_copy(update={"ms": one.ms * factor(one)}) for one in operators]
-    shrunk: dict[Phase, float] = defaultdict(float)
-    for one in found:
-        shrunk[one.phase] += one.ms if one.device == "cpu" else 0.0
+    found = _scale_host_times(operators, factor)
+    shrunk = _host_ms(found)
     grown = {
         phase: max(1.0, phases.get(phase, 0.0) / (ms * shrunk[phase] / total[phase]))
         for phase, ms in (traced or {}).items()
         if ms and shrunk[phase]
     }
-    found = [
-        one if one.device != "cpu" else one.model_copy(update={"ms": one.ms * grown.get(one.phase, 1.0)})
-        for one in found
-    ]
+    found = _scale_host_times(found, lambda one: grown.get(one.phase, 1.0))
     return sorted(found, key=lambda one: -one.ms)
 
 
@@ -500,13 +493,21 @@ def clamp_lines_to_phases(lines: Sequence[LineTime], phases: Mapping[Phase, floa
 
 def clamp_ops_to_phases(operators: Sequence[OperatorTime], phases: Mapping[Phase, float]) -> list[OperatorTime]:
     """Returns the host's operators shrunk to fit into their phases."""
+    total = _host_ms(operators)
+    factors = {phase: _overhead_ratio(phases.get(phase, 0.0), ms) for phase, ms in total.items()}
+    return _scale_host_times(operators, lambda one: factors[one.phase])
+
+
+def _host_ms(operators: Iterable[OperatorTime]) -> dict[Phase, float]:
     total: dict[Phase, float] = defaultdict(float)
     for one in operators:
         total[one.phase] += one.ms if one.device == "cpu" else 0.0
-    factors = {phase: _overhead_ratio(phases.get(phase, 0.0), ms) for phase, ms in total.items()}
-    return [
-        one if one.device != "cpu" else one.model_copy(update={"ms": one.ms * factors[one.phase]}) for one in operators
-    ]
+    return total
+
+
+def _scale_host_times(operators: Sequence[OperatorTime], factor: Callable[[OperatorTime], float]) -> list[OperatorTime]:
+    """Returns operators with the host's times multiplied; those of device kernels stay."""
+    return [one if one.device != "cpu" else one.model_copy(update={"ms": one.ms * factor(one)}) for one in operators]
 
 
 def _overhead_ratio(clocked: float, traced: float) -> float:
