@@ -480,7 +480,7 @@ def _touched_bytes(tensors: Iterable[Tensor]) -> int:
 def _cost(
     func: Any, name: str, phase: StepPhase, arguments: list[Any], read: list[Tensor], written: list[Tensor]
 ) -> OperatorCost:
-    call = _op_call(arguments)
+    call = op_call(arguments)
     full_name = str(func).rpartition(".")[0] or str(func)
     lists = [value for value in arguments if isinstance(value, list | tuple) and _has_tensors(value)]
     longest = max(lists, key=len, default=[])
@@ -520,7 +520,8 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(item, Tensor) for item in value)
 
 
-def _op_call(arguments: list[Any]) -> OpCall:
+def op_call(arguments: Sequence[Any]) -> OpCall:
+    """Returns the arguments of an operator call, by position in its schema, as its cost formula reads them."""
     shapes: list[Any] = []
     dtypes: list[str] = []
     values: list[Any] = []
