@@ -1,4 +1,7 @@
-"""Races a compiled network against the eager network, forward and backward, in a child process."""
+"""Records the networks that the training loop calls in a step, and races the largest one, compiled against eager.
+
+Calls are put into phases. The race runs forward and backward in a child process, on the inputs of a recorded call.
+"""
 
 from __future__ import annotations
 

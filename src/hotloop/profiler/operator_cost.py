@@ -1,9 +1,13 @@
-"""The cost of an operator: FLOPs and bytes, from its name and the shapes of its inputs as torch's profiler reports them.
+"""The cost of an operator, FLOPs and bytes by its name and the shapes of its inputs, and the least time for that cost.
 
 Elementwise operators, reductions and normalization are dominated by memory traffic: FLOPs are those of the formula for
 one element, and a function such as `exp` counts as one. Views, copies and gathers do no arithmetic. Products,
 convolutions, attention and recurrent layers have the FLOPs of `torch.utils.flop_counter`: the bias isn't counted, and
 causal attention counts as the full product.
+
+The least time is the roofline at the measured limits of a device. Williams, Waterman and Patterson, "Roofline: an
+insightful visual performance model for multicore architectures", Communications of the ACM 52(4), 2009: arithmetic and
+memory traffic overlap, so the slower of them sets the time.
 """
 
 from __future__ import annotations

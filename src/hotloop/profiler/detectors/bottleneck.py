@@ -1,4 +1,4 @@
-"""Finds the bound of a step, the resource that takes most of its time; waits of ranks; work between some steps."""
+"""Finds the bound of a step, the resource that takes most of its time, and how far cores, batch and ranks are used."""
 
 from __future__ import annotations
 

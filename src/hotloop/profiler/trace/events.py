@@ -1,8 +1,9 @@
-"""Reads a profiler's record of a step: operators with their modules, lines and own times.
+"""Reads a profiler's record of a step: operators with their modules, lines and own times, corrected by clock times.
 
 Events on a thread are nested by their times. Operators inside of an operator with known counts belong to the outer
 operator, so `aten::linear` includes the time of its `aten::addmm`. Backward events have the number of their node, which
-gives the module and line of the forward. Device kernels have the number of the operator that launched them.
+gives the module and line of the forward. Device kernels have the number of the operator that launched them. A profiler
+lengthens all operations, so modules' clocks and phases set the scale.
 """
 
 from __future__ import annotations
