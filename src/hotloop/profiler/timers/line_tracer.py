@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
@@ -203,6 +203,7 @@ class TraceMarkers:
         marks: of the step, in order; mark n has the name `hotloop#n` in the profiler's record.
         full: whether the limit of marks was reached.
         lines: whether lines are followed.
+        line_tracer: with the runs of lines, and their functions.
     """
 
     def __init__(
@@ -215,20 +216,12 @@ class TraceMarkers:
         self.full = self.lines = False
         self._phase, self._line_phase = current_phase, turn
         self._module_hooks = ModuleCallHooks(self)
-        self._line_tracer = LineTracer(is_own, self.mark)
+        self.line_tracer = LineTracer(is_own, self.mark)
         self._places: dict[int, ModulePlace] = {}
         self._inside: list[ModulePlace | None] = [None]
         self._outermost: ModulePlace | None = None
         self._inputs = StepInputs()
         self._marked: Counter[Line | None] = Counter()
-
-    @property
-    def runs(self) -> Mapping[Line, int]:
-        return self._line_tracer.runs
-
-    @property
-    def functions(self) -> Mapping[Line, str]:
-        return self._line_tracer.functions()
 
     @property
     def alike(self) -> Iterable[tuple[ModulePlace, int]]:
@@ -239,11 +232,11 @@ class TraceMarkers:
         self._inputs, self._marked = StepInputs(), Counter()
         self.marks, self.full, self._inside, self._outermost = [], False, [None], None
         self._module_hooks.open()
-        self.lines = self._line_tracer.begin()
+        self.lines = self.line_tracer.begin()
         self.mark()
 
     def end(self) -> None:
-        self._line_tracer.end()
+        self.line_tracer.end()
         self._module_hooks.close()
         self.mark()
         self._places = {key: place for key, place in self._places.items() if place.is_alive}
@@ -255,7 +248,7 @@ class TraceMarkers:
         self.full = len(self.marks) >= _MAX_MARKS
         deep = deep or self._module_hooks.depth > 0
         ground: Phase = "backward" if deep else self._phase()
-        phase, line = self._line_phase(ground, self._line_tracer.lines), self._line_tracer.line
+        phase, line = self._line_phase(ground, self.line_tracer.lines), self.line_tracer.line
         if self.full or self._marked[line] >= _MAX_MARKS_PER_LINE:
             line = None  # the line is unknown from here on
             if not self.full and self._is_unchanged(phase, deep):
@@ -296,13 +289,13 @@ class TraceMarkers:
 
     @contextmanager
     def backward(self, roots: Any) -> Iterator[None]:
-        inside, depth = len(self._inside), self._line_tracer.depth
+        inside, depth = len(self._inside), self.line_tracer.depth
         self._inside.append(None)
-        self._line_tracer.pause()
+        self.line_tracer.pause()
         self.mark(deep=True)
         try:
             yield
         finally:
             del self._inside[inside:]
-            self._line_tracer.resume(depth)
+            self.line_tracer.resume(depth)
             self.mark()

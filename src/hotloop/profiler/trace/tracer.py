@@ -108,7 +108,7 @@ class Tracer:
         reader = TraceReader(self._markers.marks, _event_cost, self._compilations.graphs)
         operators = reader.operators(events)
         backward = backward_nodes(events)
-        step = TracedSteps(ms, line_runs=Counter(self._markers.runs), steps=1)
+        step = TracedSteps(ms, line_runs=Counter(self._markers.line_tracer.runs), steps=1)
         for operator in operators:
             self._add(step, operator, backward)
         for place, many in self._markers.alike:
@@ -161,7 +161,7 @@ class Tracer:
 
     def _records(self) -> list[OperatorTime]:
         steps, place = max(1, self._typical_steps.steps), cache(self._place)
-        functions = self._markers.functions
+        functions = self._markers.line_tracer.functions()
         found = [
             OperatorTime(
                 name=key.name,
