@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hotloop.advisor.chips import find_chip, read_prices, shipped_prices
-from hotloop.advisor.machines import Machine, Speedup, compare_machines, crossing_batches, duration, pays_from
+from hotloop.advisor.machines import CROSSING_BATCHES, Machine, Speedup, compare_machines, duration, pays_from
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.core.records.advice import MeasuredStep
 from hotloop.errors import HotloopError
@@ -182,14 +182,14 @@ def test_a_missing_file_is_an_error_of_one_line(tmp_path):
         read_prices(tmp_path / "binary.csv")
 
 
-SIZES = len(crossing_batches())
+SIZES = len(CROSSING_BATCHES)
 
 
 def rising(first_probable: int, first_sure: int) -> list[Speedup]:
     """Returns ratios above 1 from one batch on, whose low ends are above 1 from another batch on."""
     return [
         Speedup(2.0 if size >= first_probable else 0.5, 1.5 if size >= first_sure else 0.4, 9.0)
-        for size in crossing_batches()
+        for size in CROSSING_BATCHES
     ]
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hotloop.advisor.chips import Chip, Price, find_chip, read_prices, shipped_prices
 from hotloop.advisor.estimate import Estimate, Host, estimate, parse_plan
 from hotloop.advisor.ledger import correction, load_predictions, prediction_key, store_prediction
-from hotloop.advisor.machines import Advice, Machine, compare_machines, crossing_batches
+from hotloop.advisor.machines import CROSSING_BATCHES, Advice, Machine, compare_machines
 from hotloop.advisor.parallel_ways import at_batch
 from hotloop.advisor.this_machine import cpu_rates_here, machines_here, measure_step
 from hotloop.core.format import parse_seconds
@@ -345,10 +345,11 @@ def _curves(costs: StepCosts, machines: Sequence[Machine], advice: Advice, reque
     curves = []
     for machine, row in [*here, *gpus]:
         scale = row.step_ms / _step_ms(costs, costs.batch_size, machine, request)
-        sizes = crossing_batches()
-        times = [scale * _step_ms(costs, size, machine, request) for size in sizes]
+        times = [scale * _step_ms(costs, size, machine, request) for size in CROSSING_BATCHES]
         curves.append(
-            StepCurve(name=machine.title, is_cpu=machine.chip.kind == "cpu", batch_sizes=list(sizes), step_ms=times)
+            StepCurve(
+                name=machine.title, is_cpu=machine.chip.kind == "cpu", batch_sizes=list(CROSSING_BATCHES), step_ms=times
+            )
         )
     return curves
 

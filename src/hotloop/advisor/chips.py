@@ -46,9 +46,6 @@ _CPU_CLOCK_GHZ = 2.5
 _CPU_BYTES_PER_CORE = 4.0e9
 """Clock and share of memory bandwidth of a CPU core in servers of 2019 to 2023, where the caller states none."""
 
-_DETAILS = ("units", "clock_hz", "l2_bytes", "link_bytes_per_s", "pcie_bytes_per_s", "year")
-"""Facts that come from the row's second source."""
-
 
 @dataclass(frozen=True)
 class Chip:
@@ -71,7 +68,7 @@ class Chip:
         pcie_bytes_per_s: bytes/s in one direction to the host.
         board_w: typical board power in watts.
         source: data sheet of peak rates, memory, bandwidth and power, with its date.
-        details: source of the other facts, with its date.
+        details: source of units, clock, cache, links and year, with its date.
         aliases: other names.
         is_measured: whether the rates were measured on this machine, so that they need no factor.
     """
@@ -101,10 +98,6 @@ class Chip:
         if precision not in PRECISIONS:
             raise HotloopError(f"precision {precision!r}", expected="one of " + ", ".join(PRECISIONS))
         return max(self.flop_per_s["fp32"], self.flop_per_s.get(precision, 0.0))
-
-    def fact_source(self, fact: str) -> str:
-        """Returns the source of the fact with that attribute name."""
-        return self.details if fact in _DETAILS else self.source
 
 
 @cache

@@ -36,13 +36,11 @@ class Host:
     """The processor that issues a GPU's work.
 
     Attributes:
-        name: for messages.
         speed: speed of one core as a multiple of the host of the coefficients, by clock or measured dispatch.
         loading_s: seconds per step that the data needs, overlapped with the step where `overlap`.
         overlap: whether worker processes load the next batch during the step.
     """
 
-    name: str = "typical server"
     speed: float = 1.0
     loading_s: float = 0.0
     overlap: bool = False

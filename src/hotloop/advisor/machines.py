@@ -54,21 +54,20 @@ class Speedup:
         return cls(ratio, ratio * math.exp(-below), ratio * math.exp(above))
 
 
-def crossing_batches() -> tuple[int, ...]:
-    return tuple(2**power for power in range(17))
+CROSSING_BATCHES = tuple(2**power for power in range(17))
 
 
 def pays_from(ratios: Sequence[Speedup], is_sure: bool = True) -> tuple[str, int | None, int | None]:
     """Returns a clause, and the batches from which a GPU is probably and surely faster, None for no batch.
 
     Args:
-        ratios: speed-up at each of `crossing_batches()`.
+        ratios: speed-up at each of `CROSSING_BATCHES`.
         is_sure: whether a GPU may be said to pay surely.
     """
     probably = _start([ratio.median > 1 for ratio in ratios])
     surely = _start([ratio.low > 1 for ratio in ratios])
     if not probably:
-        return f"A GPU probably pays at no batch up to {crossing_batches()[-1]:,}", None, None
+        return f"A GPU probably pays at no batch up to {CROSSING_BATCHES[-1]:,}", None, None
     if not is_sure:
         return f"A GPU probably pays from batch {probably:,} on", probably, None
     if not surely:
@@ -80,7 +79,7 @@ def pays_from(ratios: Sequence[Speedup], is_sure: bool = True) -> tuple[str, int
 def _start(holds: Sequence[bool]) -> int | None:
     """Returns the first batch of those at the end for all of which a condition holds."""
     first = max((number + 1 for number, one in enumerate(holds) if not one), default=0)
-    return crossing_batches()[first] if first < len(holds) else None
+    return CROSSING_BATCHES[first] if first < len(holds) else None
 
 
 RESERVED_BYTES = 0.8e9
@@ -390,7 +389,7 @@ def _pays(
     row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
     own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
     ratios = [
-        Speedup.of(_at(costs, here, batch, options), _at(costs, gpu, batch, options)) for batch in crossing_batches()
+        Speedup.of(_at(costs, here, batch, options), _at(costs, gpu, batch, options)) for batch in CROSSING_BATCHES
     ]
     start, probably, surely = pays_from(ratios, is_sure)
     now = Speedup.of((own.step_ms, own.low_ms, own.high_ms), (row.step_ms, row.low_ms, row.high_ms))

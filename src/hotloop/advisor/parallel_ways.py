@@ -52,7 +52,7 @@ def all_reduce_s(
     within = min(gpus, max(1, network.gpus_per_node // stride))
     seconds = facts["latency_s"] + facts["hop_s"] * within
     if within > 1:
-        seconds += 2 * size * (gpus - 1) / gpus / link_bytes_per_s(chip, within, coefficients)
+        seconds += 2 * size * (gpus - 1) / gpus / link_bytes_per_s(chip, coefficients)
     if gpus > within:
         nodes = gpus / within
         groups = min(stride, network.gpus_per_node)
@@ -61,7 +61,7 @@ def all_reduce_s(
     return seconds
 
 
-def link_bytes_per_s(chip: Chip, gpus: int, coefficients: Coefficients) -> float:
+def link_bytes_per_s(chip: Chip, coefficients: Coefficients) -> float:
     """Returns the bytes/s that a ring of GPUs of one node reaches on each link."""
     facts = coefficients.communication
     if chip.link_bytes_per_s:
@@ -88,7 +88,7 @@ def gather_s(
 
 def send_s(size: float, chip: Chip, coefficients: Coefficients) -> float:
     """Returns seconds of sending `size` bytes from one GPU to the next."""
-    return size / link_bytes_per_s(chip, 2, coefficients) + coefficients.communication["latency_s"] / 2
+    return size / link_bytes_per_s(chip, coefficients) + coefficients.communication["latency_s"] / 2
 
 
 Way = Literal["none", "data", "sharded", "tensor", "stages"]
