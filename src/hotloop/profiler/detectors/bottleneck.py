@@ -284,7 +284,7 @@ def small_batch(step: ProfiledStep) -> Iterator[Remedy]:
         where=loader or step.profile.step_where,
         remedy=f"a batch of {many} samples (which changes the training: tune the learning rate again)",
         gain=step.share((1 - 1 / factor) * calling),
-        evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on work for "
+        evidence=f"{step.part(calling)} are spent on calling operations and on work for "
         "each batch, whose times hardly grow with the number of samples",
     )
 

@@ -306,7 +306,7 @@ def parameter_reads(step: ProfiledStep) -> Iterator[Remedy]:
             remedy=remedy,
             gain=step.share(won),
             evidence=f"{sum(one.calls for one in ones):.0f} operations read as many numbers as the optimizer updates; a "
-            f"remedy can save {won:.2f} ms of each step of {step.ms:.2f} ms",
+            f"remedy can save {step.part(won)}",
         )
 
 
@@ -341,7 +341,7 @@ def gradient_hooks(step: ProfiledStep) -> Iterator[Remedy]:
             "clip_grad_norm_ (a Task's clip_value, clip_norm), or torch._foreach_ operations; for code that "
             "only measures: every hundred steps",
             gain=step.share(won),
-            evidence=f"{function_of(ones[0])[1]} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and "
+            evidence=f"{function_of(ones[0])[1]} takes {step.part(max(worked, own))}, and "
             "reads as many numbers as the optimizer updates",
         )
 

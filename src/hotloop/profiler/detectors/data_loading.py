@@ -33,7 +33,7 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.source,
             remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
             gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
+            evidence=f"{step.part(waited)} are spent waiting for the batch",
             axes={"residency": "host"},
         )
     elif loader is None:
@@ -42,7 +42,7 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.step_where,
             remedy="read the data into tensors once, before the loop, and cut each batch out with one index",
             gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
+            evidence=f"{step.part(waited)} are spent waiting for the batch",
         )
     else:
         yield _loader_remedy(step, loader, waited, lines)
@@ -82,7 +82,7 @@ def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="create the loader and its iterator once, before the loop, and take the next batch from the iterator at each "
             "step; create a new iterator when it is exhausted: for batch in loader does that",
             gain=step.share(spent),
-            evidence=f"{starting} takes {spent:.2f} ms of each step of {step.ms:.2f} ms, for {use.draws:.0f} of its "
+            evidence=f"{starting} takes {step.part(spent)}, for {use.draws:.0f} of its "
             f"{'' if use.batches is None else f'{use.batches} '}batches",
             note=step.share(spent) < COUNTS,
         )
@@ -100,7 +100,7 @@ def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
 
 
 def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
-    evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
+    evidence = f"{step.part(waited)} are spent waiting for the next batch"
     remedy = partial(Remedy, gain=step.share(waited), axes={"residency": "host"})
     if (line := _collate_line(step, loader, waited, lines)) is not None:
         function = named_function(line.function)

@@ -89,7 +89,7 @@ def python_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
             where=hottest.where,
             remedy=remedy,
             gain=step.share(spent),
-            evidence=f"{_called_name(hottest)} takes {spent:.2f} ms of each step of {step.ms:.2f} ms",
+            evidence=f"{_called_name(hottest)} takes {step.part(spent)}",
         )
     yield from _merged_remedies(
         step, find_spread_work(step, small), "several small things at each step", _REDUCE_ADVICE
@@ -108,8 +108,7 @@ def step_metrics(step: ProfiledStep) -> Iterator[Remedy]:
             where=heaviest(lines, step),
             remedy=f"if they only measure, {_LESS_OFTEN_ADVICE}",
             gain=step.share(spent),
-            evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, and no "
-            "backward uses the result",
+            evidence=f"choosing and counting answers takes {step.part(spent)}, and no backward uses the result",
         )
 
 
@@ -149,8 +148,7 @@ def python_in_forward(step: ProfiledStep) -> Iterator[Remedy]:
             where=hottest.where,
             remedy=remedy,
             gain=step.share(plain),
-            evidence=f"{_called_name(hottest)} takes {plain:.2f} ms of each step of {step.ms:.2f} ms outside of torch's "
-            "operations",
+            evidence=f"{_called_name(hottest)} takes {step.part(plain)} outside of torch's operations",
         )
     cause = "Python code within the network, the loss or the update"
     yield from _merged_remedies(step, find_spread_work(step, small, past_torch=False), cause, _TENSOR_ADVICE)
@@ -196,7 +194,7 @@ def _merged_remedies(step: ProfiledStep, found: Iterable[SpreadWork], cause: str
             where=one.where,
             remedy=remedy,
             gain=step.share(one.ms),
-            evidence=f"together they take {one.ms:.2f} ms of each step of {step.ms:.2f} ms, none of them much by itself",
+            evidence=f"together they take {step.part(one.ms)}, none of them much by itself",
         )
 
 

@@ -235,7 +235,7 @@ def unfused_chain(step: ProfiledStep) -> Iterator[Remedy]:
             where=heaviest(forward, step),
             remedy=single or _compile_advice(step, function_of(chains[0][0])[1]),
             gain=step.share(spent - stays),
-            evidence=f"forward and backward they take {spent:.2f} ms of each step of {step.ms:.2f} ms; the longest take "
+            evidence=f"forward and backward they take {step.part(spent)}; the longest take "
             f"{stays:.2f} ms" + ("" if single else _compile_evidence(step)),
             axes={} if single or step.profile.compiled is not None else {"compile": "step"},
         )

@@ -88,6 +88,10 @@ class ProfiledStep:
         """Returns the share of the step, 0 to 1."""
         return min(1.0, max(0.0, ms / self.ms))
 
+    def part(self, ms: float) -> str:
+        """Formats a part of the step as `1.20 ms of each step of 8.50 ms`."""
+        return f"{ms:.2f} ms of each step of {self.ms:.2f} ms"
+
     def phase(self, *names: Phase) -> float:
         """Returns the milliseconds of these phases together."""
         return sum(self.profile.phases.get(name, 0.0) for name in names)
