@@ -511,18 +511,6 @@ class LineObserver:
         return {"lines": [line.model_dump() for line in lines]}
 
 
-class ModuleObserver:
-    kinds: Sequence[Kind] = ("clocked", "whole")
-
-    def __init__(self, namer: ModuleNames) -> None:
-        self.clock = ModuleClock(namer=namer)
-        self.begin, self.end, self.close = self.clock.begin, self.clock.end, self.clock.close
-        self.drop = self.clock.drop
-
-    def records(self) -> dict[str, list[dict[str, Any]]]:
-        return {}
-
-
 class _OperatorObserver:
     kinds: Sequence[Kind] = ("traced", "whole")
 
@@ -534,7 +522,7 @@ class _OperatorObserver:
         known = model if session.compilations.model is None else session.compilations.model
         if known is not None:
             self._namer.add_model(known)
-        self.modules = ModuleObserver(self._namer)
+        self.modules = ModuleClock(namer=self._namer)
         sites = session.sites
         self._tracer = Tracer(
             sites.is_own,
@@ -558,7 +546,7 @@ class _OperatorObserver:
 
     def records(self) -> dict[str, list[Any]]:
         self._session.facts.turned = phase_shares(self._tracer.grounds, self._sampler.shifted_s, self._sampler.samples)
-        clock, tracer, step_ms = self.modules.clock, self._tracer, self._step_ms()
+        clock, tracer, step_ms = self.modules, self._tracer, self._step_ms()
         walls, phases = tracer.walls(), _instrumented_phases(self._session)
         operators = remove_profiler_overhead(tracer.operators(), walls, clock.times(step_ms), phases, tracer.phases())
         own = clock.own()

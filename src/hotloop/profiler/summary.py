@@ -68,7 +68,7 @@ def summarize(facts: ProfileFacts, source: str, *, plan: str = "") -> Profile:
         step_where=facts.anchor if measured else "",
         step_ms=step_ms,
         phases=phases,
-        attributed=_attributed_share(phases),
+        attributed=1 - phases.get("unattributed", 0.0) / sum(phases.values()) if phases else None,
         samples_per_step=facts.samples_per_step,
         one_batch=facts.one_batch,
         batch=facts.batch,
@@ -140,12 +140,6 @@ def _paging_of(steps: Sequence[StepFact]) -> PagingRecord | None:
     if not steps or not (pages := sum(step.pages for step in steps) / len(steps)) > _MIN_PAGES:
         return None
     return PagingRecord(pages=pages, system_ms=sum(step.system_ms for step in steps) / len(steps))
-
-
-def _attributed_share(phases: dict[Phase, float]) -> float | None:
-    if not phases:
-        return None
-    return 1 - phases.get("unattributed", 0.0) / sum(phases.values())
 
 
 def _with_update_times(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleTime]:

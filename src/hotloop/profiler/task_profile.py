@@ -37,7 +37,7 @@ from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import RANK_PHASES, Timeline, clock_for
 from hotloop.profiler.base.steps import DEFAULT_STEPS, Kind, Observer, ProfileFacts
 from hotloop.profiler.hooks.torch_hooks import with_callbacks, wrap_in_phase, wrap_rank_call
-from hotloop.profiler.session import LineObserver, ModuleObserver, ProfilerSession, make_observers
+from hotloop.profiler.session import LineObserver, ProfilerSession, make_observers
 from hotloop.profiler.step_sequence import ENOUGH_STEPS, LONGEST_S
 from hotloop.profiler.summary import summarize
 from hotloop.profiler.timers.module_names import ModuleName, OwnTime, enclosing_names, module_times
@@ -169,7 +169,7 @@ def _observers(session: ProfilerSession, program: Program, trace: Path | None) -
     if program.parts.world.is_single:
         return make_observers(session, trace)
     observers = make_observers(session, trace, program.model)
-    clock = next(observer.clock for observer in observers if isinstance(observer, ModuleObserver))
+    clock = next(observer for observer in observers if isinstance(observer, ModuleClock))
     program.parts.meter.ear = RankCommPhases(session, clock)
     return observers
 

@@ -17,7 +17,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from operator import itemgetter
@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile import ModuleTime
 from hotloop.distributed.wrappers.ddp import WrapperMarker
-from hotloop.profiler.base.steps import middle_mean
+from hotloop.profiler.base.steps import Kind, middle_mean
 from hotloop.profiler.base.transparency import RecursionHeadroom, hide_from_compiler, hide_from_warnings, strip_frame
 from hotloop.profiler.hooks.torch_hooks import with_callbacks
 from hotloop.profiler.timers.module_names import (
@@ -137,13 +137,6 @@ class ModuleCallHooks:
 OVERHEAD_CALLS, OVERHEAD_REPEATS = 100, 3
 
 
-class SwitchClock(Protocol):
-    cost_ns: int
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-
-
 class _View(nn.Module):
     """Makes a graph node without work; has no `forward`, around which torch would call the script's hooks."""
 
@@ -151,7 +144,7 @@ class _View(nn.Module):
         return x.view_as(x)
 
 
-def measure_clock_overhead(clock: SwitchClock) -> tuple[float, float]:
+def measure_clock_overhead(clock: ModuleClock) -> tuple[float, float]:
     """Returns nanoseconds of overhead per forward call and per change of module in backward; takes 10 ms."""
     with (  # the script's modes see no operation
         torch._C.DisableTorchFunction(),
@@ -165,7 +158,7 @@ def measure_clock_overhead(clock: SwitchClock) -> tuple[float, float]:
     return max(0.0, forward / OVERHEAD_CALLS), max(0.0, backward / OVERHEAD_CALLS)
 
 
-def _time_pass_ns(clock: SwitchClock | None) -> tuple[int, int]:
+def _time_pass_ns(clock: ModuleClock | None) -> tuple[int, int]:
     turns = (_View(), _View())
     x = first = torch.zeros(1, device="cpu", requires_grad=True)
     if clock is not None:
@@ -227,6 +220,8 @@ class ModuleClock:
         cost_ns: the clock's own time in the current or last step; in no module's time.
         notes: sentences on what was not measured.
     """
+
+    kinds: Sequence[Kind] = ("clocked", "whole")
 
     def __init__(
         self,
@@ -299,6 +294,10 @@ class ModuleClock:
 
     def own(self) -> dict[ModuleName, OwnTime]:
         return {name: times.per_step(self._steps) for name, times in self._times.items()}
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns no fields of `ProfileFacts`: the operators complete the times first."""
+        return {}
 
     def _add(self, owner: ClockOwner, found: dict[ModuleName, OwnTime]) -> None:
         """Adds an owner's times in ms, less the overhead of switches."""
