@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import hotloop as package
-from hotloop.advisor.cpu_rates import INTERVAL
+from hotloop.advisor.rates import CPU_INTERVAL
 from hotloop.cli.options import console
 from hotloop.core.hardware import probe
 from hotloop.core.records.step_costs import CpuRates
@@ -139,7 +139,7 @@ def test_a_step_that_takes_too_long_is_predicted_from_operators_measured_once(
     first = hotloop("advise", task, *CHIPS, "--json").document
     here = first["machines"][0]
     assert here["source"] == "predicted from operators measured here" and here["step_ms"] > 1000
-    assert here["low_ms"] == pytest.approx(INTERVAL[0] * here["step_ms"])
+    assert here["low_ms"] == pytest.approx(CPU_INTERVAL[0] * here["step_ms"])
     again = hotloop("advise", task, *CHIPS)
     assert "this machine (CPU): predicted from operators measured here; other machines: predicted" in one_line(
         again.err

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hotloop.advisor.chips import Chip, Price
-from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
 from hotloop.advisor.estimate import Estimate, Host, estimate, parse_plan
 from hotloop.advisor.parallel_ways import at_batch
+from hotloop.advisor.rates import CPU_INTERVAL, cpu_step_time
 from hotloop.core.records.advice import NORMAL_90, Correction, MachineAdvice, MeasuredStep
 from hotloop.core.records.step_costs import CpuRates, StepCosts
 from hotloop.plan import Plan
@@ -282,8 +282,8 @@ def predicted(costs: StepCosts, machine: Machine, way: str, options: dict[str, A
     return replace(
         result,
         step_ms=step_ms,
-        low_ms=step_ms * INTERVAL[0],
-        high_ms=step_ms * INTERVAL[1],
+        low_ms=step_ms * CPU_INTERVAL[0],
+        high_ms=step_ms * CPU_INTERVAL[1],
         parts=parts,
         bound=max(parts, key=lambda name: parts[name]),
         source="predicted from operators measured here",
